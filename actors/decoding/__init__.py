@@ -1,0 +1,1 @@
+"""The decoding engine: drafts propose, the target verifies, the output law stays the target's."""

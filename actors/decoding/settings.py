@@ -1,0 +1,29 @@
+"""Settings of a target replica: plain data that crosses process borders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """How one replica decodes.
+
+    ``drafts`` maps every expert (all topics and ``general``) to a model folder; the frozen
+    initial weights of each are reachable as ``<expert>@0`` without an entry of their own.
+    ``replay_top_k`` target probabilities are logged per position; ``draft_top_k`` bounds the
+    support that a draft proposes from. ``max_model_len`` None takes the target's own limit.
+    """
+
+    model_path: str
+    drafts: dict[str, str] = field(default_factory=dict)
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int = 2
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    num_speculative_tokens: int = 4
+    draft_top_k: int = 64
+    replay_top_k: int = 32
+    prefill_chunk: int = 256
+    seed: int | None = None
