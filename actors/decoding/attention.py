@@ -1,0 +1,103 @@
+"""The attention function that transformers' models call when the engine runs them.
+
+The model computes queries, keys and values of the new tokens; this writes the keys and
+values into the engine's rows and attends over them, so that one forward serves a ragged
+batch. It is registered under :data:`ATTENTION_NAME` in transformers' attention interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from paceline.actors.decoding.kv import KVRows
+
+ATTENTION_NAME = "paceline"
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What one forward needs beside the tokens.
+
+    Attributes:
+        kv: where keys and values are kept.
+        rows: int64 ``[B]``, row of every sequence.
+        positions: int64 ``[B, T]``, position of every token.
+        span: positions 0..span-1 are read.
+        contiguous: first row and count where the rows follow each other, else None.
+    """
+
+    kv: KVRows
+    rows: Tensor
+    positions: Tensor
+    span: int
+    contiguous: tuple[int, int] | None
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool ``[B, 1, T, span]``: True where a token may look (causal, own row only)."""
+        if window not in self._masks:
+            reads = torch.arange(self.span, device=self.positions.device)
+            at = self.positions[:, None, :, None]
+            allowed = reads <= at
+            if window is not None:
+                allowed &= reads > at - window
+            self._masks[window] = allowed
+        return self._masks[window]
+
+    def read(self, layer: Tensor) -> Tensor:
+        """The first ``span`` positions of the rows; a view where they are contiguous."""
+        if self.contiguous is not None:
+            start, count = self.contiguous
+            return layer[start : start + count, :, : self.span]
+        return layer[self.rows, :, : self.span]
+
+
+def paceline_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    paceline_step: StepContext,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the engine's rows; shapes as transformers' own functions have them.
+
+    Args:
+        module: the attention module; its ``layer_idx`` picks the rows' layer.
+        query: ``[B, heads, T, head_dim]``.
+        key: ``[B, kv_heads, T, head_dim]``.
+        value: like ``key``.
+        attention_mask: unused; the context knows what is visible.
+        scaling: softmax scale.
+        dropout: unused; the engine only infers.
+        sliding_window: how far back this layer looks, None for all.
+        paceline_step: the forward's context.
+
+    Returns:
+        ``[B, T, heads, head_dim]`` and None (no attention weights).
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    step = paceline_step
+    step.kv.write(layer, step.rows[:, None], step.positions, key, value)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        step.read(step.kv.keys[layer]),
+        step.read(step.kv.values[layer]),
+        attn_mask=step.mask(sliding_window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paceline_attention)

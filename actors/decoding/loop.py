@@ -1,0 +1,150 @@
+"""The engine's own thread: takes requests from any thread, hands their chunks back."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.engine import Engine, StepOutput
+from paceline.actors.decoding.request import FINISH_ERROR, GenerationChunk, GenerationRequest
+from paceline.actors.replay.record import ReplayRecord
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[GenerationChunk], None]
+_MAX_FAULTS = 3
+
+
+class EngineLoop:
+    """Runs an engine on one thread.
+
+    Every call may come from any thread. ``deliver`` callbacks, ``on_record`` and ``on_load``
+    run on the engine's thread: they must be quick and must not raise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_threads: int,
+        on_record: Callable[[ReplayRecord], None] | None = None,
+        on_load: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            engine: used by this thread alone from now on.
+            num_threads: torch threads of the forwards; OpenMP counts them per thread.
+            on_record: gets the replay record of every finished request that is kept.
+            on_load: gets (running, waiting) after every round and once when all is done.
+        """
+        self._engine = engine
+        self._num_threads = num_threads
+        self._on_record = on_record
+        self._on_load = on_load
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._deliver: dict[str, Deliver] = {}
+        self._faults = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """False where the thread has ended or the target keeps failing."""
+        return self._thread.is_alive() and self._faults < _MAX_FAULTS
+
+    def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
+        """Queue a request; ``deliver`` gets its chunks, the last with a finish reason."""
+        self._inbox.put(lambda: self._add(request, deliver))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; it delivers nothing more."""
+        self._inbox.put(lambda: self._drop(request_id))
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Queue new draft weights."""
+        self._inbox.put(lambda: self._engine.swap(expert, weight_version, state))
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft with its weight_version."""
+        return self._engine.drafts()
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) requests now."""
+        return self._engine.num_running, self._engine.num_waiting
+
+    @property
+    def draft_failures(self) -> int:
+        """Rounds that went on without speculation because a draft failed."""
+        return self._engine.draft_failures
+
+    def close(self) -> None:
+        """End the thread after the round in progress."""
+        self._closed = True
+        self._inbox.put(None)
+        self._thread.join(timeout=10)
+
+    def _add(self, request: GenerationRequest, deliver: Deliver) -> None:
+        try:
+            self._engine.add(request)
+        except ValueError:
+            logger.exception("request %s was refused", request.request_id)
+            deliver(GenerationChunk(text="", token_ids=(), finish_reason=FINISH_ERROR))
+            return
+        self._deliver[request.request_id] = deliver
+
+    def _drop(self, request_id: str) -> None:
+        self._deliver.pop(request_id, None)
+        self._engine.abort(request_id)
+
+    def _take(self, *, wait: bool) -> None:
+        """Run what has come in; block for the first where there is nothing else to do."""
+        try:
+            while True:
+                command = self._inbox.get(block=wait)
+                wait = False
+                if command is not None:
+                    command()
+        except queue.Empty:
+            return
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while not self._closed:
+            self._take(wait=not self._engine.has_work)
+            if self._closed or not self._engine.has_work:
+                self._report()
+                continue
+            self._report()
+            try:
+                outputs = self._engine.step()
+                self._faults = 0
+            except Exception:
+                self._faults += 1
+                logger.exception("the target failed; its running requests end with an error")
+                outputs = self._engine.fail_all()
+            for output in outputs:
+                self._hand_out(output)
+            if not self._engine.has_work:
+                self._report()
+
+    def _report(self) -> None:
+        if self._on_load is not None:
+            self._on_load(*self.load())
+
+    def _hand_out(self, output: StepOutput) -> None:
+        finished = output.chunk.finish_reason is not None
+        if finished:
+            deliver = self._deliver.pop(output.request_id, None)
+        else:
+            deliver = self._deliver.get(output.request_id)
+        if deliver is not None and (finished or output.chunk.token_ids):
+            deliver(output.chunk)
+        if output.record is not None and self._on_record is not None:
+            self._on_record(output.record)

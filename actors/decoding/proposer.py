@@ -1,0 +1,59 @@
+"""Proposers: where draft tokens come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.verification import Proposal
+
+INITIAL_SUFFIX = "@0"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """One sequence that wants draft tokens.
+
+    Attributes:
+        request_id: names the sequence in the proposer's own state.
+        draft: the expert, or an expert's initial weights (``sql@0``).
+        tokens: all tokens so far, prompt and output; the proposer never changes them.
+        num_output: how many of them are output.
+        num_draft_tokens: how many to propose, at least 1.
+        sampling: the request's sampling parameters.
+    """
+
+    request_id: str
+    draft: str
+    tokens: Sequence[int]
+    num_output: int
+    num_draft_tokens: int
+    sampling: SamplingParams
+
+
+class Proposer(Protocol):
+    """Proposes tokens for a batch; it may be slow, wrong or fail, and never changes an answer."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        """Draft tokens for every row, in the rows' order, padded to the longest."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a sequence; unknown ones are fine."""
+        ...
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Put new weights in place of an expert's present ones."""
+        ...
+
+    def version(self, draft: str) -> int:
+        """The weight_version that a draft would propose with now."""
+        ...
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft that a request may name, with its weight_version."""
+        ...

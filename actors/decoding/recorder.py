@@ -1,0 +1,127 @@
+"""Collects one request's replay record while it is decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.replay.record import ReplayRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLog:
+    """The target's view of M emitted positions.
+
+    ``top_ids`` int32 ``[M, K]``; ``top_logprobs`` float16 ``[M, K]`` at T = 1, descending;
+    ``tail_mass`` float32 ``[M]``; ``processed`` float16 ``[M, K]``, the probabilities after
+    temperature, top_k and top_p of the same ids, None in an all-greedy batch.
+    """
+
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float16]
+    tail_mass: NDArray[np.float32]
+    processed: NDArray[np.float16] | None
+
+
+@torch.inference_mode()
+def target_log(logits: Tensor, probs: Tensor | None, size: int) -> TargetLog:
+    """Reduce the target's logits to what replay keeps.
+
+    Args:
+        logits: float ``[M, V]``.
+        probs: float32 ``[M, V]`` processed distribution, or None.
+        size: K.
+    """
+    scores = logits.float()
+    top, ids = scores.topk(min(size, scores.shape[-1]), dim=-1)
+    logprobs = top - scores.logsumexp(dim=-1, keepdim=True)
+    tail = (1.0 - logprobs.exp().sum(-1)).clamp(min=0.0)
+    processed = None if probs is None else probs.gather(-1, ids).half().cpu().numpy()
+    return TargetLog(
+        top_ids=ids.int().cpu().numpy(),
+        top_logprobs=logprobs.half().cpu().numpy(),
+        tail_mass=tail.cpu().numpy(),
+        processed=processed,
+    )
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Emitted positions of one request, in order."""
+
+    _ids: list[NDArray[np.int32]] = field(default_factory=list)
+    _logprobs: list[NDArray[np.float16]] = field(default_factory=list)
+    _tail: list[NDArray[np.float32]] = field(default_factory=list)
+    _processed: list[NDArray[np.float16]] = field(default_factory=list)
+    _draft_ids: list[int] = field(default_factory=list)
+    _accepted: list[int] = field(default_factory=list)
+    _draft_logprobs: list[float] = field(default_factory=list)
+
+    def add(
+        self,
+        log: TargetLog,
+        at: slice,
+        drafts: list[int],
+        draft_probs: list[float],
+        num_accepted: int,
+    ) -> None:
+        """Take one round.
+
+        Args:
+            log: of all rows of the round.
+            at: the emitted positions of this request in it, ``num_accepted + 1`` of them.
+            drafts: the drafted tokens; those after the first rejection are not kept, they
+                are continuations of a rejected prefix.
+            draft_probs: q of every drafted token.
+            num_accepted: how many were accepted.
+        """
+        self._ids.append(log.top_ids[at])
+        self._logprobs.append(log.top_logprobs[at])
+        self._tail.append(log.tail_mass[at])
+        if log.processed is not None:
+            self._processed.append(log.processed[at])
+        for position in range(num_accepted + 1):
+            drafted = position < len(drafts)
+            self._draft_ids.append(drafts[position] if drafted else -1)
+            self._accepted.append(int(position < num_accepted) if drafted else -1)
+            self._draft_logprobs.append(
+                float(np.log(max(draft_probs[position], 1e-7))) if drafted else float("nan")
+            )
+
+    def finish(
+        self,
+        request: GenerationRequest,
+        output: list[int],
+        weight_version: int,
+        created: float,
+    ) -> ReplayRecord:
+        """The record of an answer of ``output`` tokens; later positions are dropped."""
+        count = len(output)
+        sampling = request.sampling
+        processed = None
+        if self._processed and not sampling.greedy:
+            processed = np.concatenate(self._processed)[:count]
+        return ReplayRecord(
+            request_id=request.request_id,
+            topic=request.topic,
+            expert=request.draft,
+            weight_version=weight_version,
+            created=created,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            prompt_token_ids=np.asarray(request.prompt_token_ids, dtype=np.int32),
+            output_token_ids=np.asarray(output, dtype=np.int32),
+            target_top_ids=np.concatenate(self._ids)[:count],
+            target_top_logprobs=np.concatenate(self._logprobs)[:count],
+            target_tail_mass=np.concatenate(self._tail)[:count],
+            draft_token_ids=np.asarray(self._draft_ids[:count], dtype=np.int32),
+            accepted=np.asarray(self._accepted[:count], dtype=np.int8),
+            draft_logprobs=np.asarray(self._draft_logprobs[:count], dtype=np.float16),
+            processed_top_probs=processed,
+        )

@@ -1,0 +1,145 @@
+"""From logits to the distribution that a request samples: one code path for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of B rows as tensors.
+
+    ``temperature`` and ``top_p`` are float32 ``[B]``, ``top_k`` int64 ``[B]`` (V or more is
+    off), ``seeds`` int64 ``[B]`` (0 where there is none), ``greedy`` and ``seeded`` bool ``[B]``.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    seeds: Tensor
+    greedy: Tensor
+    seeded: Tensor
+    all_greedy: bool
+    any_seeded: bool
+    any_unseeded: bool
+    any_filter: bool
+
+    def rows(self, index: Tensor) -> SamplingBatch:
+        """The same for a subset of rows; ``index`` is int64 ``[R]``."""
+        greedy, seeded = self.greedy[index], self.seeded[index]
+        return SamplingBatch(
+            temperature=self.temperature[index],
+            top_p=self.top_p[index],
+            top_k=self.top_k[index],
+            seeds=self.seeds[index],
+            greedy=greedy,
+            seeded=seeded,
+            all_greedy=bool(greedy.all()),
+            any_seeded=bool((seeded & ~greedy).any()),
+            any_unseeded=bool((~seeded & ~greedy).any()),
+            any_filter=self.any_filter,
+        )
+
+
+_NO_LIMIT = 1 << 40
+
+
+def _signed(seed: int) -> int:
+    """A Python integer folded into a signed 64-bit word."""
+    folded = seed & ((1 << 64) - 1)
+    return folded - (1 << 64) if folded >= 1 << 63 else folded
+
+
+def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
+    """Stack the parameters of B requests."""
+    greedy = [p.greedy for p in params]
+    seeded = [p.seed is not None for p in params]
+
+    def tensor(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return SamplingBatch(
+        temperature=tensor([1.0 if p.greedy else p.temperature for p in params], torch.float32),
+        top_p=tensor([p.top_p for p in params], torch.float32),
+        top_k=tensor([p.top_k or _NO_LIMIT for p in params], torch.int64),
+        seeds=tensor([_signed(p.seed or 0) for p in params], torch.int64),
+        greedy=tensor(greedy, torch.bool),
+        seeded=tensor(seeded, torch.bool),
+        all_greedy=all(greedy),
+        any_seeded=any(s and not g for s, g in zip(seeded, greedy, strict=True)),
+        any_unseeded=any(not s and not g for s, g in zip(seeded, greedy, strict=True)),
+        any_filter=any(not p.greedy and (p.top_p < 1.0 or p.top_k > 0) for p in params),
+    )
+
+
+def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Which of the descending probabilities top_k and then top_p keep; the first always stays.
+
+    The order of the two and the renormalisation between them are transformers' own.
+
+    Args:
+        sorted_probs: float32 ``[..., V]``, descending along the last axis.
+        top_p: float32 ``[...]``.
+        top_k: int64 ``[...]``.
+
+    Returns:
+        bool ``[..., V]``.
+    """
+    ranks = torch.arange(sorted_probs.shape[-1], device=sorted_probs.device)
+    within_k = ranks < top_k.unsqueeze(-1)
+    kept = sorted_probs * within_k
+    kept = kept / kept.sum(-1, keepdim=True)
+    before = kept.cumsum(-1) - kept
+    # top_p = 1 must keep everything, whatever the cumulative sum rounds to.
+    within_p = (before < top_p.unsqueeze(-1)) | (top_p.unsqueeze(-1) >= 1.0)
+    within_p[..., 0] = True
+    return within_k & within_p
+
+
+def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The distribution that each row samples from.
+
+    Args:
+        logits: float ``[B, T, V]``.
+        batch: parameters of the B rows.
+
+    Returns:
+        float32 ``[B, T, V]``, each row sums to 1. A greedy row gets its T = 1 distribution.
+    """
+    probs = torch.softmax(logits.float() / batch.temperature[:, None, None], dim=-1)
+    if not batch.any_filter:
+        return probs
+    steps = logits.shape[1]
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    keep = keep_mask(
+        ordered,
+        batch.top_p[:, None].expand(-1, steps),
+        batch.top_k[:, None].expand(-1, steps),
+    )
+    keep |= batch.greedy[:, None, None]
+    filtered = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
+    return filtered / filtered.sum(-1, keepdim=True)
+
+
+def exponential_race(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw an index with probability proportional to its weight.
+
+    The first arrival among independent exponential clocks with these rates; it needs no
+    normalisation, and an entry of weight 0 is never drawn while another is positive.
+
+    Args:
+        weights: float32 ``[..., V]``, not negative.
+        generator: source of randomness.
+
+    Returns:
+        int64 ``[...]``.
+    """
+    clocks = torch.empty_like(weights, dtype=torch.float64)
+    clocks.exponential_(generator=generator)
+    return (weights.double() / clocks).argmax(dim=-1)

@@ -1,0 +1,168 @@
+"""The target replica: the engine behind an asynchronous, Serve-friendly face."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import ray
+
+from paceline.actors.decoding.build import build_engine
+from paceline.actors.decoding.loop import EngineLoop
+from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.replay.record import ReplayRecord, encode
+from paceline.actors.weights.flat import unflatten
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 1.0
+_POLL_S = 10.0
+_RETRY_S = 0.5
+
+
+class TargetReplica:
+    """Hosts the target, proposes with the experts, logs what the target said.
+
+    The shards, the registry and the board may be dead or slow at any time: records are then
+    lost, drafts stay as they are, load goes unreported; no request notices.
+    """
+
+    def __init__(
+        self,
+        settings: TargetSettings,
+        shards: Mapping[str, Any] | None = None,
+        registry: Any = None,
+        board: Any = None,
+    ) -> None:
+        """Load the models and start the engine.
+
+        Args:
+            settings: see TargetSettings.
+            shards: actor handle of the replay shard of every topic; None keeps no records.
+            registry: actor handle of the weight registry; None never swaps.
+            board: actor handle of the load board; None reports nothing.
+        """
+        self._shards = dict(shards or {})
+        self._registry = registry
+        self._board = board
+        self._replica_id = uuid.uuid4().hex[:12]
+        self._reported: tuple[int, int] | None = None
+        self._reported_at = 0.0
+        engine, _, self._facts = build_engine(settings)
+        self._loop = EngineLoop(
+            engine,
+            num_threads=settings.num_threads,
+            on_record=self._store if self._shards else None,
+            on_load=self._report if board is not None else None,
+        )
+        self._closed = threading.Event()
+        if registry is not None:
+            threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        """Stream an answer; closing the iterator drops the request."""
+        chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
+        events = asyncio.get_running_loop()
+        self._loop.submit(
+            request, lambda chunk: events.call_soon_threadsafe(chunks.put_nowait, chunk) and None
+        )
+        finished = False
+        try:
+            while not finished:
+                chunk = await chunks.get()
+                finished = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if not finished:
+                self._loop.abort(request.request_id)
+
+    async def complete(self, request: GenerationRequest) -> GenerationChunk:
+        """A whole answer in one chunk; cancelling the call drops the request."""
+        events = asyncio.get_running_loop()
+        answer: asyncio.Future[GenerationChunk] = events.create_future()
+        parts: list[GenerationChunk] = []
+
+        def resolve() -> None:
+            if not answer.done():
+                answer.set_result(join(parts))
+
+        def deliver(chunk: GenerationChunk) -> None:
+            parts.append(chunk)
+            if chunk.finish_reason is not None:
+                events.call_soon_threadsafe(resolve)
+
+        self._loop.submit(request, deliver)
+        try:
+            return await answer
+        finally:
+            if not parts or parts[-1].finish_reason is None:
+                self._loop.abort(request.request_id)
+
+    async def describe(self) -> dict[str, Any]:
+        """What runs here and how busy it is."""
+        running, waiting = self._loop.load()
+        return self._facts | {
+            "replica_id": self._replica_id,
+            "drafts": self._loop.drafts(),
+            "draft_failures": self._loop.draft_failures,
+            "running": running,
+            "waiting": waiting,
+        }
+
+    def check_health(self) -> None:
+        """Serve's health check; RuntimeError has Serve replace this replica."""
+        if not self._loop.healthy:
+            raise RuntimeError("the engine has stopped or keeps failing")
+
+    def _store(self, record: ReplayRecord) -> None:
+        shard = self._shards.get(record.topic)
+        if shard is None:
+            return
+        try:
+            shard.insert.remote(encode(record))
+        except Exception:
+            logger.warning("record of %s was not kept", record.topic, exc_info=True)
+
+    def _report(self, running: int, waiting: int) -> None:
+        """Tell the board on every change, and now and then while nothing changes."""
+        now = time.monotonic()
+        if (running, waiting) == self._reported and now - self._reported_at < _REPORT_EVERY_S:
+            return
+        self._reported, self._reported_at = (running, waiting), now
+        try:
+            self._board.report.remote(self._replica_id, running, waiting)
+        except Exception:
+            logger.warning("load was not reported", exc_info=True)
+
+    def _watch(self) -> None:
+        """Long-poll the registry for new weights, for ever."""
+        known: dict[str, int] = {}
+        while not self._closed.is_set():
+            try:
+                news = ray.get(
+                    self._registry.wait_newer.remote(known, _POLL_S), timeout=3 * _POLL_S
+                )
+                for topic, (version, refs) in news.items():
+                    # unflatten copies: the object dies with the registry that put it.
+                    self._loop.swap(topic, version, unflatten(ray.get(refs[0], timeout=_POLL_S)))
+                    known[topic] = version
+            except Exception as error:
+                logger.info("no weights from the registry (%s), trying again", error)
+                self._closed.wait(_RETRY_S)
+
+
+def join(parts: list[GenerationChunk]) -> GenerationChunk:
+    """One chunk that says what a stream of them said."""
+    last = parts[-1]
+    return GenerationChunk(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        finish_reason=last.finish_reason,
+        speculative=last.speculative,
+    )

@@ -1,0 +1,75 @@
+"""From tokens to text: incremental decoding and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` that may be the beginning of a stop string."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops if len(stop) > size):
+            return size
+    return 0
+
+
+class TextStream:
+    """Decodes one answer token by token and cuts it before a stop string."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        """Start an answer.
+
+        Args:
+            tokenizer: a transformers fast tokenizer.
+            stops: non-empty strings that end the answer; they are not part of the text.
+        """
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stops = tuple(stops)
+        self._tokens: list[int] = []
+        self._decoded = ""
+        self._released = 0
+        self.stopped = False
+
+    def push(self, token: int) -> None:
+        """Take one token; :attr:`stopped` turns True where it completes a stop string."""
+        self._tokens.append(token)
+        piece = self._stream.step(self._backend, token)
+        if piece:
+            self._extend(piece)
+
+    def _extend(self, piece: str) -> None:
+        before = len(self._decoded)
+        self._decoded += piece
+        # A stop string that ends in the new piece begins at most its length before it.
+        found = [
+            at
+            for stop in self._stops
+            if (at := self._decoded.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if found:
+            self._decoded = self._decoded[: min(found)]
+            self.stopped = True
+
+    def release(self, *, last: bool = False) -> str:
+        """The text that may be shown now and has not been.
+
+        Args:
+            last: the answer is over: nothing is held back, and bytes that never became a
+                character are shown as the tokenizer shows them.
+        """
+        if last and not self.stopped:
+            whole = str(self._backend.decode(self._tokens, skip_special_tokens=True))
+            if whole.startswith(self._decoded):
+                self._extend(whole[len(self._decoded) :])
+        hold = 0 if last or self.stopped else held_back(self._decoded, self._stops)
+        # A stop string may begin in text that had to be released before it was complete;
+        # held_back makes that impossible, max() only states it.
+        end = max(len(self._decoded) - hold, self._released)
+        text = self._decoded[self._released : end]
+        self._released = end
+        return text

@@ -1,0 +1,177 @@
+"""Verification: which draft tokens the target accepts, and the token that it adds.
+
+Greedy and seeded rows know the target's token at every position (argmax, or argmax under
+Gumbel noise): a draft token is accepted where it is that very token. Unseeded rows use
+speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318): accept with
+probability min(1, p/q); after a rejection draw the recovered token from
+norm(max(0, p - q)); after full acceptance draw the bonus token from p. All three leave the
+target's output law as it is, for any draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.noise import gumbel, stream_key
+from paceline.actors.decoding.sampling import SamplingBatch, exponential_race, processed_probs
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens of B rows, k positions, support of S tokens.
+
+    Attributes:
+        token_ids: int64 ``[B, k]``.
+        num_drafted: int64 ``[B]``; positions at and after it are padding.
+        token_probs: float32 ``[B, k]``, q of the draft token under the request's sampling.
+        support_ids: int64 ``[B, k, S]``; the tokens with q > 0.
+        support_probs: float32 ``[B, k, S]``, sums to 1 where drafted.
+    """
+
+    token_ids: Tensor
+    num_drafted: Tensor
+    token_probs: Tensor
+    support_ids: Tensor
+    support_probs: Tensor
+
+    @staticmethod
+    def empty(rows: int, device: torch.device | str) -> Proposal:
+        """A proposal of nothing: the round is plain decoding."""
+        integers = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        floats = torch.zeros(rows, 0, dtype=torch.float32, device=device)
+        return Proposal(
+            token_ids=integers,
+            num_drafted=torch.zeros(rows, dtype=torch.int64, device=device),
+            token_probs=floats,
+            support_ids=integers.unsqueeze(-1),
+            support_probs=floats.unsqueeze(-1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided for B rows.
+
+    Attributes:
+        num_accepted: int64 ``[B]``.
+        final_tokens: int64 ``[B]``: the recovered token, or the bonus token where every
+            drafted token was accepted.
+        probs: float32 ``[B, k + 1, V]`` processed target distribution, None where every
+            row is greedy and nothing needed it.
+    """
+
+    num_accepted: Tensor
+    final_tokens: Tensor
+    probs: Tensor | None
+
+
+def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """min(1, p/q) elementwise, 0 where p is 0 (Leviathan et al., algorithm 1)."""
+    return torch.where(
+        target_probs >= draft_probs,
+        (target_probs > 0).to(target_probs.dtype),
+        target_probs / draft_probs,
+    )
+
+
+def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -> Tensor:
+    """Unnormalised max(0, p - q) with q given on its support.
+
+    Where p equals q to the last bit the residual is empty; a rejection then has probability
+    0 in exact arithmetic, and p itself is returned so that rounding cannot draw nonsense.
+
+    Args:
+        target_probs: float32 ``[R, V]``.
+        support_ids: int64 ``[R, S]``.
+        support_probs: float32 ``[R, S]``.
+
+    Returns:
+        float32 ``[R, V]``.
+    """
+    difference = target_probs.scatter_add(-1, support_ids, -support_probs).clamp_(min=0.0)
+    empty = difference.sum(-1, keepdim=True) <= 0.0
+    return torch.where(empty, target_probs, difference)
+
+
+def _leading_true(flags: Tensor) -> Tensor:
+    """Number of leading True along the last axis; bool ``[B, k]`` to int64 ``[B]``."""
+    return flags.to(torch.int64).cumprod(dim=-1).sum(dim=-1)
+
+
+def _determined_tokens(
+    logits: Tensor, probs: Tensor | None, batch: SamplingBatch, output_positions: Tensor
+) -> Tensor:
+    """The target's own token at every position, for greedy and seeded rows; int64 ``[B, T]``."""
+    tokens = logits.argmax(dim=-1)
+    if not batch.any_seeded or probs is None:
+        return tokens
+    rows = (batch.seeded & ~batch.greedy).nonzero()[:, 0]
+    steps, vocab = logits.shape[1:]
+    positions = output_positions[rows, None] + torch.arange(steps, device=logits.device)
+    keys = stream_key(batch.seeds[rows, None], positions)
+    noise = gumbel(keys, torch.arange(vocab, device=logits.device))
+    tokens[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
+    return tokens
+
+
+def _rejection_sample(
+    probs: Tensor, proposal: Proposal, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling of R unseeded rows: accepted counts and final tokens, ``[R]`` each."""
+    rows, drafted = proposal.token_ids.shape
+    index = torch.arange(rows, device=probs.device)
+    if drafted == 0:
+        return torch.zeros_like(index), exponential_race(probs[:, 0], generator)
+    p_draft = probs[:, :drafted].gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1)
+    uniform = torch.rand(
+        (rows, drafted), generator=generator, device=probs.device, dtype=torch.float64
+    )
+    inside = torch.arange(drafted, device=probs.device) < proposal.num_drafted[:, None]
+    # q = 0 cannot be drafted; padding must not divide by it.
+    q_draft = torch.where(inside, proposal.token_probs, torch.ones_like(proposal.token_probs))
+    accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
+    num_accepted = _leading_true(accepted)
+    at = probs[index, num_accepted]
+    rejected = num_accepted < proposal.num_drafted
+    last = num_accepted.clamp(max=drafted - 1)
+    recovered = residual(at, proposal.support_ids[index, last], proposal.support_probs[index, last])
+    weights = torch.where(rejected[:, None], recovered, at)
+    return num_accepted, exponential_race(weights, generator)
+
+
+def verify(
+    logits: Tensor,
+    proposal: Proposal,
+    batch: SamplingBatch,
+    output_positions: Tensor,
+    generator: torch.Generator,
+) -> Verdict:
+    """Accept a prefix of every row's draft tokens and add one token.
+
+    Args:
+        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token.
+        proposal: the draft tokens, k positions.
+        batch: sampling parameters of the B rows.
+        output_positions: int64 ``[B]``, index of the next output token of each row.
+        generator: randomness of the unseeded rows.
+    """
+    drafted = proposal.token_ids.shape[1]
+    probs = None if batch.all_greedy else processed_probs(logits, batch)
+    tokens = _determined_tokens(logits, probs, batch, output_positions)
+    inside = torch.arange(drafted, device=logits.device) < proposal.num_drafted[:, None]
+    num_accepted = _leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
+    final = tokens.gather(-1, num_accepted[:, None]).squeeze(-1)
+    if batch.any_unseeded and probs is not None:
+        rows = (~batch.seeded & ~batch.greedy).nonzero()[:, 0]
+        subset = Proposal(
+            token_ids=proposal.token_ids[rows],
+            num_drafted=proposal.num_drafted[rows],
+            token_probs=proposal.token_probs[rows],
+            support_ids=proposal.support_ids[rows],
+            support_probs=proposal.support_probs[rows],
+        )
+        num_accepted[rows], final[rows] = _rejection_sample(probs[rows], subset, generator)
+    return Verdict(num_accepted=num_accepted, final_tokens=final, probs=probs)

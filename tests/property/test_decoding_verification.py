@@ -1,0 +1,194 @@
+"""Speculative verification leaves the target's law as it is: closed form, then seeded chi-square."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from paceline.actors.decoding.noise import gumbel, stream_key
+from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.sampling import batch_params, exponential_race
+from paceline.actors.decoding.verification import (
+    Proposal,
+    acceptance_probability,
+    residual,
+    verify,
+)
+
+WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-30, 1e-6), st.floats(0.01, 1.0))
+
+
+@st.composite
+def laws(draw: st.DrawFn, size: int) -> Tensor:
+    """A distribution over ``size`` tokens, with zeros and tiny masses."""
+    weights = draw(st.lists(WEIGHTS, min_size=size, max_size=size).filter(lambda w: sum(w) > 0.01))
+    law = torch.tensor(weights, dtype=torch.float64)
+    return law / law.sum()
+
+
+def one_position_law(p: Tensor, q: Tensor) -> Tensor:
+    """The law of the emitted token when one token is drafted from q, in closed form."""
+    accept = q * acceptance_probability(p, q)
+    rest = residual(p[None], torch.arange(len(p))[None], q[None])[0]
+    return accept + (1.0 - accept.sum()) * rest / rest.sum()
+
+
+@given(st.integers(2, 6).flatmap(lambda n: st.tuples(laws(n), laws(n))))
+def test_one_draft_token_leaves_the_law(pair: tuple[Tensor, Tensor]) -> None:
+    p, q = pair
+    torch.testing.assert_close(one_position_law(p, q), p, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0]),
+        ([1.0, 0.0, 0.0], [0.0, 0.0, 1.0]),
+        ([0.2, 0.3, 0.5], [0.0, 1.0, 0.0]),
+        ([1e-12, 1.0 - 1e-12, 0.0], [1.0 - 1e-12, 1e-12, 0.0]),
+    ],
+    ids=["equal", "disjoint", "point-draft", "tiny"],
+)
+def test_corner_laws(p: list[float], q: list[float]) -> None:
+    law = torch.tensor(p, dtype=torch.float64)
+    other = torch.tensor(q, dtype=torch.float64)
+    torch.testing.assert_close(one_position_law(law, other), law, atol=1e-12, rtol=1e-9)
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_a_block_of_drafts_leaves_the_joint_law(data: st.DataObject) -> None:
+    """k = 2, V = 3, laws that depend on the prefix: all outcomes enumerated."""
+    vocab, k = 3, 2
+    prefixes = [t for n in range(k + 1) for t in itertools.product(range(vocab), repeat=n)]
+    p = {prefix: data.draw(laws(vocab)) for prefix in prefixes}
+    q = {prefix: data.draw(laws(vocab)) for prefix in prefixes}
+
+    def emitted(prefix: tuple[int, ...], left: int) -> dict[tuple[int, ...], float]:
+        """Law of the tokens that one round emits after ``prefix``."""
+        if left == 0:
+            return {(v,): float(p[prefix][v]) for v in range(vocab)}
+        law: dict[tuple[int, ...], float] = {}
+        accept = q[prefix] * acceptance_probability(p[prefix], q[prefix])
+        rest = residual(p[prefix][None], torch.arange(vocab)[None], q[prefix][None])[0]
+        rest = (1.0 - accept.sum()) * rest / rest.sum()
+        for v in range(vocab):
+            law[(v,)] = law.get((v,), 0.0) + float(rest[v])
+            for tail, mass in emitted((*prefix, v), left - 1).items():
+                key = (v, *tail)
+                law[key] = law.get(key, 0.0) + float(accept[v]) * mass
+        return law
+
+    round_law = emitted((), k)
+    # Continue short rounds with p itself: the joint law of k + 1 tokens must be p's.
+    for target in itertools.product(range(vocab), repeat=k + 1):
+        total = 0.0
+        for tokens, mass in round_law.items():
+            if target[: len(tokens)] == tokens:
+                for n in range(len(tokens), k + 1):
+                    mass *= float(p[target[:n]][target[n]])
+                total += mass
+        expected = 1.0
+        for n in range(k + 1):
+            expected *= float(p[target[:n]][target[n]])
+        assert total == pytest.approx(expected, abs=1e-9)
+
+
+def _chi_square(counts: Tensor, law: Tensor) -> float:
+    expected = law.double() * counts.sum()
+    keep = expected > 0
+    assert counts[~keep].sum() == 0, "a token of probability 0 was emitted"
+    return float(
+        stats.chisquare(counts[keep].numpy(), expected[keep].numpy(), sum_check=False).pvalue
+    )
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_vectorised_verify_follows_the_law(seeded: bool, temperature: float) -> None:
+    """50,000 rows of one round: the first emitted token, and the second given the first."""
+    rows, vocab, k = 50_000, 8, 2
+    generator = torch.Generator().manual_seed(7)
+    target = torch.randn(vocab, generator=generator) * 2
+    draft = torch.randn(vocab, generator=generator) * 2
+    params = [
+        SamplingParams(max_tokens=8, temperature=temperature, seed=i if seeded else None)
+        for i in range(rows)
+    ]
+    batch = batch_params(params, "cpu")
+    q = torch.softmax(draft / temperature, -1)
+    ids = torch.arange(vocab).expand(rows, k, vocab)
+    probs = q.expand(rows, k, vocab)
+    positions = torch.arange(k)
+    if seeded:
+        keys = stream_key(batch.seeds[:, None], positions)
+        tokens = (probs.double().log() + gumbel(keys, torch.arange(vocab))).argmax(-1)
+    else:
+        tokens = exponential_race(probs.contiguous(), generator)
+    proposal = Proposal(tokens, torch.full((rows,), k), q[tokens], ids, probs)
+    logits = target.expand(rows, k + 1, vocab)
+    verdict = verify(logits, proposal, batch, torch.zeros(rows, dtype=torch.int64), generator)
+    law = torch.softmax(target / temperature, -1)
+    first = torch.where(verdict.num_accepted > 0, tokens[:, 0], verdict.final_tokens)
+    assert _chi_square(torch.bincount(first, minlength=vocab), law) > 1e-3
+    more = verdict.num_accepted >= 1
+    second = torch.where(verdict.num_accepted > 1, tokens[:, 1], verdict.final_tokens)[more]
+    assert _chi_square(torch.bincount(second, minlength=vocab), law) > 1e-3
+    acceptance = float((verdict.num_accepted > 0).double().mean())
+    alpha = float(torch.minimum(law, q).sum())
+    if seeded:  # arXiv 2408.07978: at least alpha / (2 - alpha)
+        assert acceptance > alpha / (2 - alpha) - 0.01
+    else:
+        assert acceptance == pytest.approx(alpha, abs=0.01)
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(0, 5000))
+def test_noise_depends_on_seed_position_and_token_alone(seed: int, position: int) -> None:
+    batch = batch_params([SamplingParams(max_tokens=1, seed=seed)], "cpu")
+    key = stream_key(batch.seeds, torch.tensor([position]))
+    whole = gumbel(key, torch.arange(64))
+    some = gumbel(key, torch.tensor([[3, 63, 17]]))
+    assert torch.isfinite(whole).all()
+    assert torch.equal(whole[:, [3, 63, 17]], some)
+
+
+def test_noise_is_gumbel() -> None:
+    keys = stream_key(torch.arange(2000), torch.tensor(5))
+    values = gumbel(keys, torch.arange(50)).flatten()
+    assert stats.kstest(values.numpy(), "gumbel_r").pvalue > 1e-3
+
+
+def test_a_greedy_row_accepts_the_argmax_alone() -> None:
+    logits = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]).repeat(3, 1, 1)
+    batch = batch_params([SamplingParams(max_tokens=9, temperature=0.0)] * 3, "cpu")
+    tokens = torch.tensor([[1, 0], [1, 2], [2, 0]])
+    proposal = Proposal(
+        tokens,
+        torch.tensor([2, 2, 2]),
+        torch.ones(3, 2),
+        tokens[..., None],
+        torch.ones(3, 2, 1),
+    )
+    generator = torch.Generator().manual_seed(0)
+    verdict = verify(logits, proposal, batch, torch.zeros(3, dtype=torch.int64), generator)
+    assert verdict.num_accepted.tolist() == [2, 1, 0]
+    assert verdict.final_tokens.tolist() == [2, 0, 1]
+
+
+def test_padding_is_never_accepted() -> None:
+    logits = torch.zeros(1, 3, 4)
+    logits[..., 0] = 5.0
+    batch = batch_params([SamplingParams(max_tokens=9, temperature=0.0)], "cpu")
+    zeros = torch.zeros(1, 2, dtype=torch.int64)
+    proposal = Proposal(
+        zeros, torch.tensor([1]), torch.ones(1, 2), zeros[..., None], torch.ones(1, 2, 1)
+    )
+    generator = torch.Generator().manual_seed(0)
+    verdict = verify(logits, proposal, batch, torch.zeros(1, dtype=torch.int64), generator)
+    assert verdict.num_accepted.tolist() == [1]

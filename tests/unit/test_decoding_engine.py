@@ -1,0 +1,363 @@
+"""The engine on tiny random models: the same tokens as generate, whatever the drafts do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from tiny_models import tiny_llama, tiny_tokenizer
+from torch import Tensor
+
+from paceline.actors.decoding.attention import ATTENTION_NAME
+from paceline.actors.decoding.colocated import ColocatedProposer, Expert
+from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
+from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.request import GenerationRequest, SamplingParams
+from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.decoding.verification import Proposal
+
+TOKENIZER = tiny_tokenizer()
+MAX_LEN = 96
+
+
+def served(model: Any) -> Any:
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def make_engine(
+    *,
+    target_seed: int = 1,
+    draft_seed: int = 2,
+    max_num_seqs: int = 4,
+    k: int = 4,
+    eos: int = 2,
+    vocab: int = 300,
+    seed: int = 0,
+    prefill_chunk: int = 8,
+    **model: Any,
+) -> Engine:
+    """An engine with the experts a and b, and a's initial weights."""
+    target = served(tiny_llama(target_seed, vocab=vocab, **model))
+    generator = torch.Generator().manual_seed(seed)
+    experts = {
+        name: Expert(
+            ModelRunner(served(tiny_llama(s, layers=1, vocab=vocab)), max_num_seqs, MAX_LEN),
+            max_num_seqs,
+        )
+        for name, s in (("a", draft_seed), ("b", draft_seed + 1), ("a@0", draft_seed))
+    }
+    return Engine(
+        runner=ModelRunner(target, max_num_seqs, MAX_LEN),
+        proposer=ColocatedProposer(experts, 16, generator),
+        tokenizer=TOKENIZER,
+        settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),
+        generator=generator,
+        now=lambda: 1234.5,
+    )
+
+
+def request(name: str, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
+    sampling = {"max_tokens": 20, "temperature": 0.0}
+    own = {"draft": "a", "topic": "sql"}
+    for key, value in fields.items():
+        (sampling if key in SamplingParams.__dataclass_fields__ else own)[key] = value
+    return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), **own)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, requests: Iterable[GenerationRequest] = ()) -> dict[str, list[StepOutput]]:
+    """Run to the end; outputs by request."""
+    for r in requests:
+        engine.add(r)
+    outputs: dict[str, list[StepOutput]] = {}
+    for _ in range(10_000):
+        if not engine.has_work:
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.chunk.token_ids]
+
+
+def generate(prompt: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
+    """transformers' own greedy answer."""
+    model = tiny_llama(seed)
+    model.generation_config.eos_token_id = 2
+    ids = model.generate(
+        torch.tensor([list(prompt)]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+    )
+    return [int(i) for i in ids[0, len(prompt) :]]
+
+
+PROMPTS = [
+    TOKENIZER.encode(text, add_special_tokens=False)
+    for text in (
+        "SELECT name",
+        "Write",
+        "a",
+        "Ann has 12 apples. She buys 30 more.",
+        "List all",
+        "x y z",
+    )
+]
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 7])
+@pytest.mark.parametrize("draft_seed", [1, 2], ids=["perfect-draft", "hopeless-draft"])
+def test_greedy_equals_generate_in_a_ragged_batch(k: int, draft_seed: int) -> None:
+    """Six requests in four rows: they queue, join, leave and move rows."""
+    engine = make_engine(k=k, draft_seed=draft_seed)
+    lengths = [30, 5, 12, 40, 1, 23]
+    requests = [
+        request(f"r{i}", p, max_tokens=n, draft="ab"[i % 2])
+        for i, (p, n) in enumerate(zip(PROMPTS, lengths, strict=True))
+    ]
+    outputs = run(engine, requests)
+    for i, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
+        assert tokens_of(outputs[f"r{i}"]) == generate(prompt, length), f"r{i}"
+
+
+def test_the_targets_twin_as_draft_is_accepted_whole() -> None:
+    engine = make_engine(k=4)
+    twin = served(tiny_llama(1))
+    engine._proposer = ColocatedProposer(  # type: ignore[attr-defined]
+        {"a": Expert(ModelRunner(twin, 4, MAX_LEN), 4)}, 16, torch.Generator()
+    )
+    outputs = run(engine, [request("r", PROMPTS[0], max_tokens=21, ignore_eos=True)])["r"]
+    stats_ = outputs[-1].chunk.speculative
+    assert stats_ is not None
+    assert stats_.num_draft_tokens == stats_.num_accepted_draft_tokens == 16
+    assert stats_.acceptance_histogram == (0, 0, 0, 0, 4)
+    assert stats_.mean_acceptance_length == 5.0
+
+
+def test_eos_ends_the_answer_and_ignore_eos_does_not() -> None:
+    answer = generate(PROMPTS[3], 30)
+    eos = answer[7]
+    first = answer.index(eos)
+    outputs = run(make_engine(eos=eos), [request("r", PROMPTS[3], max_tokens=30)])["r"]
+    assert tokens_of(outputs) == answer[: first + 1]
+    assert outputs[-1].chunk.finish_reason == "stop"
+    outputs = run(make_engine(eos=eos), [request("r", PROMPTS[3], max_tokens=30, ignore_eos=True)])
+    assert tokens_of(outputs["r"]) == answer
+    assert outputs["r"][-1].chunk.finish_reason == "length"
+
+
+def test_a_stop_string_cuts_the_text() -> None:
+    whole = TOKENIZER.decode(generate(PROMPTS[0], 30), skip_special_tokens=True)
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    outputs = run(make_engine(), [request("r", PROMPTS[0], max_tokens=30, stop=(stop,))])["r"]
+    assert "".join(o.chunk.text for o in outputs) == whole[: whole.index(stop)]
+    assert outputs[-1].chunk.finish_reason == "stop"
+
+
+def test_a_seed_fixes_the_text_whatever_speculation_does() -> None:
+    """Off, on with either draft, in a batch or alone, with a swap in between: the same tokens."""
+    answers = []
+    for draft, k, crowd in [("off", 0, 0), ("a", 4, 0), ("b", 2, 3), ("a", 7, 2)]:
+        engine = make_engine()
+        others = [request(f"o{i}", PROMPTS[i], temperature=1.0) for i in range(crowd)]
+        mine = request(
+            "r",
+            PROMPTS[3],
+            temperature=0.9,
+            top_p=0.95,
+            seed=11,
+            draft=draft,
+            num_speculative_tokens=k,
+            max_tokens=40,
+            ignore_eos=True,
+        )
+        answers.append(tokens_of(run(engine, [*others, mine])["r"]))
+    assert all(answer == answers[0] for answer in answers)
+    other = request("r", PROMPTS[3], temperature=0.9, top_p=0.95, seed=12, max_tokens=40)
+    assert tokens_of(run(make_engine(), [other])["r"]) != answers[0]
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_engines_samples_follow_the_targets_law(seeded: bool, top_p: float) -> None:
+    """Seeded chi-square over 6,000 answers of two tokens: their joint law is the target's."""
+    vocab, count, prompt = 7, 6000, [3, 5, 4]
+    engine = make_engine(vocab=vocab, max_num_seqs=64, eos=-1, seed=5, initializer_range=0.5)
+    requests = [
+        request(
+            f"r{i}",
+            prompt,
+            temperature=1.2,
+            top_p=top_p,
+            max_tokens=2,
+            store=False,
+            draft=("a", "b", "off")[i % 3],
+            seed=i if seeded else None,
+        )
+        for i in range(count)
+    ]
+    pairs = [tuple(tokens_of(o)) for o in run(engine, requests).values()]
+    model = tiny_llama(1, vocab=vocab, initializer_range=0.5)
+
+    def law(tokens: list[int]) -> Tensor:
+        with torch.inference_mode():
+            probs = torch.softmax(model(torch.tensor([tokens])).logits[0, -1].double() / 1.2, -1)
+        ordered, order = probs.sort(descending=True)
+        ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+        return torch.zeros_like(probs).scatter(0, order, ordered / ordered.sum())
+
+    first = law(prompt)
+    expected, observed = [], []
+    for a, b in itertools.product(range(vocab), repeat=2):
+        mass = float(first[a] * law([*prompt, a])[b])
+        seen = sum(pair == (a, b) for pair in pairs)
+        if mass == 0.0:
+            assert seen == 0
+            continue
+        expected.append(mass * count)
+        observed.append(seen)
+    small = [i for i, e in enumerate(expected) if e < 5]
+    rest = [i for i in range(len(expected)) if i not in small]
+    groups = [[i] for i in rest] + ([small] if small else [])
+    f_obs = [sum(observed[i] for i in g) for g in groups]
+    f_exp = [sum(expected[i] for i in g) for g in groups]
+    assert stats.chisquare(f_obs, f_exp, sum_check=False).pvalue > 1e-3
+
+
+def test_weights_swap_between_rounds_without_changing_the_answer() -> None:
+    engine = make_engine(k=3)
+    engine.add(request("r", PROMPTS[3], max_tokens=40, ignore_eos=True))
+    outputs = [o for _ in range(6) for o in engine.step()]
+    engine.swap("a", 1, tiny_llama(1, layers=1).state_dict())
+    engine.swap("nobody", 1, {})
+    engine.swap("b", 1, {"lm_head.weight": torch.zeros(1)})
+    outputs += run(engine).get("r", [])
+    assert tokens_of(outputs) == generate_ignoring_eos(PROMPTS[3], 40)
+    assert engine.drafts() == {"a": 1, "b": 0, "a@0": 0}
+
+
+def generate_ignoring_eos(prompt: Sequence[int], count: int) -> list[int]:
+    model = tiny_llama(1)
+    model.generation_config.eos_token_id = None
+    ids = model.generate(
+        torch.tensor([list(prompt)]), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return [int(i) for i in ids[0, len(prompt) :]]
+
+
+def test_better_weights_are_accepted_after_the_swap() -> None:
+    """A swap to the target's own weights, mid-answer: from then on every draft is right."""
+    engine = make_engine(k=4)
+    draft = served(tiny_llama(9))
+    engine._proposer = ColocatedProposer(  # type: ignore[attr-defined]
+        {"a": Expert(ModelRunner(draft, 4, MAX_LEN), 4)}, 16, torch.Generator()
+    )
+    engine.add(request("r", PROMPTS[0], max_tokens=60, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    engine.swap("a", 1, tiny_llama(1).state_dict())
+    lengths = [len(o.chunk.token_ids) for o in run(engine)["r"]]
+    assert lengths[:-1]
+    assert all(length == 5 for length in lengths[:-1])
+
+
+class BrokenProposer:
+    """A proposer that fails every other time."""
+
+    def __init__(self, inner: ColocatedProposer) -> None:
+        self.inner, self.calls = inner, 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        self.calls += 1
+        if self.calls % 2:
+            raise RuntimeError("the draft is on fire")
+        return self.inner.propose(rows)
+
+    def release(self, request_id: str) -> None:
+        self.inner.release(request_id)
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        self.inner.swap(expert, weight_version, state)
+
+    def version(self, draft: str) -> int:
+        return self.inner.version(draft)
+
+    def drafts(self) -> dict[str, int]:
+        return self.inner.drafts()
+
+
+def test_a_failing_draft_costs_nothing_but_speed() -> None:
+    engine = make_engine()
+    engine._proposer = BrokenProposer(engine._proposer)  # type: ignore[attr-defined,arg-type]
+    outputs = run(engine, [request(f"r{i}", p) for i, p in enumerate(PROMPTS)])
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens_of(outputs[f"r{i}"]) == generate(prompt, 20)
+    assert engine.draft_failures > 3
+
+
+def test_abort_frees_the_row_and_leaves_the_others_alone() -> None:
+    engine = make_engine(max_num_seqs=2)
+    for i in range(3):
+        engine.add(request(f"r{i}", PROMPTS[i], max_tokens=30))
+    seen: dict[str, list[StepOutput]] = {}
+    for _ in range(4):
+        for o in engine.step():
+            seen.setdefault(o.request_id, []).append(o)
+    engine.abort("r0")
+    engine.abort("unknown")
+    for name, more in run(engine).items():
+        seen.setdefault(name, []).extend(more)
+    assert seen["r0"][-1].chunk.finish_reason is None
+    for i in (1, 2):
+        assert tokens_of(seen[f"r{i}"]) == generate(PROMPTS[i], 30)
+    assert engine.num_running == engine.num_waiting == 0
+
+
+def test_records_say_what_the_target_said() -> None:
+    outputs = run(make_engine(), [request("r", PROMPTS[3]), request("s", PROMPTS[0], store=False)])
+    assert outputs["s"][-1].record is None
+    record = outputs["r"][-1].record
+    assert record is not None
+    answer = tokens_of(outputs["r"])
+    assert record.output_token_ids.tolist() == answer
+    assert record.target_top_ids[:, 0].tolist() == answer
+    assert (record.topic, record.expert, record.created) == ("sql", "a", 1234.5)
+    with torch.inference_mode():
+        whole = tiny_llama(1)(torch.tensor([[*PROMPTS[3], *answer]])).logits[0]
+    law = torch.log_softmax(whole[len(PROMPTS[3]) - 1 : -1], -1)
+    top = law.gather(-1, torch.tensor(record.target_top_ids, dtype=torch.int64))
+    torch.testing.assert_close(
+        torch.tensor(record.target_top_logprobs).float(), top, atol=2e-2, rtol=1e-2
+    )
+    tail = 1 - top.exp().sum(-1)
+    torch.testing.assert_close(torch.tensor(record.target_tail_mass), tail, atol=1e-4, rtol=1e-3)
+    drafted = record.draft_token_ids >= 0
+    assert (record.accepted[drafted] >= 0).all()
+    assert (record.accepted[~drafted] == -1).all()
+    hit = record.accepted == 1
+    assert (record.draft_token_ids[hit] == record.output_token_ids[hit]).all()
+    miss = record.accepted == 0
+    assert (record.draft_token_ids[miss] != record.output_token_ids[miss]).all()
+    stats_ = outputs["r"][-1].chunk.speculative
+    assert stats_ is not None
+    assert stats_.num_accepted_draft_tokens >= int(hit.sum())
+
+
+def test_prompts_that_do_not_fit_are_refused_and_long_ones_end_at_the_context() -> None:
+    engine = make_engine()
+    for prompt in ([], [5] * MAX_LEN):
+        with pytest.raises(ValueError, match="can be served"):
+            engine.add(request("r", prompt))
+    prompt = [5, 6] * (MAX_LEN // 2 - 2)
+    answer = tokens_of(run(engine, [request("r", prompt, max_tokens=99, ignore_eos=True)])["r"])
+    assert len(prompt) + len(answer) == MAX_LEN
+    assert answer == generate_ignoring_eos(prompt, len(answer))
+
+
+def test_a_prompt_of_one_token_is_served() -> None:
+    outputs = run(make_engine(), [request("r", [7])])["r"]
+    assert tokens_of(outputs) == generate([7], 20)

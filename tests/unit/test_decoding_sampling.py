@@ -1,0 +1,50 @@
+"""Processing of logits against transformers' own warpers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.sampling import batch_params, exponential_race, processed_probs
+
+CASES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.9, 0), (1.0, 1.0, 5), (0.8, 0.5, 7), (1.0, 0.01, 0)]
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), CASES)
+def test_equals_transformers(temperature: float, top_p: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 3, 50, generator=generator) * 3
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = torch.softmax(warpers(None, logits.reshape(-1, 50).clone()), -1).reshape(4, 3, 50)
+    torch.testing.assert_close(processed_probs(logits, batch_params([params] * 4, "cpu")), expected)
+
+
+def test_rows_keep_their_own_parameters() -> None:
+    logits = torch.randn(3, 1, 20, generator=torch.Generator().manual_seed(1))
+    params = [
+        SamplingParams(max_tokens=1, temperature=0.5),
+        SamplingParams(max_tokens=1, temperature=0.0),
+        SamplingParams(max_tokens=1, top_k=1),
+    ]
+    probs = processed_probs(logits, batch_params(params, "cpu"))
+    torch.testing.assert_close(probs[0, 0], torch.softmax(logits[0, 0] / 0.5, -1))
+    torch.testing.assert_close(probs[1, 0], torch.softmax(logits[1, 0], -1))
+    assert probs[2, 0].max() == 1.0
+
+
+def test_exponential_race_never_draws_a_zero() -> None:
+    weights = torch.tensor([0.0, 1e-30, 0.0]).expand(1000, 3)
+    drawn = exponential_race(weights, torch.Generator().manual_seed(0))
+    assert (drawn == 1).all()
