@@ -1,0 +1,175 @@
+"""From what the engine gives back to OpenAI's objects and server-sent events: pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from paceline.actors.decoding.request import GenerationChunk, SpeculativeStats
+from paceline.deploy.errors import ApiError
+from paceline.deploy.openai_types import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    CompletionChoice,
+    Delta,
+    Envelope,
+    Metrics,
+    SpeculativeMetrics,
+    Usage,
+)
+
+MIXED = "mixed"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What stays the same over all pieces of one answer.
+
+    Attributes:
+        id: ``cmpl-…`` or ``chatcmpl-…``.
+        created: unix seconds.
+        model: the served model's name.
+        chat: True for ``/v1/chat/completions``.
+        token_ids: True where the request wants the ids beside the text.
+    """
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+    token_ids: bool
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    """OpenAI's usage object."""
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
+
+
+def metrics(parts: Sequence[tuple[SpeculativeStats, str]]) -> Metrics | None:
+    """Speculation figures of a request, summed over its choices.
+
+    Args:
+        parts: per choice its figures and its topic. Draft and topic read ``mixed``, and the
+            version None, where the choices differ.
+    """
+    if not parts:
+        return None
+    stats = [part for part, _ in parts]
+    steps = sum(part.num_spec_steps for part in stats)
+    drafted = sum(part.num_draft_tokens for part in stats)
+    accepted = sum(part.num_accepted_draft_tokens for part in stats)
+    histograms = (part.acceptance_histogram for part in stats)
+    versions = {part.weight_version for part in stats}
+    return Metrics(
+        speculative_decoding=SpeculativeMetrics(
+            mean_acceptance_length=1.0 + accepted / steps if steps else 0.0,
+            draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+            acceptance_histogram=[sum(column) for column in zip_longest(*histograms, fillvalue=0)],
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=accepted,
+            num_draft_tokens=drafted,
+            draft=_one({part.draft for part in stats}),
+            weight_version=versions.pop() if len(versions) == 1 else None,
+            topic=_one({topic for _, topic in parts}),
+        )
+    )
+
+
+def _one(names: set[str]) -> str:
+    return names.pop() if len(names) == 1 else MIXED
+
+
+def whole(
+    answer: Answer, chunks: Sequence[GenerationChunk], topics: Sequence[str], prompt_tokens: int
+) -> bytes:
+    """The JSON body of an answer that is not streamed, a choice per chunk."""
+    choices = [_choice(answer, index, chunk) for index, chunk in enumerate(chunks)]
+    parts = [
+        (c.speculative, topic)
+        for c, topic in zip(chunks, topics, strict=True)
+        if c.speculative is not None
+    ]
+    envelope = Envelope(
+        id=answer.id,
+        object="chat.completion" if answer.chat else "text_completion",
+        created=answer.created,
+        model=answer.model,
+        choices=choices,
+        usage=usage(prompt_tokens, sum(len(chunk.token_ids) for chunk in chunks)),
+        metrics=metrics(parts),
+    )
+    return envelope.model_dump_json().encode()
+
+
+def _choice(answer: Answer, index: int, chunk: GenerationChunk) -> CompletionChoice | ChatChoice:
+    token_ids = list(chunk.token_ids) if answer.token_ids else None
+    if answer.chat:
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(content=chunk.text),
+            finish_reason=chunk.finish_reason,
+            token_ids=token_ids,
+        )
+    return CompletionChoice(
+        index=index, text=chunk.text, finish_reason=chunk.finish_reason, token_ids=token_ids
+    )
+
+
+def _event(
+    answer: Answer,
+    choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice],
+    figures: Metrics | None = None,
+    total: Usage | None = None,
+) -> bytes:
+    envelope = Envelope(
+        id=answer.id,
+        object="chat.completion.chunk" if answer.chat else "text_completion",
+        created=answer.created,
+        model=answer.model,
+        choices=choices,
+        usage=total,
+        metrics=figures,
+    )
+    return b"data: " + envelope.model_dump_json().encode() + b"\n\n"
+
+
+def opening_event(answer: Answer, index: int) -> bytes:
+    """The event that gives a chat message its role."""
+    return _event(answer, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+
+
+def piece_event(answer: Answer, index: int, chunk: GenerationChunk, topic: str) -> bytes:
+    """The event of a chunk; the last one of a choice carries its reason and its figures."""
+    token_ids = list(chunk.token_ids) if answer.token_ids else None
+    choice: CompletionChoice | ChatChunkChoice
+    if answer.chat:
+        choice = ChatChunkChoice(
+            index=index,
+            delta=Delta(content=chunk.text or None),
+            finish_reason=chunk.finish_reason,
+            token_ids=token_ids,
+        )
+    else:
+        choice = CompletionChoice(
+            index=index, text=chunk.text, finish_reason=chunk.finish_reason, token_ids=token_ids
+        )
+    figures = None if chunk.speculative is None else metrics([(chunk.speculative, topic)])
+    return _event(answer, [choice], figures)
+
+
+def usage_event(answer: Answer, prompt_tokens: int, completion_tokens: int) -> bytes:
+    """The event that ``stream_options.include_usage`` asks for: no choices, all tokens."""
+    return _event(answer, [], total=usage(prompt_tokens, completion_tokens))
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error after the stream has begun, as OpenAI's clients read it."""
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"

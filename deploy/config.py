@@ -1,0 +1,242 @@
+"""Typed configuration: YAML in, a frozen model out, errors of one line that name the key."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from paceline.deploy.errors import ConfigError
+
+EMBEDDED = "embedded"
+GENERAL = "general"
+MODELS_DIR = Path(__file__).parent / "models"
+_TOPIC = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class TargetConfig(_Section):
+    """The model that answers; ``path`` is a folder or ``embedded``."""
+
+    path: str = EMBEDDED
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    device: str = "auto"
+    num_threads: Count = 2
+    max_num_seqs: Count = 16
+    max_model_len: Count | None = None
+    max_queued_requests: Count = 256
+    num_replicas: Count = 1
+    prefill_chunk: Count = 256
+
+
+class DraftsConfig(_Section):
+    """The models that propose: ``general`` and, per topic, an expert that starts as its copy.
+
+    ``paths`` gives a topic's expert another starting point than ``general``.
+    """
+
+    general: str = EMBEDDED
+    topics: tuple[str, ...] = ("math", "code", "sql", "shell")
+    paths: dict[str, str] = Field(default_factory=dict)
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] = 4
+    top_k: Count = 64
+
+    @field_validator("topics")
+    @classmethod
+    def _names(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
+        for topic in topics:
+            if topic in (GENERAL, "off", "auto") or not _TOPIC.fullmatch(topic):
+                raise ValueError(f"{topic!r} cannot be the name of a topic")
+        if len(set(topics)) != len(topics):
+            raise ValueError("a topic is named twice")
+        return topics
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        unknown = sorted(set(self.paths) - set(self.topics))
+        if unknown:
+            raise ValueError(f"paths names {unknown[0]!r}, which is not among topics")
+        return self
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Every expert: ``general`` first, then the topics."""
+        return (GENERAL, *self.topics)
+
+
+class RouterConfig(_Section):
+    """The classifier that finds a request's topic; late or unsure means ``general``."""
+
+    enabled: bool = True
+    path: str = EMBEDDED
+    num_threads: Count = 1
+    timeout_s: Seconds = 0.25
+    min_confidence: Fraction = 0.5
+
+
+class ReplayConfig(_Section):
+    """What is kept of the served requests, per topic."""
+
+    capacity_mb: Count = 64
+    retention_hours: Seconds = 24.0
+    remover: Literal["fifo", "reservoir"] = "fifo"
+    held_out_fraction: Fraction = 0.15
+    top_k: Count = 32
+
+
+class TrainingConfig(_Section):
+    """How the drafts learn while serving is idle."""
+
+    enabled: bool = True
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
+    num_threads: Count = 2
+    batch_size: Count = 16
+    round_seconds: Seconds = 10.0
+    idle_after_s: Seconds = 0.1
+    keep_versions: Count = 3
+
+
+class RayConfig(_Section):
+    """The local Ray session that ``paceline serve`` starts and ends."""
+
+    num_cpus: Count | None = None
+    dashboard: bool = True
+    dashboard_port: Annotated[int, Field(ge=1, le=65535)] = 8265
+    object_store_mb: Annotated[int, Field(ge=80)] | None = None
+    logs: bool = False
+
+
+class PacelineConfig(_Section):
+    """Everything that ``paceline serve`` can be told."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    model_name: Annotated[str, Field(min_length=1)] = "paceline"
+    state_dir: str | None = None
+    start_timeout_s: Seconds = 300.0
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    drafts: DraftsConfig = Field(default_factory=DraftsConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+
+    @property
+    def target_path(self) -> Path:
+        """Folder of the target."""
+        return _resolve(self.target.path, "target")
+
+    @property
+    def router_path(self) -> Path:
+        """Folder of the topic classifier."""
+        return _resolve(self.router.path, "router")
+
+    @property
+    def draft_paths(self) -> dict[str, Path]:
+        """Expert to the folder of its initial weights."""
+        return {
+            expert: _resolve(self.drafts.paths.get(expert, self.drafts.general), "draft-general")
+            for expert in self.drafts.experts
+        }
+
+    @property
+    def state_path(self) -> Path:
+        """Where weight versions and gate decisions outlive a restart."""
+        if self.state_dir is not None:
+            return Path(self.state_dir).expanduser().absolute()
+        home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(home).expanduser() / "paceline"
+
+
+def _resolve(path: str, embedded: str) -> Path:
+    return MODELS_DIR / embedded if path == EMBEDDED else Path(path).expanduser().absolute()
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> PacelineConfig:
+    """Read a YAML file and lay overrides over it.
+
+    Args:
+        path: YAML file; None takes every default.
+        overrides: dotted key to value (``{"target.dtype": "float32"}``); they win.
+
+    Raises:
+        ConfigError: one line that names the file or the key.
+    """
+    data = {} if path is None else _read_yaml(Path(path))
+    for key, value in (overrides or {}).items():
+        _set(data, key.split("."), value)
+    try:
+        return PacelineConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path)) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text"
+        raise ConfigError(f"config {path}: {reason}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config {path}: not YAML ({reason})") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config {path}: must be a mapping of keys to values")
+    return data
+
+
+def _set(data: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = data.get(key)
+        if not isinstance(inner, dict):
+            inner = {} if inner is None else {"": inner}  # a scalar stays wrong, and is named
+            data[key] = inner
+        data = inner
+    data[keys[-1]] = value
+
+
+def _explain(error: ValidationError, path: str | Path | None) -> str:
+    """The first problem of a pydantic error in one line that names the key."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    if first["type"] == "extra_forbidden":
+        reason = "no such key" + _suggestion(first["loc"])
+    else:
+        reason = first["msg"].removeprefix("Value error, ")
+        reason = reason[:1].lower() + reason[1:]
+    source = "config" if path is None else f"config {path}"
+    more = error.error_count() - 1
+    return f"{source}: {key}: {reason}" + (f" (and {more} more)" if more else "")
+
+
+def _suggestion(loc: tuple[int | str, ...]) -> str:
+    """The known key that a misspelt one was probably meant to be."""
+    from difflib import get_close_matches
+
+    model: Any = PacelineConfig
+    for part in loc[:-1]:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            return ""
+        model = field.annotation
+    names = list(getattr(model, "model_fields", {}))
+    close = get_close_matches(str(loc[-1]), names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,62 @@
+"""Errors of the front door: a config that cannot start, a request that cannot be answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served; the message is one line and names the key."""
+
+
+class StartError(RuntimeError):
+    """The configuration is sound, but the application did not come up."""
+
+
+@dataclass(eq=False)  # not frozen: contextlib writes __traceback__
+class ApiError(Exception):
+    """An answer in OpenAI's error shape.
+
+    Attributes:
+        status: HTTP status.
+        message: one sentence for people.
+        type: OpenAI's error type.
+        param: dotted name of the request field at fault, or None.
+        code: OpenAI's machine-readable code, or None.
+        retry_after_s: seconds after which another try makes sense, or None.
+    """
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON object that OpenAI's clients read."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """HTTP headers that go with the answer."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def overloaded(message: str) -> ApiError:
+    """The server is up but cannot take this request now."""
+    return ApiError(503, message, "server_error", None, "server_overloaded", retry_after_s=1)
+
+
+def internal(message: str) -> ApiError:
+    """Something of the server's own failed."""
+    return ApiError(500, message, "server_error", None, "internal_error")

@@ -1,0 +1,165 @@
+"""Run the prompts of one request on the target, whole or streamed, and cancel them cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
+
+from paceline.actors.decoding.request import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    GenerationChunk,
+    GenerationRequest,
+)
+from paceline.deploy.errors import ApiError, internal, overloaded
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a failure behind the front door means for the client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BackPressureError):
+        return overloaded("The server is overloaded; try again.")
+    unavailable = (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError)
+    if isinstance(error, unavailable):
+        return overloaded("The target is not available just now; try again.")
+    if isinstance(error, RayError):
+        return internal("The target failed on this request.")
+    return internal("The server failed on this request.")
+
+
+def _checked(chunk: GenerationChunk) -> GenerationChunk:
+    if chunk.finish_reason in (FINISH_ERROR, FINISH_ABORT):
+        raise internal("The target gave up on this request.")
+    return chunk
+
+
+class Slots:
+    """How many sequences are under way, and the most that are let in."""
+
+    def __init__(self, limit: int) -> None:
+        """Start with none of ``limit`` taken."""
+        self._limit = limit
+        self._taken = 0
+
+    def take(self, count: int) -> Callable[[], None]:
+        """Let ``count`` sequences in; the returned call, once or more often, lets them out.
+
+        Raises:
+            ApiError: 503 with Retry-After where they are too many, 400 where they always are.
+        """
+        if count > self._limit:
+            raise ApiError(400, f"prompt: at most {self._limit} at once", param="prompt")
+        if self._taken + count > self._limit:
+            raise overloaded("The server is overloaded; try again.")
+        self._taken += count
+        held = [count]
+
+        def release() -> None:
+            self._taken -= held.pop() if held else 0
+
+        return release
+
+
+async def complete_all(target: Any, requests: Sequence[GenerationRequest]) -> list[GenerationChunk]:
+    """Every answer whole, run at once; the first failure ends the others.
+
+    Raises:
+        ApiError: where one of them failed.
+    """
+    try:
+        if len(requests) == 1:
+            return [_checked(await target.complete.remote(requests[0]))]
+        tasks: list[asyncio.Task[GenerationChunk]] = []
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                tasks.append(group.create_task(_complete(target, request)))
+        return [task.result() for task in tasks]
+    except ExceptionGroup as group_error:
+        raise as_api_error(_first(group_error)) from group_error
+    except Exception as error:
+        raise as_api_error(error) from error
+
+
+async def _complete(target: Any, request: GenerationRequest) -> GenerationChunk:
+    return _checked(await target.complete.remote(request))
+
+
+def _first(error: BaseException) -> Exception:
+    """The first error of a nest of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+async def _stream_one(
+    target: Any, request: GenerationRequest
+) -> AsyncGenerator[GenerationChunk, None]:
+    response = target.options(stream=True).generate.remote(request)
+    finished = False
+    try:
+        async for chunk in response:
+            yield _checked(chunk)
+            finished = chunk.finish_reason is not None
+    finally:
+        if not finished:
+            response.cancel()
+
+
+async def stream_all(
+    target: Any, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    """Pieces of every answer with the index of its choice, as they come.
+
+    Closing the iterator cancels what still runs.
+
+    Raises:
+        ApiError: where one of them failed; the others are cancelled.
+    """
+    try:
+        if len(requests) == 1:
+            async for chunk in _stream_one(target, requests[0]):
+                yield 0, chunk
+        else:
+            async for item in _merged(target, requests):
+                yield item
+    except Exception as error:
+        raise as_api_error(error) from error
+
+
+async def _merged(
+    target: Any, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, request: GenerationRequest) -> None:
+        try:
+            async for chunk in _stream_one(target, request):
+                queue.put_nowait((index, chunk))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

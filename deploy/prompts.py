@@ -1,0 +1,88 @@
+"""Text to token ids with the target's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.deploy.errors import ApiError
+from paceline.deploy.openai_types import ChatCompletionRequest, CompletionRequest
+from paceline.deploy.translate import check_token_ids
+
+_ROLES = {"developer": "system"}  # chat templates know the older name
+
+
+def context_length(model_path: str | Path, max_model_len: int | None) -> int:
+    """Tokens that prompt and answer may have together: the model's own limit or a lower one."""
+    config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    own = config.get("max_position_embeddings") or config.get("n_positions") or max_model_len
+    if own is None:
+        raise ValueError(f"{model_path}: no context length in config.json, set max_model_len")
+    return int(own) if max_model_len is None else min(int(own), max_model_len)
+
+
+class PromptEncoder:
+    """Encodes the prompts of both endpoints."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a transformers fast tokenizer with the target's chat template."""
+        self._tokenizer = tokenizer
+        self._vocab_size = len(tokenizer)
+
+    def completion(self, request: CompletionRequest) -> list[list[int]]:
+        """Token ids of every prompt.
+
+        Raises:
+            ApiError: 400 naming ``prompt`` for an empty one or an id beyond the vocabulary.
+        """
+        encoded = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                token_ids = list(self._tokenizer(prompt)["input_ids"])
+            else:
+                check_token_ids(prompt, self._vocab_size)
+                token_ids = prompt
+            if not token_ids:
+                raise ApiError(
+                    400,
+                    "Invalid value for prompt: it is empty.",
+                    param="prompt",
+                    code="invalid_value",
+                )
+            encoded.append(token_ids)
+        return encoded
+
+    def chat(self, request: ChatCompletionRequest) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Raises:
+            ApiError: 400 naming ``messages`` where the template refuses them, or has no form.
+        """
+        messages = [
+            {"role": _ROLES.get(message.role, message.role), "content": message.text}
+            for message in request.messages
+        ]
+        try:
+            token_ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program of the model's authors
+            reason = " ".join(str(error).split())
+            raise ApiError(
+                400,
+                f"The target's chat template refuses these messages: {reason}",
+                param="messages",
+                code="invalid_value",
+            ) from error
+        return list(token_ids)
+
+    def plain_text(self, token_ids: list[int]) -> str:
+        """The text of a prompt without the tokens that frame turns, for the router."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def question(request: ChatCompletionRequest) -> str:
+    """What the router judges a conversation by: the last thing that the user said."""
+    users = [message.text for message in request.messages if message.role == "user"]
+    return users[-1] if users else request.messages[-1].text

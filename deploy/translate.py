@@ -1,0 +1,242 @@
+"""From the bytes of a request to what the engine is asked: pure functions, no Ray.
+
+Whatever is wrong with a request becomes an :class:`ApiError` that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from paceline.actors.decoding.request import GenerationRequest, SamplingParams
+from paceline.deploy.errors import ApiError
+from paceline.deploy.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationOptions,
+    Speculative,
+)
+
+DRAFT_AUTO = "auto"
+DRAFT_OFF = "off"
+DEFAULT_COMPLETION_TOKENS = 16
+
+RequestT = TypeVar("RequestT", bound=GenerationOptions)
+
+# Fields that OpenAI knows and Paceline serves at these values only.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "top_logprobs": (None,),
+    "service_tier": (None, "auto", "default"),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+
+def parse(body: bytes, kind: type[RequestT], model_name: str) -> RequestT:
+    """Read and check a request body.
+
+    Args:
+        body: JSON as it came.
+        kind: :class:`CompletionRequest` or :class:`ChatCompletionRequest`.
+        model_name: the one model that is served.
+
+    Raises:
+        ApiError: 400 for what is malformed, unknown, out of range or not served yet; 404 for
+            another model.
+    """
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from error
+    _refuse_unsupported(request)
+    check_model(request.model, model_name)
+    return request
+
+
+def check_model(asked: str, model_name: str) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        ApiError: 404 ``model_not_found``.
+    """
+    if asked != model_name:
+        raise ApiError(
+            404,
+            f"The model {asked!r} does not exist; this server has {model_name!r}.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """The first problem that pydantic found, in OpenAI's words."""
+    first = error.errors(include_url=False)[0]
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {message}.", code="invalid_json")
+    if not first["loc"] and kind == "model_type":
+        return ApiError(400, "The body must be a JSON object.", code="invalid_type")
+    # A union's branch ("list[TextPart]") is our word, not a field of the request.
+    parts = [str(part) for part in first["loc"] if "[" not in str(part) and part != "str"]
+    param = ".".join(parts) or "stream_options"
+    if kind == "extra_forbidden":
+        text, code = f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
+    elif kind == "missing":
+        text, code = f"Missing required parameter: {param}.", "missing_required_parameter"
+    elif kind.endswith("_type"):
+        text, code = f"Invalid type for {param}: {message}.", "invalid_type"
+    else:
+        text, code = f"Invalid value for {param}: {message}.", "invalid_value"
+    return ApiError(400, text, param=param, code=code)
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # 1 == True and 0 == False in Python; a request's types are meant.
+    return any(type(value) is type(item) and value == item for item in neutral)
+
+
+def _refuse_unsupported(request: GenerationOptions) -> None:
+    for field in sorted(request.model_fields_set & _NEUTRAL.keys()):
+        neutral = _NEUTRAL[field]
+        if not _is_neutral(getattr(request, field), neutral):
+            only = next((item for item in neutral if item is not None), None)
+            rest = "leave it out" if only is None else f"leave it out or send {only!r}"
+            raise ApiError(
+                400,
+                f"This value of {field} is not supported yet: {rest}.",
+                param=field,
+                code="unsupported_value",
+            )
+
+
+def max_tokens_of(request: CompletionRequest | ChatCompletionRequest) -> tuple[int | None, str]:
+    """The asked limit (None: as many as fit) and the name of the field that gives it."""
+    if isinstance(request, CompletionRequest):
+        return request.max_tokens or DEFAULT_COMPLETION_TOKENS, "max_tokens"
+    if request.max_completion_tokens is not None:
+        return request.max_completion_tokens, "max_completion_tokens"
+    return request.max_tokens, "max_tokens"
+
+
+def fit_limit(asked: int | None, field: str, prompt_tokens: int, context: int, param: str) -> int:
+    """How many tokens may be generated.
+
+    Args:
+        asked: the request's limit, None for as many as fit.
+        field: the request's name for it.
+        prompt_tokens: length of the prompt.
+        context: the most tokens that prompt and answer may have together.
+        param: the request's field that holds the prompt.
+
+    Raises:
+        ApiError: 400 ``context_length_exceeded`` naming the prompt where it alone is too
+            long, else the limit.
+    """
+    room = context - prompt_tokens
+    if room < 1:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {context} tokens, with at least one for "
+            f"the answer; the prompt has {prompt_tokens}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if asked is None:
+        return room
+    if asked > room:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {context} tokens; {prompt_tokens} in the "
+            f"prompt and {asked} asked for by {field} are more.",
+            param=field,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def check_token_ids(token_ids: Collection[int], vocab_size: int) -> None:
+    """Refuse ids that the target does not have.
+
+    Raises:
+        ApiError: 400 naming ``prompt``.
+    """
+    if token_ids and max(token_ids) >= vocab_size:
+        raise ApiError(
+            400,
+            f"Invalid value for prompt: token id {max(token_ids)} is not below the vocabulary's "
+            f"{vocab_size}.",
+            param="prompt",
+            code="invalid_value",
+        )
+
+
+def check_draft(draft: str, experts: Collection[str]) -> None:
+    """Refuse a draft that is not served.
+
+    Raises:
+        ApiError: 400 naming ``speculative.draft``.
+    """
+    if draft in (DRAFT_AUTO, DRAFT_OFF) or draft.removesuffix("@0") in experts:
+        return
+    known = ", ".join((DRAFT_AUTO, DRAFT_OFF, *experts))
+    raise ApiError(
+        400,
+        f"Invalid value for speculative.draft: {draft!r} is none of {known} (an expert's first "
+        "weights are its name with '@0').",
+        param="speculative.draft",
+        code="invalid_value",
+    )
+
+
+def sampling_of(request: GenerationOptions, max_tokens: int) -> SamplingParams:
+    """The request's sampling fields with OpenAI's defaults."""
+    stop = request.stop or ()
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(request.top_k or 0, 0),
+        seed=request.seed,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def generation_request(
+    request_id: str,
+    prompt_token_ids: Collection[int],
+    sampling: SamplingParams,
+    topic: str,
+    speculative: Speculative,
+    store: bool,
+) -> GenerationRequest:
+    """What the engine is asked. ``auto`` takes the topic's expert."""
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=sampling,
+        topic=topic,
+        draft=topic if speculative.draft == DRAFT_AUTO else speculative.draft,
+        num_speculative_tokens=speculative.num_speculative_tokens,
+        store=store,
+    )

@@ -1,0 +1,100 @@
+"""Typed configuration: defaults, overrides and one clear line for every mistake."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.deploy.config import MODELS_DIR, load_config
+from paceline.deploy.errors import ConfigError
+
+
+def test_defaults_serve_the_embedded_models_on_loopback() -> None:
+    config = load_config()
+    assert (config.host, config.port, config.model_name) == ("127.0.0.1", 8000, "paceline")
+    assert config.target_path == MODELS_DIR / "target"
+    assert (
+        config.draft_paths["sql"] == config.draft_paths["general"] == MODELS_DIR / "draft-general"
+    )
+    assert config.drafts.experts == ("general", "math", "code", "sql", "shell")
+
+
+def test_a_file_is_read_and_overrides_win(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("port: 9000\ntarget:\n  dtype: bfloat16\n  max_num_seqs: 4\n")
+    config = load_config(file, {"target.dtype": "float32", "ray.dashboard": False})
+    assert (config.port, config.target.max_num_seqs) == (9000, 4)
+    assert config.target.dtype == "float32"
+    assert not config.ray.dashboard
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing\n")
+    assert load_config(file) == load_config()
+
+
+def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
+    assert load_config().state_path == Path("/somewhere/paceline")
+    assert load_config(None, {"state_dir": "/else"}).state_path == Path("/else")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot: 9000", "prot: no such key; did you mean port?"),
+        ("target:\n  dtpye: auto", "target.dtpye: no such key; did you mean dtype?"),
+        ("target:\n  xyzzy: 1", "target.xyzzy: no such key"),
+        ("target:\n  dtype: int4", "target.dtype: "),
+        ("port: eighty", "port: "),
+        ("port: 0", "port: "),
+        ("port: 70000", "port: "),
+        ("target: 3", "target: "),
+        ("drafts:\n  num_speculative_tokens: -1", "drafts.num_speculative_tokens: "),
+        ("drafts:\n  topics: [math, math]", "drafts.topics: a topic is named twice"),
+        ("drafts:\n  topics: ['off']", "drafts.topics: 'off' cannot be"),
+        ("drafts:\n  topics: ['a@0']", "drafts.topics: 'a@0' cannot be"),
+        ("drafts:\n  paths: {poetry: x}", "drafts: paths names 'poetry'"),
+        ("router:\n  min_confidence: 1.5", "router.min_confidence: "),
+        ("replay:\n  held_out_fraction: .nan", "replay.held_out_fraction: "),
+        ("[1, 2]", "must be a mapping"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert said in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_one_that_is_no_text_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a UTF-8 text"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_an_override_of_a_key_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"target\.dtyp: no such key"):
+        load_config(None, {"target.dtyp": "auto"})
+
+
+def test_the_shipped_config_lists_every_key_with_its_default() -> None:
+    file = MODELS_DIR.parent / "configs" / "default.yaml"
+    assert load_config(file) == load_config()
+
+    def keys(section: dict[str, object]) -> set[str]:
+        own = set(section)
+        for name, value in section.items():
+            if isinstance(value, dict):
+                own |= {f"{name}.{inner}" for inner in keys(value)}
+        return own
+
+    shipped = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert keys(shipped) == keys(load_config().model_dump())

@@ -1,0 +1,277 @@
+"""Requests: what is served, what is refused, and which field is named."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.deploy.errors import ApiError
+from paceline.deploy.openai_types import ChatCompletionRequest, CompletionRequest, Speculative
+from paceline.deploy.translate import (
+    check_draft,
+    check_token_ids,
+    fit_limit,
+    generation_request,
+    max_tokens_of,
+    parse,
+    sampling_of,
+)
+
+EXPERTS = ("general", "math", "sql")
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    body = {"model": "paceline", "prompt": "hi"} | fields
+    return parse(json.dumps(body).encode(), CompletionRequest, "paceline")
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "paceline", "messages": [USER]} | fields
+    return parse(json.dumps(body).encode(), ChatCompletionRequest, "paceline")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"model": 3}, "model", "invalid_type"),
+        ({"flavour": "mint"}, "flavour", "unknown_parameter"),
+        ({"speculative": {"drfat": "sql"}}, "speculative.drfat", "unknown_parameter"),
+        ({"speculative": {"draft": 3}}, "speculative.draft", "invalid_type"),
+        ({"speculative": "off"}, "speculative", "invalid_type"),
+        (
+            {"speculative": {"num_speculative_tokens": -1}},
+            "speculative.num_speculative_tokens",
+            "invalid_value",
+        ),
+        ({"max_tokens": -5}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
+        ({"max_tokens": True}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+        ({"temperature": -0.1}, "temperature", "invalid_value"),
+        ({"temperature": 2.1}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_type"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_p": 1.01}, "top_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"seed": "lucky"}, "seed", "invalid_type"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"stop": ["a", 1]}, "stop", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stream": "yes"}, "stream", "invalid_type"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        (
+            {"stream": True, "stream_options": {"include_costs": True}},
+            "stream_options.include_costs",
+            "unknown_parameter",
+        ),
+        ({"store": "no"}, "store", "invalid_type"),
+        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 0}, "n", "unsupported_value"),
+        ({"n": True}, "n", "unsupported_value"),
+        ({"logprobs": 5}, "logprobs", "unsupported_value"),
+        ({"logprobs": True}, "logprobs", "unsupported_value"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_value"),
+        ({"logit_bias": {"50": 1}}, "logit_bias", "unsupported_value"),
+    ],
+)
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "param"),
+    [
+        (completion, {"prompt": []}, "prompt"),
+        (completion, {"prompt": None}, "prompt"),
+        (completion, {"prompt": 3}, "prompt"),
+        (completion, {"prompt": ["a", 1]}, "prompt"),
+        (completion, {"prompt": [[1], []]}, "prompt"),
+        (completion, {"prompt": [-1]}, "prompt"),
+        (completion, {"prompt": [True]}, "prompt"),
+        (completion, {"prompt": ["a"] * 129}, "prompt"),
+        (completion, {"echo": True}, "echo"),
+        (completion, {"suffix": "end"}, "suffix"),
+        (completion, {"best_of": 3}, "best_of"),
+        (completion, {"messages": [USER]}, "messages"),
+        (chat, {"messages": []}, "messages"),
+        (chat, {"messages": "hi"}, "messages"),
+        (chat, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (chat, {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        (chat, {"messages": [{"role": "clown", "content": "x"}]}, "messages.0.role"),
+        (chat, {"messages": [USER, {"content": "x"}]}, "messages.1.role"),
+        (chat, {"messages": [USER | {"mood": "good"}]}, "messages.0.mood"),
+        (chat, {"max_completion_tokens": -1}, "max_completion_tokens"),
+        (chat, {"tools": [{"type": "function"}]}, "tools"),
+        (chat, {"response_format": {"type": "json_object"}}, "response_format"),
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (chat, {"prompt": "hi"}, "prompt"),
+    ],
+)
+def test_a_bad_field_of_one_endpoint_is_named(ask: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_message_part_that_is_no_text_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "text": "x"}]}])
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("messages.0.content")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"model": }', b"\xff\xfe", b"null", b"[]", b"3", b'"text"']
+)
+def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body, CompletionRequest, "paceline")
+    assert caught.value.status == 400
+    assert caught.value.code in ("invalid_json", "invalid_type")
+    assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    body = {"model": "paceline", "prompt": "hi"}
+    del body[missing]
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps(body).encode(), CompletionRequest, "paceline")
+    assert (caught.value.param, caught.value.code) == (missing, "missing_required_parameter")
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(model="gpt-9")
+    assert caught.value.status == 404
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+def test_neutral_values_of_what_is_not_served_are_taken() -> None:
+    chat(n=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, logprobs=False,
+         tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=None,
+         user="u", metadata={"a": "b"}, service_tier="auto")  # fmt: skip
+    completion(n=None, echo=False, suffix=None, best_of=1, logprobs=None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("a", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1, 2], [3]], 2), ("", 1), (["", "a"], 2)],
+)
+def test_prompts_come_in_four_forms(prompt: Any, count: int) -> None:
+    assert len(completion(prompt=prompt).prompts) == count
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].text == "one two"
+
+
+def test_limits_have_openai_s_defaults() -> None:
+    assert max_tokens_of(completion()) == (16, "max_tokens")
+    assert max_tokens_of(chat()) == (None, "max_tokens")
+    assert max_tokens_of(chat(max_tokens=5)) == (5, "max_tokens")
+    both = chat(max_tokens=5, max_completion_tokens=7)
+    assert max_tokens_of(both) == (7, "max_completion_tokens")
+
+
+@given(
+    asked=st.none() | st.integers(1, 3000),
+    prompt=st.integers(1, 3000),
+    context=st.integers(1, 2000),
+)
+def test_a_limit_fits_or_the_right_field_is_named(
+    asked: int | None, prompt: int, context: int
+) -> None:
+    if prompt + (asked or 1) > context:
+        with pytest.raises(ApiError) as caught:
+            fit_limit(asked, "max_tokens", prompt, context, "messages")
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == ("messages" if prompt >= context else "max_tokens")
+    else:
+        limit = fit_limit(asked, "max_tokens", prompt, context, "messages")
+        assert 1 <= limit <= context - prompt
+        assert asked is None or limit == asked
+
+
+def test_sampling_takes_openai_s_defaults_and_words() -> None:
+    plain = sampling_of(completion(), 16)
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.seed) == (1.0, 1.0, 0, None)
+    assert plain.stop == ()
+    full = sampling_of(
+        completion(temperature=0, top_p=0.5, top_k=-1, seed=-3, stop="x", ignore_eos=True), 9
+    )
+    assert (full.temperature, full.top_p, full.top_k, full.seed) == (0.0, 0.5, 0, -3)
+    assert (full.stop, full.ignore_eos, full.max_tokens) == (("x",), True, 9)
+    assert full.greedy
+    assert sampling_of(completion(stop=["a", "b"]), 9).stop == ("a", "b")
+
+
+@pytest.mark.parametrize("draft", ["auto", "off", "sql", "sql@0", "general", "general@0"])
+def test_known_drafts_pass(draft: str) -> None:
+    check_draft(draft, EXPERTS)
+
+
+@pytest.mark.parametrize("draft", ["", "poetry", "sql@1", "off@0", "auto@0", "@0", "SQL"])
+def test_unknown_drafts_are_refused(draft: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_draft(draft, EXPERTS)
+    assert caught.value.param == "speculative.draft"
+
+
+def test_auto_takes_the_topic_s_expert_and_a_named_draft_keeps_the_topic() -> None:
+    sampling = sampling_of(completion(), 16)
+    auto = generation_request("r", [1, 2], sampling, "sql", Speculative(), True)
+    assert (auto.topic, auto.draft, auto.store) == ("sql", "sql", True)
+    assert auto.num_speculative_tokens is None
+    frozen = Speculative(draft="general@0", num_speculative_tokens=3)
+    twin = generation_request("r", [1, 2], sampling, "sql", frozen, False)
+    assert (twin.topic, twin.draft, twin.num_speculative_tokens) == ("sql", "general@0", 3)
+    assert not twin.store
+
+
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    check_token_ids([0, 99], 100)
+    with pytest.raises(ApiError, match="100 is not below"):
+        check_token_ids([0, 100], 100)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    field=st.sampled_from(sorted(ChatCompletionRequest.model_fields)),
+    value=json_values,
+)
+def test_any_value_of_any_field_is_taken_or_refused_in_openai_s_shape(
+    field: str, value: Any
+) -> None:
+    refused = None
+    try:
+        chat(**{field: value})
+    except ApiError as error:
+        refused = error
+    if refused is not None and refused.code != "invalid_json":  # NaN is no JSON
+        assert refused.status in (400, 404)
+        assert (refused.param or "").split(".")[0] in (field, "stream_options")
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_get_past_the_parser_unrefused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body, ChatCompletionRequest, "paceline")
+    assert caught.value.status == 400
