@@ -1,0 +1,193 @@
+"""The replay record: what one finished request leaves behind, and its wire format.
+
+For every emitted position (accepted, recovered, bonus or plainly decoded alike) it holds the
+target's top-K distribution, so that a draft learns without running the target again, and a
+draft that is switched off still has something to learn from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA_VERSION = 1
+
+_SCALARS: dict[str, type] = {
+    "request_id": str,
+    "topic": str,
+    "expert": str,
+    "weight_version": int,
+    "created": float,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+}
+# Little-endian on the wire; the second entry says which axes the array has.
+_ARRAYS: dict[str, tuple[str, str]] = {
+    "prompt_token_ids": ("<i4", "P"),
+    "output_token_ids": ("<i4", "N"),
+    "target_top_ids": ("<i4", "NK"),
+    "target_top_logprobs": ("<f2", "NK"),
+    "target_tail_mass": ("<f4", "N"),
+    "draft_token_ids": ("<i4", "N"),
+    "accepted": ("<i1", "N"),
+    "draft_logprobs": ("<f2", "N"),
+    "processed_top_probs": ("<f2", "NK"),
+}
+_OPTIONAL = frozenset({"processed_top_probs"})
+
+
+class RecordError(ValueError):
+    """Bytes that are no replay record of this schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRecord:
+    """One finished request: P prompt tokens, N emitted positions, K recorded tokens each.
+
+    Attributes:
+        request_id: of the request; what :meth:`ReplayShard.delete` takes.
+        topic: topic that the router chose.
+        expert: draft that proposed.
+        weight_version: of that draft when the request ended.
+        created: unix time, seconds.
+        temperature: of the request; 0 is greedy.
+        top_p: of the request.
+        top_k: of the request; 0 is off.
+        prompt_token_ids: int32 ``[P]``.
+        output_token_ids: int32 ``[N]``, every emitted position in order.
+        target_top_ids: int32 ``[N, K]``.
+        target_top_logprobs: float16 ``[N, K]``, natural log p at T = 1, descending.
+        target_tail_mass: float32 ``[N]``, 1 - sum(exp(top)).
+        draft_token_ids: int32 ``[N]``, the token that the draft proposed, -1 where none.
+        accepted: int8 ``[N]``, 1 accepted, 0 rejected, -1 not drafted.
+        draft_logprobs: float16 ``[N]``, log q of the drafted token, nan where none.
+        processed_top_probs: float16 ``[N, K]``, p after temperature, top_k and top_p at
+            ``target_top_ids``; None for a greedy request.
+    """
+
+    request_id: str
+    topic: str
+    expert: str
+    weight_version: int
+    created: float
+    temperature: float
+    top_p: float
+    top_k: int
+    prompt_token_ids: NDArray[np.int32]
+    output_token_ids: NDArray[np.int32]
+    target_top_ids: NDArray[np.int32]
+    target_top_logprobs: NDArray[np.float16]
+    target_tail_mass: NDArray[np.float32]
+    draft_token_ids: NDArray[np.int32]
+    accepted: NDArray[np.int8]
+    draft_logprobs: NDArray[np.float16]
+    processed_top_probs: NDArray[np.float16] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the request took the most likely token everywhere."""
+        return self.temperature == 0.0
+
+
+def encode(record: ReplayRecord) -> bytes:
+    """Msgpack bytes of a record.
+
+    Raises:
+        RecordError: where the arrays do not fit together.
+    """
+    fields: dict[str, Any] = {"schema": SCHEMA_VERSION}
+    for name, kind in _SCALARS.items():
+        fields[name] = kind(getattr(record, name))
+    arrays: dict[str, NDArray[Any] | None] = {}
+    for name, (dtype, axes) in _ARRAYS.items():
+        value = getattr(record, name)
+        if value is None and name in _OPTIONAL:
+            arrays[name], fields[name] = None, None
+            continue
+        array = np.ascontiguousarray(value, dtype=dtype)
+        if array.ndim != len(axes):
+            raise RecordError(f"record: {name} has {array.ndim} axes, not {len(axes)}")
+        arrays[name], fields[name] = array, array.tobytes()
+    fields["top"] = int(np.shape(record.target_top_ids)[1])
+    _check_shapes(arrays)
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes) -> ReplayRecord:
+    """Read what :func:`encode` wrote; the arrays are read-only views of ``data``.
+
+    Raises:
+        RecordError: another schema version, a missing field, a wrong type or shape.
+    """
+    try:
+        fields = msgpack.unpackb(data, raw=False)
+    except Exception as error:
+        raise RecordError(f"record: not msgpack ({error})") from error
+    if not isinstance(fields, dict):
+        raise RecordError("record: not a map")
+    version = fields.get("schema")
+    if version != SCHEMA_VERSION:
+        raise RecordError(f"record: schema {version!r}, this code reads {SCHEMA_VERSION}")
+    top = fields.get("top")
+    if type(top) is not int or top < 1:
+        raise RecordError("record: top must be a positive integer")
+    scalars = {name: _scalar(fields, name, kind) for name, kind in _SCALARS.items()}
+    arrays = {name: _array(fields, name, top) for name in _ARRAYS}
+    _check_shapes(arrays)
+    return ReplayRecord(**scalars, **arrays)
+
+
+def _scalar(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields.get(name)
+    if type(value) is not kind:
+        raise RecordError(f"record: {name} must be {kind.__name__}")
+    return value
+
+
+def _array(fields: Mapping[str, Any], name: str, top: int) -> NDArray[Any] | None:
+    dtype, axes = _ARRAYS[name]
+    value = fields.get(name)
+    if value is None and name in _OPTIONAL:
+        return None
+    if not isinstance(value, bytes):
+        raise RecordError(f"record: {name} must be bytes")
+    width = np.dtype(dtype).itemsize * (top if axes == "NK" else 1)
+    if len(value) % width:
+        raise RecordError(f"record: {name} has a broken length")
+    array = np.frombuffer(value, dtype=dtype)
+    return array.reshape(-1, top) if axes == "NK" else array
+
+
+def _check_shapes(arrays: Mapping[str, NDArray[Any] | None]) -> None:
+    """Every array must agree on N, and every wide one on K."""
+    reference = arrays["target_top_ids"]
+    assert reference is not None
+    for name, array in arrays.items():
+        axes = _ARRAYS[name][1]
+        if array is None or axes == "P":
+            continue
+        expected = reference.shape[: len(axes)]
+        if array.shape != expected:
+            raise RecordError(f"record: {name} has shape {array.shape}, not {expected}")
+
+
+def is_held_out(prompt_token_ids: Sequence[int] | NDArray[np.int32], fraction: float) -> bool:
+    """Whether records of this prompt judge drafts instead of teaching them.
+
+    The same prompt falls on the same side in every process and for ever.
+
+    Args:
+        prompt_token_ids: the prompt.
+        fraction: of all prompts that are held out, 0 to 1.
+    """
+    ids = np.asarray(prompt_token_ids, dtype="<i4").tobytes()
+    digest = hashlib.blake2b(ids, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2.0**64
