@@ -1,0 +1,97 @@
+# One command each: every target does its own set-up first, and a second call starts at once.
+#   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
+# PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
+# TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PY := $(BIN)/python
+PIP := $(PY) -m pip install -qq --no-input --constraint constraints.txt
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+MIN_PYTHON := import sys; sys.exit(sys.version_info < (3, 11))
+
+# ninja (for DeepSpeed's op build) is a wheel in .venv: it must be found by name.
+export PATH := $(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export DS_BUILD_OPS := 0
+export VIRTUAL_ENV :=
+export PYTHONPATH :=
+
+.PHONY: help setup demo serve test test-full check format links clean
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+setup: $(STAMPS)/ops
+
+$(STAMPS)/venv:
+	@set -e; python=; \
+	for candidate in $(PYTHON) python3 python3.11 python3.12 python3.13; do \
+	  if "$$candidate" -c '$(MIN_PYTHON)' 2>/dev/null; then python="$$candidate"; break; fi; \
+	done; \
+	test -n "$$python" || { echo "paceline: needs Python 3.11 or newer (set PYTHON=...)" >&2; exit 1; }; \
+	command -v c++ >/dev/null || command -v g++ >/dev/null || \
+	  { echo "paceline: needs a C++ compiler (c++ or g++) on PATH" >&2; exit 1; }; \
+	"$$python" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' || \
+	  { echo "paceline: needs Python's C headers (Debian: python3-dev)" >&2; exit 1; }; \
+	echo "paceline: making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv --clear $(VENV) || \
+	  { echo "paceline: needs Python's venv module (Debian: python3-venv)" >&2; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch first and alone: DeepSpeed's build imports it.
+$(STAMPS)/torch: $(STAMPS)/venv constraints.txt
+	@echo "paceline: installing $(TORCH)"
+	@$(PIP) pip setuptools wheel
+	@$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+$(STAMPS)/packages: $(STAMPS)/torch pyproject.toml
+	@echo "paceline: installing the pinned dependencies"
+	@$(PIP) --no-build-isolation --editable . --group dev
+	@touch $@
+
+# DeepSpeed's communication op for CPUs, once: a trainer must not compile while it serves.
+$(STAMPS)/ops: $(STAMPS)/packages
+	@echo "paceline: building DeepSpeed's CPU op (about a minute, once)"
+	@$(PY) -m paceline.actors.training.ops
+	@touch $@
+
+demo: setup
+	@$(PY) -m paceline.deploy.cli demo $(ARGS)
+
+serve: setup
+	@exec $(PY) -m paceline.deploy.cli serve $(ARGS)
+
+links:
+	@mkdir -p .typing/paceline
+	@for room in actors cluster deploy; do ln -sfn ../../$$room .typing/paceline/$$room; done
+
+check: setup links
+	ruff check .
+	ruff format --check .
+	cd .typing && $(BIN)/mypy -p paceline --config-file ../pyproject.toml
+	lint-imports
+
+format: setup
+	ruff check --fix .
+	ruff format .
+
+# Each tier in a process of its own: what one sets (threads, environment) the next must not feel.
+test: check
+	$(PY) -m pytest -m "not full" tests/packaging
+	$(PY) -m pytest -m "not full" tests/unit tests/property
+	$(PY) -m pytest -m "not full" tests/serve tests/distributed
+
+test-full: check
+	$(PY) -m pytest tests/packaging
+	$(PY) -m pytest tests/unit tests/property
+	$(PY) -m pytest tests/serve tests/distributed tests/gpu
+
+clean:
+	rm -rf $(VENV) .typing .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,53 @@
+"""The demo's prompts: many, distinct, the same everywhere, in disjoint parts."""
+
+import ast
+
+import pytest
+
+from paceline.deploy.demo.prompts import MAKERS, TOPICS, generate, split
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_thousands_of_distinct_prompts(topic: str) -> None:
+    texts = generate(topic, 3_000, seed=0)
+    assert len(texts) == len(set(texts)) == 3_000
+    assert all(text.strip() == text and text.isprintable() for text in texts)
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_same_seed_same_prompts_and_longer_lists_extend_shorter_ones(topic: str) -> None:
+    assert generate(topic, 200, seed=7) == generate(topic, 500, seed=7)[:200]
+    assert generate(topic, 200, seed=7) != generate(topic, 200, seed=8)
+
+
+EXPECTED_SQL = (
+    "What are the clubs of chess players whose country is India and whose title is Master?"
+)
+EXPECTED_SHELL = "How can I use the command `sha256sum` on Arch Linux? Give short examples."
+
+
+def test_prompts_do_not_drift_between_releases() -> None:
+    # figures of earlier runs can be compared only while a seed means the same prompts
+    assert generate("sql", 1, seed=0)[0].endswith(EXPECTED_SQL)
+    assert generate("shell", 1, seed=0)[0] == EXPECTED_SHELL
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_split_is_disjoint_and_does_not_depend_on_the_stream(topic: str) -> None:
+    short, long = split(topic, 0, 40, 100), split(topic, 0, 40, 700)
+    assert (short.first, short.last) == (long.first, long.last)
+    assert short.stream == long.stream[:100]
+    parts = [*long.first, *long.stream, *long.last]
+    assert (len(long.first), len(long.last), len(set(parts))) == (40, 40, 780)
+
+
+def test_generator_that_runs_dry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAKERS, "math", lambda rng: rng.choice("ab"))
+    with pytest.raises(ValueError, match="only 2 distinct prompts, asked for 3"):
+        generate("math", 3, seed=0)
+
+
+def test_code_prompts_end_in_a_test_that_parses() -> None:
+    for text in generate("code", 500, seed=1):
+        tree = ast.parse(text[text.index("assert ") :])
+        assert isinstance(tree.body[0], ast.Assert)
