@@ -7,8 +7,9 @@ knows; none is a data set's row. The same seed gives the same prompts everywhere
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from paceline.deploy.demo import prompts_code, prompts_math, prompts_shell, prompts_sql
 
@@ -29,37 +30,38 @@ class PromptSplit:
     """One topic's prompts: no prompt is in two parts, none twice in a part."""
 
     first: tuple[str, ...]
-    stream: tuple[str, ...]
     last: tuple[str, ...]
+    stream: Iterator[str]
 
 
-def generate(topic: str, count: int, seed: int) -> tuple[str, ...]:
-    """The first ``count`` distinct prompts of a topic; a longer list starts with a shorter one.
+def endless(topic: str, seed: int) -> Iterator[str]:
+    """Distinct prompts of a topic, always in the same order for a seed.
 
     Raises:
         KeyError: the topic is not among ``TOPICS``.
-        ValueError: the generator has too few combinations.
+        ValueError: every combination has been given out.
     """
     make, rng = MAKERS[topic], random.Random(f"{seed}:{topic}")
-    found: dict[str, None] = {}
+    found: set[str] = set()
     repeats = 0
-    while len(found) < count:
-        size = len(found)
-        found.setdefault(make(rng))
-        repeats = repeats + 1 if len(found) == size else 0
-        if repeats > _MAX_REPEATS:
-            raise ValueError(f"{topic}: only {size} distinct prompts, asked for {count}")
-    return tuple(found)
+    while repeats <= _MAX_REPEATS:
+        text = make(rng)
+        if text in found:
+            repeats += 1
+            continue
+        repeats = 0
+        found.add(text)
+        yield text
+    raise ValueError(f"{topic}: only {len(found)} distinct prompts")
 
 
-def split(topic: str, seed: int, measured: int = 40, stream: int = 600) -> PromptSplit:
-    """Prompts for the first and the last measurement and for the stream between them.
+def generate(topic: str, count: int, seed: int) -> tuple[str, ...]:
+    """The first ``count`` prompts of :func:`endless`, which says what it raises."""
+    return tuple(islice(endless(topic, seed), count))
 
-    The measured parts do not depend on how long the stream is.
-    """
-    texts = generate(topic, 2 * measured + stream, seed)
-    return PromptSplit(
-        first=texts[:measured],
-        last=texts[measured : 2 * measured],
-        stream=texts[2 * measured :],
-    )
+
+def split(topic: str, seed: int, measured: int = 40) -> PromptSplit:
+    """Prompts for the first and the last measurement and for the stream between them."""
+    texts = endless(topic, seed)
+    first, last = tuple(islice(texts, measured)), tuple(islice(texts, measured))
+    return PromptSplit(first, last, texts)
