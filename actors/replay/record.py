@@ -139,10 +139,10 @@ def decode(data: bytes) -> ReplayRecord:
     top = fields.get("top")
     if type(top) is not int or top < 1:
         raise RecordError("record: top must be a positive integer")
-    scalars = {name: _scalar(fields, name, kind) for name, kind in _SCALARS.items()}
     arrays = {name: _array(fields, name, top) for name in _ARRAYS}
     _check_shapes(arrays)
-    return ReplayRecord(**scalars, **arrays)
+    values: dict[str, Any] = {name: _scalar(fields, name, kind) for name, kind in _SCALARS.items()}
+    return ReplayRecord(**(values | arrays))
 
 
 def _scalar(fields: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -1,0 +1,81 @@
+"""When serving is idle: a first, simple rule over the load that the replicas report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class _Report:
+    running: int
+    waiting: int
+    at: float
+
+    @property
+    def busy(self) -> bool:
+        return self.running > 0 or self.waiting > 0
+
+
+@dataclass(slots=True)
+class IdleRule:
+    """Training may run once no replica has had a request for ``idle_after_s``.
+
+    Attributes:
+        idle_after_s: quiet seconds after the last request; keeps a burst's gaps for serving.
+        stale_after_s: a replica silent for this long is gone and counts as idle. Busy
+            replicas report every second or so.
+    """
+
+    idle_after_s: float = 0.08
+    stale_after_s: float = 6.0
+    _reports: dict[str, _Report] = field(default_factory=dict)
+    _busy_until: float = float("-inf")
+    _paused: bool = False
+
+    def report(self, replica_id: str, running: int, waiting: int, now: float) -> None:
+        """Take a replica's load.
+
+        Args:
+            replica_id: who reports.
+            running: requests being decoded.
+            waiting: requests that are queued.
+            now: monotonic seconds.
+        """
+        before = self._reports.get(replica_id)
+        fresh = _Report(running, waiting, now)
+        self._reports[replica_id] = fresh
+        if fresh.busy or (before is not None and before.busy):
+            self._busy_until = now
+
+    def pause(self) -> None:
+        """No training until :meth:`resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Training again, when idle."""
+        self._paused = False
+
+    def may_train(self, now: float) -> bool:
+        """Whether a micro-step may start at ``now``, monotonic seconds."""
+        self._forget(now)
+        if self._paused or any(report.busy for report in self._reports.values()):
+            return False
+        return now - self._busy_until >= self.idle_after_s
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """The rule's view, for people."""
+        may_train = self.may_train(now)
+        return {
+            "may_train": may_train,
+            "paused": self._paused,
+            "running": sum(report.running for report in self._reports.values()),
+            "waiting": sum(report.waiting for report in self._reports.values()),
+            "replicas": len(self._reports),
+        }
+
+    def _forget(self, now: float) -> None:
+        """Drop replicas that have stopped reporting."""
+        gone = [key for key, r in self._reports.items() if now - r.at > self.stale_after_s]
+        for key in gone:
+            del self._reports[key]

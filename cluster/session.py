@@ -1,0 +1,166 @@
+"""A local Ray session: started for ``paceline serve`` and tests, and ended without a trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+NAMESPACE = "paceline"
+_LOOPBACK = "127.0.0.1"
+_GRACE_S = 8.0
+
+# Ray runs workers at nice 15 unless told otherwise; serving must not, trainers lower themselves.
+_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+_started: dict[int, float] = {}  # pid and start time of the session's own processes
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """``env_vars`` of a runtime_env that bind a process's numeric libraries to some threads."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return dict.fromkeys(names, str(num_threads))
+
+
+def start_ray(
+    *,
+    num_cpus: int | None = None,
+    dashboard: bool = False,
+    dashboard_port: int = 8265,
+    object_store_mb: int | None = None,
+    logs: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Start a Ray of one's own on loopback and connect to it, namespace ``paceline``.
+
+    Ray's own default writes its access token to a file in the home directory; here the token
+    lives in the environment of the session's processes only. ``RAY_AUTH_MODE`` and
+    ``RAY_AUTH_TOKEN``, where set, win.
+
+    Args:
+        num_cpus: what Ray books; None takes the machine's count.
+        dashboard: whether to start Ray's dashboard.
+        dashboard_port: its port on loopback.
+        object_store_mb: size of shared memory; None leaves it to Ray.
+        logs: whether workers' output reaches this terminal.
+        environment: more variables for every process of the session.
+
+    Raises:
+        RuntimeError: where this process is connected to a Ray already.
+    """
+    for name, value in (_ENVIRONMENT | dict(environment or {})).items():
+        os.environ.setdefault(name, value)
+    _own_token()
+    import ray  # after the environment: Ray reads parts of it when it is imported
+
+    if ray.is_initialized():
+        raise RuntimeError("this process is connected to a Ray session already")
+    before = _children()
+    options: dict[str, Any] = {}
+    if object_store_mb is not None:
+        options["object_store_memory"] = object_store_mb * 2**20
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            namespace=NAMESPACE,
+            include_dashboard=dashboard,
+            dashboard_host=_LOOPBACK,
+            dashboard_port=dashboard_port,
+            log_to_driver=logs,
+            logging_level=logging.INFO if logs else logging.ERROR,
+            _node_ip_address=_LOOPBACK,
+            **options,
+        )
+    finally:
+        _started.update({pid: at for pid, at in _children().items() if pid not in before})
+
+
+def stop_ray() -> None:
+    """End the session that :func:`start_ray` began, and every process of it.
+
+    Processes that outlive Ray's own shutdown by some seconds are killed by their id. A second
+    call does nothing.
+    """
+    import ray
+
+    _started.update(_descendants(_started))
+    if ray.is_initialized():
+        ray.shutdown()
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _alive(_started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+    psutil.wait_procs(left, timeout=_GRACE_S)
+    _started.clear()
+
+
+@contextmanager
+def ray_session(**options: Any) -> Iterator[None]:
+    """:func:`start_ray` with these options, :func:`stop_ray` at the end."""
+    start_ray(**options)
+    try:
+        yield
+    finally:
+        stop_ray()
+
+
+def _own_token() -> None:
+    """A token for this session in the environment, unless the user has chosen otherwise."""
+    chosen = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(name in os.environ for name in chosen) or (Path.home() / ".ray" / "auth_token").exists():
+        return
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _children() -> dict[int, float]:
+    """Pid and start time of everything below this process."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found[process.pid] = process.create_time()
+        except psutil.Error:
+            continue
+    return found
+
+
+def _descendants(roots: Mapping[int, float]) -> dict[int, float]:
+    """Pid and start time of everything below the given processes."""
+    found = {}
+    for process in _alive(roots):
+        try:
+            for child in process.children(recursive=True):
+                found[child.pid] = child.create_time()
+        except psutil.Error:
+            continue
+    return found
+
+
+def _alive(started: Mapping[int, float]) -> list[psutil.Process]:
+    """Those of the processes that still run; a reused pid has another start time."""
+    alive = []
+    for pid, at in started.items():
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == at and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        except psutil.Error:
+            continue
+    return alive

@@ -1,0 +1,86 @@
+"""The idle rule and the load board."""
+
+from __future__ import annotations
+
+from paceline.cluster.board import LoadBoard
+from paceline.cluster.idle import IdleRule
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_trains_when_nothing_was_ever_reported() -> None:
+    assert IdleRule().may_train(0.0)
+
+
+def test_stops_at_once_and_resumes_after_the_quiet_time() -> None:
+    rule = IdleRule(idle_after_s=0.1)
+    rule.report("a", 1, 0, 10.0)
+    assert not rule.may_train(10.0)
+    assert not rule.may_train(12.0)
+    rule.report("a", 0, 0, 12.0)
+    assert not rule.may_train(12.05)
+    assert rule.may_train(12.11)
+
+
+def test_idle_reports_do_not_prolong_the_quiet_time() -> None:
+    rule = IdleRule(idle_after_s=0.1)
+    rule.report("a", 0, 0, 10.0)
+    assert rule.may_train(10.0)
+
+
+def test_waiting_requests_are_load() -> None:
+    rule = IdleRule(idle_after_s=0.1)
+    rule.report("a", 0, 3, 10.0)
+    assert not rule.may_train(11.0)
+
+
+def test_one_busy_replica_among_several_is_enough() -> None:
+    rule = IdleRule(idle_after_s=0.1)
+    rule.report("a", 1, 0, 10.0)
+    rule.report("b", 0, 0, 10.5)
+    assert not rule.may_train(11.0)
+
+
+def test_a_replica_that_died_busy_is_forgotten() -> None:
+    rule = IdleRule(idle_after_s=0.1, stale_after_s=5.0)
+    rule.report("a", 4, 0, 10.0)
+    assert not rule.may_train(15.0)
+    assert rule.may_train(15.01)
+    assert rule.snapshot(15.01)["replicas"] == 0
+
+
+def test_pause_wins_over_idleness() -> None:
+    clock = Clock()
+    board = LoadBoard(clock=clock)
+    board.pause()
+    assert not board.may_train()
+    board.resume()
+    assert board.may_train()
+    assert board.snapshot() == {
+        "may_train": True,
+        "paused": False,
+        "running": 0,
+        "waiting": 0,
+        "replicas": 0,
+        "asked": 2,
+        "granted": 1,
+    }
+
+
+def test_gaps_between_requests_of_a_steady_stream_are_used() -> None:
+    clock = Clock()
+    board = LoadBoard(idle_after_s=0.08, clock=clock)
+    granted = 0
+    for _ in range(10):  # 200 ms of work, 300 ms of gap
+        for busy, ticks in ((1, 20), (0, 30)):
+            board.report("a", busy, 0)
+            for _ in range(ticks):
+                clock.now += 0.01
+                granted += board.may_train()
+    assert granted == 10 * 23
