@@ -14,7 +14,7 @@ TEXT = [
     "SELECT name, age FROM people WHERE age > 30 ORDER BY name;",
     "List all files, newest first: `ls -lt path/to/directory`",
     "Ann has 12 apples. She buys 30 more. How many apples has Ann now? 12 + 30 = 42.",
-    "Zwölf Käse – naïve café ☕ 漢字",
+    "Zwölf Käse, naïve café ☕ 漢字",
 ]
 CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for m in messages %}{% if m['role']=='assistant' %}"

@@ -62,9 +62,9 @@ def paceline_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 (transformers' signature)
     scaling: float | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
     *,
     paceline_step: StepContext,

@@ -254,12 +254,11 @@ class Engine:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
         self._record(batch, proposal, verdict, logits)
-        outputs = []
         for i, sequence in enumerate(batch):
             emitted = [*drafts[i][: accepted[i]], final[i]]
             sequence.accept(drafted[i], accepted[i], emitted, self._settings.eos_token_ids)
-            outputs.append(StepOutput(sequence.request_id, sequence.chunk(), self._close(sequence)))
-        return outputs
+        # Only now: closing one request moves another's row, as long as that one knows it is.
+        return [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
 
     def _close(self, sequence: Sequence) -> ReplayRecord | None:
         """Free a finished request; returns its record where one is kept."""

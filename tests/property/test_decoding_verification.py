@@ -1,4 +1,4 @@
-"""Speculative verification leaves the target's law as it is: closed form, then seeded chi-square."""
+"""Verification leaves the target's law as it is: closed form, then a seeded chi-square."""
 
 from __future__ import annotations
 
