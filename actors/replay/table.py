@@ -1,0 +1,187 @@
+"""The replay table: what is kept, what is removed, what is drawn. Pure; time and RNG come in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Split = Literal["train", "held_out"]
+Remover = Literal["fifo", "reservoir"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """How much of the served requests is kept, per topic.
+
+    Attributes:
+        capacity_bytes: of all records of a topic together.
+        retention_s: age at which a record is dropped, seconds.
+        remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample of
+            all that ever came.
+        held_out_fraction: share of prompts (and of the capacity) that judges drafts.
+        recent_share: share of a sample that favours recent records; the rest is uniform.
+        recent_half_life: records after which a record's recency weight has halved.
+    """
+
+    capacity_bytes: int = 64 * 2**20
+    retention_s: float = 24 * 3600.0
+    remover: Remover = "fifo"
+    held_out_fraction: float = 0.12
+    recent_share: float = 0.5
+    recent_half_life: float = 200.0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that keep nothing or make no sense."""
+        if self.remover not in ("fifo", "reservoir"):
+            raise ValueError(f"remover must be fifo or reservoir, not {self.remover!r}")
+        if not 0.0 <= self.held_out_fraction <= 1.0 or not 0.0 <= self.recent_share <= 1.0:
+            raise ValueError("held_out_fraction and recent_share lie between 0 and 1")
+        if self.capacity_bytes <= 0 or self.retention_s <= 0 or self.recent_half_life <= 0:
+            raise ValueError("capacity_bytes, retention_s and recent_half_life are positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An encoded record and what the table must know of it."""
+
+    request_id: str
+    created: float
+    data: bytes
+
+
+class Partition:
+    """Records of one split, oldest first."""
+
+    def __init__(self, capacity_bytes: int, remover: Remover) -> None:
+        """Start empty."""
+        self._capacity = capacity_bytes
+        self._remover = remover
+        self._entries: deque[Entry] = deque()
+        self.bytes = 0
+        self.inserted = 0
+
+    def __len__(self) -> int:
+        """How many records are kept."""
+        return len(self._entries)
+
+    def entries(self) -> list[Entry]:
+        """All of them, oldest first."""
+        return list(self._entries)
+
+    def insert(self, entry: Entry, rng: np.random.Generator) -> None:
+        """Take a record and drop others, or this one, until all fit."""
+        self.inserted += 1
+        if len(entry.data) > self._capacity:
+            return
+        full = self.bytes + len(entry.data) > self._capacity
+        if full and self._remover == "reservoir":
+            if rng.random() >= len(self._entries) / self.inserted:
+                return
+            while self.bytes + len(entry.data) > self._capacity:
+                self._drop(int(rng.integers(len(self._entries))))
+        self._entries.append(entry)
+        self.bytes += len(entry.data)
+        while self.bytes > self._capacity:
+            self._drop(0)
+
+    def expire(self, before: float) -> None:
+        """Drop records created before a unix time."""
+        if any(entry.created < before for entry in self._entries):
+            self._keep([entry for entry in self._entries if entry.created >= before])
+
+    def delete(self, request_id: str | None) -> int:
+        """Drop a request's records, or all; returns how many."""
+        kept = (
+            [] if request_id is None else [e for e in self._entries if e.request_id != request_id]
+        )
+        removed = len(self._entries) - len(kept)
+        if removed:
+            self._keep(kept)
+        return removed
+
+    def sample(self, n: int, weights: NDArray[np.float64], rng: np.random.Generator) -> list[bytes]:
+        """At most ``n`` different records, drawn with these weights; all where there are fewer."""
+        count = min(n, len(self._entries))
+        if count <= 0:
+            return []
+        chosen = rng.choice(len(self._entries), size=count, replace=False, p=weights)
+        return [self._entries[int(index)].data for index in chosen]
+
+    def _drop(self, index: int) -> None:
+        self.bytes -= len(self._entries[index].data)
+        del self._entries[index]
+
+    def _keep(self, entries: list[Entry]) -> None:
+        self._entries = deque(entries)
+        self.bytes = sum(len(entry.data) for entry in entries)
+
+
+def sampling_weights(count: int, recent_share: float, half_life: float) -> NDArray[np.float64]:
+    """Probability of each of ``count`` records, oldest first; they sum to 1.
+
+    Args:
+        count: records.
+        recent_share: weight of the recency part; the rest is uniform.
+        half_life: records after which the recency part has halved.
+    """
+    if count == 0:
+        return np.zeros(0)
+    recency = np.exp2(-np.arange(count - 1, -1, -1) / half_life)
+    weights = recent_share * recency / recency.sum() + (1.0 - recent_share) / count
+    normal: NDArray[np.float64] = weights / weights.sum()
+    return normal
+
+
+class ReplayTable:
+    """Both splits of one topic."""
+
+    def __init__(self, settings: ReplaySettings) -> None:
+        """Start empty."""
+        self._settings = settings
+        held_out = int(settings.capacity_bytes * settings.held_out_fraction)
+        self._splits: dict[Split, Partition] = {
+            "train": Partition(settings.capacity_bytes - held_out, settings.remover),
+            "held_out": Partition(held_out, settings.remover),
+        }
+
+    def insert(self, entry: Entry, split: Split, now: float, rng: np.random.Generator) -> None:
+        """Keep a record; one that is past retention already is not kept."""
+        if now - entry.created <= self._settings.retention_s:
+            self._splits[split].insert(entry, rng)
+
+    def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
+        """At most ``n`` different records of a split, recent ones favoured."""
+        self.expire(now)
+        partition = self._splits[split]
+        settings = self._settings
+        weights = sampling_weights(len(partition), settings.recent_share, settings.recent_half_life)
+        return partition.sample(n, weights, rng)
+
+    def delete(self, request_id: str | None) -> int:
+        """Drop a request's records, or all; returns how many."""
+        return sum(partition.delete(request_id) for partition in self._splits.values())
+
+    def expire(self, now: float) -> None:
+        """Drop what is past retention."""
+        for partition in self._splits.values():
+            partition.expire(now - self._settings.retention_s)
+
+    def entries(self) -> list[tuple[Split, Entry]]:
+        """Everything that is kept."""
+        return [(name, e) for name, part in self._splits.items() for e in part.entries()]
+
+    def stats(self, now: float) -> dict[str, int]:
+        """Counts: records per split, bytes, and inserts since the start (in both splits)."""
+        self.expire(now)
+        train, held_out = self._splits["train"], self._splits["held_out"]
+        return {
+            "records_train": len(train),
+            "records_held_out": len(held_out),
+            "bytes": train.bytes + held_out.bytes,
+            "capacity_bytes": self._settings.capacity_bytes,
+            "inserted_total": train.inserted + held_out.inserted,
+        }

@@ -1,0 +1,140 @@
+"""The replay table and the shard around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replay_samples import make_record
+
+from paceline.actors.replay.record import decode, encode, is_held_out
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+
+
+class Clock:
+    def __init__(self, now: float = 1_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fill(shard: ReplayShard, count: int, *, start: int = 0, created: float = 1_000.0) -> None:
+    for n in range(start, start + count):
+        record = make_record(request_id=f"r{n}", prompt=(n, n + 1), created=created)
+        shard.insert(encode(record))
+
+
+def ids(records: list[bytes]) -> set[str]:
+    return {decode(data).request_id for data in records}
+
+
+def test_splits_by_prompt_and_counts() -> None:
+    shard = ReplayShard("sql", ReplaySettings(held_out_fraction=0.25), clock=Clock())
+    fill(shard, 200)
+    stats = shard.stats()
+    expected = sum(is_held_out((n, n + 1), 0.25) for n in range(200))
+    assert stats["records_held_out"] == expected
+    assert stats["records_train"] == 200 - expected
+    assert stats["inserted_total"] == 200
+    held = shard.sample(1_000, "held_out")
+    assert all(is_held_out(decode(data).prompt_token_ids, 0.25) for data in held)
+    assert not ids(held) & ids(shard.sample(1_000, "train"))
+
+
+def test_samples_are_distinct_and_bounded() -> None:
+    shard = ReplayShard("sql", ReplaySettings(held_out_fraction=0.0), seed=1, clock=Clock())
+    fill(shard, 50)
+    assert len(shard.sample(8, "train")) == len(ids(shard.sample(8, "train"))) == 8
+    assert len(ids(shard.sample(500, "train"))) == 50
+    assert shard.sample(8, "held_out") == []
+
+
+def test_recent_records_are_favoured_and_old_ones_still_come() -> None:
+    settings = ReplaySettings(held_out_fraction=0.0, recent_half_life=10.0)
+    shard = ReplayShard("sql", settings, seed=1, clock=Clock())
+    fill(shard, 200)
+    drawn = [int(decode(shard.sample(1, "train")[0]).request_id[1:]) for _ in range(400)]
+    assert np.mean([n >= 180 for n in drawn]) > 0.35
+    assert np.mean([n < 100 for n in drawn]) > 0.15
+
+
+@pytest.mark.parametrize("remover", ["fifo", "reservoir"])
+def test_capacity_in_bytes_holds(remover: str) -> None:
+    size = len(encode(make_record(request_id="r00", prompt=(1, 2))))
+    settings = ReplaySettings(
+        capacity_bytes=20 * size,
+        held_out_fraction=0.0,
+        remover=remover,  # type: ignore[arg-type]
+    )
+    shard = ReplayShard("sql", settings, seed=3, clock=Clock())
+    fill(shard, 300)
+    kept = {int(name[1:]) for name in ids(shard.sample(1_000, "train"))}
+    assert 15 <= len(kept) <= 20
+    assert shard.stats()["bytes"] <= 20 * size
+    if remover == "fifo":
+        assert min(kept) >= 280
+    else:
+        assert min(kept) < 150
+
+
+def test_records_past_retention_are_dropped() -> None:
+    clock = Clock()
+    shard = ReplayShard("sql", ReplaySettings(retention_s=60.0, held_out_fraction=0.0), clock=clock)
+    fill(shard, 5)
+    fill(shard, 5, start=5, created=1_050.0)
+    clock.now = 1_070.0
+    assert ids(shard.sample(100, "train")) == {f"r{n}" for n in range(5, 10)}
+    clock.now = 2_000.0
+    assert shard.stats()["records_train"] == 0
+
+
+def test_delete_one_request_or_everything() -> None:
+    shard = ReplayShard("sql", ReplaySettings(held_out_fraction=0.3), clock=Clock())
+    fill(shard, 30)
+    assert shard.delete("r7") == 1
+    assert shard.delete("r7") == 0
+    assert "r7" not in ids(shard.sample(100, "train") + shard.sample(100, "held_out"))
+    assert shard.delete(None) == 29
+    assert shard.stats()["bytes"] == 0
+
+
+def test_garbage_is_counted_and_dropped() -> None:
+    shard = ReplayShard("sql", clock=Clock())
+    shard.insert(b"nonsense")
+    assert shard.stats()["refused_total"] == 1
+    assert shard.stats()["inserted_total"] == 0
+
+
+def test_a_persistent_shard_comes_back_without_what_was_deleted(tmp_path: Path) -> None:
+    settings = ReplaySettings(held_out_fraction=0.2)
+    first = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
+    fill(first, 20)
+    first.delete("r3")
+    second = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
+    assert second.stats() == first.stats() | {"inserted_total": 19}
+    with (tmp_path / "sql.records").open("ab") as file:
+        file.write(b"\xff\x00\x00\x00torn")
+    third = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
+    fill(third, 1, start=20)
+    fourth = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
+    assert fourth.stats()["inserted_total"] == 20
+
+
+def test_the_file_of_a_persistent_shard_stays_bounded(tmp_path: Path) -> None:
+    size = len(encode(make_record(request_id="r00", prompt=(1, 2))))
+    settings = ReplaySettings(capacity_bytes=10 * size, held_out_fraction=0.0)
+    shard = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
+    fill(shard, 100)
+    assert (tmp_path / "sql.records").stat().st_size <= 21 * (size + 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"remover": "lifo"}, {"held_out_fraction": 1.5}, {"capacity_bytes": 0}, {"retention_s": 0.0}],
+)
+def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ReplaySettings(**wrong)  # type: ignore[arg-type]
