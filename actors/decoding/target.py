@@ -69,9 +69,11 @@ class TargetReplica:
         """Stream an answer; closing the iterator drops the request."""
         chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
         events = asyncio.get_running_loop()
-        self._loop.submit(
-            request, lambda chunk: events.call_soon_threadsafe(chunks.put_nowait, chunk) and None
-        )
+
+        def deliver(chunk: GenerationChunk) -> None:
+            events.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        self._loop.submit(request, deliver)
         finished = False
         try:
             while not finished:
