@@ -1,0 +1,233 @@
+"""``paceline demo``: the whole loop on this machine, with a live table and a result on disk."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+
+from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.demo import plot, summary
+from paceline.deploy.demo.live import View, failure_lines, progress_line, render
+from paceline.deploy.demo.prompts import TOPICS, split
+from paceline.deploy.demo.script import Course, Plan, play
+from paceline.deploy.demo.stats import Log
+from paceline.deploy.demo.traffic import Client, Clock
+from paceline.deploy.errors import ConfigError, StartError
+from paceline.deploy.history import read_history
+
+if TYPE_CHECKING:
+    from paceline.deploy.app import RunningApp
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_CONFIG = 0, 1, 2
+_LINE_EVERY_S = 15.0
+_REFRESH_S = 1.0
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the demo.
+
+    Returns:
+        0; 1 where a request failed or the server did not start; 2 for a bad option.
+    """
+    began = time.monotonic()
+    options = _parser().parse_args(argv)
+    console = Console()
+    try:
+        config = _config(options)
+        return _run(options, config, console, began)
+    except ConfigError as error:
+        console.print(f"paceline: {error}", style="red", highlight=False)
+        return EXIT_BAD_CONFIG
+    except StartError as error:
+        console.print(f"paceline: {error}", style="red", highlight=False)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline demo", description="Serve, learn and measure on this machine, in minutes."
+    )
+    parser.add_argument("--minutes", type=float, default=5.5, help="for all of it (default 5.5)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default 0)")
+    parser.add_argument("--port", type=int, default=0, help="to serve on (default: a free one)")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="default out/demo")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32", "float16"), default="auto"
+    )
+    parser.add_argument("--measured", type=int, default=40, help=argparse.SUPPRESS)
+    return parser
+
+
+def _config(options: argparse.Namespace) -> PacelineConfig:
+    state = options.out / "state"
+    if state.exists():
+        shutil.rmtree(state)  # every demo starts from the first weight versions
+    state.mkdir(parents=True)
+    return load_config(
+        None,
+        {
+            "port": options.port or _free_port(),
+            "state_dir": str(state.absolute()),
+            "target.dtype": options.dtype,
+            "ray.dashboard": False,
+        },
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _run(
+    options: argparse.Namespace, config: PacelineConfig, console: Console, began: float
+) -> int:
+    console.print("Starting Ray, the learning actors and the server ...", style="bright_black")
+    from paceline.deploy import app  # imports torch and Ray: not before the options are sound
+
+    plan = Plan(seed=options.seed, seconds=options.minutes * 60)
+    log, view = Log(), View(total=plan.seconds)
+
+    def clock() -> float:
+        return time.monotonic() - began
+
+    with app.start(config) as running:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        _greet(console, config, running, clock())
+        course = asyncio.run(
+            _drive(plan, options.measured, config, running, log, view, clock, console)
+        )
+    result = summary.summarize(
+        TOPICS, log, course.speed, read_history(config.state_path), view.versions, clock()
+    )
+    summary.write(result, log, options.out)
+    plot.draw(options.out / "acceptance.png", TOPICS, log, course.phases, course.end)
+    _report(console, result, log, options.out)
+    return EXIT_FAILED if log.failures else EXIT_OK
+
+
+def _greet(console: Console, config: PacelineConfig, running: RunningApp, seconds: float) -> None:
+    facts = running.description
+    console.print(
+        f"Serving {config.model_name} at {running.base_url}/v1 after {seconds:.0f} s: "
+        f"{facts.get('dtype')} on {facts.get('device')}, "
+        f"{config.drafts.num_speculative_tokens} drafted tokens a round.",
+        highlight=False,
+    )
+
+
+async def _drive(
+    plan: Plan,
+    measured: int,
+    config: PacelineConfig,
+    running: RunningApp,
+    log: Log,
+    view: View,
+    clock: Clock,
+    console: Console,
+) -> Course:
+    prompts = {topic: split(topic, plan.seed, measured) for topic in TOPICS}
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(base_url=running.base_url, limits=limits, trust_env=False) as http,
+        _display(http, log, view, clock, console),
+    ):
+        client = Client(
+            http,
+            log,
+            clock,
+            config.model_name,
+            num_speculative_tokens=config.drafts.num_speculative_tokens,
+        )
+        board = running.board
+
+        async def pause() -> None:
+            await board.pause.remote()
+            await asyncio.sleep(0.5)  # a micro-step that has begun is finished
+
+        async def resume() -> None:
+            await board.resume.remote()
+
+        course = await play(plan, client, prompts, clock, view, pause, resume)
+        await _take_status(http, view)
+    return course
+
+
+@asynccontextmanager
+async def _display(
+    http: httpx.AsyncClient, log: Log, view: View, clock: Clock, console: Console
+) -> AsyncIterator[None]:
+    """A table that redraws itself on a terminal, a line now and then elsewhere."""
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    async def redraw() -> None:
+        said = clock()
+        while True:
+            await _take_status(http, view)
+            view.elapsed = clock()
+            if live is not None:
+                live.update(render(TOPICS, log, view), refresh=True)
+            elif view.elapsed - said >= _LINE_EVERY_S:
+                said = view.elapsed
+                console.print(progress_line(TOPICS, log, view), highlight=False, soft_wrap=True)
+            await asyncio.sleep(_REFRESH_S)
+
+    if live is not None:
+        live.start()
+    task = asyncio.create_task(redraw())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        if live is not None:
+            view.elapsed = clock()
+            live.update(render(TOPICS, log, view), refresh=True)
+            live.stop()
+
+
+async def _take_status(http: httpx.AsyncClient, view: View) -> None:
+    """What the server says of itself; without an answer the last one stays on show."""
+    with suppress(httpx.HTTPError, ValueError):
+        response = await http.get("/v1/paceline/status", timeout=5.0)
+        if response.status_code == httpx.codes.OK:
+            view.take_status(response.json())
+
+
+def _report(console: Console, result: dict[str, Any], log: Log, folder: Path) -> None:
+    console.print(summary.result_table(result))
+    for line in summary.result_lines(result):
+        console.print(line, highlight=False)
+    routed = log.routed_right()
+    if routed is not None:
+        console.print(f"router: {routed:.0%} of the requests went to their topic", highlight=False)
+    console.print(f"{len(log.failures)} failed requests", style="red" if log.failures else "green")
+    for line in failure_lines(log.failures):
+        console.print(line, style="red", highlight=False, markup=False)
+    console.print(
+        f"{result['wall_seconds']:.0f} s in all; {folder}/summary.json, {folder}/acceptance.png",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""The demo's picture: acceptance over requests, online against the frozen twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.deploy.demo.stats import Log, figures, rolling_acceptance, swaps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ONLINE, FROZEN, INK, FAINT = "#0b6e4f", "#b0482f", "#22262b", "#8a929a"
+_SHADES = ("#ffffff", "#f1f4f7", "#ffffff", "#f1f4f7")
+_STYLE: dict[str, Any] = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "axes.grid": True,
+    "grid.color": "#e3e7ea",
+    "axes.axisbelow": True,
+}
+
+
+def draw(
+    path: Path,
+    topics: Sequence[str],
+    log: Log,
+    phases: Sequence[tuple[str, int]],
+    end: int,
+    window: int = 24,
+) -> None:
+    """Write the picture as a PNG.
+
+    Args:
+        path: file to write.
+        topics: one panel each.
+        log: every request.
+        phases: name and first order of each part of the stream.
+        end: order after the stream's last request.
+        window: requests that a point of the online curve averages over.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(_STYLE):
+        rows = (len(topics) + 1) // 2
+        figure, grid = pyplot.subplots(
+            rows, 2, figsize=(12, 3.3 * rows + 1.2), sharey=True, squeeze=False, dpi=130
+        )
+        panels = list(grid.flat)
+        for axes, topic in zip(panels, topics, strict=False):
+            _panel(axes, topic, log, phases, end, window)
+        for axes in panels[len(topics) :]:
+            axes.set_visible(False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("accepted / drafted tokens")
+        for axes in grid[-1]:
+            axes.set_xlabel("requests served")
+        figure.text(0.055, 0.965, "Drafts that learn from what they serve", size=16, weight="bold")
+        figure.text(0.055, 0.935, _subtitle(log), size=10.5, color=FAINT)
+        figure.subplots_adjust(
+            left=0.055, right=0.985, top=0.865, bottom=0.075, hspace=0.34, wspace=0.07
+        )
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def _subtitle(log: Log) -> str:
+    count = sum(1 for _ in log.select(arm="online", part="stream"))
+    return (
+        f"Accepted share of the drafted tokens over {count} requests. Dashed: a new weight version "
+        "passed the gate. Dots: unseen prompts, before and after."
+    )
+
+
+def _panel(
+    axes: Axes,
+    topic: str,
+    log: Log,
+    phases: Sequence[tuple[str, int]],
+    end: int,
+    window: int,
+) -> None:
+    _shade(axes, phases, end)
+    online = list(log.select(topic, "online", "stream"))
+    twins = list(log.select(topic, "frozen", "stream"))
+    for order, version in swaps(online):
+        axes.axvline(order, ymax=0.9, color=ONLINE, alpha=0.35, lw=0.9, ls=(0, (3, 3)))
+        axes.annotate(
+            f"v{version}", (order, 0.9), xycoords=("data", "axes fraction"), size=7,
+            color=ONLINE, ha="center", va="bottom",
+        )  # fmt: skip
+    # a twin comes with every few requests: fewer of them cover the same stretch
+    twin_window = max(3, round(window * len(twins) / max(1, len(online))))
+    gap = end / 6
+    _curve(axes, rolling_acceptance(twins, twin_window), gap, color=FROZEN, lw=1.6)
+    _curve(axes, rolling_acceptance(online, window), gap, color=ONLINE, lw=2.2)
+    _ends(axes, topic, log, end)
+    axes.set_title(topic, loc="left", weight="bold", size=12)
+    axes.set_xlim(-0.02 * end, end * 1.2)
+    axes.set_ylim(0, 1)
+
+
+def _shade(axes: Axes, phases: Sequence[tuple[str, int]], end: int) -> None:
+    starts = [start for _, start in phases] + [end]
+    for index, (name, start) in enumerate(phases):
+        axes.axvspan(start, starts[index + 1], color=_SHADES[index % len(_SHADES)], lw=0, zorder=0)
+        if index:
+            axes.axvline(start, color=INK, lw=1.0, alpha=0.55)
+        axes.annotate(
+            name, (start, 0.985), xycoords=("data", "axes fraction"), xytext=(4, 0),
+            textcoords="offset points", size=8, color=FAINT, va="top",
+        )  # fmt: skip
+
+
+def _curve(axes: Axes, points: Sequence[tuple[int, float]], gap: float, **style: Any) -> None:
+    """A line that breaks where a topic had no requests for a while."""
+    piece: list[tuple[int, float]] = []
+    for point in [*points, None]:
+        if piece and (point is None or point[0] - piece[-1][0] > gap):
+            axes.plot(*zip(*piece, strict=True), solid_capstyle="round", **style)
+            piece = []
+        if point is not None:
+            piece.append(point)
+
+
+def _ends(axes: Axes, topic: str, log: Log, end: int) -> None:
+    """The two measurements on prompts never sent before, as dots with their figures."""
+    first = figures(log.select(topic, "online", "first")).acceptance_rate
+    last = figures(log.select(topic, "online", "last")).acceptance_rate
+    frozen = figures(log.select(topic, "frozen", "last")).acceptance_rate
+    dot: dict[str, Any] = {"marker": "o", "ms": 7, "mec": "white", "mew": 1.2, "clip_on": False}
+    if first is not None:
+        axes.plot([0], [first], color=FAINT, zorder=5, **dot)
+    places = [(last, ONLINE, "online"), (frozen, FROZEN, "frozen")]
+    shown = [(value, color, name) for value, color, name in places if value is not None]
+    apart = len(shown) < 2 or abs(shown[0][0] - shown[1][0]) > 0.07
+    for value, color, name in shown:
+        axes.plot([end * 1.02], [value], color=color, zorder=5, **dot)
+        shift = 0.0 if apart else (5.0 if value == max(v for v, _, _ in shown) else -5.0)
+        axes.annotate(
+            f"{value:.2f} {name}", (end * 1.02, value), xytext=(8, shift),
+            textcoords="offset points", color=color, size=9, weight="bold", va="center",
+            annotation_clip=False,
+        )  # fmt: skip
