@@ -1,0 +1,77 @@
+"""The classifier and its actor class, on the router that the package carries."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import paceline.deploy
+from paceline.actors.routing.classifier import TopicClassifier
+from paceline.actors.routing.router import TopicRouter
+
+ROUTER = Path(paceline.deploy.__file__).parent / "models" / "router"
+LABELS = {"math", "code", "sql", "shell", "general"}
+# Written for this test, in other words than the recipe's.
+PROMPTS = [
+    ("Tom has 12 marbles and buys 3 bags of 5 marbles each. How many marbles has he now?", "math"),
+    ("A coat costs $80 and is sold at 25% off. What does Mia pay?", "math"),
+    ("Write a function that returns the longest word of a list of strings.", "code"),
+    ("Implement binary search over a sorted list in Python.", "code"),
+    ("Write an SQL query: list the names of all airports in Peru by altitude.", "sql"),
+    ("Translate to SQL: How many students are in each class?", "sql"),
+    ("How do I use the command `rsync`? Give short examples.", "shell"),
+    ("How do I list hidden files with ls in a terminal?", "shell"),
+    ("Tell me something nice about autumn.", "general"),
+    ("Hello! How was your day?", "general"),
+]
+
+
+@pytest.fixture(scope="module")
+def classifier() -> TopicClassifier:
+    return TopicClassifier(str(ROUTER))
+
+
+def test_probabilities_cover_all_topics_and_sum_to_one(classifier: TopicClassifier) -> None:
+    for text in [*(text for text, _ in PROMPTS), "", "?", "\N{SNOWMAN} 日本語", "\x00"]:
+        probabilities = classifier.classify(text)
+        assert set(probabilities) == LABELS
+        assert sum(probabilities.values()) == pytest.approx(1)
+
+
+def test_plain_prompts_of_each_topic_are_told_apart(classifier: TopicClassifier) -> None:
+    found = [max((p := classifier.classify(text)), key=p.__getitem__) for text, _ in PROMPTS]
+    assert found == [topic for _, topic in PROMPTS]
+
+
+def test_only_the_start_of_a_long_text_counts(classifier: TopicClassifier) -> None:
+    text = PROMPTS[4][0] + " and more" * 400
+    assert classifier.classify(text) == classifier.classify(text + " of it" * 100_000)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        TopicClassifier(str(tmp_path / "nowhere"))
+
+
+def test_the_router_answers_many_callers_as_the_classifier_does(
+    classifier: TopicClassifier,
+) -> None:
+    router = TopicRouter(str(ROUTER))
+
+    async def ask() -> list[dict[str, float]]:
+        return await asyncio.gather(*(router.classify(text) for text, _ in PROMPTS))
+
+    assert asyncio.run(ask()) == [classifier.classify(text) for text, _ in PROMPTS]
+    router.check_health()
+
+
+def test_broken_weights_fail_the_health_check(tmp_path: Path) -> None:
+    broken = tmp_path / "router"
+    shutil.copytree(ROUTER, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["classifier.bias"] = weights["classifier.bias"] * float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="broken"):
+        TopicRouter(str(broken)).check_health()
