@@ -44,7 +44,7 @@ def answer_rows(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    batch: int = 32,
+    batch: int = 64,
     max_prompt_tokens: int = 256,
 ) -> list[Answer]:
     """Let the target answer the rows' prompts.
@@ -62,6 +62,8 @@ def answer_rows(
     Returns:
         Answers in the order of the prompts' lengths.
     """
+    if not rows:
+        return []
     encoded = sorted(
         (
             (ids, row)

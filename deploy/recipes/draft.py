@@ -75,7 +75,8 @@ def make_answers(
     target: Any, tokenizer: Any, rows: Sequence[data.Row], recipe: DraftRecipe
 ) -> list[Answer]:
     """Greedy answers of the target, and sampled ones for a share of the prompts."""
-    sampled = [row for i, row in enumerate(rows) if i % 100 < recipe.sampled_share * 100]
+    share = recipe.sampled_share
+    sampled = [row for i, row in enumerate(rows) if int((i + 1) * share) > int(i * share)]
     kept = {row.id for row in sampled}
     greedy = [row for row in rows if row.id not in kept]
     return [
@@ -175,6 +176,17 @@ def expected_acceptance(draft: Any, lesson: Lesson) -> float:
         overlap = torch.minimum(mine.softmax(-1), theirs.softmax(-1)).sum(-1)
         total, count = total + float(overlap.sum()), count + len(overlap)
     return total / count
+
+
+@torch.inference_mode()
+def greedy_agreement(draft: Any, lesson: Lesson) -> float:
+    """Share of all positions at which draft and target find the same token likeliest."""
+    hits, count = 0, 0
+    for index in range(len(lesson.answers)):
+        mine, theirs = lesson.pair(draft, [index])
+        hits += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
+        count += len(mine)
+    return hits / count
 
 
 def batch_at(step: int, count: int, recipe: DraftRecipe) -> list[int]:

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from paceline.deploy.recipes import checkpoints, data
 from paceline.deploy.recipes.stdlib import library_rows
+from paceline.deploy.recipes.tokenizer import train_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="folder of *_train.jsonl.gz, or dataset id")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--init", type=Path, help="continue from this model's weights")
-    parser.add_argument("--tokenizer", type=Path, help="folder; default that of --init")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default --init's, or a new one")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of a new tokenizer")
     parser.add_argument("--any-source", action="store_true", help="trust the rows' own topics")
     parser.add_argument("--no-stdlib", action="store_true", help="no rows from the interpreter")
     for name in ("adamw-steps", "muon-steps"):
@@ -234,7 +236,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; see the module's text."""
     args = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.init)
     recipe = TargetRecipe(
         adamw_steps=args.adamw_steps,
         muon_steps=args.muon_steps,
@@ -247,6 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         warmup=min(40, max(1, (args.adamw_steps or args.muon_steps) // 10)),
     )
     rows = training_rows(args)
+    if args.tokenizer or args.init:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.init)
+    else:
+        tokenizer = train_tokenizer(rows, args.vocab_size, args.context)
     sequences = data.encode_rows(rows, tokenizer, max_answer_tokens=recipe.max_answer_tokens)
     log.info("%d rows, %d tokens", len(sequences), sum(map(len, sequences)))
     if args.init:
