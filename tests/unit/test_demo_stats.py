@@ -1,0 +1,158 @@
+"""The demo's figures: sums, rolling curves, swaps and the summary's keys."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.deploy.demo import plot, summary
+from paceline.deploy.demo.live import View, gate_words, progress_line, render
+from paceline.deploy.demo.stats import (
+    Arm,
+    Failure,
+    Log,
+    Part,
+    Sample,
+    Stopwatch,
+    figures,
+    rolling_acceptance,
+    swaps,
+)
+
+
+def sample(
+    order: int,
+    accepted: int,
+    topic: str = "sql",
+    arm: Arm = "online",
+    part: Part = "stream",
+    version: int = 0,
+    routed: str = "sql",
+) -> Sample:
+    return Sample(
+        order=order,
+        topic=topic,
+        routed=routed,
+        arm=arm,
+        part=part,
+        at=float(order),
+        latency=0.5,
+        drafted=40,
+        accepted=accepted,
+        steps=10,
+        tokens=10 + accepted,
+        weight_version=version,
+    )
+
+
+def test_figures_are_sums_not_means_of_rates() -> None:
+    long = Sample(1, "sql", "sql", "online", "stream", 1.0, 1.5, 80, 60, 20, 80, 0)
+    got = figures([sample(0, 10), long])
+    assert got.acceptance_rate == pytest.approx(70 / 120)
+    assert got.mean_acceptance_length == pytest.approx(1 + 70 / 30)
+    assert got.tokens_per_second == pytest.approx(100 / 2.0)
+
+
+def test_figures_of_nothing_are_none() -> None:
+    got = figures([])
+    assert (got.acceptance_rate, got.mean_acceptance_length, got.tokens_per_second) == (None,) * 3
+
+
+def test_rolling_acceptance_uses_the_window_only() -> None:
+    samples = [sample(i, 0) for i in range(6)] + [sample(i, 40) for i in range(6, 12)]
+    points = dict(rolling_acceptance(samples[::-1], window=6))
+    assert min(points) == 1  # a third of the window
+    assert points[5] == 0.0
+    assert points[8] == 0.5
+    assert points[11] == 1.0
+
+
+def test_swaps_mark_the_first_answer_of_each_newer_version() -> None:
+    versions = [0, 0, 1, 0, 1, 3, 2, 3]
+    samples = [sample(i, 1, version=v) for i, v in enumerate(versions)]
+    assert swaps(samples) == [(2, 1), (5, 3)]
+
+
+def test_log_selects_and_knows_the_router() -> None:
+    log = Log([sample(0, 1), sample(1, 1, routed="math"), sample(1, 1, arm="frozen")])
+    assert log.routed_right() == 0.5
+    assert len(list(log.select("sql", "online"))) == 2
+    assert [s.order for s in log.recent("sql", "online", 1)] == [1]
+
+
+def _full_log() -> Log:
+    log = Log()
+    for topic in ("math", "sql"):
+        for i in range(30):
+            log.samples.append(sample(i, 4 + i, topic, version=i // 10))
+            log.samples.append(sample(i, 4, topic, "online", "first"))
+            log.samples.append(sample(i, 24, topic, "online", "last", version=2))
+            log.samples.append(sample(i, 4, topic, "frozen", "last"))
+    return log
+
+
+def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
+    speed = Stopwatch()
+    speed.add("plain", 100, 2.0)
+    speed.add("frozen", 120, 2.0)
+    speed.add("online", 90, 0.5)
+    speed.add("online", 90, 0.5)
+    decisions = [{"outcome": "published"}, {"outcome": "published"}, {"outcome": "rejected"}]
+    log = _full_log()
+    result = summary.summarize(("math", "sql"), log, speed, decisions, {"sql": 2}, 321.04)
+    assert result == {
+        "topics": {
+            topic: {
+                "acceptance_rate_first": 0.1,
+                "acceptance_rate_last": 0.6,
+                "frozen_acceptance_rate_last": 0.1,
+                "mean_acceptance_length_last": 3.4,
+                "weight_version": version,
+            }
+            for topic, version in (("math", 0), ("sql", 2))
+        },
+        "tokens_per_second": {"plain": 50.0, "frozen": 60.0, "online": 180.0},
+        "updates": {"published": 2, "rejected": 1},
+        "wall_seconds": 321.0,
+    }
+    summary.write(result, log, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == result
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == len(log.samples)
+    assert summary.result_table(result).row_count == 2
+    assert "online drafts 180 (3.60x)" in summary.result_lines(result)[0]
+
+
+def test_picture_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "acceptance.png"
+    plot.draw(path, ("math", "sql", "shell"), _full_log(), [("a", 0), ("b", 15)], 30)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_view_keeps_its_last_word_while_a_part_is_dead() -> None:
+    view = View()
+    decision = {"topic": "sql", "outcome": "published", "served_expected_acceptance": 0.1,
+                "candidate_expected_acceptance": 0.52}  # fmt: skip
+    view.take_status({"weight_versions": {"sql": 3}, "decisions": [decision], "trainer": {}})
+    view.take_status({"weight_versions": {"error": "RayActorError"}, "decisions": {"error": "x"},
+                      "trainer": {"error": "RayActorError"}})  # fmt: skip
+    assert view.versions == {"sql": 3}
+    assert gate_words(view.decisions["sql"]) == "published 0.10 → 0.52"
+    assert gate_words(None) == "-"
+    assert view.trainer == "restarting"
+
+
+def test_displays_render_with_and_without_samples() -> None:
+    from rich.console import Console
+
+    log, view = _full_log(), View("mix", 61.0, 330.0, 9.0, 3.6, {"sql": 2})
+    log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
+    console = Console(width=130)
+    with console.capture() as captured:
+        console.print(render(("math", "sql", "shell"), log, view))
+    text = captured.get()
+    assert "failed requests: 1" in text
+    assert "1:01 of 5:30" in text
+    log.samples.sort(key=lambda s: s.part != "stream")  # the last measurement comes last
+    log.samples.extend(list(log.select(part="last")))
+    line = progress_line(("sql", "shell"), log, view)
+    assert "sql v2 0.60/0.10, shell v0 -/-" in line
