@@ -1,12 +1,13 @@
-"""Figures of a target and its draft on held-out rows, as JSON for the model cards.
+"""Figures of target, draft and router on held-out rows, as JSON for the model cards.
 
     python -m paceline.deploy.recipes.evaluate --data DATA --target TARGET --draft DRAFT \\
-        --out figures.json
+        --router ROUTER --out figures.json
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import logging
 import time
@@ -17,14 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from paceline.deploy.recipes import data
+from paceline.deploy.demo import prompts
+from paceline.deploy.recipes import data, router
 from paceline.deploy.recipes.answers import Answer, answer_rows, loops, prompt_ids_of
 from paceline.deploy.recipes.draft import Lesson, expected_acceptance, greedy_agreement
 
 log = logging.getLogger(__name__)
 
+OTHER_GENERAL = {"arena: creative_writing"} | {
+    f"spec-bench: {kind}" for kind in ("qa", "rag", "writing", "roleplay", "humanities")
+}
 LOSS_ROWS = 96  # the first ones of a topic's held-out rows
 LOOP_TOKENS = 200  # a greedy answer that has not ended by then counts as endless
 
@@ -116,15 +121,50 @@ def draft_figures(
     return figures
 
 
+def router_figures(folder: Path, source: str, rows: Sequence[data.Row]) -> dict[str, Any]:
+    """Accuracy and calibration error on held-out rows and on prompts of another style."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    sets = {
+        "held_out": [(row.prompt, row.topic) for row in rows],
+        "demo_prompts": [(text, t) for t in prompts.TOPICS for text in prompts.generate(t, 300, 7)],
+        "other_general": [(text, data.GENERAL) for text in other_general(Path(source))],
+    }
+    limit = model.config.max_position_embeddings
+    return {
+        name: {
+            "prompts": len(examples),
+            **router.figures(
+                router.logits_of(model, tokenizer, examples, limit), router.labels_of(examples)
+            ),
+        }
+        for name, examples in sets.items()
+        if examples
+    }
+
+
+def other_general(folder: Path) -> list[str]:
+    """Prompts of no topic from test sets that no recipe trains on, where the folder has them."""
+    texts = []
+    for name in ("arena", "specbench"):
+        path = folder / f"{name}_test.jsonl.gz"
+        if path.is_file():
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                items = [json.loads(line) for line in lines]
+            texts += [item["prompt"] for item in items if item["topic"] in OTHER_GENERAL]
+    return texts
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate as the command line says; see the module's text."""
     parser = argparse.ArgumentParser(prog="evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--data", required=True, help="folder of *_test.jsonl.gz, or dataset id")
     parser.add_argument("--target", required=True, type=Path)
     parser.add_argument("--draft", type=Path)
+    parser.add_argument("--router", type=Path)
     parser.add_argument("--out", type=Path, help="write the figures here, beside the log")
     parser.add_argument("--any-source", action="store_true", help="trust the rows' own topics")
-    parser.add_argument("--skip-target", action="store_true", help="figures of the draft alone")
+    parser.add_argument("--skip-target", action="store_true", help="not the target's figures")
     parser.add_argument("--prompts-per-topic", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
@@ -139,6 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draft:
         draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.bfloat16).eval()
         figures["draft"] = draft_figures(target, draft, tokenizer, rows, count, seed)
+    if args.router:
+        every = data.read_rows(
+            args.data, split="test", topics=router.LABELS, any_source=args.any_source
+        )
+        figures["router"] = router_figures(args.router, args.data, every)
     text = json.dumps(figures, indent=1)
     log.info("%s", text)
     if args.out:

@@ -142,6 +142,11 @@ def test_the_router_is_trained_resumed_and_calibrated(
     model = AutoModelForSequenceClassification.from_pretrained(whole)
     assert set(model.config.id2label.values()) == set(TEXTS)
 
+    figures = tmp_path / "figures.json"
+    paths = ["--data", str(rows_folder), "--target", str(tiny_target), "--router", str(whole)]
+    assert evaluate.main([*paths, "--any-source", "--skip-target", "--out", str(figures)]) == 0
+    assert json.loads(figures.read_text())["router"]["held_out"]["prompts"] == 5 * 8
+
 
 def test_no_checkpoint_is_a_pickle(rows_folder: Path, tiny_target: Path) -> None:
     del rows_folder
