@@ -1,0 +1,119 @@
+"""Replay records to padded tensors. Every emitted position is a loss position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.actors.replay.record import ReplayRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B records of at most T tokens, N emitted positions in all.
+
+    Attributes:
+        input_ids: int64 ``[B, T]``, padded on the right, where causal attention keeps the
+            padding from mattering.
+        rows: int64 ``[N]``, the record of each emitted position.
+        columns: int64 ``[N]``, the place in ``input_ids`` whose logits predict it.
+        output_ids: int64 ``[N]``, the token that was emitted.
+        top_ids: int64 ``[N, K]``.
+        top_logprobs: float32 ``[N, K]``.
+        tail_mass: float32 ``[N]``.
+        processed_probs: float32 ``[N, K]``, what the token was really drawn from; for a greedy
+            request its T = 1 probabilities.
+        temperature: float32 ``[N]``, 0 where greedy.
+    """
+
+    input_ids: Tensor
+    rows: Tensor
+    columns: Tensor
+    output_ids: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    tail_mass: Tensor
+    processed_probs: Tensor
+    temperature: Tensor
+
+    @property
+    def num_records(self) -> int:
+        """B."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_positions(self) -> int:
+        """N."""
+        return int(self.rows.shape[0])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        return Batch(*(getattr(self, name).to(device) for name in self.__slots__))
+
+
+def usable(record: ReplayRecord, max_length: int, vocab_size: int) -> bool:
+    """Whether a record can teach: it has a prompt and output, and fits model and length."""
+    outputs = len(record.output_token_ids)
+    if outputs == 0 or len(record.prompt_token_ids) == 0 or outputs > max_length:
+        return False
+    ids = (record.prompt_token_ids, record.output_token_ids, record.target_top_ids)
+    return all(int(part.min()) >= 0 and int(part.max()) < vocab_size for part in ids)
+
+
+def make_batch(records: Sequence[ReplayRecord], max_length: int) -> Batch:
+    """Stack records that are :func:`usable`.
+
+    A longer prompt loses its beginning, never the answer. Records with more recorded tokens
+    than others have the surplus moved into their tail.
+
+    Args:
+        records: at least one.
+        max_length: T at most.
+    """
+    top = min(record.target_top_ids.shape[1] for record in records)
+    sequences, rows, columns = [], [], []
+    for row, record in enumerate(records):
+        outputs = len(record.output_token_ids)
+        prompt = record.prompt_token_ids[-(max_length - outputs + 1) :]
+        # the last output token predicts nothing that was recorded
+        sequences.append(np.concatenate([prompt, record.output_token_ids[:-1]]))
+        rows.append(np.full(outputs, row))
+        columns.append(np.arange(len(prompt) - 1, len(prompt) - 1 + outputs))
+    width = max(map(len, sequences))
+    inputs = np.zeros((len(records), width), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        inputs[row, : len(sequence)] = sequence
+    tails = [_tail(record, top) for record in records]
+    temperature = [np.full(len(r.output_token_ids), r.temperature) for r in records]
+    return Batch(
+        input_ids=torch.from_numpy(inputs),
+        rows=_tensor(rows, np.int64),
+        columns=_tensor(columns, np.int64),
+        output_ids=_tensor([r.output_token_ids for r in records], np.int64),
+        top_ids=_tensor([r.target_top_ids[:, :top] for r in records], np.int64),
+        top_logprobs=_tensor([r.target_top_logprobs[:, :top] for r in records], np.float32),
+        tail_mass=_tensor(tails, np.float32),
+        processed_probs=_tensor([_processed(r)[:, :top] for r in records], np.float32),
+        temperature=_tensor(temperature, np.float32),
+    )
+
+
+def _tail(record: ReplayRecord, top: int) -> np.ndarray:
+    surplus = np.exp(record.target_top_logprobs[:, top:].astype(np.float32)).sum(-1)
+    tail: np.ndarray = record.target_tail_mass + surplus
+    return tail
+
+
+def _processed(record: ReplayRecord) -> np.ndarray:
+    if record.processed_top_probs is not None:
+        return record.processed_top_probs
+    probs: np.ndarray = np.exp(record.target_top_logprobs.astype(np.float32))
+    return probs
+
+
+def _tensor(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(dtype))

@@ -1,0 +1,221 @@
+"""The distiller: a draft under DeepSpeed that learns the target's recorded distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from paceline.actors.training.batches import Batch
+from paceline.actors.training.losses import expected_acceptance, forward_kl
+
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class DistillerSettings:
+    """How a draft is trained.
+
+    Attributes:
+        learning_rate: constant after the warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
+        accumulation: micro-steps per optimizer step.
+        clip: largest norm of a gradient.
+        dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
+        device: ``auto`` is the GPU where there is one.
+    """
+
+    learning_rate: float = 1.5e-3
+    warmup_steps: int = 5
+    accumulation: int = 2
+    clip: float = 1.0
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """What a micro-step reports: means over its positions."""
+
+    loss: float
+    expected_acceptance: float
+    positions: int
+
+
+def logits_at(draft: Any, batch: Batch) -> Tensor:
+    """Logits ``[N, V]`` of the emitted positions; the head computes no other ones."""
+    hidden = draft.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    logits: Tensor = draft.get_output_embeddings()(hidden[batch.rows, batch.columns])
+    return logits
+
+
+class _Lesson(nn.Module):
+    """The draft with its loss, as the one module that DeepSpeed drives."""
+
+    def __init__(self, draft: nn.Module) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = logits_at(self.draft, batch)
+        target = (batch.top_ids, batch.top_logprobs, batch.tail_mass)
+        loss = forward_kl(logits, *target).mean()
+        with torch.no_grad():
+            lower, _ = expected_acceptance(logits.detach(), *target)
+        return loss, lower.mean()
+
+
+class Distiller:
+    """One topic's candidate: a DeepSpeed engine around a draft, with AdamW handed in.
+
+    ZeRO stage 1 for bfloat16 (it keeps float32 masters; stage 0 diverges in it), stage 0 for
+    float32. Weights go in and out as state dicts, never as checkpoint files.
+    """
+
+    def __init__(self, path: str, settings: DistillerSettings) -> None:
+        """Load the draft's folder and build the engine.
+
+        Args:
+            path: folder of a causal LM; its weights are where training starts.
+            settings: see DistillerSettings.
+
+        Raises:
+            OSError: where the folder holds no model.
+        """
+        self._path = path
+        self.settings = settings
+        self.device = _device(settings.device)
+        self.dtype = _dtype(settings.dtype, self.device)
+        draft = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=self.dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+        )
+        self.vocab_size = int(draft.config.vocab_size)
+        self.max_length = int(draft.config.max_position_embeddings)
+        self._initial = {k: v.detach().clone() for k, v in draft.state_dict().items()}
+        self._engine: Any = None
+        self._build(draft)
+
+    def _build(self, draft: Any) -> None:
+        import deepspeed  # late: it looks at the environment, and takes seconds
+
+        lesson = _Lesson(draft.to(self.device).train())
+        optimizer = torch.optim.AdamW(
+            lesson.parameters(),
+            lr=self.settings.learning_rate,
+            betas=_BETAS,
+            weight_decay=_WEIGHT_DECAY,
+        )
+        warmup = max(self.settings.warmup_steps, 1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / warmup)
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=lesson,
+            optimizer=optimizer,
+            lr_scheduler=schedule,
+            config=engine_config(self.settings, self.dtype),
+            dist_init_required=True,
+        )
+
+    def micro_step(self, batch: Batch) -> MicroStep:
+        """Learn from a batch; every ``accumulation``-th call moves the weights."""
+        engine = self._engine
+        engine.train()
+        loss, acceptance = engine(batch.to(self.device))
+        engine.backward(loss)
+        engine.step()
+        return MicroStep(float(loss.detach()), float(acceptance), batch.num_positions)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since the last :meth:`reset`."""
+        return int(self._engine.global_steps)
+
+    def reset(self, state: Mapping[str, Tensor] | None) -> None:
+        """Start again from these weights, None being the initial ones, with a fresh optimizer."""
+        draft = self._engine.module.draft
+        load_state(draft, self._initial if state is None else state)
+        self._engine.destroy()
+        self._build(draft)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the candidate's weights under the draft's own names, in bfloat16.
+
+        Weights that are tied to another appear once.
+        """
+        draft = self._engine.module.draft
+        tied = set(getattr(draft, "_tied_weights_keys", None) or ())
+        if not getattr(draft.config, "tie_word_embeddings", False):
+            tied = set()
+        return {
+            name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
+            for name, tensor in draft.state_dict().items()
+            if name not in tied
+        }
+
+    def served(self, state: Mapping[str, Tensor] | None) -> Any:
+        """A draft of its own, in eval mode, with these weights (None: the initial ones)."""
+        draft = AutoModelForCausalLM.from_config(
+            self._engine.module.draft.config, attn_implementation="sdpa"
+        ).to(self.device, self.dtype)
+        load_state(draft, self._initial if state is None else state)
+        return draft.eval().requires_grad_(False)
+
+
+def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
+    """Copy weights into a draft, in place.
+
+    Raises:
+        ValueError: for names that the draft lacks or shapes that differ.
+    """
+    own = draft.state_dict()
+    tied = set(getattr(draft, "_tied_weights_keys", None) or ())
+    missing = [name for name in own if name not in state and name not in tied]
+    wrong = [n for n, new in state.items() if n not in own or own[n].shape != new.shape]
+    if missing or wrong:
+        raise ValueError(f"weights do not fit the draft: missing {missing}, wrong {wrong}")
+    with torch.no_grad():
+        for name, new in state.items():
+            own[name].copy_(new)
+
+
+def engine_config(settings: DistillerSettings, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's configuration."""
+    half = dtype == torch.bfloat16
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # batches are made by hand: this only must be there
+        "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": settings.clip,
+        "bf16": {"enabled": half},
+        "zero_optimization": {"stage": 1 if half else 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        if device.type == "cuda":
+            native = torch.cuda.is_bf16_supported()
+        else:
+            native = bool(
+                torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+            )
+        return torch.bfloat16 if native else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]

@@ -1,0 +1,119 @@
+"""What DeepSpeed needs around it: five environment variables, and one C++ op built once.
+
+    python -m paceline.actors.training.ops
+
+builds the op (a minute of CPU). A trainer never compiles: it takes the built op, or goes
+without, which with a single rank costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_OP = "deepspeed_shm_comm"
+_LOCK = "lock"
+
+
+def extensions_dir() -> Path:
+    """Where the op lies: ``PACELINE_OPS_DIR``, else beside the interpreter's environment."""
+    chosen = os.environ.get("PACELINE_OPS_DIR")
+    return Path(chosen) if chosen else Path(sys.prefix) / "var" / "paceline" / "torch_extensions"
+
+
+def prepare_environment() -> None:
+    """Set what DeepSpeed reads before it is imported; a process calls this once, early.
+
+    The rank variables keep it from asking MPI; the address is a free port on loopback.
+    """
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
+    os.environ.setdefault("DS_BUILD_OPS", "0")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    # ninja is a wheel in the environment: it must be found by name, whoever started us.
+    here = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    if here not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([here, path])
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def clear_stale_locks() -> int:
+    """Remove locks that a killed build left, on which torch would wait for ever; how many.
+
+    Only for a moment when no build is running: the set-up's, and a trainer's that never builds.
+    """
+    stale = list(extensions_dir().glob(f"**/{_LOCK}"))
+    for lock in stale:
+        lock.unlink(missing_ok=True)
+    return len(stale)
+
+
+def op_is_built() -> bool:
+    """Whether the op's library is there and no build of it is under way or was cut short."""
+    folder = extensions_dir() / _OP
+    return (folder / f"{_OP}.so").is_file() and not (folder / _LOCK).exists()
+
+
+def forbid_compiling() -> None:
+    """Have DeepSpeed go without the op where it has not been built.
+
+    Loading it would then compile for a minute in the midst of serving. DeepSpeed asks this
+    table which ops suit the machine, and falls back to plain gloo without it.
+    """
+    import deepspeed.ops
+
+    if not op_is_built():
+        logger.warning("DeepSpeed's %s is not built: training goes without it", _OP)
+        deepspeed.ops.__compatible_ops__[_OP] = False
+
+
+def build_cpu_ops() -> float:
+    """Build DeepSpeed's shared-memory communication op; seconds that it took.
+
+    Raises:
+        RuntimeError: without a C++ compiler, or where compiling fails.
+    """
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        raise RuntimeError("a C++ compiler (c++ or g++) is needed to build DeepSpeed's op")
+    prepare_environment()
+    extensions_dir().mkdir(parents=True, exist_ok=True)
+    clear_stale_locks()
+    started = time.monotonic()
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()
+    return time.monotonic() - started
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    """Build, and say how long it took."""
+    try:
+        seconds = build_cpu_ops()
+    except RuntimeError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        return 1
+    sys.stdout.write(f"paceline: DeepSpeed's op is ready ({seconds:.0f} s)\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
