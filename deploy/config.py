@@ -87,13 +87,14 @@ class RouterConfig(_Section):
 
 
 class ReplayConfig(_Section):
-    """What is kept of the served requests, per topic."""
+    """What is kept of the served requests, per topic; on disk only with ``persist``."""
 
     capacity_mb: Count = 64
     retention_hours: Seconds = 24.0
     remover: Literal["fifo", "reservoir"] = "fifo"
     held_out_fraction: Fraction = 0.15
     top_k: Count = 32
+    persist: bool = False
 
 
 class TrainingConfig(_Section):

@@ -39,7 +39,8 @@ async def events(
                 opened.add(index)
                 yield answers.opening_event(answer, index)
             completion_tokens += len(chunk.token_ids)
-            yield answers.piece_event(answer, index, chunk, topics[index])
+            if chunk.text or chunk.finish_reason is not None or answer.token_ids:
+                yield answers.piece_event(answer, index, chunk, topics[index])
     except ApiError as error:
         yield answers.error_event(error)
     else:

@@ -1,0 +1,238 @@
+"""Start the whole application on the local machine: Ray, the learning actors, Serve.
+
+No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import serve
+
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.decoding.target import TargetReplica
+from paceline.actors.routing.router import TopicRouter
+from paceline.cluster import session
+from paceline.deploy import learning
+from paceline.deploy.config import PacelineConfig
+from paceline.deploy.errors import ConfigError, StartError
+from paceline.deploy.ingress import Ingress, IngressSettings
+from paceline.deploy.preflight import check
+from paceline.deploy.status import LearningActors
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "paceline"
+# Admission is the ingress' own (Serve's 503 is not in OpenAI's shape), so Serve must not queue.
+_UNBOUNDED = 100_000
+# Read by Serve's processes when they start.
+_SERVE_ENV = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
+    "HF_HUB_OFFLINE": "1",
+}
+_SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
+
+
+@dataclass
+class RunningApp:
+    """A running application.
+
+    Attributes:
+        base_url: scheme, host and port; the API is below ``/v1``.
+        shards: expert to handle of its replay shard.
+        registry: handle of the weight registry.
+        board: handle of the load board.
+        trainer: handle of the trainer, None where training is off.
+        description: what the target said of itself at the start.
+    """
+
+    base_url: str
+    shards: dict[str, Any]
+    registry: Any
+    board: Any
+    trainer: Any
+    description: dict[str, Any]
+    _stops: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def stop(self) -> None:
+        """End everything that :func:`start` began; a second call does nothing."""
+        _run_all(self._stops)
+
+    def __enter__(self) -> "RunningApp":
+        """The application itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop it."""
+        self.stop()
+
+
+def start(config: PacelineConfig) -> RunningApp:
+    """Start Ray, the learning actors, router, target and ingress; return when they answer.
+
+    Raises:
+        ConfigError: before anything has started.
+        StartError: where a part does not come up; what had started has been ended again.
+    """
+    check(config)
+    stops: list[Callable[[], None]] = []
+    try:
+        return _start(config, stops)
+    except BaseException as error:
+        _run_all(stops)
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            raise StartError(f"Paceline did not start: {error}") from error
+        raise
+
+
+def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningApp:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    stops.append(session.stop_ray)
+    session.start_ray(
+        num_cpus=config.ray.num_cpus,
+        dashboard=config.ray.dashboard,
+        dashboard_port=config.ray.dashboard_port,
+        object_store_mb=config.ray.object_store_mb,
+        logs=config.ray.logs,
+        environment=_SERVE_ENV | session.thread_environment(1),
+    )
+    actors = learning.start_actors(config)
+    stops.append(lambda: learning.stop_actors(actors))
+    stops.append(lambda: serve.delete(APPLICATION))
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": 75},
+        logging_config=_SERVE_LOGGING,
+    )
+    serve.run(
+        build_app(config, actors),
+        name=APPLICATION,
+        route_prefix="/",
+        logging_config=_SERVE_LOGGING,
+    )
+    description = _describe()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return RunningApp(
+        base_url=f"http://{host}:{config.port}",
+        shards=dict(actors.shards),
+        registry=actors.registry,
+        board=actors.board,
+        trainer=actors.trainer,
+        description=description,
+        _stops=stops,
+    )
+
+
+def _describe() -> dict[str, Any]:
+    handle = serve.get_deployment_handle("target", APPLICATION)
+    facts: dict[str, Any] = handle.describe.remote().result(timeout_s=60)
+    return facts
+
+
+def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Application:
+    """The Serve application: ingress over router and target.
+
+    Args:
+        config: see PacelineConfig.
+        actors: handles that target and status use.
+    """
+    target = _target(config).bind(
+        target_settings(config), dict(actors.shards), actors.registry, actors.board
+    )
+    router = None
+    if config.router.enabled:
+        router = _router().bind(str(config.router_path), config.router.num_threads)
+    settings = IngressSettings(
+        model_name=config.model_name,
+        model_path=str(config.target_path),
+        max_model_len=config.target.max_model_len,
+        experts=config.drafts.experts,
+        router_timeout_s=config.router.timeout_s,
+        min_confidence=config.router.min_confidence,
+        max_in_flight=config.target.num_replicas * config.target.max_num_seqs
+        + config.target.max_queued_requests,
+    )
+    return _ingress().bind(settings, target, router, actors)
+
+
+def target_settings(config: PacelineConfig) -> TargetSettings:
+    """The part of the config that a target replica works by."""
+    return TargetSettings(
+        model_path=str(config.target_path),
+        drafts={name: str(path) for name, path in config.draft_paths.items()},
+        dtype=config.target.dtype,
+        device=config.target.device,
+        num_threads=config.target.num_threads,
+        max_num_seqs=config.target.max_num_seqs,
+        max_model_len=config.target.max_model_len,
+        num_speculative_tokens=config.drafts.num_speculative_tokens,
+        draft_top_k=config.drafts.top_k,
+        replay_top_k=config.replay.top_k,
+        prefill_chunk=config.target.prefill_chunk,
+    )
+
+
+def _actor_options(num_gpus: float = 0) -> dict[str, Any]:
+    """Actor options of a replica; CPU shares are the idle rule's business, not Ray's.
+
+    Every process has one thread for numerics from its environment; target, router and trainer
+    set their own number, which saves a runtime_env and with it a second start of each worker.
+    """
+    return {"num_cpus": 0, "num_gpus": num_gpus}
+
+
+def _target(config: PacelineConfig) -> serve.Deployment:
+    return serve.deployment(
+        name="target",
+        num_replicas=config.target.num_replicas,
+        max_ongoing_requests=_UNBOUNDED,
+        ray_actor_options=_actor_options(_gpu_share(config)),
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=5,
+        health_check_timeout_s=60,
+    )(TargetReplica)
+
+
+def _gpu_share(config: PacelineConfig) -> float:
+    """GPUs of one target replica: a whole one less a part that the trainer learns on."""
+    gpus = float(ray.cluster_resources().get("GPU", 0))
+    if gpus == 0 or config.target.device == "cpu":
+        return 0
+    trainer = learning.TRAINER_GPU_SHARE if config.training.enabled else 0.0
+    share = (gpus - trainer) / config.target.num_replicas
+    return int(share) if share >= 1 else int(share * 100) / 100
+
+
+def _router() -> serve.Deployment:
+    return serve.deployment(
+        name="router",
+        max_ongoing_requests=_UNBOUNDED,
+        ray_actor_options=_actor_options(),
+        graceful_shutdown_timeout_s=1,
+        graceful_shutdown_wait_loop_s=0.2,
+    )(TopicRouter)
+
+
+def _ingress() -> serve.Deployment:
+    return serve.deployment(
+        name="ingress",
+        max_ongoing_requests=_UNBOUNDED,
+        ray_actor_options=_actor_options(),
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.2,
+    )(serve.ingress()(Ingress))
+
+
+def _run_all(stops: list[Callable[[], None]]) -> None:
+    """Run and forget the calls that end things, the newest first, whatever they raise."""
+    while stops:
+        stop = stops.pop()
+        try:
+            stop()
+        except Exception:
+            logger.warning("could not end a part cleanly", exc_info=True)

@@ -1,0 +1,187 @@
+"""``paceline``: serve, demo, history, build-ops."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.errors import ConfigError, StartError
+from paceline.deploy.preflight import check
+
+if TYPE_CHECKING:
+    from paceline.deploy.app import RunningApp
+
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code (2: bad config or models, 1: could not start)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:  # the demo reads its own options
+        from paceline.deploy.demo.main import run
+
+        return run(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except ConfigError as error:
+        _say_error(str(error))
+        return EXIT_BAD_CONFIG
+    except StartError as error:
+        _say_error(str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline",
+        description="An LLM server on Ray whose draft models learn from the traffic it serves.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve until Ctrl-C")
+    _add_config(serve)
+    serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
+    serve.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32", "float16"), help="of the target"
+    )
+    serve.add_argument("--state-dir", help="where weight versions outlive a restart")
+    serve.add_argument("--no-training", action="store_true", help="serve, but do not learn")
+    serve.add_argument("--no-dashboard", action="store_true", help="leave Ray's dashboard out")
+    serve.set_defaults(command=_serve)
+    commands.add_parser("demo", help="the whole loop on this machine, in minutes")
+    history = commands.add_parser("history", help="the gate's decisions, oldest first")
+    _add_config(history)
+    history.add_argument("--state-dir", help="as given to serve")
+    history.add_argument("--topic", help="of this topic only")
+    history.add_argument("--json", action="store_true", help="one JSON object a line")
+    history.set_defaults(command=_history)
+    build = commands.add_parser("build-ops", help="build DeepSpeed's CPU op once")
+    build.set_defaults(command=_build_ops)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", nargs="?", type=Path, help="YAML file (default: the embedded models)"
+    )
+
+
+def _load(options: argparse.Namespace) -> PacelineConfig:
+    """The config file with the command line's options over it."""
+    given = vars(options)
+    names = {
+        "host": "host",
+        "port": "port",
+        "dtype": "target.dtype",
+        "state_dir": "state_dir",
+    }
+    overrides: dict[str, Any] = {
+        key: given[name] for name, key in names.items() if given.get(name) is not None
+    }
+    if given.get("no_training"):
+        overrides["training.enabled"] = False
+    if given.get("no_dashboard"):
+        overrides["ray.dashboard"] = False
+    return load_config(options.config, overrides)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = _load(options)
+    check(config)
+    stopped = threading.Event()
+    _on_signals(_interrupt)
+    _say("Starting Paceline (this takes some seconds) ...")
+    from paceline.deploy import app  # imports torch and Ray: not before the config is sound
+
+    running: RunningApp | None = None
+    try:
+        running = app.start(config)
+        # Ray puts its own handler on SIGTERM; ours must come after it.
+        _on_signals(lambda *_: stopped.set())
+        _say(_banner(config, running))
+        stopped.wait()
+        _say("Stopping ...")
+    finally:
+        _on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
+        if running is not None:
+            running.stop()
+    return 0
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _banner(config: PacelineConfig, running: RunningApp) -> str:
+    """What one needs to know to use the server."""
+    facts = running.description
+    drafts = ", ".join(
+        f"{name} v{version}" for name, version in facts.get("drafts", {}).items() if "@" not in name
+    )
+    body = json.dumps(
+        {"model": config.model_name, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+    )
+    lines = [
+        "",
+        f"Paceline serves {config.model_name} at {running.base_url}/v1",
+        f"  target   {config.target_path} ({facts.get('dtype')} on {facts.get('device')})",
+        f"  drafts   {drafts}; {config.drafts.num_speculative_tokens} tokens a round",
+        f"  learning {'on' if running.trainer is not None else 'off'}; "
+        f"versions in {config.state_path}",
+        "",
+        f"  curl {running.base_url}/v1/chat/completions \\",
+        f"    -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "Ctrl-C ends it.",
+    ]
+    return "\n".join(lines)
+
+
+def _history(options: argparse.Namespace) -> int:
+    from paceline.deploy.history import read_history, table
+
+    decisions = read_history(_load(options).state_path, options.topic)
+    if options.json:
+        for decision in decisions:
+            _say(json.dumps(decision))
+    else:
+        _say(table(decisions) if decisions else "No decision has been taken yet.")
+    return 0
+
+
+def _build_ops(_options: argparse.Namespace) -> int:
+    from paceline.actors.training.ops import build_cpu_ops
+
+    build_cpu_ops()
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _say_error(text: str) -> None:
+    sys.stderr.write("paceline: " + " ".join(text.split()) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

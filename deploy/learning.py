@@ -1,0 +1,78 @@
+"""Start and end the actors that learn: shards, registry, board, trainer.
+
+No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
+"""
+
+from typing import Any
+
+import ray
+
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.weights.fingerprint import fingerprint
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.board import LoadBoard
+from paceline.deploy.config import PacelineConfig
+from paceline.deploy.status import LearningActors
+
+TRAINER_GPU_SHARE = 0.25
+_MEBIBYTE = 2**20
+_HOUR_S = 3600.0
+
+
+def start_actors(config: PacelineConfig) -> LearningActors:
+    """Start them under their names; each comes back by itself when its process dies.
+
+    Args:
+        config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
+    """
+    shards = {expert: _shard(config, expert) for expert in config.drafts.experts}
+    registry = _registry(config)
+    board = _named(LoadBoard, "board").remote(config.training.idle_after_s)
+    trainer = None
+    if config.training.enabled:
+        trainer = _trainer(config, shards, registry, board)
+    return LearningActors(shards=shards, registry=registry, board=board, trainer=trainer)
+
+
+def stop_actors(actors: LearningActors) -> None:
+    """End them for good; Ray must not bring them back."""
+    for actor in (actors.trainer, actors.board, actors.registry, *actors.shards.values()):
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+
+
+def _named(cls: type, name: str, num_gpus: float = 0) -> Any:
+    """The class as an actor that is restarted for ever and whose calls are never repeated."""
+    return ray.remote(
+        num_cpus=0,
+        num_gpus=num_gpus,
+        max_restarts=-1,
+        max_task_retries=0,
+    )(cls).options(name=f"paceline-{name}")
+
+
+def _shard(config: PacelineConfig, expert: str) -> Any:
+    settings = ReplaySettings(
+        capacity_bytes=config.replay.capacity_mb * _MEBIBYTE,
+        retention_s=config.replay.retention_hours * _HOUR_S,
+        remover=config.replay.remover,
+        held_out_fraction=config.replay.held_out_fraction,
+    )
+    folder = str(config.state_path / "replay") if config.replay.persist else None
+    return _named(ReplayShard, f"shard-{expert}").remote(expert, settings, folder)
+
+
+def _registry(config: PacelineConfig) -> Any:
+    paths = {expert: str(path) for expert, path in config.draft_paths.items()}
+    models = fingerprint([config.target_path, *dict.fromkeys(config.draft_paths.values())])
+    return _named(WeightRegistry, "registry").remote(
+        str(config.state_path / "weights"),
+        config.drafts.experts,
+        paths,
+        models,
+        keep_versions=config.training.keep_versions,
+    )
+
+
+def _trainer(config: PacelineConfig, shards: Any, registry: Any, board: Any) -> Any: ...

@@ -1,0 +1,175 @@
+"""Plain HTTP: bad input, status, replay, clients that go away, too many at once."""
+
+import concurrent.futures
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+MESSAGES = [{"role": "user", "content": "List all files"}]
+CHAT = {"model": "paceline", "messages": MESSAGES, "ignore_eos": True}
+LONG = CHAT | {"max_tokens": 2000, "speculative": {"draft": "off"}}
+
+
+def status(http: httpx.Client) -> Any:
+    return http.get("/v1/paceline/status").json()
+
+
+def wait_until_free(http: httpx.Client, seconds: float = 20.0) -> None:
+    """Return once the target has nothing to do; fail where it does not come to rest."""
+    deadline = time.monotonic() + seconds
+    while (target := status(http)["target"])["running"] or target["waiting"]:
+        assert time.monotonic() < deadline, target
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}, "missing_required_parameter", "model"),
+        ("/v1/chat/completions", CHAT | {"max_tokens": -1}, "invalid_value", "max_tokens"),
+        ("/v1/chat/completions", CHAT | {"temperature": "hot"}, "invalid_type", "temperature"),
+        ("/v1/chat/completions", CHAT | {"mood": 1}, "unknown_parameter", "mood"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"speculative": {"draft": "poetry"}},
+            "invalid_value",
+            "speculative.draft",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": "x " * 3000}]},
+            "context_length_exceeded",
+            "messages",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_completion_tokens": 2048},
+            "context_length_exceeded",
+            "max_completion_tokens",
+        ),
+        ("/v1/completions", {"model": "paceline", "prompt": ""}, "invalid_value", "prompt"),
+        ("/v1/completions", {"model": "paceline", "prompt": [99999]}, "invalid_value", "prompt"),
+        ("/v1/completions", {"model": "paceline", "prompt": ["a"] * 17}, None, "prompt"),
+        ("/v1/completions", {"model": "paceline", "prompt": "a", "echo": True}, None, "echo"),
+    ],
+)
+def test_a_bad_request_names_its_field(
+    http: httpx.Client, path: str, body: dict[str, Any], code: str | None, param: str
+) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert code is None or error["code"] == code
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model":', b"\xff\xfe\x00", b"[]", b"null"])
+def test_malformed_json_is_a_400(http: httpx.Client, body: bytes) -> None:
+    answer = http.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] in ("invalid_json", "invalid_type")
+
+
+def test_what_is_not_there_is_refused_in_the_same_shape(http: httpx.Client) -> None:
+    for answer, code in [
+        (http.get("/v1/nothing"), 404),
+        (http.post("/v1/models"), 405),
+        (http.get("/v1/chat/completions"), 405),
+        (http.post("/v1/completions", content=b" " * (8 * 2**20 + 1)), 413),
+    ]:
+        assert answer.status_code == code
+        assert answer.json()["error"]["message"]
+
+
+def test_health_and_status_tell_what_runs(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    seen = status(http)
+    assert seen["target"]["dtype"] == "float32"
+    assert set(seen["target"]["drafts"]) >= {"general", "sql", "sql@0"}
+    assert seen["weight_versions"]["sql"] == 0
+    assert set(seen["shards"]) == {"general", "math", "code", "sql", "shell"}
+    assert seen["board"]["paused"] is False
+
+
+def records(http: httpx.Client) -> int:
+    return sum(shard["inserted_total"] for shard in status(http)["shards"].values())
+
+
+def test_a_request_is_kept_for_learning_unless_it_says_no(http: httpx.Client) -> None:
+    wait_until_free(http)
+    time.sleep(0.3)  # records are sent without waiting for them
+    before = records(http)
+    http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4, "store": False})
+    http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4})
+    deadline = time.monotonic() + 10
+    while records(http) == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    assert records(http) == before + 1
+
+
+def test_a_stream_whose_client_goes_away_frees_its_slot(http: httpx.Client, base_url: str) -> None:
+    wait_until_free(http)
+    with (
+        httpx.Client(base_url=base_url, timeout=60) as leaver,
+        leaver.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()  # kept: dropping it would close the stream
+        assert next(lines).startswith("data: ")
+        assert status(http)["target"]["running"] >= 1
+    wait_until_free(http)
+    assert http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}).status_code == 200
+
+
+def test_an_answer_whose_client_goes_away_frees_its_slots(
+    http: httpx.Client, base_url: str
+) -> None:
+    wait_until_free(http)
+    prompts = {"model": "paceline", "prompt": ["a", "b"], "max_tokens": 2000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{base_url}/v1/completions", json=prompts, timeout=0.2)
+    wait_until_free(http)
+    assert http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}).status_code == 200
+
+
+def test_more_than_fit_are_told_to_come_back_and_the_others_are_answered(
+    http: httpx.Client,
+) -> None:
+    wait_until_free(http)
+    full = {"model": "paceline", "prompt": ["a"] * 16, "max_tokens": 60, "ignore_eos": True}
+
+    def post(_: int) -> httpx.Response:
+        return http.post("/v1/completions", json=full)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(post, range(4)))
+    codes = [answer.status_code for answer in answers]
+    assert codes.count(200) >= 1
+    assert codes.count(503) >= 1
+    refused = next(answer for answer in answers if answer.status_code == 503)
+    assert refused.headers["Retry-After"] == "1"
+    assert refused.json()["error"]["code"] == "server_overloaded"
+    wait_until_free(http)
+    assert http.post("/v1/completions", json=full).status_code == 200
+
+
+def test_many_at_once_are_all_answered_alike(http: httpx.Client) -> None:
+    """More requests than rows, streams among them: every one gets the greedy text."""
+
+    def text(index: int) -> str:
+        body = CHAT | {"max_tokens": 12, "temperature": 0, "stream": index % 2 == 0}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        if not body["stream"]:
+            return str(answer.json()["choices"][0]["message"]["content"])
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        deltas = [httpx.Response(200, text=event).json()["choices"][0]["delta"] for event in events]
+        return "".join(delta.get("content", "") for delta in deltas)
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert len(set(pool.map(text, range(12)))) == 1

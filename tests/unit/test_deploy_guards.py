@@ -1,0 +1,138 @@
+"""The guards of the front door: the time box around the router, and the slots."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from paceline.deploy.admission import Slots
+from paceline.deploy.errors import ApiError
+from paceline.deploy.openai_types import ChatCompletionRequest
+from paceline.deploy.prompts import question
+from paceline.deploy.status import LearningActors, gather_status
+from paceline.deploy.topics import TopicFinder
+
+
+class Remote:
+    """A handle whose methods run a coroutine function: the shape of Serve's and Ray's."""
+
+    def __init__(self, **methods: Callable[..., Awaitable[Any]]) -> None:
+        for name, method in methods.items():
+            setattr(self, name, _Method(method))
+
+
+class _Method:
+    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = method
+
+
+def finder(classify: Callable[..., Awaitable[Any]], now: list[float]) -> TopicFinder:
+    return TopicFinder(
+        Remote(classify=classify), ("general", "sql"), 0.05, 0.5, clock=lambda: now[0]
+    )
+
+
+async def sure(_text: str) -> dict[str, float]:
+    return {"sql": 0.9, "general": 0.1}
+
+
+async def unsure(_text: str) -> dict[str, float]:
+    return {"sql": 0.4, "general": 0.3, "math": 0.3}
+
+
+async def late(_text: str) -> dict[str, float]:
+    await asyncio.sleep(10)
+    return {"sql": 1.0}
+
+
+async def broken(_text: str) -> dict[str, float]:
+    raise RuntimeError("dead")
+
+
+@pytest.mark.parametrize(
+    ("classify", "topic"),
+    [(sure, "sql"), (unsure, "general"), (late, "general"), (broken, "general")],
+)
+def test_a_router_in_doubt_late_or_dead_means_general(classify: Any, topic: str) -> None:
+    assert asyncio.run(finder(classify, [0.0]).find("SELECT")) == topic
+
+
+def test_without_a_router_everything_is_general() -> None:
+    none = TopicFinder(None, ("general", "sql"), 0.05, 0.5, clock=lambda: 0.0)
+    assert asyncio.run(none.find("SELECT")) == "general"
+
+
+def test_a_router_that_keeps_failing_is_left_alone_for_a_moment() -> None:
+    asked = []
+
+    async def failing(text: str) -> dict[str, float]:
+        asked.append(text)
+        if len(asked) <= 3:
+            raise RuntimeError("dead")
+        return {"sql": 1.0}
+
+    now = [0.0]
+    topics = finder(failing, now)
+
+    async def find() -> str:
+        return await topics.find("SELECT")
+
+    for _ in range(5):
+        assert asyncio.run(find()) == "general"
+    assert len(asked) == 3
+    now[0] = 60.0
+    assert asyncio.run(find()) == "sql"
+
+
+def test_slots_refuse_what_is_too_much_and_are_released_once() -> None:
+    slots = Slots(3)
+    release = slots.take(2)
+    with pytest.raises(ApiError) as caught:
+        slots.take(2)
+    assert caught.value.status == 503
+    assert caught.value.headers() == {"Retry-After": "1"}
+    release()
+    release()
+    slots.take(3)
+    with pytest.raises(ApiError) as never:
+        slots.take(4)
+    assert (never.value.status, never.value.param) == (400, "prompt")
+
+
+def test_the_status_survives_a_dead_part() -> None:
+    async def describe() -> dict[str, Any]:
+        return {"running": 0}
+
+    async def current() -> dict[str, int]:
+        return {"sql": 3}
+
+    async def history(_topic: str | None) -> list[dict[str, Any]]:
+        return [{"topic": "sql"}] * 50
+
+    async def dead() -> Any:
+        raise ConnectionError("gone")
+
+    actors = LearningActors(
+        shards={"sql": Remote(stats=dead)},
+        registry=Remote(current=current, history=history),
+        board=None,
+        trainer=Remote(status=dead),
+    )
+    status = asyncio.run(gather_status(Remote(describe=describe), actors))
+    assert status["target"] == {"running": 0}
+    assert status["weight_versions"] == {"sql": 3}
+    assert len(status["decisions"]) == 20
+    assert status["trainer"] == {"error": "ConnectionError"}
+    assert status["shards"] == {"sql": {"error": "ConnectionError"}}
+
+
+def test_a_conversation_is_judged_by_the_user_s_last_words() -> None:
+    def chat(*messages: tuple[str, str]) -> ChatCompletionRequest:
+        return ChatCompletionRequest(
+            model="m", messages=[{"role": role, "content": text} for role, text in messages]
+        )
+
+    assert question(chat(("user", "a"), ("assistant", "b"), ("user", "c"))) == "c"
+    assert question(chat(("system", "s"), ("user", "a"), ("assistant", "b"))) == "a"
+    assert question(chat(("system", "s"))) == "s"
