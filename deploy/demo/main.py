@@ -120,7 +120,7 @@ def _run(
     )
     summary.write(result, log, options.out)
     plot.draw(options.out / "acceptance.png", TOPICS, log, course.phases, course.end)
-    _report(console, result, log, options.out)
+    _report(console, result, log, options)
     return EXIT_FAILED if log.failures else EXIT_OK
 
 
@@ -131,6 +131,7 @@ def _greet(console: Console, config: PacelineConfig, running: RunningApp, second
         f"{facts.get('dtype')} on {facts.get('device')}, "
         f"{config.drafts.num_speculative_tokens} drafted tokens a round.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -213,10 +214,12 @@ async def _take_status(http: httpx.AsyncClient, view: View) -> None:
             view.take_status(response.json())
 
 
-def _report(console: Console, result: dict[str, Any], log: Log, folder: Path) -> None:
-    console.print(summary.result_table(result))
+def _report(
+    console: Console, result: dict[str, Any], log: Log, options: argparse.Namespace
+) -> None:
+    console.print(summary.result_table(result, options.measured))
     for line in summary.result_lines(result):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     routed = log.routed_right()
     if routed is not None:
         console.print(f"router: {routed:.0%} of the requests went to their topic", highlight=False)
@@ -224,8 +227,10 @@ def _report(console: Console, result: dict[str, Any], log: Log, folder: Path) ->
     for line in failure_lines(log.failures):
         console.print(line, style="red", highlight=False, markup=False)
     console.print(
-        f"{result['wall_seconds']:.0f} s in all; {folder}/summary.json, {folder}/acceptance.png",
+        f"{result['wall_seconds']:.0f} s in all; "
+        f"{options.out}/summary.json, {options.out}/acceptance.png",
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -107,7 +107,7 @@ def _panel(
     _curve(axes, rolling_acceptance(online, window), gap, color=ONLINE, lw=2.2)
     _ends(axes, topic, log, end)
     axes.set_title(topic, loc="left", weight="bold", size=12)
-    axes.set_xlim(-0.02 * end, end * 1.2)
+    axes.set_xlim(-0.02 * end, max(end, 1) * 1.2)
     axes.set_ylim(0, 1)
 
 

@@ -69,9 +69,15 @@ def write(summary: Mapping[str, Any], log: Log, folder: Path) -> None:
     (folder / "requests.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def result_table(summary: Mapping[str, Any]) -> Table:
-    """Per topic: acceptance at the start and at the end, online against frozen."""
-    table = Table(title="Result: 40 unseen prompts a topic, before and after", title_justify="left")
+def result_table(summary: Mapping[str, Any], measured: int) -> Table:
+    """Per topic: acceptance at the start and at the end, online against frozen.
+
+    Args:
+        summary: of :func:`summarize`.
+        measured: prompts per topic in each measurement.
+    """
+    title = f"Acceptance rate on {measured} unseen prompts a topic"
+    table = Table(title=title, title_justify="left")
     table.add_column("topic")
     for name in ("first", "last", "frozen twin", "gain", "mean length", "version"):
         table.add_column(name, justify="right")

@@ -118,7 +118,7 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     summary.write(result, log, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == result
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == len(log.samples)
-    assert summary.result_table(result).row_count == 2
+    assert summary.result_table(result, 40).row_count == 2
     assert "online drafts 180 (3.60x)" in summary.result_lines(result)[0]
 
 
