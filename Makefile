@@ -28,6 +28,7 @@ help:
 	@sed -n '2,4s/^# *//p' Makefile
 
 setup: $(STAMPS)/ops
+	@:
 
 $(STAMPS)/venv:
 	@set -e; python=; \
