@@ -15,12 +15,18 @@ from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 CONTEXT = 2048
 
 
-def free_port() -> int:
+def find_port() -> int:
     """A port of loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port for this test alone."""
+    return find_port()
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +56,7 @@ def tiny_config(
     return load_config(
         None,
         {
-            "port": free_port(),
+            "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.path": str(tiny_folders["target"]),
             "target.dtype": "float32",

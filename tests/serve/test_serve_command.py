@@ -1,0 +1,132 @@
+"""``paceline serve`` as people run it: a process that starts, answers, and ends without a trace."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from paceline.deploy.config import PacelineConfig
+
+pytestmark = pytest.mark.cluster
+
+COMMAND = [sys.executable, "-m", "paceline.deploy.cli", "serve"]
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write_config(tiny_config: PacelineConfig, tmp_path: Path, free_port: int) -> Write:
+    """Writes the tiny config to a file, on a port of its own, with changes by dotted key."""
+
+    def write(changes: dict[str, Any]) -> Path:
+        data = tiny_config.model_dump(mode="json") | {"port": free_port}
+        for key, value in changes.items():
+            section, _, name = key.rpartition(".")
+            (data[section] if section else data)[name] = value
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(data))
+        return file
+
+    return write
+
+
+@contextmanager
+def serving(config: Path) -> Iterator["subprocess.Popen[str]"]:
+    """The command, killed with all below it should the test fail."""
+    process = subprocess.Popen(
+        [*COMMAND, str(config)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for below in [*below_of(process), psutil.Process(process.pid)]:
+                below.kill()
+            process.wait()
+
+
+def below_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """Every process that the command has started, however far down."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> str:
+    """The output up to a line with the text."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError("ended early: " + "".join(lines))
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """None of them runs any more; Ray's own may take a moment."""
+    assert processes
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: int) -> None:
+    with serving(write_config({})) as process:
+        banner = read_until(process, "Ctrl-C ends it")
+        base_url = f"http://127.0.0.1:{free_port}"
+        assert f"{base_url}/v1" in banner
+        assert "float32" in banner
+        body = {"model": "paceline", "prompt": "SELECT", "max_tokens": 3}
+        answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200
+        started = below_of(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
+    assert_gone(started)
+
+
+def test_a_signal_during_the_start_ends_it_too(write_config: Write) -> None:
+    with serving(write_config({})) as process:
+        deadline = time.monotonic() + 120
+        while not any("raylet" in below.name() for below in below_of(process)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started = below_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=90) != 0
+    assert_gone(started)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prot": 9000}, "prot: no such key; did you mean port?"),
+        ({"target.dtpye": "auto"}, "target.dtpye: no such key; did you mean dtype?"),
+        ({"target.path": "/nowhere"}, "target: no model folder at /nowhere"),
+        ({"drafts.general": "/nowhere"}, "draft general: no model folder at /nowhere"),
+        ({"drafts.general": "other"}, "its tokenizer differs from the target's"),
+        ({"router.enabled": True, "router.path": "/nowhere"}, "router: no model folder"),
+        ({"host": "203.0.113.1"}, "port: cannot listen on 203.0.113.1"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_2_before_anything_starts(
+    write_config: Write, tiny_folders: dict[str, Path], changes: dict[str, Any], said: str
+) -> None:
+    changes = {key: str(tiny_folders.get(str(v), v)) if v == "other" else v
+               for key, v in changes.items()}  # fmt: skip
+    done = subprocess.run(
+        [*COMMAND, str(write_config(changes))], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.startswith("paceline: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
