@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,14 @@ class GateDecision:
     records: int
 
     def facts(self) -> dict[str, Any]:
-        """What the registry keeps of it."""
+        """What the registry keeps of it, as JSON can hold it."""
+        finite = math.isfinite(self.gain_lower_bound)
+        bound = round(self.gain_lower_bound, 4) if finite else None
         return {
             "reason": self.reason,
             "candidate_expected_acceptance": round(self.candidate, 4),
             "served_expected_acceptance": round(self.served, 4),
-            "gain_lower_bound": round(self.gain_lower_bound, 4),
+            "gain_lower_bound": bound,
             "records": self.records,
         }
 
@@ -72,8 +75,9 @@ def judge(
         raise ValueError(f"gate: {candidate.shape} and {served.shape} do not pair up")
     count = len(candidate)
     if count < max(settings.min_records, 1):
-        means = (float(np.mean(part)) if count else 0.0 for part in (candidate, served))
-        return GateDecision(False, "too few held-out records", *means, float("-inf"), count)
+        reason = "too few held-out records"
+        means = [float(part.mean()) if count else 0.0 for part in (candidate, served)]
+        return GateDecision(False, reason, means[0], means[1], float("-inf"), count)
     gains = candidate - served
     picks = rng.integers(count, size=(settings.resamples, count))
     bound = float(np.quantile(gains[picks].mean(axis=1), 1.0 - settings.confidence))

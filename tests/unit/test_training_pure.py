@@ -50,6 +50,7 @@ def test_gate_wants_a_handful_of_records() -> None:
     decision = judge(np.ones(5), np.zeros(5), rng())
     assert not decision.publish
     assert decision.reason == "too few held-out records"
+    assert decision.facts()["gain_lower_bound"] is None
     assert judge(np.ones(6), np.zeros(6), rng()).publish
     assert not judge(np.ones(0), np.ones(0), rng(), GateSettings(min_records=0)).publish
 

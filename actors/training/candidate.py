@@ -1,0 +1,116 @@
+"""One topic's candidate: the draft in training, and the served weights that it must beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.training.batches import make_batch, usable
+from paceline.actors.training.distiller import Distiller, MicroStep
+from paceline.actors.training.evaluation import score_records
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
+
+
+class Candidate:
+    """Trains in place; keeps the served weights, and their scores on held-out records."""
+
+    def __init__(self, topic: str, settings: TrainerSettings) -> None:
+        """Load the initial weights as both candidate and served, version 0."""
+        self.topic = topic
+        self.version = 0
+        self.rejections = 0
+        self.acceptance: float | None = None
+        self._settings = settings
+        self._distiller = Distiller(settings.draft_paths[topic], settings.distiller)
+        self._served: dict[str, Tensor] | None = None
+        self._served_scores: dict[str, float] = {}
+        self._max_length = min(settings.max_length, self._distiller.max_length)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since training last started from served weights."""
+        return self._distiller.steps
+
+    def usable(self, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
+        """Those that this draft can learn from or be judged by."""
+        vocab = self._distiller.vocab_size
+        return [record for record in records if usable(record, self._max_length, vocab)]
+
+    def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
+        """One micro-step."""
+        return self._distiller.micro_step(make_batch(records, self._max_length))
+
+    def take(self, version: int, flat: FlatWeights | None) -> None:
+        """Start over from weights that another process published; None are the initial ones."""
+        self._served = None if flat is None else unflatten(flat)
+        self.version = version
+        self.rejections = 0
+        self.acceptance = None
+        self._served_scores.clear()
+        self._distiller.reset(self._served)
+
+    def reset(self) -> None:
+        """Give the candidate up and start again from the served weights."""
+        self._distiller.reset(self._served)
+
+    def compare(
+        self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[str, Tensor]]:
+        """Acceptance per record of candidate and served draft, float64 ``[R]`` each.
+
+        Args:
+            records: usable ones.
+            before_batch: called before each forward; may wait for leave, or raise.
+
+        Returns:
+            both scores, and the candidate's weights that were judged.
+        """
+        state = self._distiller.state_dict()
+        candidate = self._score(state, records, before_batch)
+        new = [r for r in records if r.request_id not in self._served_scores]
+        if new:
+            scores = self._score(self._served, new, before_batch)
+            for record, score in zip(new, scores, strict=True):
+                self._served_scores[record.request_id] = float(score)
+        served = np.array([self._served_scores[r.request_id] for r in records])
+        return candidate, served, state
+
+    def published(
+        self,
+        version: int,
+        state: dict[str, Tensor],
+        records: Sequence[ReplayRecord],
+        scores: NDArray[np.float64],
+    ) -> None:
+        """The judged candidate is the served draft now; training goes on from it."""
+        self._served = state
+        self.version = version
+        self.rejections = 0
+        self._served_scores = {
+            record.request_id: float(score) for record, score in zip(records, scores, strict=True)
+        }
+
+    @staticmethod
+    def flat(state: dict[str, Tensor]) -> FlatWeights:
+        """Weights in transport."""
+        return flatten(state)
+
+    def _score(
+        self,
+        state: dict[str, Tensor] | None,
+        records: Sequence[ReplayRecord],
+        before_batch: Callable[[], None],
+    ) -> NDArray[np.float64]:
+        return score_records(
+            self._distiller.served(state),
+            records,
+            max_length=self._max_length,
+            draft_top_k=self._settings.draft_top_k,
+            batch_size=self._settings.micro_batch,
+            before_batch=before_batch,
+        )

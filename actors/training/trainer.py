@@ -1,0 +1,116 @@
+"""The trainer: the actor that learns while serving is idle."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from paceline.actors.training.ops import forbid_compiling, prepare_environment
+
+if TYPE_CHECKING:
+    from paceline.actors.training.rounds import Rounds
+    from paceline.actors.training.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class Trainer:
+    """Runs rounds in a thread of its own, from construction to death.
+
+    It keeps nothing that matters: killed at any moment and restarted, it goes on from the
+    registry's weights and the shards' records.
+    """
+
+    def __init__(
+        self, settings: TrainerSettings, shards: Mapping[str, Any], registry: Any, board: Any
+    ) -> None:
+        """Start learning.
+
+        Args:
+            settings: see TrainerSettings.
+            shards: topic to actor handle of its ReplayShard.
+            registry: actor handle of the WeightRegistry.
+            board: actor handle of the LoadBoard; None always gives leave.
+        """
+        # Before torch runs anything: threads that wait must not burn the server's cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        prepare_environment()
+        self._settings = settings
+        self._handles = (dict(shards), registry, board)
+        self._stop = threading.Event()
+        self._rounds: Rounds | None = None
+        self._failures = 0
+        self._error: str | None = None
+        self._started = time.time()
+        self._thread = threading.Thread(target=self._run, name="paceline-trainer", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """State, topic, steps, counts of rounds and decisions; ``error`` is the last failure."""
+        rounds = self._rounds
+        progress = asdict(rounds.progress) if rounds else {"state": "starting", "topic": None}
+        return progress | {
+            "failures": self._failures,
+            "last_error": self._error,
+            "alive": self._thread.is_alive(),
+            "pid": os.getpid(),
+            "started": self._started,
+        }
+
+    def ping(self) -> bool:
+        """True: the actor answers."""
+        return True
+
+    def stop(self) -> None:
+        """End the thread within a micro-step; the actor stays."""
+        self._stop.set()
+        self._thread.join(self._settings.timeout_s)
+
+    def _run(self) -> None:
+        if self._settings.low_priority:
+            lower_priority()
+        # The heavy imports happen here, at low priority and outside the constructor.
+        import torch
+
+        from paceline.actors.training.rounds import Rounds, Stopped
+        from paceline.actors.training.world import RayWorld
+
+        torch.set_num_threads(self._settings.num_threads)
+        shards, registry, board = self._handles
+        world = RayWorld(shards, registry, board, self._settings.timeout_s)
+        forbid_compiling()
+        rounds = Rounds(self._settings, world, stopped=self._stop.is_set)
+        self._rounds = rounds
+        while not self._stop.is_set():
+            try:
+                if not rounds.tick():
+                    self._stop.wait(self._settings.refresh_s)
+            except Stopped:
+                return
+            except Exception as error:
+                self._failures += 1
+                self._error = f"{type(error).__name__}: {error}"
+                logger.warning("a round failed, going on", exc_info=True)
+                self._stop.wait(_RETRY_S)
+
+
+def lower_priority() -> None:
+    """Give way to everything else: SCHED_IDLE for this thread where allowed, else nice 19.
+
+    On Linux both are of the thread and of those that it starts from now on.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):
+        logger.info("no SCHED_IDLE here, nice 19 instead")
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
+    except OSError:
+        logger.info("could not lower the priority", exc_info=True)

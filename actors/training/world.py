@@ -1,0 +1,115 @@
+"""What a trainer sees of the rest: shards, registry, board. Each may be dead at any time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ray
+
+from paceline.actors.replay.record import RecordError, ReplayRecord, decode
+from paceline.actors.weights.flat import FlatWeights
+
+logger = logging.getLogger(__name__)
+
+
+class World(Protocol):
+    """The trainer's outside. Methods answer empty-handed rather than raise, but publish."""
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Topic to shard statistics, of the shards that answered."""
+
+    def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
+        """At most ``count`` records of a topic."""
+
+    def may_train(self) -> bool:
+        """Leave for one micro-step."""
+
+    def versions(self) -> dict[str, int] | None:
+        """Topic to published weight_version; None where the registry does not answer."""
+
+    def weights(self, topic: str) -> tuple[int, FlatWeights] | None:
+        """The newest published weights; None at version 0 or without an answer."""
+
+    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+        """The new weight_version; raises where it is not known to be published."""
+
+    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+        """Note a rejected candidate."""
+
+
+class RayWorld:
+    """The outside over Ray: every call bounded in time, every failure survived."""
+
+    def __init__(
+        self, shards: Mapping[str, Any], registry: Any, board: Any, timeout_s: float
+    ) -> None:
+        """Take actor handles.
+
+        Args:
+            shards: topic to ReplayShard.
+            registry: WeightRegistry.
+            board: LoadBoard; None always gives leave.
+            timeout_s: longest wait per call.
+        """
+        self._shards = dict(shards)
+        self._registry = registry
+        self._board = board
+        self._timeout_s = timeout_s
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Topic to shard statistics, of the shards that answered."""
+        asked = {topic: shard.stats.remote() for topic, shard in self._shards.items()}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._timeout_s)
+        answers = {topic: self._get(reference, 0.1) for topic, reference in asked.items()}
+        return {topic: answer for topic, answer in answers.items() if answer is not None}
+
+    def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
+        """At most ``count`` records of a topic."""
+        shard = self._shards.get(topic)
+        if shard is None or count <= 0:
+            return []
+        records = []
+        for data in self._get(shard.sample.remote(count, split)) or []:
+            try:
+                records.append(decode(data))
+            except RecordError as error:
+                logger.warning("%s: %s", topic, error)
+        return records
+
+    def may_train(self) -> bool:
+        """Leave for one micro-step; a board that does not answer gives none."""
+        if self._board is None:
+            return True
+        return bool(self._get(self._board.may_train.remote(), 1.0))
+
+    def versions(self) -> dict[str, int] | None:
+        """Topic to published weight_version."""
+        versions: dict[str, int] | None = self._get(self._registry.current.remote())
+        return versions
+
+    def weights(self, topic: str) -> tuple[int, FlatWeights] | None:
+        """The newest published weights."""
+        news = self._get(self._registry.wait_newer.remote({}, 0.05))
+        if not news or topic not in news:
+            return None
+        version, [reference] = news[topic]
+        flat = self._get(reference)
+        return None if flat is None else (version, flat)
+
+    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+        """The new weight_version; raises Ray's error where the registry does not confirm."""
+        call = self._registry.publish.remote(topic, flat, decision)
+        return int(ray.get(call, timeout=self._timeout_s))
+
+    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+        """Note a rejected candidate."""
+        self._get(self._registry.reject.remote(topic, decision))
+
+    def _get(self, reference: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return ray.get(reference, timeout=timeout_s or self._timeout_s)
+        except Exception as error:
+            logger.info("no answer (%s), going on without", type(error).__name__)
+            return None
