@@ -203,8 +203,7 @@ def _gpu_share(config: PacelineConfig) -> float:
     gpus = float(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or config.target.device == "cpu":
         return 0
-    trainer = learning.TRAINER_GPU_SHARE if config.training.enabled else 0.0
-    share = (gpus - trainer) / config.target.num_replicas
+    share = (gpus - learning.trainer_gpus(config)) / config.target.num_replicas
     return int(share) if share >= 1 else int(share * 100) / 100
 
 

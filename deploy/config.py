@@ -92,7 +92,7 @@ class ReplayConfig(_Section):
     capacity_mb: Count = 64
     retention_hours: Seconds = 24.0
     remover: Literal["fifo", "reservoir"] = "fifo"
-    held_out_fraction: Fraction = 0.15
+    held_out_fraction: Fraction = 0.12
     top_k: Count = 32
     persist: bool = False
 
@@ -102,10 +102,10 @@ class TrainingConfig(_Section):
 
     enabled: bool = True
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
-    num_threads: Count = 2
-    batch_size: Count = 16
-    round_seconds: Seconds = 10.0
-    idle_after_s: Seconds = 0.1
+    num_threads: Count = 1
+    micro_batch: Count = 8
+    round_seconds: Seconds = 8.0
+    idle_after_s: Seconds = 0.08
     keep_versions: Count = 3
 
 

@@ -9,13 +9,16 @@ import ray
 
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.fingerprint import fingerprint
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.board import LoadBoard
 from paceline.deploy.config import PacelineConfig
 from paceline.deploy.status import LearningActors
 
-TRAINER_GPU_SHARE = 0.25
+_TRAINER_GPU_SHARE = 0.25
 _MEBIBYTE = 2**20
 _HOUR_S = 3600.0
 
@@ -75,4 +78,22 @@ def _registry(config: PacelineConfig) -> Any:
     )
 
 
-def _trainer(config: PacelineConfig, shards: Any, registry: Any, board: Any) -> Any: ...
+def _trainer(config: PacelineConfig, shards: dict[str, Any], registry: Any, board: Any) -> Any:
+    settings = TrainerSettings(
+        draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
+        distiller=DistillerSettings(
+            learning_rate=config.training.learning_rate, device=config.target.device
+        ),
+        num_threads=config.training.num_threads,
+        micro_batch=config.training.micro_batch,
+        round_seconds=config.training.round_seconds,
+        draft_top_k=config.drafts.top_k,
+    )
+    actor = _named(Trainer, "trainer", num_gpus=trainer_gpus(config))
+    return actor.remote(settings, shards, registry, board)
+
+
+def trainer_gpus(config: PacelineConfig) -> float:
+    """The part of a GPU that the trainer takes from the target, 0 where there is none."""
+    has_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
+    return _TRAINER_GPU_SHARE if has_gpu and config.training.enabled else 0.0
