@@ -25,7 +25,7 @@ class Plan:
         load: arrivals in the stream by the measured capacity.
         max_rate: most requests a second, twins included, however fast the machine.
         twin_every: every so many-th request of a topic gets a frozen twin.
-        chunk: questions of each topic in one timed round.
+        chunk: questions in one timed round, all of one topic.
         reserve_s: for stopping and drawing.
         shortest_stream_s: what the stream gets on a slow machine, even past ``seconds``.
     """
@@ -36,7 +36,7 @@ class Plan:
     load: float = 0.4
     max_rate: float = 12.0
     twin_every: int = 3
-    chunk: int = 5
+    chunk: int = 20
     reserve_s: float = 10.0
     shortest_stream_s: float = 20.0
 
@@ -145,18 +145,17 @@ async def _measure_last(
 
 
 def _chunks(texts: dict[str, tuple[str, ...]], size: int, part: Part) -> list[list[Question]]:
-    """Rounds with ``size`` questions of each topic, topics alternating, nothing kept for replay."""
+    """Rounds of ``size`` questions of one topic, topics in turn, nothing kept for replay."""
     longest = max(map(len, texts.values()))
-    chunks = []
-    for start in range(0, longest, size):
-        chunk = [
-            Question(topic_texts[i], topic, "online", part, i, store=False)
-            for i in range(start, min(start + size, longest))
-            for topic, topic_texts in texts.items()
-            if i < len(topic_texts)
+    return [
+        [
+            Question(text, topic, "online", part, start + i, store=False)
+            for i, text in enumerate(topic_texts[start : start + size])
         ]
-        chunks.append(chunk)
-    return chunks
+        for start in range(0, longest, size)
+        for topic, topic_texts in texts.items()
+        if topic_texts[start : start + size]
+    ]
 
 
 def _for_arm(questions: Sequence[Question], arm: Arm) -> list[Question]:
