@@ -126,7 +126,6 @@ class PacelineConfig(_Section):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     model_name: Annotated[str, Field(min_length=1)] = "paceline"
     state_dir: str | None = None
-    start_timeout_s: Seconds = 300.0
     target: TargetConfig = Field(default_factory=TargetConfig)
     drafts: DraftsConfig = Field(default_factory=DraftsConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -21,11 +23,14 @@ from paceline.actors.decoding.request import (
 )
 from paceline.deploy.errors import ApiError, internal, overloaded
 
+logger = logging.getLogger(__name__)
+
 
 def as_api_error(error: Exception) -> ApiError:
     """What a failure behind the front door means for the client."""
     if isinstance(error, ApiError):
         return error
+    logger.warning("a request failed behind the front door: %r", error)
     if isinstance(error, BackPressureError):
         return overloaded("The server is overloaded; try again.")
     unavailable = (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError)
@@ -42,6 +47,15 @@ def _checked(chunk: GenerationChunk) -> GenerationChunk:
     return chunk
 
 
+def streaming(target: Any) -> Any:
+    """The target's handle for streams.
+
+    They go by gRPC, which costs half of what Ray's own calls do per chunk. Whole answers go by
+    Ray: Serve does not carry the cancellation of a single gRPC call to the replica.
+    """
+    return target.options(stream=True, _by_reference=False)
+
+
 async def complete_all(target: Any, requests: Sequence[GenerationRequest]) -> list[GenerationChunk]:
     """Every answer whole, run at once; the first failure ends the others.
 
@@ -56,6 +70,8 @@ async def complete_all(target: Any, requests: Sequence[GenerationRequest]) -> li
             for request in requests:
                 tasks.append(group.create_task(_complete(target, request)))
         return [task.result() for task in tasks]
+    except ApiError:
+        raise
     except ExceptionGroup as group_error:
         raise as_api_error(_first(group_error)) from group_error
     except Exception as error:
@@ -74,11 +90,9 @@ def _first(error: BaseException) -> Exception:
 
 
 async def _stream_one(
-    target: Any, request: GenerationRequest
+    streams: Any, request: GenerationRequest
 ) -> AsyncGenerator[GenerationChunk, None]:
-    # gRPC costs half of what Ray's own calls do per chunk. (Whole answers go by Ray: Serve does
-    # not carry the cancellation of a single gRPC call to the replica.)
-    response = target.options(stream=True, _by_reference=False).generate.remote(request)
+    response = streams.generate.remote(request)
     finished = False
     try:
         async for chunk in response:
@@ -90,35 +104,44 @@ async def _stream_one(
 
 
 async def stream_all(
-    target: Any, requests: Sequence[GenerationRequest]
+    streams: Any, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     """Pieces of every answer with the index of its choice, as they come.
 
     Closing the iterator cancels what still runs.
+
+    Args:
+        streams: the target's handle as :func:`streaming` makes it.
+        requests: one per choice.
 
     Raises:
         ApiError: where one of them failed; the others are cancelled.
     """
     try:
         if len(requests) == 1:
-            async for chunk in _stream_one(target, requests[0]):
-                yield 0, chunk
+            async with aclosing(_stream_one(streams, requests[0])) as chunks:
+                async for chunk in chunks:
+                    yield 0, chunk
         else:
-            async for item in _merged(target, requests):
-                yield item
+            async with aclosing(_merged(streams, requests)) as items:
+                async for item in items:
+                    yield item
+    except ApiError:
+        raise
     except Exception as error:
         raise as_api_error(error) from error
 
 
 async def _merged(
-    target: Any, requests: Sequence[GenerationRequest]
+    streams: Any, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
-            async for chunk in _stream_one(target, request):
-                queue.put_nowait((index, chunk))
+            async with aclosing(_stream_one(streams, request)) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait((index, chunk))
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)

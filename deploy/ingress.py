@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from paceline.deploy import answers, translate
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError, internal, overloaded
-from paceline.deploy.generation import complete_all, stream_all
+from paceline.deploy.generation import complete_all, stream_all, streaming
 from paceline.deploy.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -68,6 +68,7 @@ class Ingress:
         """
         self._settings = settings
         self._target = target
+        self._streams = streaming(target)
         self._actors = actors
         self._topics = TopicFinder(
             router,
@@ -185,7 +186,7 @@ class Ingress:
             ]
             prompt_tokens = sum(map(len, prompts))
             if asked.stream:
-                pieces = await started(stream_all(self._target, requests))
+                pieces = await started(stream_all(self._streams, requests))
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 content = events(answer, pieces, topics, prompt_tokens, usage)
                 response = EventStream(content, pieces, release)

@@ -89,8 +89,22 @@ def _trainer(config: PacelineConfig, shards: dict[str, Any], registry: Any, boar
         round_seconds=config.training.round_seconds,
         draft_top_k=config.drafts.top_k,
     )
-    actor = _named(Trainer, "trainer", num_gpus=trainer_gpus(config))
-    return actor.remote(settings, shards, registry, board)
+    actor = _named(TrainerActor, "trainer", num_gpus=trainer_gpus(config))
+    return actor.remote(settings, registry, board, list(shards), *shards.values())
+
+
+class TrainerActor(Trainer):
+    """The trainer, given its shards one by one.
+
+    Ray keeps a dict of handles in the object store, where a restart may not find it again;
+    handles that are arguments of their own travel with the actor.
+    """
+
+    def __init__(
+        self, settings: TrainerSettings, registry: Any, board: Any, topics: list[str], *shards: Any
+    ) -> None:
+        """See Trainer; ``shards`` are those of ``topics``, in order."""
+        super().__init__(settings, dict(zip(topics, shards, strict=True)), registry, board)
 
 
 def trainer_gpus(config: PacelineConfig) -> float:
