@@ -32,7 +32,7 @@ class DistillerSettings:
 
     learning_rate: float = 1.5e-3
     warmup_steps: int = 5
-    accumulation: int = 2
+    accumulation: int = 1
     clip: float = 1.0
     dtype: str = "auto"
     device: str = "auto"
@@ -94,7 +94,7 @@ class Distiller:
         draft = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=self.dtype,
-            attn_implementation="sdpa",
+            attn_implementation="eager",
             local_files_only=True,
             use_safetensors=True,
         )
@@ -165,7 +165,7 @@ class Distiller:
     def served(self, state: Mapping[str, Tensor] | None) -> Any:
         """A draft of its own, in eval mode, with these weights (None: the initial ones)."""
         draft = AutoModelForCausalLM.from_config(
-            self._engine.module.draft.config, attn_implementation="sdpa"
+            self._engine.module.draft.config, attn_implementation="eager"
         ).to(self.device, self.dtype)
         load_state(draft, self._initial if state is None else state)
         return draft.eval().requires_grad_(False)

@@ -19,6 +19,8 @@ from paceline.actors.training.world import World
 
 logger = logging.getLogger(__name__)
 
+_GROUP = 4  # micro-batches that are sorted by length together
+
 
 class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end
     """Raised in the midst of a round when the trainer ends."""
@@ -180,10 +182,18 @@ class Rounds:
         return candidate.steps > first
 
     def _batches(self, records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
-        """The records in a random order, in micro-batches of equal size (the last may lack)."""
+        """The records in a random order, in micro-batches of equal size (the last may lack).
+
+        Those of a micro-batch are of similar length, taken from a larger random group: padding
+        costs as much as tokens do.
+        """
         order = self._rng.permutation(len(records))
         size = self._settings.micro_batch
-        return [[records[i] for i in order[at : at + size]] for at in range(0, len(order), size)]
+        batches = []
+        for at in range(0, len(order), _GROUP * size):
+            group = sorted((records[i] for i in order[at : at + _GROUP * size]), key=_length)
+            batches += [group[n : n + size] for n in range(0, len(group), size)]
+        return [batches[i] for i in self._rng.permutation(len(batches))]
 
     def _wait_for_leave(self) -> None:
         while not self._world.may_train():
@@ -219,6 +229,10 @@ class Rounds:
 
     def _note(self, **changes: Any) -> None:
         self.progress = replace(self.progress, **changes)
+
+
+def _length(record: ReplayRecord) -> int:
+    return len(record.prompt_token_ids) + len(record.output_token_ids)
 
 
 def _inserted(stats: dict[str, dict[str, Any]], topic: str) -> int:

@@ -117,13 +117,28 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer_settings(draft: Path, **changes: Any) -> TrainerSettings:
     base = TrainerSettings(
         draft_paths=dict.fromkeys(TOPICS, str(draft)),
-        distiller=DistillerSettings(learning_rate=1e-2, dtype="float32"),
+        distiller=DistillerSettings(learning_rate=5e-3, dtype="float32"),
         schedule=ScheduleSettings(min_train=4, min_held_out=3),
-        round_seconds=0.5,
+        round_seconds=0.6,
         poll_s=0.001,
         seed=0,
     )
     return dataclasses.replace(base, **changes)
+
+
+class Ticks:
+    """A clock on which every micro-step takes 10 ms, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def make_rounds(settings: TrainerSettings, world: LocalWorld, **more: Any) -> Rounds:
+    return Rounds(settings, world, clock=Ticks(), **more)
 
 
 def filled(directory: Path, records: int = 80) -> LocalWorld:
@@ -135,13 +150,13 @@ def filled(directory: Path, records: int = 80) -> LocalWorld:
 
 def test_learns_and_publishes_what_is_better(draft: Path, tmp_path: Path) -> None:
     world = filled(tmp_path)
-    rounds = Rounds(trainer_settings(draft), world)
+    rounds = make_rounds(trainer_settings(draft), world)
     for _ in range(3):
         assert rounds.tick()
     assert world.registry is not None
     history = world.registry.history("sql")
     assert history[0]["outcome"] == "published"
-    assert history[-1]["candidate_expected_acceptance"] > 0.9
+    assert history[-1]["candidate_expected_acceptance"] > 0.8
     assert history[0]["served_expected_acceptance"] < 0.3
     version, flat = world.weights("sql") or (0, None)
     assert version == world.registry.current()["sql"] >= 1
@@ -152,23 +167,23 @@ def test_learns_and_publishes_what_is_better(draft: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_loss_falls_in_either_dtype(draft: Path, tmp_path: Path, dtype: str) -> None:
-    distiller = DistillerSettings(learning_rate=1e-2, dtype=dtype)
-    rounds = Rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
+    distiller = DistillerSettings(learning_rate=5e-3, dtype=dtype)
+    rounds = make_rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
     candidate = rounds.candidate("sql")
     batch = [lesson(n) for n in range(16)]
     losses = [candidate.learn(batch).loss for _ in range(80)]
     assert losses[-1] < 0.4 * losses[0]
-    assert candidate.steps == 40
+    assert candidate.steps == 80
 
 
 def test_a_restarted_trainer_goes_on_from_the_published_weights(
     draft: Path, tmp_path: Path
 ) -> None:
     world = filled(tmp_path)
-    Rounds(trainer_settings(draft), world).tick()
+    make_rounds(trainer_settings(draft), world).tick()
     assert world.registry is not None
     published = world.registry.history("sql")[-1]
-    again = Rounds(trainer_settings(draft, round_seconds=0.05), world)
+    again = make_rounds(trainer_settings(draft, round_seconds=0.05), world)
     again.tick()
     assert again.candidate("sql").version >= published["version"] == 1
     served = world.registry.history("sql")[-1]["served_expected_acceptance"]
@@ -180,7 +195,7 @@ def test_what_is_not_better_is_rejected_then_reset_then_rests(draft: Path, tmp_p
     world = filled(tmp_path)
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=2)
-    rounds = Rounds(
+    rounds = make_rounds(
         trainer_settings(draft, distiller=no_learning, schedule=schedule, round_seconds=0.05), world
     )
     assert rounds.tick()
@@ -207,7 +222,7 @@ def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
         return False
 
     world.leave = leave
-    rounds = Rounds(
+    rounds = make_rounds(
         trainer_settings(draft), world, sleep=lambda _seconds: None, stopped=lambda: stop
     )
     with pytest.raises(Stopped):
@@ -218,7 +233,7 @@ def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
 
 def test_a_dead_registry_costs_a_round_and_no_more(draft: Path, tmp_path: Path) -> None:
     world = filled(tmp_path)
-    rounds = Rounds(trainer_settings(draft), world)
+    rounds = make_rounds(trainer_settings(draft), world)
     registry, world.registry = world.registry, None
     assert not rounds.tick()
     world.registry = registry
@@ -229,7 +244,7 @@ def test_a_dead_registry_costs_a_round_and_no_more(draft: Path, tmp_path: Path) 
 
 def test_a_publication_that_was_not_confirmed_is_found_again(draft: Path, tmp_path: Path) -> None:
     world = filled(tmp_path)
-    rounds = Rounds(trainer_settings(draft), world)
+    rounds = make_rounds(trainer_settings(draft), world)
     publish = world.publish
 
     def unconfirmed(topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
