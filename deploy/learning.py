@@ -18,6 +18,8 @@ from paceline.cluster.board import LoadBoard
 from paceline.deploy.config import PacelineConfig
 from paceline.deploy.status import LearningActors
 
+_PREFIX, _SHARD = "paceline-", "shard-"
+_REGISTRY, _BOARD, _TRAINER = "registry", "board", "trainer"
 _TRAINER_GPU_SHARE = 0.25
 _MEBIBYTE = 2**20
 _HOUR_S = 3600.0
@@ -31,10 +33,8 @@ def start_actors(config: PacelineConfig) -> LearningActors:
     """
     shards = {expert: _shard(config, expert) for expert in config.drafts.experts}
     registry = _registry(config)
-    board = _named(LoadBoard, "board").remote(config.training.idle_after_s)
-    trainer = None
-    if config.training.enabled:
-        trainer = _trainer(config, shards, registry, board)
+    board = _named(LoadBoard, _BOARD).remote(config.training.idle_after_s)
+    trainer = _trainer(config) if config.training.enabled else None
     return LearningActors(shards=shards, registry=registry, board=board, trainer=trainer)
 
 
@@ -52,7 +52,7 @@ def _named(cls: type, name: str, num_gpus: float = 0) -> Any:
         num_gpus=num_gpus,
         max_restarts=-1,
         max_task_retries=0,
-    )(cls).options(name=f"paceline-{name}")
+    )(cls).options(name=_PREFIX + name)
 
 
 def _shard(config: PacelineConfig, expert: str) -> Any:
@@ -63,13 +63,13 @@ def _shard(config: PacelineConfig, expert: str) -> Any:
         held_out_fraction=config.replay.held_out_fraction,
     )
     folder = str(config.state_path / "replay") if config.replay.persist else None
-    return _named(ReplayShard, f"shard-{expert}").remote(expert, settings, folder)
+    return _named(ReplayShard, _SHARD + expert).remote(expert, settings, folder)
 
 
 def _registry(config: PacelineConfig) -> Any:
     paths = {expert: str(path) for expert, path in config.draft_paths.items()}
     models = fingerprint([config.target_path, *dict.fromkeys(config.draft_paths.values())])
-    return _named(WeightRegistry, "registry").remote(
+    return _named(WeightRegistry, _REGISTRY).remote(
         str(config.state_path / "weights"),
         config.drafts.experts,
         paths,
@@ -78,7 +78,7 @@ def _registry(config: PacelineConfig) -> Any:
     )
 
 
-def _trainer(config: PacelineConfig, shards: dict[str, Any], registry: Any, board: Any) -> Any:
+def _trainer(config: PacelineConfig) -> Any:
     settings = TrainerSettings(
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
@@ -89,22 +89,22 @@ def _trainer(config: PacelineConfig, shards: dict[str, Any], registry: Any, boar
         round_seconds=config.training.round_seconds,
         draft_top_k=config.drafts.top_k,
     )
-    actor = _named(TrainerActor, "trainer", num_gpus=trainer_gpus(config))
-    return actor.remote(settings, registry, board, list(shards), *shards.values())
+    actor = _named(TrainerActor, _TRAINER, num_gpus=trainer_gpus(config))
+    return actor.remote(settings, list(config.drafts.experts))
 
 
 class TrainerActor(Trainer):
-    """The trainer, given its shards one by one.
+    """The trainer, which looks the others up by name whenever Ray starts it.
 
-    Ray keeps a dict of handles in the object store, where a restart may not find it again;
-    handles that are arguments of their own travel with the actor.
+    Handles among its arguments would be objects that a restart may not find again, and Ray
+    warns of it.
     """
 
-    def __init__(
-        self, settings: TrainerSettings, registry: Any, board: Any, topics: list[str], *shards: Any
-    ) -> None:
-        """See Trainer; ``shards`` are those of ``topics``, in order."""
-        super().__init__(settings, dict(zip(topics, shards, strict=True)), registry, board)
+    def __init__(self, settings: TrainerSettings, topics: list[str]) -> None:
+        """See Trainer; the shards are those of ``topics``."""
+        shards = {topic: ray.get_actor(_PREFIX + _SHARD + topic) for topic in topics}
+        registry, board = (ray.get_actor(_PREFIX + name) for name in (_REGISTRY, _BOARD))
+        super().__init__(settings, shards, registry, board)
 
 
 def trainer_gpus(config: PacelineConfig) -> float:
