@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
 
 from paceline.actors.replay.record import ReplayRecord, decode, encode
@@ -24,7 +24,6 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.weights.flat import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
-VOCAB, TOP = 64, 8
 TOPICS = ("sql", "general")
 
 
@@ -68,32 +67,6 @@ class LocalWorld:
             self.registry.reject(topic, decision)
 
 
-def lesson(number: int, *, shift: int = 1) -> ReplayRecord:
-    """An answer in which every token is the one before plus ``shift``: easy to learn."""
-    first = 3 + number % (VOCAB - 3)
-    outputs = (first + shift * np.arange(1, 13)) % VOCAB
-    ids = (outputs[:, None] + np.arange(TOP)) % VOCAB
-    mass = np.array([0.9, *[0.01] * (TOP - 1)])
-    return ReplayRecord(
-        request_id=f"r{number}",
-        topic="sql",
-        expert="sql",
-        weight_version=0,
-        created=0.0,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        prompt_token_ids=np.array([1, number % VOCAB, first], dtype=np.int32),
-        output_token_ids=outputs.astype(np.int32),
-        target_top_ids=ids.astype(np.int32),
-        target_top_logprobs=np.tile(np.log(mass), (12, 1)).astype(np.float16),
-        target_tail_mass=np.full(12, 1.0 - mass.sum(), dtype=np.float32),
-        draft_token_ids=np.full(12, -1, dtype=np.int32),
-        accepted=np.full(12, -1, dtype=np.int8),
-        draft_logprobs=np.full(12, np.nan, dtype=np.float16),
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _deepspeed() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
@@ -110,7 +83,7 @@ def _deepspeed() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("draft")
-    tiny_llama(0, vocab=VOCAB, layers=1).save_pretrained(path)
+    tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(path)
     return path
 
 

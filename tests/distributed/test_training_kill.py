@@ -1,0 +1,143 @@
+"""Trainer, shard and registry under kill -9: they come back, and versions only grow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from lessons import TINY_VOCAB, lesson
+from tiny_models import tiny_llama
+
+from paceline.actors.replay.record import encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.trainer import Trainer
+from paceline.actors.weights.flat import unflatten
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.board import LoadBoard
+from paceline.cluster.session import ray_session, thread_environment
+
+pytestmark = pytest.mark.cluster
+
+TOPICS = ("sql", "general")
+
+
+def actor(cls: type, *args: Any, **options: Any) -> Any:
+    made = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, **options)(cls)
+    return made.remote(*args)
+
+
+def pid_of(handle: Any) -> int:
+    found: int = ray.get(handle.__ray_call__.remote(lambda _self: os.getpid()), timeout=10)
+    return found
+
+
+@pytest.fixture(scope="module")
+def _session() -> Iterator[None]:
+    with ray_session(num_cpus=2, environment=thread_environment(1)):
+        yield
+
+
+def eventually(check: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """The first true answer; an actor that is down for the moment is asked again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if answer := check():
+                return answer
+        except (ray.exceptions.RayError, TimeoutError):
+            pass
+        assert time.monotonic() < deadline, "it did not come back in time"
+        time.sleep(0.1)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def feed(shard: Any, numbers: range) -> None:
+    ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in numbers])
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("_session")
+def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(draft)
+    replay = ReplaySettings(held_out_fraction=0.3)
+    shard = actor(ReplayShard, "sql", replay, str(tmp_path / "replay"))
+    registry = actor(WeightRegistry, str(tmp_path / "weights"), TOPICS, {}, "mark")
+    board = actor(LoadBoard, 0.05)
+    settings = TrainerSettings(
+        draft_paths=dict.fromkeys(TOPICS, str(draft)),
+        distiller=DistillerSettings(learning_rate=1e-3, dtype="float32"),
+        schedule=ScheduleSettings(min_train=4, min_held_out=3, min_new=1),
+        round_seconds=0.3,
+        refresh_s=0.1,
+        low_priority=False,
+    )
+    trainer = actor(Trainer, settings, {"sql": shard}, registry, board)
+    seen: list[int] = [0]
+
+    def version() -> int:
+        now: int = ray.get(registry.current.remote(), timeout=5)["sql"]
+        assert now >= seen[-1], "a version fell"
+        seen.append(now)
+        return now
+
+    def grows() -> int:
+        before = seen[-1]
+        return int(eventually(lambda: version() if version() > before else 0))
+
+    feed(shard, range(60))
+    grows()
+
+    # the trainer dies: another one goes on from the published weights
+    first = eventually(lambda: ray.get(trainer.status.remote(), timeout=5))
+    kill(first["pid"])
+    again = eventually(lambda: ray.get(trainer.status.remote(), timeout=5), 60)
+    assert again["pid"] != first["pid"]
+    feed(shard, range(60, 70))
+    grows()
+
+    # the shard dies: what was persisted is there, and learning goes on
+    before = ray.get(shard.stats.remote())
+    kill(pid_of(shard))
+    after = eventually(lambda: ray.get(shard.stats.remote(), timeout=5), 60)
+    assert after["records_train"] == before["records_train"] > 0
+    feed(shard, range(70, 80))
+
+    # the registry dies: the last version comes back from disk, at once
+    last = version()
+    kill(pid_of(registry))
+    assert eventually(version, 60) >= last
+    news = eventually(lambda: ray.get(registry.wait_newer.remote({}, 1.0), timeout=5), 60)
+    number, [reference] = news["sql"]
+    assert number >= last
+    assert unflatten(ray.get(reference, timeout=5))["model.norm.weight"].shape == (32,)
+    grew = seen[-1]
+    feed(shard, range(80, 90))
+    history = eventually(
+        lambda: [
+            d
+            for d in ray.get(registry.history.remote("sql"), timeout=5)
+            if d["version"] > grew or (d["version"] == grew and d["outcome"] == "rejected")
+        ]
+    )
+    assert history[-1]["topic"] == "sql"
+    assert version() >= grew
+
+    # the board dies: training waits for its return, and no longer
+    ray.kill(board, no_restart=False)
+    eventually(lambda: ray.get(board.ping.remote(), timeout=5), 60)
+    assert eventually(lambda: ray.get(trainer.status.remote(), timeout=5))["alive"]
+    assert seen == sorted(seen)

@@ -1,0 +1,36 @@
+"""Records that a tiny draft learns in seconds: each token is the one before plus a shift."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.actors.replay.record import ReplayRecord
+
+TINY_VOCAB = 64
+_LENGTH, _TOP = 12, 8
+
+
+def lesson(number: int, *, shift: int = 1, created: float = 0.0) -> ReplayRecord:
+    """The ``number``-th answer to its own prompt."""
+    first = 3 + number % (TINY_VOCAB - 3)
+    outputs = (first + shift * np.arange(1, _LENGTH + 1)) % TINY_VOCAB
+    ids = (outputs[:, None] + np.arange(_TOP)) % TINY_VOCAB
+    mass = np.array([0.9, *[0.01] * (_TOP - 1)])
+    return ReplayRecord(
+        request_id=f"r{number}",
+        topic="sql",
+        expert="sql",
+        weight_version=0,
+        created=created,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        prompt_token_ids=np.array([1, number % TINY_VOCAB, first], dtype=np.int32),
+        output_token_ids=outputs.astype(np.int32),
+        target_top_ids=ids.astype(np.int32),
+        target_top_logprobs=np.tile(np.log(mass), (_LENGTH, 1)).astype(np.float16),
+        target_tail_mass=np.full(_LENGTH, 1.0 - mass.sum(), dtype=np.float32),
+        draft_token_ids=np.full(_LENGTH, -1, dtype=np.int32),
+        accepted=np.full(_LENGTH, -1, dtype=np.int8),
+        draft_logprobs=np.full(_LENGTH, np.nan, dtype=np.float16),
+    )
