@@ -4,6 +4,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,11 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
     return _ingress().bind(settings, target, router, actors)
 
 
+def default_threads(cores: int) -> int:
+    """Threads of the target on a machine of so many cores: half, the rest is for all else."""
+    return max(1, cores // 2)
+
+
 def target_settings(config: PacelineConfig) -> TargetSettings:
     """The part of the config that a target replica works by."""
     return TargetSettings(
@@ -166,7 +172,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         drafts={name: str(path) for name, path in config.draft_paths.items()},
         dtype=config.target.dtype,
         device=config.target.device,
-        num_threads=config.target.num_threads,
+        num_threads=config.target.num_threads or default_threads(os.cpu_count() or 1),
         max_num_seqs=config.target.max_num_seqs,
         max_model_len=config.target.max_model_len,
         num_speculative_tokens=config.drafts.num_speculative_tokens,

@@ -28,12 +28,16 @@ class _Section(BaseModel):
 
 
 class TargetConfig(_Section):
-    """The model that answers; ``path`` is a folder or ``embedded``."""
+    """The model that answers; ``path`` is a folder or ``embedded``.
+
+    ``num_threads`` None takes half of the cores: a forward whose threads wait for a core that
+    another process holds is many times slower than one on fewer threads.
+    """
 
     path: str = EMBEDDED
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: str = "auto"
-    num_threads: Count = 2
+    num_threads: Count | None = None
     max_num_seqs: Count = 16
     max_model_len: Count | None = None
     max_queued_requests: Count = 256
@@ -82,7 +86,7 @@ class RouterConfig(_Section):
     enabled: bool = True
     path: str = EMBEDDED
     num_threads: Count = 1
-    timeout_s: Seconds = 0.25
+    timeout_s: Seconds = 1.0
     min_confidence: Fraction = 0.5
 
 
