@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import signal
 import socket
@@ -101,6 +102,8 @@ def _run(
     options: argparse.Namespace, config: PacelineConfig, console: Console, began: float
 ) -> int:
     console.print("Starting Ray, the learning actors and the server ...", style="bright_black")
+    # Threads that spin while they wait would starve their neighbours on a small machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from paceline.deploy import app  # imports torch and Ray: not before the options are sound
 
     plan = Plan(seed=options.seed, seconds=options.minutes * 60)
@@ -116,7 +119,13 @@ def _run(
             _drive(plan, options.measured, config, running, log, view, clock, console)
         )
     result = summary.summarize(
-        TOPICS, log, course.speed, read_history(config.state_path), view.versions, clock()
+        TOPICS,
+        log,
+        course.speed,
+        read_history(config.state_path),
+        view.versions,
+        clock(),
+        options.measured,
     )
     summary.write(result, log, options.out)
     plot.draw(options.out / "acceptance.png", TOPICS, log, course.phases, course.end)

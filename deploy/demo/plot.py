@@ -79,7 +79,7 @@ def _subtitle(log: Log) -> str:
     count = sum(1 for _ in log.select(arm="online", part="stream"))
     return (
         f"Accepted share of the drafted tokens over {count} requests. Dashed: a new weight version "
-        "passed the gate. Dots: unseen prompts, before and after."
+        "passed the gate. Dots: 40 prompts never sent before."
     )
 
 
@@ -135,13 +135,10 @@ def _curve(axes: Axes, points: Sequence[tuple[int, float]], gap: float, **style:
 
 
 def _ends(axes: Axes, topic: str, log: Log, end: int) -> None:
-    """The two measurements on prompts never sent before, as dots with their figures."""
-    first = figures(log.select(topic, "online", "first")).acceptance_rate
+    """The last measurement, on prompts never sent before, as dots with their figures."""
     last = figures(log.select(topic, "online", "last")).acceptance_rate
     frozen = figures(log.select(topic, "frozen", "last")).acceptance_rate
     dot: dict[str, Any] = {"marker": "o", "ms": 7, "mec": "white", "mew": 1.2, "clip_on": False}
-    if first is not None:
-        axes.plot([0], [first], color=FAINT, zorder=5, **dot)
     places = [(last, ONLINE, "online"), (frozen, FROZEN, "frozen")]
     shown = [(value, color, name) for value, color, name in places if value is not None]
     apart = len(shown) < 2 or abs(shown[0][0] - shown[1][0]) > 0.07

@@ -27,9 +27,8 @@ _MAX_REPEATS = 2_000  # draws in a row that may repeat an earlier prompt before 
 
 @dataclass(frozen=True, slots=True)
 class PromptSplit:
-    """One topic's prompts: no prompt is in two parts, none twice in a part."""
+    """One topic's prompts: no prompt is in both parts, none twice in a part."""
 
-    first: tuple[str, ...]
     last: tuple[str, ...]
     stream: Iterator[str]
 
@@ -61,7 +60,6 @@ def generate(topic: str, count: int, seed: int) -> tuple[str, ...]:
 
 
 def split(topic: str, seed: int, measured: int = 40) -> PromptSplit:
-    """Prompts for the first and the last measurement and for the stream between them."""
+    """Prompts that are kept for the last measurement, and those for the stream."""
     texts = endless(topic, seed)
-    first, last = tuple(islice(texts, measured)), tuple(islice(texts, measured))
-    return PromptSplit(first, last, texts)
+    return PromptSplit(tuple(islice(texts, measured)), texts)

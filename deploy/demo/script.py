@@ -1,4 +1,4 @@
-"""The demo's course: measure, stream with a shift, measure again with the trainer paused."""
+"""The demo's course: calibrate, stream with a shift, measure with the trainer paused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.deploy.demo.live import View
 from paceline.deploy.demo.prompts import PromptSplit
-from paceline.deploy.demo.stats import ARMS, Arm, Part, Stopwatch
+from paceline.deploy.demo.stats import ARMS, Arm, Stopwatch
 from paceline.deploy.demo.traffic import PHASES, Client, Clock, Phase, Question, Stream, closed_loop
 
 Switch = Callable[[], Awaitable[None]]
@@ -21,24 +21,27 @@ class Plan:
     Attributes:
         seed: of prompts and arrivals.
         seconds: for everything, the start included.
-        concurrency: questions at a time when measuring.
+        timed: of each topic's last prompts, how many are answered by all three arms, one request
+            at a time and against the clock; the others by the two drafts only.
+        concurrency: questions at a time where there is no clock.
         load: arrivals in the stream by the measured capacity.
         max_rate: most requests a second, twins included, however fast the machine.
         twin_every: every so many-th request of a topic gets a frozen twin.
-        chunk: questions in one timed round, all of one topic.
         reserve_s: for stopping and drawing.
         shortest_stream_s: what the stream gets on a slow machine, even past ``seconds``.
+        overtime_s: how far past ``seconds`` the last measurement may begin a further round.
     """
 
     seed: int = 0
     seconds: float = 330.0
-    concurrency: int = 4
+    timed: int = 12
+    concurrency: int = 8
     load: float = 0.4
     max_rate: float = 12.0
     twin_every: int = 3
-    chunk: int = 20
     reserve_s: float = 10.0
     shortest_stream_s: float = 20.0
+    overtime_s: float = 15.0
 
 
 @dataclass(slots=True)
@@ -70,17 +73,12 @@ async def play(
         pause: stops training, and returns when it has stopped.
         resume: lets it go on.
     """
-    course, topics = Course(), tuple(prompts)
+    course = Course()
     await pause()
-    seconds = await _measure_first(plan, client, prompts, clock, view)
+    needed = await _calibrate(plan, client, prompts, clock, view)
     await resume()
-    # The last measurement asks the same number of questions once per arm.
-    stream_end = plan.seconds - plan.reserve_s - 1.05 * len(ARMS) * seconds
-    stream_end = max(stream_end, clock() + plan.shortest_stream_s)
-    count = sum(len(prompts[topic].first) for topic in topics)
-    view.capacity = count / seconds
-    view.rate = min(plan.load * view.capacity, plan.max_rate)
-    await _stream(plan, client, prompts, clock, view, stream_end, course)
+    end = max(plan.seconds - plan.reserve_s - needed, clock() + plan.shortest_stream_s)
+    await _stream(plan, client, prompts, clock, view, end, course)
     view.phase, view.rate = "last measurement: trainer paused", None
     await pause()
     await _measure_last(plan, client, prompts, clock, course.speed)
@@ -88,17 +86,37 @@ async def play(
     return course
 
 
-async def _measure_first(
+async def _calibrate(
     plan: Plan, client: Client, prompts: dict[str, PromptSplit], clock: Clock, view: View
 ) -> float:
-    """Acceptance before any learning, and how long that many questions take: the capacity."""
-    view.phase = "first measurement"
-    texts = {topic: split.first for topic, split in prompts.items()}
-    questions = [
-        q for chunk in _chunks(texts, plan.chunk, "first") for q in _for_arm(chunk, "online")
+    """Find the capacity, on prompts that are used for nothing else.
+
+    Returns:
+        Seconds that the last measurement will take, by what was seen here.
+    """
+    view.phase = "calibration"
+    warm = [_warm(topic, next(split.stream)) for topic, split in prompts.items()]
+    await closed_loop(client, warm, 1, clock)  # first calls load what is loaded lazily
+    alone = [_warm(topic, next(split.stream)) for topic, split in prompts.items()]
+    _, seconds_alone = await closed_loop(client, alone, 1, clock)
+    many = [
+        _warm(topic, next(split.stream))
+        for _ in range(3 * plan.concurrency // len(prompts) or 1)
+        for topic, split in prompts.items()
     ]
-    _, seconds = await closed_loop(client, questions, plan.concurrency, clock)
-    return seconds
+    _, seconds = await closed_loop(client, many, plan.concurrency, clock)
+    view.capacity = len(many) / seconds
+    view.rate = min(plan.load * view.capacity, plan.max_rate)
+    measured = sum(len(split.last) for split in prompts.values())
+    timed = min(measured, plan.timed * len(prompts))
+    return (
+        len(ARMS) * timed * seconds_alone / len(alone)
+        + (len(ARMS) - 1) * (measured - timed) / view.capacity
+    )
+
+
+def _warm(topic: str, text: str) -> Question:
+    return Question(text, topic, "online", "warmup", 0, store=False)
 
 
 async def _stream(
@@ -135,27 +153,28 @@ async def _measure_last(
     clock: Clock,
     speed: Stopwatch,
 ) -> None:
-    """Every prompt by every arm in turn, in timed rounds; the arms' order rotates."""
-    texts = {topic: split.last for topic, split in prompts.items()}
-    for number, chunk in enumerate(_chunks(texts, plan.chunk, "last")):
+    """Prompts never sent before: timed rounds by every arm in turn, then the rest by the drafts.
+
+    The order of the arms rotates, so that a machine that slows down slows all of them.
+    """
+    latest = plan.seconds + plan.overtime_s
+    rounds = [
+        [Question(t, topic, "online", "last", i, store=False) for i, t in enumerate(split.last)]
+        for topic, split in prompts.items()
+    ]
+    half = max(1, plan.timed // 2)
+    timed = [questions[at : at + half] for at in (0, half) for questions in rounds]
+    for number, questions in enumerate(timed):
         turn = number % len(ARMS)
         for arm in ARMS[turn:] + ARMS[:turn]:
-            questions = _for_arm(chunk, arm)
-            speed.add(arm, *await closed_loop(client, questions, plan.concurrency, clock))
-
-
-def _chunks(texts: dict[str, tuple[str, ...]], size: int, part: Part) -> list[list[Question]]:
-    """Rounds of ``size`` questions of one topic, topics in turn, nothing kept for replay."""
-    longest = max(map(len, texts.values()))
-    return [
-        [
-            Question(text, topic, "online", part, start + i, store=False)
-            for i, text in enumerate(topic_texts[start : start + size])
-        ]
-        for start in range(0, longest, size)
-        for topic, topic_texts in texts.items()
-        if topic_texts[start : start + size]
-    ]
+            speed.add(arm, *await closed_loop(client, _for_arm(questions, arm), 1, clock))
+    for at in range(2 * half, max(map(len, rounds)), plan.concurrency):
+        for questions in rounds:
+            if clock() > latest:
+                return
+            for arm in ("online", "frozen"):
+                some = _for_arm(questions[at : at + plan.concurrency], arm)
+                await closed_loop(client, some, plan.concurrency, clock)
 
 
 def _for_arm(questions: Sequence[Question], arm: Arm) -> list[Question]:

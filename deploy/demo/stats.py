@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 Arm = Literal["online", "frozen", "plain"]
-Part = Literal["first", "stream", "last"]
+Part = Literal["warmup", "stream", "last"]
 ARMS: tuple[Arm, ...] = ("online", "frozen", "plain")
 
 
@@ -21,7 +21,7 @@ class Sample:
         topic: what the prompt was made for.
         routed: what the router took it for.
         arm: which draft proposed: the online one, the frozen first version, or none.
-        part: of the demo: the first measurement, the stream or the last measurement.
+        part: of the demo: the calibration, the stream or the last measurement.
         at: seconds from the demo's start to the answer's end.
         latency: seconds from sending to the answer's end.
         drafted: tokens that the draft proposed.
@@ -122,6 +122,11 @@ class Log:
         """The last ``count`` samples of a topic and an arm."""
         found = [s for s in reversed(self.samples) if s.topic == topic and s.arm == arm]
         return found[:count][::-1]
+
+    def first(self, topic: str, count: int) -> list[Sample]:
+        """The topic's first ``count`` online requests of the stream, by arrival."""
+        samples = self.select(topic, "online", "stream")
+        return sorted(samples, key=lambda sample: sample.order)[:count]
 
     def routed_right(self) -> float | None:
         """Share of the online requests whose topic the router found."""

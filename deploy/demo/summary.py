@@ -22,6 +22,7 @@ def summarize(
     decisions: Iterable[Mapping[str, Any]],
     versions: Mapping[str, int],
     wall_seconds: float,
+    measured: int = 40,
 ) -> dict[str, Any]:
     """The object of ``summary.json``.
 
@@ -32,10 +33,11 @@ def summarize(
         decisions: the gate's, each with ``outcome``.
         versions: topic to the weight version at the end.
         wall_seconds: the whole demo.
+        measured: how many of a topic's first requests are its ``acceptance_rate_first``.
     """
     outcomes = Counter(decision.get("outcome") for decision in decisions)
     return {
-        "topics": {topic: _topic(topic, log, versions) for topic in topics},
+        "topics": {topic: _topic(topic, log, versions, measured) for topic in topics},
         "tokens_per_second": {
             arm: round(speed.rate(arm), 1) for arm in ("plain", "frozen", "online")
         },
@@ -44,8 +46,8 @@ def summarize(
     }
 
 
-def _topic(topic: str, log: Log, versions: Mapping[str, int]) -> dict[str, Any]:
-    first = figures(log.select(topic, "online", "first"))
+def _topic(topic: str, log: Log, versions: Mapping[str, int], measured: int) -> dict[str, Any]:
+    first = figures(log.first(topic, measured))
     last = figures(log.select(topic, "online", "last"))
     frozen = figures(log.select(topic, "frozen", "last"))
     return {
@@ -76,7 +78,7 @@ def result_table(summary: Mapping[str, Any], measured: int) -> Table:
         summary: of :func:`summarize`.
         measured: prompts per topic in each measurement.
     """
-    title = f"Acceptance rate on {measured} unseen prompts a topic"
+    title = f"Acceptance rate: the first and the last {measured} prompts of each topic"
     table = Table(title=title, title_justify="left")
     table.add_column("topic")
     for name in ("first", "last", "frozen twin", "gain", "mean length", "version"):

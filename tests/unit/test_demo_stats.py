@@ -85,7 +85,7 @@ def _full_log() -> Log:
     for topic in ("math", "sql"):
         for i in range(30):
             log.samples.append(sample(i, 4 + i, topic, version=i // 10))
-            log.samples.append(sample(i, 4, topic, "online", "first"))
+            log.samples.append(sample(0, 40, topic, "online", "warmup"))
             log.samples.append(sample(i, 24, topic, "online", "last", version=2))
             log.samples.append(sample(i, 4, topic, "frozen", "last"))
     return log
@@ -99,11 +99,11 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     speed.add("online", 90, 0.5)
     decisions = [{"outcome": "published"}, {"outcome": "published"}, {"outcome": "rejected"}]
     log = _full_log()
-    result = summary.summarize(("math", "sql"), log, speed, decisions, {"sql": 2}, 321.04)
+    result = summary.summarize(("math", "sql"), log, speed, decisions, {"sql": 2}, 321.04, 3)
     assert result == {
         "topics": {
             topic: {
-                "acceptance_rate_first": 0.1,
+                "acceptance_rate_first": 0.125,
                 "acceptance_rate_last": 0.6,
                 "frozen_acceptance_rate_last": 0.1,
                 "mean_acceptance_length_last": 3.4,
