@@ -23,6 +23,7 @@ class Plan:
         seconds: for everything, the start included.
         timed: of each topic's last prompts, how many are answered by all three arms, one request
             at a time and against the clock; the others by the two drafts only.
+        timed_share: most that the timed ones may take of ``seconds``: fewer on a slow machine.
         concurrency: questions at a time where there is no clock.
         load: arrivals in the stream by the measured capacity.
         max_rate: most requests a second, twins included, however fast the machine.
@@ -35,6 +36,7 @@ class Plan:
     seed: int = 0
     seconds: float = 330.0
     timed: int = 12
+    timed_share: float = 0.2
     concurrency: int = 8
     load: float = 0.4
     max_rate: float = 12.0
@@ -75,24 +77,25 @@ async def play(
     """
     course = Course()
     await pause()
-    needed = await _calibrate(plan, client, prompts, clock, view)
+    timed, needed = await _calibrate(plan, client, prompts, clock, view)
     await resume()
     end = max(plan.seconds - plan.reserve_s - needed, clock() + plan.shortest_stream_s)
     await _stream(plan, client, prompts, clock, view, end, course)
     view.phase, view.rate = "last measurement: trainer paused", None
     await pause()
-    await _measure_last(plan, client, prompts, clock, course.speed)
+    await _measure_last(plan, client, prompts, clock, timed, course.speed)
     view.phase = "done"
     return course
 
 
 async def _calibrate(
     plan: Plan, client: Client, prompts: dict[str, PromptSplit], clock: Clock, view: View
-) -> float:
+) -> tuple[int, float]:
     """Find the capacity, on prompts that are used for nothing else.
 
     Returns:
-        Seconds that the last measurement will take, by what was seen here.
+        How many prompts of a topic the last measurement can time, and the seconds that it will
+        take in all, by what was seen here.
     """
     view.phase = "calibration"
     warm = [_warm(topic, next(split.stream)) for topic, split in prompts.items()]
@@ -107,12 +110,10 @@ async def _calibrate(
     _, seconds = await closed_loop(client, many, plan.concurrency, clock)
     view.capacity = len(many) / seconds
     view.rate = min(plan.load * view.capacity, plan.max_rate)
-    measured = sum(len(split.last) for split in prompts.values())
-    timed = min(measured, plan.timed * len(prompts))
-    return (
-        len(ARMS) * timed * seconds_alone / len(alone)
-        + (len(ARMS) - 1) * (measured - timed) / view.capacity
-    )
+    per_prompt = len(ARMS) * seconds_alone  # of each topic
+    timed = max(2, min(plan.timed, int(plan.timed_share * plan.seconds / per_prompt)))
+    rest = sum(max(0, len(split.last) - timed) for split in prompts.values())
+    return timed, timed * per_prompt + (len(ARMS) - 1) * rest / view.capacity
 
 
 def _warm(topic: str, text: str) -> Question:
@@ -151,6 +152,7 @@ async def _measure_last(
     client: Client,
     prompts: dict[str, PromptSplit],
     clock: Clock,
+    timed: int,
     speed: Stopwatch,
 ) -> None:
     """Prompts never sent before: timed rounds by every arm in turn, then the rest by the drafts.
@@ -162,9 +164,9 @@ async def _measure_last(
         [Question(t, topic, "online", "last", i, store=False) for i, t in enumerate(split.last)]
         for topic, split in prompts.items()
     ]
-    half = max(1, plan.timed // 2)
-    timed = [questions[at : at + half] for at in (0, half) for questions in rounds]
-    for number, questions in enumerate(timed):
+    half = max(1, timed // 2)
+    halves = [questions[at : at + half] for at in (0, half) for questions in rounds]
+    for number, questions in enumerate(halves):
         turn = number % len(ARMS)
         for arm in ARMS[turn:] + ARMS[:turn]:
             speed.add(arm, *await closed_loop(client, _for_arm(questions, arm), 1, clock))
