@@ -20,6 +20,7 @@ class LoadBoard:
         self,
         idle_after_s: float = 0.08,
         stale_after_s: float = 6.0,
+        occupied_above: int = 0,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -28,9 +29,10 @@ class LoadBoard:
         Args:
             idle_after_s: quiet seconds before training may run.
             stale_after_s: seconds after which a silent replica is forgotten.
+            occupied_above: requests per replica that still count as quiet.
             clock: monotonic seconds.
         """
-        self._rule = IdleRule(idle_after_s=idle_after_s, stale_after_s=stale_after_s)
+        self._rule = IdleRule(idle_after_s, stale_after_s, occupied_above)
         self._clock = clock
         self._asked = 0
         self._granted = 0

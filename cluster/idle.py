@@ -12,16 +12,14 @@ class _Report:
     waiting: int
     at: float
 
-    @property
-    def busy(self) -> bool:
-        return self.running > 0 or self.waiting > 0
-
 
 @dataclass(slots=True)
 class IdleRule:
-    """Training may run once no replica has had a request for ``idle_after_s``.
+    """Training may run once no replica has been busy for ``idle_after_s``.
 
     Attributes:
+        occupied_above: requests that a replica may decode and still count as idle. 0 where
+            training takes its processor; more where it has one to itself.
         idle_after_s: quiet seconds after the last request; keeps a burst's gaps for serving.
         stale_after_s: a replica silent for this long is gone and counts as idle. Busy
             replicas report every second or so.
@@ -29,6 +27,7 @@ class IdleRule:
 
     idle_after_s: float = 0.08
     stale_after_s: float = 6.0
+    occupied_above: int = 0
     _reports: dict[str, _Report] = field(default_factory=dict)
     _busy_until: float = float("-inf")
     _paused: bool = False
@@ -45,8 +44,11 @@ class IdleRule:
         before = self._reports.get(replica_id)
         fresh = _Report(running, waiting, now)
         self._reports[replica_id] = fresh
-        if fresh.busy or (before is not None and before.busy):
+        if self._busy(fresh) or (before is not None and self._busy(before)):
             self._busy_until = now
+
+    def _busy(self, report: _Report) -> bool:
+        return report.running > self.occupied_above or report.waiting > 0
 
     def pause(self) -> None:
         """No training until :meth:`resume`."""
@@ -59,7 +61,7 @@ class IdleRule:
     def may_train(self, now: float) -> bool:
         """Whether a micro-step may start at ``now``, monotonic seconds."""
         self._forget(now)
-        if self._paused or any(report.busy for report in self._reports.values()):
+        if self._paused or any(self._busy(report) for report in self._reports.values()):
             return False
         return now - self._busy_until >= self.idle_after_s
 

@@ -17,7 +17,7 @@ from paceline.actors.decoding.target import TargetReplica
 from paceline.actors.routing.router import TopicRouter
 from paceline.cluster import session
 from paceline.deploy import learning
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.preflight import check
@@ -158,11 +158,6 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         + config.target.max_queued_requests,
     )
     return _ingress().bind(settings, target, router, actors)
-
-
-def default_threads(cores: int) -> int:
-    """Threads of the target on a machine of so many cores: half, the rest is for all else."""
-    return max(1, cores // 2)
 
 
 def target_settings(config: PacelineConfig) -> TargetSettings:

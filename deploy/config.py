@@ -110,6 +110,7 @@ class TrainingConfig(_Section):
     micro_batch: Count = 8
     round_seconds: Seconds = 8.0
     idle_after_s: Seconds = 0.08
+    max_occupancy: Fraction = 0.25
     keep_versions: Count = 3
 
 
@@ -162,6 +163,11 @@ class PacelineConfig(_Section):
             return Path(self.state_dir).expanduser().absolute()
         home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(home).expanduser() / "paceline"
+
+
+def default_threads(cores: int) -> int:
+    """Threads of the target on a machine of so many cores: half, the rest is for all else."""
+    return max(1, cores // 2)
 
 
 def _resolve(path: str, embedded: str) -> Path:

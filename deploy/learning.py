@@ -3,6 +3,7 @@
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
 
+import os
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.fingerprint import fingerprint
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.board import LoadBoard
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.status import LearningActors
 
 _PREFIX, _SHARD = "paceline-", "shard-"
@@ -33,9 +34,26 @@ def start_actors(config: PacelineConfig) -> LearningActors:
     """
     shards = {expert: _shard(config, expert) for expert in config.drafts.experts}
     registry = _registry(config)
-    board = _named(LoadBoard, _BOARD).remote(config.training.idle_after_s)
+    board = _named(LoadBoard, _BOARD).remote(
+        config.training.idle_after_s, occupied_above=occupied_above(config, os.cpu_count() or 1)
+    )
     trainer = _trainer(config) if config.training.enabled else None
     return LearningActors(shards=shards, registry=registry, board=board, trainer=trainer)
+
+
+def occupied_above(config: PacelineConfig, cores: int) -> int:
+    """Requests per replica beside which training may run: none where it has no core of its own.
+
+    Args:
+        config: see PacelineConfig.
+        cores: of this machine.
+    """
+    threads = config.target.num_threads or default_threads(cores)
+    serving = threads * config.target.num_replicas
+    shares_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
+    if shares_gpu or serving + config.training.num_threads > cores:
+        return 0
+    return int(config.training.max_occupancy * config.target.max_num_seqs)
 
 
 def stop_actors(actors: LearningActors) -> None:

@@ -84,3 +84,16 @@ def test_gaps_between_requests_of_a_steady_stream_are_used() -> None:
                 clock.now += 0.01
                 granted += board.may_train()
     assert granted == 10 * 23
+
+
+def test_a_quiet_replica_counts_as_idle_up_to_the_given_occupancy() -> None:
+    rule = IdleRule(idle_after_s=0.1, occupied_above=2)
+    rule.report("a", 2, 0, 0.0)
+    assert rule.may_train(0.0)
+    rule.report("a", 3, 0, 1.0)
+    assert not rule.may_train(1.0)
+    rule.report("a", 2, 0, 2.0)
+    assert not rule.may_train(2.05)
+    assert rule.may_train(2.2)
+    rule.report("a", 1, 1, 3.0)
+    assert not rule.may_train(3.2)
