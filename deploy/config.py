@@ -96,7 +96,7 @@ class ReplayConfig(_Section):
     capacity_mb: Count = 64
     retention_hours: Seconds = 24.0
     remover: Literal["fifo", "reservoir"] = "fifo"
-    held_out_fraction: Fraction = 0.12
+    held_out_fraction: Fraction = 0.2
     top_k: Count = 32
     persist: bool = False
 

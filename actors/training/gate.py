@@ -21,7 +21,7 @@ class GateSettings:
         resamples: bootstrap resamples of whole records.
     """
 
-    min_records: int = 6
+    min_records: int = 4
     confidence: float = 0.95
     min_gain: float = 0.0
     resamples: int = 1000

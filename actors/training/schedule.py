@@ -22,8 +22,8 @@ class ScheduleSettings:
         waiting_s: seconds of waiting that double a topic's weight.
     """
 
-    min_train: int = 12
-    min_held_out: int = 6
+    min_train: int = 8
+    min_held_out: int = 4
     min_new: int = 4
     max_rejections: int = 3
     rest_growth: float = 0.25

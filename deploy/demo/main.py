@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline demo", description="Serve, learn and measure on this machine, in minutes."
     )
-    parser.add_argument("--minutes", type=float, default=5.5, help="for all of it (default 5.5)")
+    parser.add_argument("--minutes", type=float, default=5.75, help="for all of it (default 5.75)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default 0)")
     parser.add_argument("--port", type=int, default=0, help="to serve on (default: a free one)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="default out/demo")

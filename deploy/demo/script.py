@@ -34,7 +34,7 @@ class Plan:
     """
 
     seed: int = 0
-    seconds: float = 330.0
+    seconds: float = 345.0
     timed: int = 12
     timed_share: float = 0.2
     concurrency: int = 8

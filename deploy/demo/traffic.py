@@ -38,7 +38,7 @@ class Client:
         log: Log,
         clock: Clock,
         model: str,
-        max_tokens: int = 64,
+        max_tokens: int = 32,
         num_speculative_tokens: int = 4,
     ) -> None:
         """Use ``http`` (its base URL is the server's); ``clock`` is 0 at the demo's start."""
@@ -133,8 +133,8 @@ class Phase:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase("math + code", ("math", "code"), 0.22),
-    Phase("shift: sql + shell", ("sql", "shell"), 0.50),
+    Phase("math + code", ("math", "code"), 0.16),
+    Phase("shift: sql + shell", ("sql", "shell"), 0.56),
     Phase("mix", ("math", "code", "sql", "shell"), 0.28),
 )
 
