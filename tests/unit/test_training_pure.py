@@ -47,11 +47,11 @@ def test_gate_rejects_equal_worse_and_noise() -> None:
 
 
 def test_gate_wants_a_handful_of_records() -> None:
-    decision = judge(np.ones(5), np.zeros(5), rng())
+    decision = judge(np.ones(3), np.zeros(3), rng())
     assert not decision.publish
     assert decision.reason == "too few held-out records"
     assert decision.facts()["gain_lower_bound"] is None
-    assert judge(np.ones(6), np.zeros(6), rng()).publish
+    assert judge(np.ones(4), np.zeros(4), rng()).publish
     assert not judge(np.ones(0), np.ones(0), rng(), GateSettings(min_records=0)).publish
 
 
@@ -88,7 +88,8 @@ def test_schedule_prefers_topics_to_general() -> None:
 
 def test_schedule_waits_for_records() -> None:
     assert choose([view("sql", records_train=3)]) is None
-    assert choose([view("sql", records_held_out=5)]) is None
+    assert choose([view("sql", records_held_out=3)]) is None
+    assert choose([view("sql", records_train=8, records_held_out=4)]) == "sql"
     assert choose([]) is None
 
 
