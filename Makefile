@@ -87,12 +87,14 @@ format: setup
 test: check
 	$(PY) -m pytest -m "not full" tests/packaging
 	$(PY) -m pytest -m "not full" tests/unit tests/property
-	$(PY) -m pytest -m "not full" tests/serve tests/distributed
+	$(PY) -m pytest -m "not full" tests/serve
+	$(PY) -m pytest -m "not full" tests/distributed
 
 test-full: check
 	$(PY) -m pytest tests/packaging
 	$(PY) -m pytest tests/unit tests/property
-	$(PY) -m pytest tests/serve tests/distributed tests/gpu
+	$(PY) -m pytest tests/serve
+	$(PY) -m pytest tests/distributed
 
 clean:
 	rm -rf $(VENV) .typing .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
