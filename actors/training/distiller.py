@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.losses import expected_acceptance, forward_kl
 
@@ -89,7 +90,7 @@ class Distiller:
         """
         self._path = path
         self.settings = settings
-        self.device = _device(settings.device)
+        self.device = resolve_device(settings.device)
         self.dtype = _dtype(settings.dtype, self.device)
         draft = AutoModelForCausalLM.from_pretrained(
             path,
@@ -203,19 +204,8 @@ def engine_config(settings: DistillerSettings, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
-
-
 def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """As the target resolves it, less float16, which would need a loss scale."""
     if dtype == "auto":
-        if device.type == "cuda":
-            native = torch.cuda.is_bf16_supported()
-        else:
-            native = bool(
-                torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-            )
-        return torch.bfloat16 if native else torch.float32
+        return resolve_dtype(dtype, device)
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
