@@ -39,15 +39,23 @@ class StepContext:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
-        """bool ``[B, 1, T, span]``: True where a token may look (causal, own row only)."""
+        """``[B, 1, T, span]`` in the rows' dtype: 0 where a token may look, else -inf.
+
+        Causal, own row only. Not a bool: every layer would turn it into this again.
+        """
         if window not in self._masks:
             reads = torch.arange(self.span, device=self.positions.device)
             at = self.positions[:, None, :, None]
             allowed = reads <= at
             if window is not None:
                 allowed &= reads > at - window
-            self._masks[window] = allowed
+            closed = torch.full((), -torch.inf, dtype=self.kv.dtype, device=reads.device)
+            self._masks[window] = torch.where(allowed, torch.zeros_like(closed), closed)
         return self._masks[window]
+
+    def subset(self, index: Tensor) -> StepContext:
+        """The same for some of the sequences; ``index`` is int64 ``[R]``."""
+        return StepContext(self.kv, self.rows[index], self.positions[index], self.span, None)
 
     def read(self, layer: Tensor) -> Tensor:
         """The first ``span`` positions of the rows; a view where they are contiguous."""
@@ -87,17 +95,45 @@ def paceline_attention(
         ``[B, T, heads, head_dim]`` and None (no attention weights).
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    step = paceline_step
+    return attend(paceline_step, layer, query, key, value, scaling, sliding_window), None
+
+
+def attend(
+    step: StepContext,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Store the new keys and values and attend over the rows.
+
+    Args:
+        step: the forward's context.
+        layer: layer index.
+        query: ``[B, heads, T, head_dim]``.
+        key: ``[B, kv_heads, T, head_dim]``.
+        value: like ``key``.
+        scaling: softmax scale.
+        window: how far back the layer looks, None for all.
+
+    Returns:
+        ``[B, T, heads, head_dim]`` in the queries' dtype.
+    """
+    dtype, own = query.dtype, step.kv.dtype
+    if dtype is not own:
+        query, key, value = query.to(own), key.to(own), value.to(own)
     step.kv.write(layer, step.rows[:, None], step.positions, key, value)
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         step.read(step.kv.keys[layer]),
         step.read(step.kv.values[layer]),
-        attn_mask=step.mask(sliding_window),
+        attn_mask=step.mask(window),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).to(dtype)
 
 
 AttentionInterface.register(ATTENTION_NAME, paceline_attention)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Any
 
 import torch
 
-from paceline.actors.decoding.colocated import ColocatedProposer, Expert
+from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
 from paceline.actors.decoding.engine import Engine, EngineSettings
 from paceline.actors.decoding.loading import (
     load_causal_lm,
@@ -34,20 +35,36 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
-def build_experts(
+_NOT_ARCHITECTURE = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+)
+
+
+def build_stacks(
     settings: TargetSettings, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> dict[str, Expert]:
-    """One expert per draft, and one of fixed weights per folder for the ``@0`` names."""
+) -> list[ExpertStack]:
+    """One stack per architecture; beside the drafts, their ``@0`` twins of fixed weights.
 
-    def expert(path: str) -> Expert:
+    Drafts that start from the same folder share one twin.
+    """
+    twins: dict[str, str] = {}
+    for name, path in settings.drafts.items():
+        twins.setdefault(path, name + INITIAL_SUFFIX)
+    members: dict[str, list[tuple[str, Any]]] = {}
+    for name, path in [*settings.drafts.items(), *((twin, path) for path, twin in twins.items())]:
         model = load_causal_lm(path, dtype, device)
-        rows = settings.max_num_seqs
-        return Expert(ModelRunner(model, rows, max_model_len), rows)
-
-    initial = {path: expert(path) for path in sorted(set(settings.drafts.values()))}
-    experts = {name: expert(path) for name, path in settings.drafts.items()}
-    frozen = {name + INITIAL_SUFFIX: initial[path] for name, path in settings.drafts.items()}
-    return experts | frozen
+        facts = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
+        members.setdefault(json.dumps(facts, sort_keys=True, default=str), []).append((name, model))
+    stacks = []
+    for experts in members.values():
+        names, models = zip(*experts, strict=True)
+        runner = ModelRunner(models, settings.max_num_seqs, max_model_len)
+        stack = ExpertStack(runner, names, settings.max_num_seqs)
+        for name, path in settings.drafts.items():
+            if twins[path] in names:
+                stack.alias(name + INITIAL_SUFFIX, twins[path])
+        stacks.append(stack)
+    return stacks
 
 
 def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]:
@@ -65,13 +82,13 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
     tokenizer = load_tokenizer(settings.model_path)
     target = load_causal_lm(settings.model_path, dtype, device)
     max_model_len = context_length(target.config, settings.max_model_len)
-    runner = ModelRunner(target, settings.max_num_seqs, max_model_len)
+    runner = ModelRunner([target], settings.max_num_seqs, max_model_len)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
-    experts = build_experts(settings, dtype, device, max_model_len)
+    stacks = build_stacks(settings, dtype, device, max_model_len)
     engine = Engine(
         runner=runner,
-        proposer=ColocatedProposer(experts, settings.draft_top_k, generator),
+        proposer=ColocatedProposer(stacks, settings.draft_top_k, generator),
         tokenizer=tokenizer,
         settings=EngineSettings(
             max_num_seqs=settings.max_num_seqs,

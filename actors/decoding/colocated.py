@@ -1,4 +1,4 @@
-"""The in-process proposer: one draft model per expert, beside the target, batched per expert."""
+"""The in-process proposer: the experts beside the target, all rows in one forward per step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
 from paceline.actors.decoding.noise import gumbel, stream_key
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
@@ -63,33 +64,52 @@ def pick_tokens(
     return columns
 
 
-class Expert:
-    """One draft model, its rows, and how far each row has been computed."""
+class ExpertStack:
+    """Experts of one architecture: their weights, shared rows, and how far each row is computed."""
 
-    def __init__(self, runner: ModelRunner, rows: int, weight_version: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, names: Sequence[str], rows: int) -> None:
+        """Take the models.
+
+        Args:
+            runner: of ``len(names)`` models, for ``rows`` requests.
+            names: one per model, in order.
+            rows: most requests at once, over all experts.
+        """
         self.runner = runner
-        self.weight_version = weight_version
-        self.table = RowTable(rows)
-        # Per sequence: positions whose keys and values are right, and the drafts after them.
+        self.versions = dict.fromkeys(names, 0)
+        self._index = {name: i for i, name in enumerate(names)}
+        self._table = RowTable(rows)
+        # Per sequence: its expert, the positions whose keys and values are right, and the
+        # drafts after them.
+        self._expert: dict[str, str] = {}
         self._computed: dict[str, int] = {}
         self._drafted: dict[str, list[int]] = {}
+        self._grid: tuple[list[int], Grid] | None = None
 
-    def swap(self, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Take new weights; the rows' keys and values are of the old ones and get recomputed."""
-        self.runner.load_weights(state)
-        self.weight_version = weight_version
-        self.reset()
+    def alias(self, name: str, expert: str) -> None:
+        """Give an expert a further name; the expert's own is fine too."""
+        self._index[name] = self._index[expert]
+        self.versions[name] = self.versions[expert]
 
-    def reset(self) -> None:
-        """Recompute every row before it is used again."""
-        self._computed = dict.fromkeys(self._computed, 0)
-        self._drafted.clear()
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Take new weights; keys and values made by the old ones get recomputed.
+
+        Raises:
+            ValueError: for weights of another shape.
+        """
+        self.runner.load_weights(state, self._index[expert])
+        self.versions[expert] = weight_version
+        for request_id, own in self._expert.items():
+            if own == expert:
+                self._computed[request_id] = 0
+                self._drafted.pop(request_id, None)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
-        if request_id not in self.table:
+        if request_id not in self._table:
             return
-        moved = self.table.release(request_id)
+        moved = self._table.release(request_id)
+        del self._expert[request_id]
         self._computed.pop(request_id, None)
         self._drafted.pop(request_id, None)
         if moved is not None:
@@ -100,7 +120,7 @@ class Expert:
 
     def order(self, request_id: str) -> int:
         """Sorting key under which a batch of all rows is a contiguous view; new ones go last."""
-        return self.table.row(request_id) if request_id in self.table else self.table.limit
+        return self._table.row(request_id) if request_id in self._table else self._table.limit
 
     def _known(self, row: DraftRow) -> int:
         """How many positions of a sequence are right: computed ones and drafts that came true."""
@@ -118,38 +138,47 @@ class Expert:
             its row. Every round then starts with the last two tokens, because after full
             acceptance the last draft token has not been through the draft yet.
         """
-        if row.request_id not in self.table:
-            self.table.add(row.request_id)
+        if row.request_id not in self._table:
+            self._table.add(row.request_id)
+            self._expert[row.request_id] = row.draft
             self._computed[row.request_id] = 0
-        slot = self.table.row(row.request_id)
+        slot = self._table.row(row.request_id)
         known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
         if known < wanted:
-            self.runner.prefill(slot, row.tokens[known:wanted], known)
+            self.runner.prefill(slot, row.tokens[known:wanted], known, self._index[row.draft])
         self._computed[row.request_id] = len(row.tokens)
         return slot
+
+    def _layout(self, rows: Sequence[DraftRow]) -> Grid:
+        """The grid of a batch, made anew only when the batch has changed."""
+        experts = [self._index[row.draft] for row in rows]
+        if self._grid is None or self._grid[0] != experts:
+            self._grid = experts, Grid(experts, self.runner.device)
+        return self._grid[1]
 
     @torch.inference_mode()
     def propose(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
-        """Draft for rows of this expert, one forward per position."""
+        """Draft for rows of these experts, one forward per position for all of them."""
         slots = [self.catch_up(row) for row in rows]
-        device = self.runner.device
+        device, grid = self.runner.device, self._layout(rows)
         batch = batch_params([row.sampling for row in rows], device)
         lengths = [len(row.tokens) for row in rows]
         # A prompt of one token feeds it twice at position 0: the same write, done twice.
         tokens = torch.tensor([(2 * list(row.tokens[-2:]))[-2:] for row in rows], device=device)
         positions = torch.tensor([[max(n - 2, 0), n - 1] for n in lengths], device=device)
         outputs = torch.tensor([row.num_output for row in rows], device=device)
-        index = torch.arange(len(rows), device=device)
         drafted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for step in range(max(row.num_draft_tokens for row in rows)):
-            logits = self.runner.forward(slots, tokens, positions, max(lengths) + step, keep=1)
+            logits = self.runner.forward(
+                slots, tokens, positions, max(lengths) + step, keep=1, grid=grid
+            )
             ids, probs = draft_support(logits[:, -1], batch, support)
-            column = pick_tokens(ids, probs, batch, outputs + step, generator)
-            chosen = ids[index, column]
-            drafted.append((chosen, probs[index, column], ids, probs))
-            tokens, positions = chosen[:, None], positions[:, -1:] + 1
+            column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
+            chosen = ids.gather(1, column)
+            drafted.append((chosen[:, 0], probs.gather(1, column)[:, 0], ids, probs))
+            tokens, positions = chosen, positions[:, -1:] + 1
         chosen, chosen_probs, ids, probs = (
             torch.stack(column, dim=1) for column in zip(*drafted, strict=True)
         )
@@ -190,42 +219,41 @@ def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
 
 
 class ColocatedProposer:
-    """All experts in the target's process, each with its own rows."""
+    """All experts in the target's process, those of one architecture in one stack."""
 
     def __init__(
-        self, experts: Mapping[str, Expert], support: int, generator: torch.Generator
+        self, stacks: Sequence[ExpertStack], support: int, generator: torch.Generator
     ) -> None:
         """Take the experts.
 
         Args:
-            experts: by name; a name that ends in ``@0`` keeps its initial weights for ever.
+            stacks: no name twice; one that ends in ``@0`` keeps its initial weights for ever.
             support: the most tokens that a draft's distribution may hold.
             generator: randomness of unseeded drafts.
         """
-        self._experts = dict(experts)
+        self._stacks = {name: stack for stack in stacks for name in stack.versions}
         self._support = support
         self._generator = generator
-        self._draft_of: dict[str, str] = {}
+        self._stack_of: dict[str, ExpertStack] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
-        """Draft tokens for every row, batched per expert."""
-        groups: dict[str, list[int]] = {}
+        """Draft tokens for every row, batched per stack."""
+        groups: dict[int, tuple[ExpertStack, list[int]]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(row.draft, []).append(index)
-            self._draft_of[row.request_id] = row.draft
+            stack = self._stack_of[row.request_id] = self._stacks[row.draft]
+            groups.setdefault(id(stack), (stack, []))[1].append(index)
         parts = []
-        for draft, indices in groups.items():
-            expert = self._experts[draft]
-            indices.sort(key=lambda i, expert=expert: expert.order(rows[i].request_id))  # type: ignore[misc]
+        for stack, indices in groups.values():
+            indices.sort(key=lambda i, stack=stack: stack.order(rows[i].request_id))  # type: ignore[misc]
             batch = [rows[i] for i in indices]
-            parts.append((indices, expert.propose(batch, self._support, self._generator)))
+            parts.append((indices, stack.propose(batch, self._support, self._generator)))
         return merge(parts, len(rows))
 
     def release(self, request_id: str) -> None:
         """Free what a sequence held."""
-        draft = self._draft_of.pop(request_id, None)
-        if draft is not None:
-            self._experts[draft].release(request_id)
+        stack = self._stack_of.pop(request_id, None)
+        if stack is not None:
+            stack.release(request_id)
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Put new weights in place of an expert's present ones.
@@ -236,12 +264,12 @@ class ColocatedProposer:
         """
         if expert.endswith(INITIAL_SUFFIX):
             raise ValueError(f"{expert} keeps its initial weights")
-        self._experts[expert].swap(weight_version, state)
+        self._stacks[expert].swap(expert, weight_version, state)
 
     def version(self, draft: str) -> int:
         """The weight_version that a draft proposes with."""
-        return self._experts[draft].weight_version
+        return self._stacks[draft].versions[draft]
 
     def drafts(self) -> dict[str, int]:
         """Every draft with its weight_version."""
-        return {name: expert.weight_version for name, expert in self._experts.items()}
+        return {name: stack.versions[name] for name, stack in self._stacks.items()}

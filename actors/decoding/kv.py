@@ -34,6 +34,7 @@ class KVRows:
         """
         self.rows = rows
         self.capacity = capacity
+        self.dtype = dtype
         # Zeros, not empty: a masked position must not hold a NaN (0 x NaN is NaN).
         self.keys = [
             torch.zeros(rows, heads, capacity, dim, dtype=dtype, device=device)
@@ -60,6 +61,15 @@ class KVRows:
         """
         self.keys[layer][rows, :, positions] = key.transpose(1, 2)
         self.values[layer][rows, :, positions] = value.transpose(1, 2)
+
+
+def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which dtype a model's keys and values are kept.
+
+    CPUs attend in float32 several times faster than in bfloat16 (measured: 4 times for one token
+    of 8 rows), and lose nothing: what is stored are the model's own values, widened.
+    """
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 class RowTable:

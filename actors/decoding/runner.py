@@ -1,4 +1,4 @@
-"""A model with its key/value rows: one forward over a ragged batch."""
+"""Models with their key/value rows: one forward over a ragged batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.attention import StepContext
-from paceline.actors.decoding.kv import KVRows
+from paceline.actors.decoding.decoders import make_decoder
+from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.kv import KVRows, kv_dtype
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
@@ -21,17 +23,35 @@ def kv_shapes(config: Any) -> list[tuple[int, int]]:
 
 
 class ModelRunner:
-    """Runs one model for up to ``rows`` requests at once."""
+    """Runs E models of one architecture for up to ``rows`` requests at once.
 
-    def __init__(self, model: Any, rows: int, max_model_len: int) -> None:
-        self.model = model
-        self.device: torch.device = model.device
+    The target is one model; the experts of a draft architecture are several that share rows.
+    """
+
+    def __init__(self, models: Sequence[Any], rows: int, max_model_len: int) -> None:
+        """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
+
+        Args:
+            models: causal LMs of one config, dtype and device, with the engine's attention.
+            rows: most requests at once.
+            max_model_len: most positions of a request.
+        """
+        self.models = list(models)
+        self.device: torch.device = self.models[0].device
         self.max_model_len = max_model_len
-        self.kv = KVRows(kv_shapes(model.config), rows, max_model_len, model.dtype, self.device)
+        dtype, shapes = self.models[0].dtype, kv_shapes(self.models[0].config)
+        self.decoder = make_decoder(self.models, shapes, max_model_len)
+        self.kv = KVRows(shapes, rows, max_model_len, kv_dtype(dtype, self.device), self.device)
 
     @torch.inference_mode()
     def forward(
-        self, rows: Sequence[int], token_ids: Tensor, positions: Tensor, span: int, keep: int = 0
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        keep: int = 0,
+        grid: Grid | None = None,
     ) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.
 
@@ -41,51 +61,45 @@ class ModelRunner:
             positions: int64 ``[B, T]``, position of every token in its sequence.
             span: 1 + the largest position that any row reads.
             keep: logits of the last ``keep`` tokens only; 0 is all.
+            grid: which model runs which row; None is the first for all.
 
         Returns:
-            logits ``[B, T or keep, V]`` in the model's dtype.
+            logits ``[B, T or keep, V]`` in the models' dtype.
         """
         # Padding behind a short row may overhang the context. Nobody reads its last position
         # before the request has ended, so that is where the padding goes.
         positions = positions.clamp(max=self.max_model_len - 1)
-        span = min(span, self.max_model_len)
         first = rows[0]
         follows = all(row == first + i for i, row in enumerate(rows))
-        context = StepContext(
+        step = StepContext(
             kv=self.kv,
             rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
             positions=positions,
-            span=span,
+            span=min(span, self.max_model_len),
             contiguous=(first, len(rows)) if follows else None,
         )
-        output = self.model(
-            input_ids=token_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=keep,
-            paceline_step=context,
-        )
-        logits: Tensor = output.logits
-        return logits
+        return self.decoder(token_ids, step, grid or Grid([0] * len(rows), self.device), keep)
 
-    def prefill(self, row: int, token_ids: Sequence[int], start: int) -> None:
+    def prefill(self, row: int, token_ids: Sequence[int], start: int, expert: int = 0) -> None:
         """Store keys and values of consecutive tokens of one row, from position ``start``."""
         if not token_ids:
             return
         tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         end = start + len(token_ids)
         positions = torch.arange(start, end, device=self.device)[None]
-        self.forward([row], tokens, positions, span=end, keep=1)
+        grid = Grid([expert], self.device)
+        self.forward([row], tokens, positions, span=end, keep=1, grid=grid)
 
     @torch.inference_mode()
-    def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copy new weights over the present ones, in place.
+    def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:
+        """Copy new weights over a model's present ones, in place.
 
         Raises:
             ValueError: where a name or shape differs; nothing has been copied then.
         """
-        own = self.model.state_dict()
-        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        model = self.models[expert]
+        own = model.state_dict()
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
         missing = [name for name in own if name not in state and name not in tied]
         unknown = [name for name in state if name not in own]
         if missing or unknown:
@@ -95,3 +109,4 @@ class ModelRunner:
             raise ValueError(f"weights differ in shape: {wrong}")
         for name, new in state.items():
             own[name].copy_(new)
+        self.decoder.refresh(expert)

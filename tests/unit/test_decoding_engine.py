@@ -13,7 +13,7 @@ from tiny_models import tiny_llama, tiny_tokenizer
 from torch import Tensor
 
 from paceline.actors.decoding.attention import ATTENTION_NAME
-from paceline.actors.decoding.colocated import ColocatedProposer, Expert
+from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
 from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
 from paceline.actors.decoding.proposer import DraftRow
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
@@ -44,16 +44,13 @@ def make_engine(
     """An engine with the experts a and b, and a's initial weights."""
     target = served(tiny_llama(target_seed, vocab=vocab, **model))
     generator = torch.Generator().manual_seed(seed)
-    experts = {
-        name: Expert(
-            ModelRunner(served(tiny_llama(s, layers=1, vocab=vocab)), max_num_seqs, MAX_LEN),
-            max_num_seqs,
-        )
-        for name, s in (("a", draft_seed), ("b", draft_seed + 1), ("a@0", draft_seed))
-    }
+    seeds = {"a": draft_seed, "b": draft_seed + 1, "a@0": draft_seed}
+    drafts = [served(tiny_llama(s, layers=1, vocab=vocab)) for s in seeds.values()]
+    runner = ModelRunner(drafts, max_num_seqs, MAX_LEN)
+    stack = ExpertStack(runner, list(seeds), max_num_seqs)
     return Engine(
-        runner=ModelRunner(target, max_num_seqs, MAX_LEN),
-        proposer=ColocatedProposer(experts, 16, generator),
+        runner=ModelRunner([target], max_num_seqs, MAX_LEN),
+        proposer=ColocatedProposer([stack], 16, generator),
         tokenizer=TOKENIZER,
         settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),
         generator=generator,
@@ -128,7 +125,7 @@ def test_the_targets_twin_as_draft_is_accepted_whole() -> None:
     engine = make_engine(k=4)
     twin = served(tiny_llama(1))
     engine._proposer = ColocatedProposer(  # type: ignore[attr-defined]
-        {"a": Expert(ModelRunner(twin, 4, MAX_LEN), 4)}, 16, torch.Generator()
+        [ExpertStack(ModelRunner([twin], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
     )
     outputs = run(engine, [request("r", PROMPTS[0], max_tokens=21, ignore_eos=True)])["r"]
     stats_ = outputs[-1].chunk.speculative
@@ -254,7 +251,7 @@ def test_better_weights_are_accepted_after_the_swap() -> None:
     engine = make_engine(k=4)
     draft = served(tiny_llama(9))
     engine._proposer = ColocatedProposer(  # type: ignore[attr-defined]
-        {"a": Expert(ModelRunner(draft, 4, MAX_LEN), 4)}, 16, torch.Generator()
+        [ExpertStack(ModelRunner([draft], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
     )
     engine.add(request("r", PROMPTS[0], max_tokens=60, ignore_eos=True))
     for _ in range(5):

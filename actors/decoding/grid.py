@@ -1,0 +1,81 @@
+"""Which expert of a stack runs which row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Grid:
+    """B rows laid out as E' experts times R rows each, so that one batched product does all.
+
+    Experts with fewer rows than R repeat one of theirs; what padding computes is dropped before
+    it is stored. A batch of a single expert needs no layout at all.
+
+    Attributes:
+        experts: indices into the stack, ascending, E' of them.
+        single: the expert where there is only one, else None.
+        run: the experts as a slice where they follow each other, else None.
+        members: the rows of each of these experts.
+    """
+
+    def __init__(self, expert_of_row: Sequence[int], device: torch.device | str) -> None:
+        """Lay out.
+
+        Args:
+            expert_of_row: index into the stack, of every one of B rows.
+            device: of the index tensors.
+        """
+        self.experts = sorted(set(expert_of_row))
+        first, last = self.experts[0], self.experts[-1]
+        self.single = first if first == last else None
+        self.run = slice(first, last + 1) if last - first + 1 == len(self.experts) else None
+        self._width = len(expert_of_row)
+        if self.single is not None:
+            self.members = [list(range(self._width))]
+            return
+        self.members = [
+            [i for i, own in enumerate(expert_of_row) if own == expert] for expert in self.experts
+        ]
+        self._width = max(len(rows) for rows in self.members)
+        gather: list[int] = []
+        place = [0] * len(expert_of_row)
+        for rows in self.members:
+            for i, row in enumerate(rows):
+                place[row] = len(gather) + i
+            gather += rows + rows[:1] * (self._width - len(rows))
+        self._gather = torch.tensor(gather, device=device)
+        self._place = torch.tensor(place, device=device)
+        self._chosen = torch.tensor(self.experts, device=device)
+
+    def select(self, stacked: Tensor) -> Tensor:
+        """The grid's experts of a stack: ``[E, ...]`` to ``[E', ...]``, a view where possible."""
+        return stacked[self._chosen] if self.run is None else stacked[self.run]
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """``[B, T, ...]`` to ``[E', R*T, ...]``."""
+        if self.single is None:
+            x = x[self._gather]
+        return x.reshape(len(self.experts), self._width * x.shape[1], *x.shape[2:])
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """``[E', R*T, ...]`` to ``[B, T, ...]``."""
+        steps = x.shape[1] // self._width
+        x = x.reshape(len(self.experts) * self._width, steps, *x.shape[2:])
+        return x if self.single is not None else x[self._place]
+
+    def last(self, x: Tensor, keep: int) -> Tensor:
+        """The last ``keep`` of T tokens, ``[E', R*T, H]`` to ``[E', R*keep, H]``; 0 keeps all."""
+        steps = x.shape[1] // self._width
+        if keep in (0, steps):
+            return x
+        tail = x.view(x.shape[0], self._width, steps, -1)[:, :, -keep:]
+        return tail.reshape(x.shape[0], self._width * keep, -1)
+
+    def offset(self, token_ids: Tensor, vocab: int) -> Tensor:
+        """Indices into the experts' joined embeddings: ``[B, T]`` tokens to ``[E', R*T]``."""
+        if self.single is not None:
+            return token_ids.reshape(1, -1) + self.single * vocab
+        return self.from_rows(token_ids) + (self._chosen * vocab)[:, None]

@@ -1,0 +1,103 @@
+"""Projections of several models of one architecture, fused and stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.actors.decoding.grid import Grid
+
+
+class StackedLinear:
+    """The same projection of E experts.
+
+    On CPUs that multiply bfloat16, the weights are kept a second time in the layout that the
+    product wants: without it every call lays them out anew, at two to three times the cost.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take weights that are not copied: ``[E, out, in]``, bias ``[E, out]`` or None."""
+        self.weight = weight
+        self.bias = bias
+        self._packed: list[Tensor] | None = None
+
+    def pack(self, expert: int | None = None) -> None:
+        """Lay the weights (of one expert, or all) out anew, after they have changed."""
+        if not packable(self.weight):
+            return
+        if self._packed is None or expert is None:
+            self._packed = [_packed(weight) for weight in self.weight]
+        else:
+            self._packed[expert] = _packed(self.weight[expert])
+
+    def __call__(self, x: Tensor, grid: Grid) -> Tensor:
+        """``[E', N, in]`` to ``[E', N, out]`` for the grid's E' experts."""
+        if grid.single is not None:
+            return self._one(x, grid.single)
+        if grid.run is not None and self._packed is None:
+            product = torch.bmm(x, self.weight[grid.run].transpose(1, 2))
+            return product if self.bias is None else product + self.bias[grid.run, None]
+        return torch.stack([self._one(x[i], e) for i, e in enumerate(grid.experts)])
+
+    def _one(self, x: Tensor, expert: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[expert]
+        if self._packed is None:
+            return functional.linear(x, self.weight[expert], bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed[expert], bias, "none", [], ""
+        )
+        return product
+
+
+def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
+    """One projection for those that share their input, of every expert.
+
+    Args:
+        groups: ``groups[e]`` are expert e's modules; their parameters become views into the
+            fused weights, so that what is copied into a module is seen here (after ``pack``).
+    """
+    sizes = [linear.weight.shape[0] for linear in groups[0]]
+    first = groups[0][0].weight
+    weight = first.new_empty(len(groups), sum(sizes), first.shape[1])
+    has_bias = groups[0][0].bias is not None
+    bias = first.new_empty(len(groups), sum(sizes)) if has_bias else None
+    for e, group in enumerate(groups):
+        for linear, part in zip(group, torch.split(weight[e], sizes), strict=True):
+            adopt(linear.weight, part)
+        if bias is not None:
+            for linear, part in zip(group, torch.split(bias[e], sizes), strict=True):
+                adopt(linear.bias, part)
+    return StackedLinear(weight, bias)
+
+
+def adopt(parameter: Tensor, storage: Tensor) -> None:
+    """Copy a parameter to its place in shared storage and make it a view of that."""
+    storage.copy_(parameter.data)
+    parameter.data = storage
+
+
+def stack(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+    """E parameters of one shape as one tensor ``[E, ...]`` of which they become views."""
+    storage = parameters[0].data.new_empty(len(parameters), *parameters[0].shape)
+    for parameter, part in zip(parameters, storage, strict=True):
+        adopt(parameter, part)
+    return storage
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether this CPU has a packed layout for products with these weights."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and torch._C._has_mkldnn
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def _packed(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
