@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.costs import StepCosts, grid_points, profile
+from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings
+from paceline.actors.decoding.goodput import GoodputController
+from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.loading import (
     load_causal_lm,
     load_tokenizer,
@@ -35,6 +40,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
+_PROFILED_CONTEXT = 128
 _NOT_ARCHITECTURE = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 )
@@ -59,12 +65,40 @@ def build_stacks(
     for experts in members.values():
         names, models = zip(*experts, strict=True)
         runner = ModelRunner(models, settings.max_num_seqs, max_model_len)
-        stack = ExpertStack(runner, names, settings.max_num_seqs)
+        stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
         for name, path in settings.drafts.items():
             if twins[path] in names:
                 stack.alias(name + INITIAL_SUFFIX, twins[path])
         stacks.append(stack)
     return stacks
+
+
+def build_controller(
+    settings: TargetSettings, runner: ModelRunner, stacks: Sequence[ExpertStack]
+) -> GoodputController | None:
+    """The controller over costs profiled here and now; None where k is fixed.
+
+    Drafts of several architectures are taken to cost what those of the first do.
+    """
+    if settings.num_speculative_tokens is not None or not stacks:
+        return None
+    torch.set_num_threads(settings.num_threads)
+    rows, most = grid_points(settings.max_num_seqs), settings.max_speculative_tokens
+    tokens = sorted({1, 2, (most + 2) // 2, most + 1})
+    start = min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1])
+
+    def run(models: ModelRunner, batch: int, count: int, experts: int) -> None:
+        positions = (start + torch.arange(count, device=models.device)).expand(batch, -1)
+        ids = torch.zeros(batch, count, dtype=torch.int64, device=models.device)
+        grid = Grid([i % experts for i in range(batch)], models.device)
+        logits = models.forward(range(batch), ids, positions, start + count, grid=grid)
+        logits.float().topk(1).indices.tolist()  # waits for the device
+
+    draft = stacks[0].runner
+    target_costs = profile(lambda b, t: run(runner, b, t, 1), rows, tokens, time.perf_counter)
+    experts = grid_points(min(len(draft.models), settings.max_num_seqs))
+    draft_costs = profile(lambda b, e: run(draft, b, 1, e), rows, experts, time.perf_counter)
+    return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
 
 
 def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]:
@@ -86,9 +120,11 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
     stacks = build_stacks(settings, dtype, device, max_model_len)
+    proposer = ColocatedProposer(stacks, settings.draft_top_k, generator)
+    controller = build_controller(settings, runner, stacks)
     engine = Engine(
         runner=runner,
-        proposer=ColocatedProposer(stacks, settings.draft_top_k, generator),
+        drafting=Drafting(proposer, controller, device, time.perf_counter),
         tokenizer=tokenizer,
         settings=EngineSettings(
             max_num_seqs=settings.max_num_seqs,

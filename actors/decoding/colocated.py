@@ -67,15 +67,19 @@ def pick_tokens(
 class ExpertStack:
     """Experts of one architecture: their weights, shared rows, and how far each row is computed."""
 
-    def __init__(self, runner: ModelRunner, names: Sequence[str], rows: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, names: Sequence[str], rows: int, prefill_chunk: int = 256
+    ) -> None:
         """Take the models.
 
         Args:
             runner: of ``len(names)`` models, for ``rows`` requests.
             names: one per model, in order.
             rows: most requests at once, over all experts.
+            prefill_chunk: most prompt tokens that one round reads.
         """
         self.runner = runner
+        self._prefill_chunk = prefill_chunk
         self.versions = dict.fromkeys(names, 0)
         self._index = {name: i for i, name in enumerate(names)}
         self._table = RowTable(rows)
@@ -131,23 +135,31 @@ class ExpertStack:
             known += 1
         return known
 
-    def catch_up(self, row: DraftRow) -> int:
-        """Bring a sequence to within two tokens of its end.
+    def _catch_up(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Bring sequences to within two tokens of their ends, within the prefill budget.
+
+        Every round starts with the last two tokens, because after full acceptance the last
+        draft token has not been through the draft yet.
 
         Returns:
-            its row. Every round then starts with the last two tokens, because after full
-            acceptance the last draft token has not been through the draft yet.
+            indices of the rows that are there; the others go on in the next round.
         """
-        if row.request_id not in self._table:
-            self._table.add(row.request_id)
-            self._expert[row.request_id] = row.draft
-            self._computed[row.request_id] = 0
-        slot = self._table.row(row.request_id)
-        known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
-        if known < wanted:
-            self.runner.prefill(slot, row.tokens[known:wanted], known, self._index[row.draft])
-        self._computed[row.request_id] = len(row.tokens)
-        return slot
+        ready, budget = [], self._prefill_chunk
+        for i, row in enumerate(rows):
+            if row.request_id not in self._table:
+                self._table.add(row.request_id)
+                self._expert[row.request_id] = row.draft
+                self._computed[row.request_id] = 0
+            known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
+            end = min(wanted, known + budget)
+            if known < end:
+                slot = self._table.row(row.request_id)
+                self.runner.prefill(slot, row.tokens[known:end], known, self._index[row.draft])
+                budget -= end - known
+            self._computed[row.request_id] = max(known, end)
+            if end >= wanted:
+                ready.append(i)
+        return ready
 
     def _layout(self, rows: Sequence[DraftRow]) -> Grid:
         """The grid of a batch, made anew only when the batch has changed."""
@@ -160,8 +172,20 @@ class ExpertStack:
     def propose(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
-        """Draft for rows of these experts, one forward per position for all of them."""
-        slots = [self.catch_up(row) for row in rows]
+        """Draft for rows of these experts, one forward per position for all of them.
+
+        Rows whose prompt is still being read draft nothing yet.
+        """
+        ready = self._catch_up(rows)
+        if not ready:
+            return Proposal.empty(len(rows), self.runner.device)
+        drafts = self._draft([rows[i] for i in ready], support, generator)
+        return drafts.spread(ready, len(rows))
+
+    def _draft(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        slots = [self._table.row(row.request_id) for row in rows]
         device, grid = self.runner.device, self._layout(rows)
         batch = batch_params([row.sampling for row in rows], device)
         lengths = [len(row.tokens) for row in rows]
@@ -183,6 +207,7 @@ class ExpertStack:
             torch.stack(column, dim=1) for column in zip(*drafted, strict=True)
         )
         for row, guesses in zip(rows, chosen.tolist(), strict=True):
+            self._computed[row.request_id] = len(row.tokens)
             self._drafted[row.request_id] = guesses
         counts = torch.tensor([row.num_draft_tokens for row in rows], device=device)
         return Proposal(chosen, counts, chosen_probs, ids, probs)

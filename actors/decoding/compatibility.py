@@ -26,35 +26,64 @@ def read_config(path: str | Path, name: str) -> dict[str, Any]:
         raise ModelError(f"{name}: {folder} has no config.json")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name}: {folder} has no *.safetensors")
+    return _read_object(file, name)
+
+
+def _read_object(file: Path, name: str) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{name}: {file}: {error.strerror}") from error
+    except ValueError as error:  # a pointer of git-lfs, for one
         raise ModelError(f"{name}: {file} is not JSON ({error})") from error
-    return config
+    if not isinstance(content, dict):
+        raise ModelError(f"{name}: {file} holds no JSON object")
+    return content
 
 
-def _vocabulary(path: str | Path) -> Any:
+def _vocabulary(path: str | Path, name: str) -> Any:
     """What makes two tokenizers the same: token to id, and the added tokens."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return content.get("model", {}).get("vocab"), content.get("added_tokens")
+    content = _read_object(file, name)
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise ModelError(f"{name}: {file} is not a tokenizer's")
+    return model.get("vocab"), content.get("added_tokens")
 
 
-def check_models(target_path: str | Path, drafts: Mapping[str, str | Path]) -> None:
+def own_context(config: Mapping[str, Any]) -> int | None:
+    """Positions that a model was made for, by its config; None where that does not say."""
+    length = config.get("max_position_embeddings") or config.get("n_positions")
+    return length if isinstance(length, int) else None
+
+
+def check_models(
+    target_path: str | Path, drafts: Mapping[str, str | Path], max_model_len: int | None = None
+) -> None:
     """Refuse what cannot work together.
 
     A draft folder without a tokenizer is taken to use the target's; its vocabulary size
     must then still be equal.
 
+    Args:
+        target_path: folder of the target.
+        drafts: expert to the folder of its draft.
+        max_model_len: most tokens of prompt and answer, None for the target's own limit.
+
     Raises:
         ModelError: names the model and the reason.
     """
     target = read_config(target_path, "target")
-    target_vocabulary = _vocabulary(target_path)
+    target_vocabulary = _vocabulary(target_path, "target")
     if target_vocabulary is None:
         raise ModelError(f"target: {target_path} has no tokenizer.json")
+    lengths = [n for n in (own_context(target), max_model_len) if n is not None]
+    if not lengths:
+        raise ModelError(
+            f"target: no context length in {target_path}/config.json, set target.max_model_len"
+        )
     for name, path in drafts.items():
         draft = read_config(path, f"draft {name}")
         if draft.get("vocab_size") != target.get("vocab_size"):
@@ -62,6 +91,12 @@ def check_models(target_path: str | Path, drafts: Mapping[str, str | Path]) -> N
                 f"draft {name}: vocabulary of {draft.get('vocab_size')} tokens, "
                 f"the target has {target.get('vocab_size')}"
             )
-        vocabulary = _vocabulary(path)
+        length = own_context(draft)
+        if length is not None and length < min(lengths):
+            raise ModelError(
+                f"draft {name}: made for {length} tokens, the target is served with "
+                f"{min(lengths)}; set target.max_model_len to {length} or less"
+            )
+        vocabulary = _vocabulary(path, f"draft {name}")
         if vocabulary is not None and vocabulary != target_vocabulary:
             raise ModelError(f"draft {name}: its tokenizer differs from the target's")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.kv import RowTable
-from paceline.actors.decoding.proposer import DraftRow, Proposer
-from paceline.actors.decoding.recorder import Recorder, target_log
+from paceline.actors.decoding.recorder import Recorder, log_round
 from paceline.actors.decoding.request import (
     DRAFT_OFF,
     FINISH_ABORT,
@@ -41,7 +41,7 @@ class EngineSettings:
 
     max_num_seqs: int
     max_model_len: int
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None
     replay_top_k: int
     prefill_chunk: int
     eos_token_ids: frozenset[int]
@@ -62,7 +62,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        proposer: Proposer,
+        drafting: Drafting,
         tokenizer: Any,
         settings: EngineSettings,
         generator: torch.Generator,
@@ -72,14 +72,14 @@ class Engine:
 
         Args:
             runner: the target with its rows.
-            proposer: where draft tokens come from.
+            drafting: where draft tokens come from, and how many.
             tokenizer: a transformers fast tokenizer, for text and stop strings.
             settings: limits.
             generator: randomness of unseeded requests.
             now: unix time in seconds, for records.
         """
         self._runner = runner
-        self._proposer = proposer
+        self._drafting = drafting
         self._tokenizer = tokenizer
         self._settings = settings
         self._generator = generator
@@ -88,7 +88,11 @@ class Engine:
         self._running: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._swaps: deque[tuple[str, int, Mapping[str, Tensor]]] = deque()
-        self.draft_failures = 0
+
+    @property
+    def draft_failures(self) -> int:
+        """Rounds that went on without speculation because a draft failed."""
+        return self._drafting.failures
 
     @property
     def num_running(self) -> int:
@@ -107,7 +111,7 @@ class Engine:
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
-        return self._proposer.drafts()
+        return self._drafting.drafts()
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request.
@@ -123,7 +127,7 @@ class Engine:
             )
         wanted = request.num_speculative_tokens
         k = self._settings.num_speculative_tokens if wanted is None else wanted
-        drafts = self._proposer.drafts()
+        drafts = self._drafting.drafts()
         if request.draft == DRAFT_OFF or request.draft not in drafts:
             k = 0
         self._waiting.append(
@@ -169,11 +173,7 @@ class Engine:
 
     def _apply_swaps(self) -> None:
         while self._swaps:
-            expert, version, state = self._swaps.popleft()
-            try:
-                self._proposer.swap(expert, version, state)
-            except (KeyError, ValueError):
-                logger.exception("draft %s: version %d was not taken", expert, version)
+            self._drafting.swap(*self._swaps.popleft())
 
     def _admit(self) -> None:
         while self._waiting and not self._rows.full:
@@ -197,44 +197,17 @@ class Engine:
 
     def _release(self, request_id: str) -> None:
         del self._running[request_id]
-        self._proposer.release(request_id)
+        self._drafting.release(request_id)
         moved = self._rows.release(request_id)
         if moved is not None:
             other, source, destination = moved
             length = self._running[str(other)].num_computed
             self._runner.kv.move(source, destination, length)
 
-    def _propose(self, batch: list[Sequence]) -> Proposal:
-        """Draft tokens for the batch; a failing proposer costs this round its drafts only."""
-        indices = [i for i, s in enumerate(batch) if s.draft_budget() > 0]
-        nothing = Proposal.empty(len(batch), self._runner.device)
-        if not indices:
-            return nothing
-        rows = [
-            DraftRow(
-                request_id=batch[i].request_id,
-                draft=batch[i].request.draft,
-                tokens=batch[i].tokens,
-                num_output=batch[i].num_output,
-                num_draft_tokens=batch[i].draft_budget(),
-                sampling=batch[i].request.sampling,
-            )
-            for i in indices
-        ]
-        try:
-            proposal = self._proposer.propose(rows)
-        except Exception:
-            self.draft_failures += 1
-            logger.exception("the round goes on without speculation")
-            for row in rows:
-                self._proposer.release(row.request_id)
-            return nothing
-        return proposal if len(indices) == len(batch) else _spread(proposal, indices, len(batch))
-
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence]) -> list[StepOutput]:
         batch.sort(key=lambda s: self._rows.row(s.request_id))
-        proposal = self._propose(batch)
+        proposal = self._drafting.propose(batch)
         device = self._runner.device
         last = torch.tensor([s.tokens[-1] for s in batch], device=device)
         tokens = torch.cat([last[:, None], proposal.token_ids], dim=1)
@@ -253,63 +226,31 @@ class Engine:
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
-        self._record(batch, proposal, verdict, logits)
+        recorders = [s.recorder for s in batch]
+        log_round(recorders, proposal, verdict, logits, self._settings.replay_top_k)
         for i, sequence in enumerate(batch):
             emitted = [*drafts[i][: accepted[i]], final[i]]
-            sequence.accept(drafted[i], accepted[i], emitted, self._settings.eos_token_ids)
+            self._accept(sequence, drafted[i], accepted[i], emitted)
         # Only now: closing one request moves another's row, as long as that one knows it is.
-        return [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
+        outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
+        self._drafting.finished(batch, drafted, accepted)
+        return outputs
+
+    def _accept(self, sequence: Sequence, drafted: int, accepted: int, emitted: list[int]) -> None:
+        """Take a row's tokens; what fails for one request alone ends that request alone."""
+        try:
+            sequence.accept(drafted, accepted, emitted, self._settings.eos_token_ids)
+        except Exception:
+            logger.exception("request %s ends with an error", sequence.request_id)
+            sequence.finish_reason = FINISH_ERROR
 
     def _close(self, sequence: Sequence) -> ReplayRecord | None:
         """Free a finished request; returns its record where one is kept."""
         if sequence.finish_reason is None:
             return None
         self._release(sequence.request_id)
-        if sequence.recorder is None:
+        if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:
             return None
         return sequence.recorder.finish(
             sequence.request, sequence.output, sequence.weight_version, self._now()
         )
-
-    def _record(
-        self, batch: list[Sequence], proposal: Proposal, verdict: Verdict, logits: Tensor
-    ) -> None:
-        """Log the target's distribution at every emitted position of the stored requests."""
-        kept = [i for i, s in enumerate(batch) if s.recorder is not None]
-        if not kept:
-            return
-        accepted = verdict.num_accepted.tolist()
-        at = [(i, position) for i in kept for position in range(accepted[i] + 1)]
-        rows, steps = torch.tensor(at, device=logits.device).T
-        probs = None if verdict.probs is None else verdict.probs[rows, steps]
-        log = target_log(logits[rows, steps], probs, self._settings.replay_top_k)
-        draft_probs = proposal.token_probs.tolist()
-        start = 0
-        for i in kept:
-            count = int(proposal.num_drafted[i])
-            recorder = batch[i].recorder
-            assert recorder is not None
-            recorder.add(
-                log,
-                slice(start, start + accepted[i] + 1),
-                proposal.token_ids[i, :count].tolist(),
-                draft_probs[i][:count],
-                accepted[i],
-            )
-            start += accepted[i] + 1
-
-
-def _spread(proposal: Proposal, indices: list[int], rows: int) -> Proposal:
-    """A proposal for some rows of a batch as one for all of them; the others draft nothing."""
-    at = torch.tensor(indices, device=proposal.token_ids.device)
-
-    def widen(part: Tensor) -> Tensor:
-        return part.new_zeros(rows, *part.shape[1:]).index_copy_(0, at, part)
-
-    return Proposal(
-        token_ids=widen(proposal.token_ids),
-        num_drafted=widen(proposal.num_drafted),
-        token_probs=widen(proposal.token_probs),
-        support_ids=widen(proposal.support_ids),
-        support_probs=widen(proposal.support_probs),
-    )

@@ -128,11 +128,18 @@ class EngineLoop:
             except Exception:
                 self._faults += 1
                 logger.exception("the target failed; its running requests end with an error")
-                outputs = self._engine.fail_all()
+                outputs = self._fail_all()
             for output in outputs:
                 self._hand_out(output)
             if not self._engine.has_work:
                 self._report()
+
+    def _fail_all(self) -> list[StepOutput]:
+        """End every request, also one that the failed round had taken out of the engine."""
+        outputs = self._engine.fail_all()
+        known = {output.request_id for output in outputs}
+        error = GenerationChunk(text="", token_ids=(), finish_reason=FINISH_ERROR)
+        return outputs + [StepOutput(name, error) for name in self._deliver if name not in known]
 
     def _report(self) -> None:
         if self._on_load is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.decoding.verification import Proposal, Verdict
 from paceline.actors.replay.record import ReplayRecord
 
 
@@ -125,3 +127,37 @@ class Recorder:
             draft_logprobs=np.asarray(self._draft_logprobs[:count], dtype=np.float16),
             processed_top_probs=processed,
         )
+
+
+def log_round(
+    recorders: Sequence[Recorder | None],
+    proposal: Proposal,
+    verdict: Verdict,
+    logits: Tensor,
+    size: int,
+) -> None:
+    """Log the target's distribution at every position that a round emitted.
+
+    Args:
+        recorders: of B rows, None where nothing of the request is kept.
+        proposal: what was drafted for them.
+        verdict: what verification decided.
+        logits: float ``[B, k + 1, V]``.
+        size: K, top probabilities kept per position.
+    """
+    kept = [i for i, recorder in enumerate(recorders) if recorder is not None]
+    if not kept:
+        return
+    accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
+    at = [(i, position) for i in kept for position in range(accepted[i] + 1)]
+    rows, steps = torch.tensor(at, device=logits.device).T
+    probs = None if verdict.probs is None else verdict.probs[rows, steps]
+    log = target_log(logits[rows, steps], probs, size)
+    drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
+    start = 0
+    for i in kept:
+        recorder, count = recorders[i], drafted[i]
+        assert recorder is not None
+        end = start + accepted[i] + 1
+        recorder.add(log, slice(start, end), drafts[i][:count], draft_probs[i][:count], accepted[i])
+        start = end

@@ -56,9 +56,7 @@ class SpeculativeStats:
     """What speculation did for one request.
 
     ``acceptance_histogram[i]`` counts the speculative rounds in which exactly ``i`` draft
-    tokens were accepted. ``num_tokens`` counts every emitted token of those rounds
-    (accepted, and one recovered or bonus token each).
-    """
+    tokens were accepted."""
 
     draft: str
     weight_version: int
@@ -66,7 +64,6 @@ class SpeculativeStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
-    num_tokens: int = 0
 
     @property
     def draft_acceptance_rate(self) -> float:

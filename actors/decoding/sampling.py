@@ -30,22 +30,6 @@ class SamplingBatch:
     any_unseeded: bool
     any_filter: bool
 
-    def rows(self, index: Tensor) -> SamplingBatch:
-        """The same for a subset of rows; ``index`` is int64 ``[R]``."""
-        greedy, seeded = self.greedy[index], self.seeded[index]
-        return SamplingBatch(
-            temperature=self.temperature[index],
-            top_p=self.top_p[index],
-            top_k=self.top_k[index],
-            seeds=self.seeds[index],
-            greedy=greedy,
-            seeded=seeded,
-            all_greedy=bool(greedy.all()),
-            any_seeded=bool((seeded & ~greedy).any()),
-            any_unseeded=bool((~seeded & ~greedy).any()),
-            any_filter=self.any_filter,
-        )
-
 
 _NO_LIMIT = 1 << 40
 
@@ -67,7 +51,7 @@ def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -
     return SamplingBatch(
         temperature=tensor([1.0 if p.greedy else p.temperature for p in params], torch.float32),
         top_p=tensor([p.top_p for p in params], torch.float32),
-        top_k=tensor([p.top_k or _NO_LIMIT for p in params], torch.int64),
+        top_k=tensor([min(p.top_k or _NO_LIMIT, _NO_LIMIT) for p in params], torch.int64),
         seeds=tensor([_signed(p.seed or 0) for p in params], torch.int64),
         greedy=tensor(greedy, torch.bool),
         seeded=tensor(seeded, torch.bool),

@@ -20,6 +20,8 @@ from paceline.actors.decoding.text import TextStream
 class Sequence:
     """Tokens, progress and statistics of one request.
 
+    ``num_speculative_tokens`` None leaves the choice to the engine; ``weight_version`` is that
+    of the draft when it last proposed for this request (before: when the request came).
     ``num_computed`` positions have target keys and values; decoding starts when all but the
     last token have, so that every output token, the first too, comes from verification.
     """
@@ -27,7 +29,7 @@ class Sequence:
     request: GenerationRequest
     text: TextStream
     max_tokens: int
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None
     weight_version: int
     recorder: Recorder | None
     tokens: list[int] = field(default_factory=list)
@@ -62,9 +64,9 @@ class Sequence:
         """True where only the last token is left to compute."""
         return self.num_computed >= len(self.tokens) - 1
 
-    def draft_budget(self) -> int:
-        """How many tokens may be drafted in the next round: one emitted token is the target's."""
-        return max(0, min(self.num_speculative_tokens, self.max_tokens - self.num_output - 1))
+    def budget(self, wanted: int) -> int:
+        """How many of ``wanted`` tokens may be drafted: one emitted token is the target's."""
+        return max(0, min(wanted, self.max_tokens - self.num_output - 1))
 
     def accept(self, drafted: int, accepted: int, emitted: list[int], eos: frozenset[int]) -> None:
         """Take the tokens of a round up to the one that ends the answer."""
@@ -101,11 +103,10 @@ class Sequence:
     def stats(self) -> SpeculativeStats:
         """What speculation did so far."""
         return SpeculativeStats(
-            draft=self.request.draft if self.num_speculative_tokens else DRAFT_OFF,
+            draft=DRAFT_OFF if self.num_speculative_tokens == 0 else self.request.draft,
             weight_version=self.weight_version,
             num_spec_steps=self.num_spec_steps,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_draft_tokens=self.num_accepted,
             acceptance_histogram=tuple(self.histogram),
-            num_tokens=self.num_spec_steps + self.num_accepted,
         )

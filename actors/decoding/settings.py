@@ -12,7 +12,9 @@ class TargetSettings:
     ``drafts`` maps every expert (all topics and ``general``) to a model folder; the frozen
     initial weights of each are reachable as ``<expert>@0`` without an entry of their own.
     ``replay_top_k`` target probabilities are logged per position; ``draft_top_k`` bounds the
-    support that a draft proposes from. ``max_model_len`` None takes the target's own limit.
+    support that a draft proposes from. ``num_speculative_tokens`` None has every round draft
+    what measured goodput says, up to ``max_speculative_tokens``. ``max_model_len`` None takes
+    the target's own limit.
     """
 
     model_path: str
@@ -22,7 +24,8 @@ class TargetSettings:
     num_threads: int = 2
     max_num_seqs: int = 16
     max_model_len: int | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int | None = None
+    max_speculative_tokens: int = 8
     draft_top_k: int = 64
     replay_top_k: int = 32
     prefill_chunk: int = 256

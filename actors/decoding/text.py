@@ -31,6 +31,7 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stops = tuple(stops)
         self._tokens: list[int] = []
+        self._shown = 0  # tokens whose text has come out of the stream
         self._decoded = ""
         self._released = 0
         self.stopped = False
@@ -38,8 +39,15 @@ class TextStream:
     def push(self, token: int) -> None:
         """Take one token; :attr:`stopped` turns True where it completes a stop string."""
         self._tokens.append(token)
-        piece = self._stream.step(self._backend, token)
+        try:
+            piece = self._stream.step(self._backend, token)
+        except Exception:  # the tokenizers library has no narrower one
+            # Decoders that join bytes may take back text that they gave before; the stream
+            # then refuses to go on. What was given stands, a new one starts here.
+            self._stream = DecodeStream(skip_special_tokens=True)
+            piece = self._stream.step(self._backend, token)
         if piece:
+            self._shown = len(self._tokens)
             self._extend(piece)
 
     def _extend(self, piece: str) -> None:
@@ -66,6 +74,9 @@ class TextStream:
             whole = str(self._backend.decode(self._tokens, skip_special_tokens=True))
             if whole.startswith(self._decoded):
                 self._extend(whole[len(self._decoded) :])
+            else:
+                rest = self._tokens[self._shown :]
+                self._extend(str(self._backend.decode(rest, skip_special_tokens=True)))
         hold = 0 if last or self.stopped else held_back(self._decoded, self._stops)
         # A stop string may begin in text that had to be released before it was complete;
         # held_back makes that impossible, max() only states it.

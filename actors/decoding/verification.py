@@ -10,6 +10,7 @@ target's output law as it is, for any draft.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,28 @@ class Proposal:
             token_probs=floats,
             support_ids=integers.unsqueeze(-1),
             support_probs=floats.unsqueeze(-1),
+        )
+
+    def spread(self, indices: Sequence[int], rows: int) -> Proposal:
+        """The same as a proposal for ``rows`` rows, of which the others draft nothing.
+
+        Args:
+            indices: where its own rows stand among them.
+            rows: B.
+        """
+        if list(indices) == list(range(rows)):
+            return self
+        at = torch.tensor(indices, device=self.token_ids.device)
+
+        def widen(part: Tensor) -> Tensor:
+            return part.new_zeros(rows, *part.shape[1:]).index_copy_(0, at, part)
+
+        return Proposal(
+            token_ids=widen(self.token_ids),
+            num_drafted=widen(self.num_drafted),
+            token_probs=widen(self.token_probs),
+            support_ids=widen(self.support_ids),
+            support_probs=widen(self.support_probs),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.attention import ATTENTION_NAME
 from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
 from paceline.actors.decoding.proposer import DraftRow
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
@@ -50,7 +52,9 @@ def make_engine(
     stack = ExpertStack(runner, list(seeds), max_num_seqs)
     return Engine(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN),
-        proposer=ColocatedProposer([stack], 16, generator),
+        drafting=Drafting(
+            ColocatedProposer([stack], 16, generator), None, target.device, time.perf_counter
+        ),
         tokenizer=TOKENIZER,
         settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),
         generator=generator,
@@ -124,7 +128,7 @@ def test_greedy_equals_generate_in_a_ragged_batch(k: int, draft_seed: int) -> No
 def test_the_targets_twin_as_draft_is_accepted_whole() -> None:
     engine = make_engine(k=4)
     twin = served(tiny_llama(1))
-    engine._proposer = ColocatedProposer(  # type: ignore[attr-defined]
+    engine._drafting._proposer = ColocatedProposer(  # type: ignore[attr-defined]
         [ExpertStack(ModelRunner([twin], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
     )
     outputs = run(engine, [request("r", PROMPTS[0], max_tokens=21, ignore_eos=True)])["r"]
@@ -250,7 +254,7 @@ def test_better_weights_are_accepted_after_the_swap() -> None:
     """A swap to the target's own weights, mid-answer: from then on every draft is right."""
     engine = make_engine(k=4)
     draft = served(tiny_llama(9))
-    engine._proposer = ColocatedProposer(  # type: ignore[attr-defined]
+    engine._drafting._proposer = ColocatedProposer(  # type: ignore[attr-defined]
         [ExpertStack(ModelRunner([draft], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
     )
     engine.add(request("r", PROMPTS[0], max_tokens=60, ignore_eos=True))
@@ -289,7 +293,7 @@ class BrokenProposer:
 
 def test_a_failing_draft_costs_nothing_but_speed() -> None:
     engine = make_engine()
-    engine._proposer = BrokenProposer(engine._proposer)  # type: ignore[attr-defined,arg-type]
+    engine._drafting._proposer = BrokenProposer(engine._drafting._proposer)  # type: ignore[attr-defined,arg-type]
     outputs = run(engine, [request(f"r{i}", p) for i, p in enumerate(PROMPTS)])
     for i, prompt in enumerate(PROMPTS):
         assert tokens_of(outputs[f"r{i}"]) == generate(prompt, 20)

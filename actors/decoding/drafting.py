@@ -1,0 +1,132 @@
+"""The engine's side of speculation: how much to draft, for whom, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.goodput import GoodputController
+from paceline.actors.decoding.proposer import DraftRow, Proposer
+from paceline.actors.decoding.sequence import Sequence as RunningSequence
+from paceline.actors.decoding.verification import Proposal
+
+logger = logging.getLogger(__name__)
+
+
+class Drafting:
+    """Asks the proposer for drafts and tells the controller how rounds went.
+
+    A proposer that fails costs the round its drafts, never an answer.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        controller: GoodputController | None,
+        device: torch.device,
+        clock: Callable[[], float],
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            proposer: where draft tokens come from.
+            controller: chooses for sequences that have no number of their own; None: they do
+                not draft.
+            device: the target's.
+            clock: seconds, monotonic.
+        """
+        self._proposer = proposer
+        self._controller = controller
+        self._device = device
+        self._clock = clock
+        self._began = 0.0
+        self._drafting_s = 0.0
+        self.failures = 0
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft that a request may name, with its weight_version."""
+        return self._proposer.drafts()
+
+    def release(self, request_id: str) -> None:
+        """Forget a sequence."""
+        self._proposer.release(request_id)
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Put new weights in place; those that do not fit are logged and left."""
+        try:
+            self._proposer.swap(expert, weight_version, state)
+        except (KeyError, ValueError):
+            logger.exception("draft %s: version %d was not taken", expert, weight_version)
+            return
+        if self._controller is not None:
+            self._controller.swapped(expert)
+
+    def propose(self, batch: Sequence[RunningSequence]) -> Proposal:
+        """Draft tokens for the batch; starts the round's clock."""
+        self._began = self._clock()
+        wanted = self._wanted(batch)
+        indices = [i for i, k in enumerate(wanted) if k > 0]
+        proposal = Proposal.empty(len(batch), self._device)
+        if indices:
+            rows = [self._row(batch[i], wanted[i]) for i in indices]
+            proposal = self._ask(rows, proposal, indices, len(batch))
+        self._drafting_s = self._clock() - self._began
+        return proposal
+
+    def finished(
+        self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
+    ) -> None:
+        """Note a round that ends now: what was drafted and accepted, per row."""
+        if self._controller is None:
+            return
+        for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
+            self._controller.accepted(sequence.request.draft, tried, taken)
+        active = [s.request.draft for s, tried in zip(batch, drafted, strict=True) if tried]
+        steps = max(drafted)
+        total = self._clock() - self._began
+        self._controller.took(
+            len(batch),
+            steps + 1,
+            total - self._drafting_s,
+            (len(active), len(set(active)), steps),
+            self._drafting_s,
+        )
+
+    def _wanted(self, batch: Sequence[RunningSequence]) -> list[int]:
+        """Tokens to draft per row: the request's own number, or the controller's choice."""
+        free = Counter(s.request.draft for s in batch if s.num_speculative_tokens is None)
+        plan: Mapping[str, int] = {}
+        if free and self._controller is not None:
+            plan = self._controller.plan(free, len(batch) - free.total())
+        wanted = []
+        for sequence in batch:
+            k = sequence.num_speculative_tokens
+            wanted.append(sequence.budget(plan.get(sequence.request.draft, 0) if k is None else k))
+        return wanted
+
+    def _row(self, sequence: RunningSequence, k: int) -> DraftRow:
+        sequence.weight_version = self._proposer.version(sequence.request.draft)
+        return DraftRow(
+            request_id=sequence.request_id,
+            draft=sequence.request.draft,
+            tokens=sequence.tokens,
+            num_output=sequence.num_output,
+            num_draft_tokens=k,
+            sampling=sequence.request.sampling,
+        )
+
+    def _ask(
+        self, rows: list[DraftRow], nothing: Proposal, indices: list[int], size: int
+    ) -> Proposal:
+        try:
+            return self._proposer.propose(rows).spread(indices, size)
+        except Exception:
+            self.failures += 1
+            logger.exception("the round goes on without speculation")
+            for row in rows:
+                self._proposer.release(row.request_id)
+            return nothing

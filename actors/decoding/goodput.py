@@ -1,0 +1,201 @@
+"""How many tokens to draft: the number that gives the most tokens per second, zero included.
+
+Goodput of a round (TurboSpec, arXiv 2406.14066, here with measured acceptance per position and
+several experts that share one target forward):
+
+    sum over rows r with expert e of [1 + sum_{i<=k_e} prod_{j<=i} a_{e,j}]  /  T(k_1 ... k_E)
+
+All rows that draft go through the same number of draft steps and are verified by one padded
+forward, so experts that take part draft the same k; the choice is k and who takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.actors.decoding.costs import StepCosts
+
+_PRIOR_TRIALS = 4.0
+_PRIOR_ACCEPTANCE = 0.6
+_WINDOW = 200.0
+_KEPT_AFTER_SWAP = 0.1
+_HYSTERESIS = 1.03
+_PLAN_EVERY = 8
+_PROBE_SHARE = 0.01
+_PROBE_ROUNDS = 4
+_PROBE_TOKENS = 2
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Decayed conditional acceptance of one expert, per position of a draft."""
+
+    positions: int
+    hits: list[float] = field(default_factory=list)
+    trials: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hits, self.trials = [0.0] * self.positions, [0.0] * self.positions
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """One row's round: positions up to the first rejection were tried."""
+        for position in range(min(drafted, accepted + 1, self.positions)):
+            keep = 1.0 - 1.0 / _WINDOW
+            self.hits[position] = keep * self.hits[position] + (position < accepted)
+            self.trials[position] = keep * self.trials[position] + 1.0
+
+    def forget(self) -> None:
+        """New weights: what was seen says little about them."""
+        self.hits = [_KEPT_AFTER_SWAP * h for h in self.hits]
+        self.trials = [_KEPT_AFTER_SWAP * t for t in self.trials]
+
+    def expected_lengths(self) -> list[float]:
+        """Expected accepted tokens of a row for k = 0, 1, ... positions.
+
+        A position that was seldom tried takes after the one before it.
+        """
+        lengths, reach, prior = [0.0], 1.0, _PRIOR_ACCEPTANCE
+        for hits, trials in zip(self.hits, self.trials, strict=True):
+            prior = (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
+            reach *= prior
+            lengths.append(lengths[-1] + reach)
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``k`` tokens for every row of ``experts``; the others decode plainly."""
+
+    k: int = 0
+    experts: frozenset[str] = frozenset()
+
+    def tokens(self, expert: str) -> int:
+        """How many tokens a row of this expert drafts."""
+        return self.k if expert in self.experts else 0
+
+
+@dataclass(slots=True)
+class _Probe:
+    credit: float = 0.0
+    rounds_left: int = 0
+    due: bool = True
+
+
+class GoodputController:
+    """Chooses k round by round. Pure: it is told what happened and how long it took."""
+
+    def __init__(self, target: StepCosts, draft: StepCosts, max_tokens: int) -> None:
+        """Start without knowledge of acceptance: the prior makes every expert worth a try.
+
+        Args:
+            target: seconds of a round without its drafting, by (rows, tokens per row).
+            draft: seconds of one draft step, by (rows, experts).
+            max_tokens: largest k.
+        """
+        self._target = target
+        self._draft = draft
+        self._max_tokens = max_tokens
+        self._acceptance: dict[str, Acceptance] = {}
+        self._probes: dict[str, _Probe] = {}
+        self._plan = Plan()
+        self._planned_for: tuple[tuple[str, int], ...] = ()
+        self._rounds = 0
+
+    def plan(self, rows: Mapping[str, int], others: int = 0) -> Mapping[str, int]:
+        """Tokens to draft in the next round, per expert.
+
+        Args:
+            rows: how many rows of each expert leave the choice to the controller.
+            others: rows of the batch that do not.
+        """
+        key = tuple(sorted(rows.items()))
+        self._rounds += 1
+        if key != self._planned_for or self._rounds % _PLAN_EVERY == 0:
+            self._plan = self._best(rows, others)
+            self._planned_for = key
+        chosen = {expert: self._plan.tokens(expert) for expert in rows}
+        self._probes |= {expert: _Probe(due=False) for expert, k in chosen.items() if k}
+        return {
+            expert: k or self._probe_tokens(expert, rows, others) for expert, k in chosen.items()
+        }
+
+    def accepted(self, expert: str, drafted: int, accepted: int) -> None:
+        """What verification made of one row's drafts."""
+        if drafted:
+            self._of(expert).observe(drafted, accepted)
+
+    def took(
+        self,
+        rows: int,
+        tokens: int,
+        verify_s: float,
+        drafting: tuple[int, int, int],
+        draft_s: float,
+    ) -> None:
+        """How long a round took.
+
+        Args:
+            rows: B.
+            tokens: tokens per row in the target's forward, k + 1.
+            verify_s: seconds of all but drafting.
+            drafting: (rows, experts, steps) of the drafting.
+            draft_s: its seconds.
+        """
+        self._target.observe(rows, tokens, verify_s)
+        drafted_rows, experts, steps = drafting
+        if steps:
+            self._draft.observe(drafted_rows, experts, draft_s / steps)
+        for probe in self._probes.values():
+            probe.credit += _PROBE_SHARE * (verify_s + draft_s)
+
+    def swapped(self, expert: str) -> None:
+        """New weights: look at them soon."""
+        self._of(expert).forget()
+        self._probes[expert] = _Probe()
+        self._planned_for = ()
+
+    def _of(self, expert: str) -> Acceptance:
+        return self._acceptance.setdefault(expert, Acceptance(self._max_tokens))
+
+    def _goodput(self, plan: Plan, rows: Mapping[str, int], others: int) -> float:
+        drafting = {e: n for e, n in rows.items() if e in plan.experts}
+        batch = others + sum(rows.values())
+        gained = sum(n * self._of(e).expected_lengths()[plan.k] for e, n in drafting.items())
+        seconds = self._target.seconds(batch, plan.k + 1)
+        if plan.k and drafting:
+            seconds += plan.k * self._draft.seconds(sum(drafting.values()), len(drafting))
+        return (batch + gained) / seconds
+
+    def _candidates(self, rows: Mapping[str, int]) -> Sequence[Plan]:
+        plans = [Plan()]
+        for k in range(1, self._max_tokens + 1):
+            gain = {e: self._of(e).expected_lengths()[k] * n for e, n in rows.items()}
+            ranked = sorted(rows, key=lambda e: -gain[e])
+            plans += [Plan(k, frozenset(ranked[: count + 1])) for count in range(len(ranked))]
+        return plans
+
+    def _best(self, rows: Mapping[str, int], others: int) -> Plan:
+        best = max(self._candidates(rows), key=lambda plan: self._goodput(plan, rows, others))
+        present = Plan(self._plan.k, self._plan.experts & set(rows))
+        if not present.experts:
+            present = Plan()
+        gain = self._goodput(best, rows, others)
+        return best if gain > _HYSTERESIS * self._goodput(present, rows, others) else present
+
+    def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int) -> int:
+        """Draft now and then where it does not pay, so that acceptance stays known."""
+        probe = self._probes.setdefault(expert, _Probe())
+        if not probe.rounds_left:
+            if not probe.due and probe.credit < self._probe_cost(expert, rows, others):
+                return 0
+            self._probes[expert] = probe = _Probe(rounds_left=_PROBE_ROUNDS, due=False)
+        probe.rounds_left -= 1
+        return min(_PROBE_TOKENS, self._max_tokens)
+
+    def _probe_cost(self, expert: str, rows: Mapping[str, int], others: int) -> float:
+        """Seconds that a probe adds at worst; a draft that was off reads its prompts first."""
+        batch, own = others + sum(rows.values()), rows[expert]
+        verify = self._target.seconds(batch, _PROBE_TOKENS + 1) - self._target.seconds(batch, 1)
+        step = self._draft.seconds(own, 1)
+        return _PROBE_ROUNDS * (max(verify, 0.0) + _PROBE_TOKENS * step) + 4.0 * own * step
