@@ -2,89 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from scipy import stats
-from tiny_models import tiny_llama, tiny_tokenizer
+from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, tokens_of
+from tiny_models import tiny_llama
 from torch import Tensor
 
-from paceline.actors.decoding.attention import ATTENTION_NAME
 from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
-from paceline.actors.decoding.drafting import Drafting
-from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
+from paceline.actors.decoding.engine import StepOutput
 from paceline.actors.decoding.proposer import DraftRow
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.verification import Proposal
-
-TOKENIZER = tiny_tokenizer()
-MAX_LEN = 96
-
-
-def served(model: Any) -> Any:
-    model.set_attn_implementation(ATTENTION_NAME)
-    return model
-
-
-def make_engine(
-    *,
-    target_seed: int = 1,
-    draft_seed: int = 2,
-    max_num_seqs: int = 4,
-    k: int = 4,
-    eos: int = 2,
-    vocab: int = 300,
-    seed: int = 0,
-    prefill_chunk: int = 8,
-    **model: Any,
-) -> Engine:
-    """An engine with the experts a and b, and a's initial weights."""
-    target = served(tiny_llama(target_seed, vocab=vocab, **model))
-    generator = torch.Generator().manual_seed(seed)
-    seeds = {"a": draft_seed, "b": draft_seed + 1, "a@0": draft_seed}
-    drafts = [served(tiny_llama(s, layers=1, vocab=vocab)) for s in seeds.values()]
-    runner = ModelRunner(drafts, max_num_seqs, MAX_LEN)
-    stack = ExpertStack(runner, list(seeds), max_num_seqs)
-    return Engine(
-        runner=ModelRunner([target], max_num_seqs, MAX_LEN),
-        drafting=Drafting(
-            ColocatedProposer([stack], 16, generator), None, target.device, time.perf_counter
-        ),
-        tokenizer=TOKENIZER,
-        settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),
-        generator=generator,
-        now=lambda: 1234.5,
-    )
-
-
-def request(name: str, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
-    sampling = {"max_tokens": 20, "temperature": 0.0}
-    own = {"draft": "a", "topic": "sql"}
-    for key, value in fields.items():
-        (sampling if key in SamplingParams.__dataclass_fields__ else own)[key] = value
-    return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), **own)  # type: ignore[arg-type]
-
-
-def run(engine: Engine, requests: Iterable[GenerationRequest] = ()) -> dict[str, list[StepOutput]]:
-    """Run to the end; outputs by request."""
-    for r in requests:
-        engine.add(r)
-    outputs: dict[str, list[StepOutput]] = {}
-    for _ in range(10_000):
-        if not engine.has_work:
-            return outputs
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    raise AssertionError("the engine does not come to an end")
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.chunk.token_ids]
 
 
 def generate(prompt: Sequence[int], max_tokens: int, seed: int = 1) -> list[int]:
@@ -180,53 +110,6 @@ def test_a_seed_fixes_the_text_whatever_speculation_does() -> None:
     assert all(answer == answers[0] for answer in answers)
     other = request("r", PROMPTS[3], temperature=0.9, top_p=0.95, seed=12, max_tokens=40)
     assert tokens_of(run(make_engine(), [other])["r"]) != answers[0]
-
-
-@pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_the_engines_samples_follow_the_targets_law(seeded: bool, top_p: float) -> None:
-    """Seeded chi-square over 3,000 answers of two tokens: their joint law is the target's."""
-    vocab, count, prompt = 7, 3000, [3]
-    engine = make_engine(vocab=vocab, max_num_seqs=256, eos=-1, seed=5, initializer_range=0.5)
-    requests = [
-        request(
-            f"r{i}",
-            prompt,
-            temperature=1.2,
-            top_p=top_p,
-            max_tokens=2,
-            store=False,
-            draft=("a", "b", "off")[i % 3],
-            seed=i if seeded else None,
-        )
-        for i in range(count)
-    ]
-    pairs = [tuple(tokens_of(o)) for o in run(engine, requests).values()]
-    model = tiny_llama(1, vocab=vocab, initializer_range=0.5)
-
-    def law(tokens: list[int]) -> Tensor:
-        with torch.inference_mode():
-            probs = torch.softmax(model(torch.tensor([tokens])).logits[0, -1].double() / 1.2, -1)
-        ordered, order = probs.sort(descending=True)
-        ordered[ordered.cumsum(0) - ordered >= top_p] = 0
-        return torch.zeros_like(probs).scatter(0, order, ordered / ordered.sum())
-
-    first = law(prompt)
-    expected, observed = [], []
-    for a, b in itertools.product(range(vocab), repeat=2):
-        mass = float(first[a] * law([*prompt, a])[b])
-        seen = sum(pair == (a, b) for pair in pairs)
-        if mass == 0.0:
-            assert seen == 0
-            continue
-        expected.append(mass * count)
-        observed.append(seen)
-    small = [i for i, e in enumerate(expected) if e < 5]
-    rest = [i for i in range(len(expected)) if i not in small]
-    groups = [[i] for i in rest] + ([small] if small else [])
-    f_obs = [sum(observed[i] for i in g) for g in groups]
-    f_exp = [sum(expected[i] for i in g) for g in groups]
-    assert stats.chisquare(f_obs, f_exp, sum_check=False).pvalue > 1e-3
 
 
 def test_weights_swap_between_rounds_without_changing_the_answer() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import TEXT, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from paceline.actors.decoding.text import TextStream, held_back
 
@@ -69,3 +73,26 @@ def test_held_back_is_the_longest_open_stop(text: str, stops: list[str]) -> None
         if any(stop.startswith(text[-n:]) and len(stop) > n for stop in stops)
     ]
     assert size == max(openings, default=0)
+
+
+def byte_fallback_tokenizer() -> Any:
+    """A tokenizer of Llama-2's kind: byte tokens, joined by the decoder."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"▁a": 256, "b": 257, "▁": 258}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@given(st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xFF, 0xF0, 0x9F, 256, 257]), max_size=12))
+def test_broken_bytes_never_fail_and_hide_no_character(tokens: list[int]) -> None:
+    """Decoders that join bytes take earlier text back (a bad byte spoils its neighbours)."""
+    stream = TextStream(byte_fallback_tokenizer())
+    text = ""
+    for token in tokens:
+        stream.push(token)
+        text += stream.release()
+    text += stream.release(last=True)
+    for token, shown in ((256, "a"), (257, "b")):
+        assert text.count(shown) == tokens.count(token)

@@ -1,0 +1,82 @@
+"""Engines over tiny random models, and what tests ask of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from tiny_models import tiny_llama, tiny_tokenizer
+
+from paceline.actors.decoding.attention import ATTENTION_NAME
+from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.drafting import Drafting
+from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
+from paceline.actors.decoding.request import GenerationRequest, SamplingParams
+from paceline.actors.decoding.runner import ModelRunner
+
+TOKENIZER = tiny_tokenizer()
+MAX_LEN = 96
+
+
+def served(model: Any) -> Any:
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def make_engine(
+    *,
+    target_seed: int = 1,
+    draft_seed: int = 2,
+    max_num_seqs: int = 4,
+    k: int = 4,
+    eos: int = 2,
+    vocab: int = 300,
+    seed: int = 0,
+    prefill_chunk: int = 8,
+    support: int = 16,
+    **model: Any,
+) -> Engine:
+    """An engine with the experts a and b, and a's initial weights."""
+    target = served(tiny_llama(target_seed, vocab=vocab, **model))
+    generator = torch.Generator().manual_seed(seed)
+    seeds = {"a": draft_seed, "b": draft_seed + 1, "a@0": draft_seed}
+    drafts = [served(tiny_llama(s, layers=1, vocab=vocab)) for s in seeds.values()]
+    runner = ModelRunner(drafts, max_num_seqs, MAX_LEN)
+    stack = ExpertStack(runner, list(seeds), max_num_seqs)
+    return Engine(
+        runner=ModelRunner([target], max_num_seqs, MAX_LEN),
+        drafting=Drafting(
+            ColocatedProposer([stack], support, generator), None, target.device, time.perf_counter
+        ),
+        tokenizer=TOKENIZER,
+        settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),
+        generator=generator,
+        now=lambda: 1234.5,
+    )
+
+
+def request(name: str, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
+    sampling = {"max_tokens": 20, "temperature": 0.0}
+    own = {"draft": "a", "topic": "sql"}
+    for key, value in fields.items():
+        (sampling if key in SamplingParams.__dataclass_fields__ else own)[key] = value
+    return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), **own)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, requests: Iterable[GenerationRequest] = ()) -> dict[str, list[StepOutput]]:
+    """Run to the end; outputs by request."""
+    for r in requests:
+        engine.add(r)
+    outputs: dict[str, list[StepOutput]] = {}
+    for _ in range(10_000):
+        if not engine.has_work:
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.chunk.token_ids]

@@ -1,0 +1,169 @@
+"""The goodput controller in a simulated world: known acceptance, known costs, no clock."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.actors.decoding.costs import StepCosts, grid_points, profile
+from paceline.actors.decoding.goodput import Acceptance, GoodputController
+
+MAX = 8
+ROWS = (1, 2, 4, 8, 16)
+
+
+def target_s(rows: int, tokens: int) -> float:
+    """A target whose forward costs 10 ms, and a little more for every token."""
+    return 0.010 + 0.0003 * rows * tokens
+
+
+def draft_s(rows: int, experts: int) -> float:
+    return 0.0008 * experts + 0.00005 * rows
+
+
+def costs(seconds: Callable[[int, int], float], columns: tuple[int, ...]) -> StepCosts:
+    return StepCosts({(r, c): seconds(r, c) for r in ROWS for c in columns})
+
+
+def controller() -> GoodputController:
+    return GoodputController(costs(target_s, (1, 2, 5, 9)), costs(draft_s, (1, 2, 4)), MAX)
+
+
+class World:
+    """Rounds of a fixed batch; every drafted token of an expert is accepted alike."""
+
+    def __init__(self, rows: dict[str, int], acceptance: dict[str, float], seed: int = 0) -> None:
+        self.rows, self.acceptance = rows, acceptance
+        self.random = random.Random(seed)
+        self.controller = controller()
+        self.seconds = self.plain_seconds = 0.0
+        self.tokens = 0
+
+    def round(self) -> dict[str, int]:
+        plan = dict(self.controller.plan(self.rows))
+        batch = sum(self.rows.values())
+        drafting = {e: n for e, n in self.rows.items() if plan[e]}
+        steps = max(plan.values())
+        verify = target_s(batch, steps + 1)
+        drafted = steps * draft_s(sum(drafting.values()), len(drafting)) if drafting else 0.0
+        for expert, n in self.rows.items():
+            for _ in range(n):
+                tries = (
+                    self.random.random() < self.acceptance[expert] for _ in range(plan[expert])
+                )
+                accepted = sum(1 for _ in itertools.takewhile(bool, tries))
+                self.controller.accepted(expert, plan[expert], accepted)
+                self.tokens += 1 + accepted
+        self.controller.took(
+            batch, steps + 1, verify, (sum(drafting.values()), len(drafting), steps), drafted
+        )
+        self.seconds += verify + drafted
+        self.plain_seconds += target_s(batch, 1)
+        return plan
+
+
+@given(
+    acceptance=st.floats(0.01, 0.99),
+    k=st.integers(0, MAX),
+)
+def test_constant_acceptance_gives_the_closed_form(acceptance: float, k: int) -> None:
+    """(1 - a^{k+1}) / (1 - a) tokens a round, the bonus included (Leviathan et al., eq. 1)."""
+    estimate = Acceptance(MAX)
+    estimate.trials = [1e9] * MAX
+    estimate.hits = [1e9 * acceptance] * MAX
+    expected = (1 - acceptance ** (k + 1)) / (1 - acceptance)
+    assert 1 + estimate.expected_lengths()[k] == pytest.approx(expected, rel=1e-5)
+
+
+def test_acceptance_counts_tried_positions_only() -> None:
+    estimate = Acceptance(4)
+    estimate.observe(drafted=4, accepted=1)
+    assert estimate.trials == [1, 1, 0, 0]
+    assert estimate.hits == [1, 0, 0, 0]
+    estimate.observe(drafted=2, accepted=2)
+    assert [round(t, 2) for t in estimate.trials] == [2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_hopeless_drafts_are_left_off_and_cost_almost_nothing(batch: int) -> None:
+    world = World({"a": batch}, {"a": 0.02})
+    for _ in range(200):  # learning that they are hopeless costs once
+        world.round()
+    world.seconds = world.plain_seconds = 0.0
+    plans = [world.round()["a"] for _ in range(3000)]
+    assert 0 < sum(k > 0 for k in plans) < 300  # it still looks
+    assert world.seconds < 1.015 * world.plain_seconds
+
+
+def test_good_drafts_run_long_and_pay() -> None:
+    world = World({"a": 1}, {"a": 0.9})
+    for _ in range(300):
+        world.round()
+    assert world.round()["a"] >= 6
+    assert world.tokens / world.seconds > 2.5 * 300 / world.plain_seconds
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_the_choice_is_near_the_best_fixed_number(acceptance: float, batch: int) -> None:
+    world = World({"a": batch}, {"a": acceptance}, seed=3)
+    for _ in range(300):
+        world.round()
+    world.seconds = world.tokens = 0
+    for _ in range(3000):
+        world.round()
+
+    def fixed(k: int) -> float:
+        tokens = batch * sum(acceptance**i for i in range(k + 1))
+        return tokens / (target_s(batch, k + 1) + k * draft_s(batch, 1))
+
+    best = max(fixed(k) for k in range(MAX + 1))
+    assert world.tokens / world.seconds > 0.95 * best
+
+
+def test_experts_are_judged_one_by_one() -> None:
+    world = World({"good": 2, "bad": 2}, {"good": 0.85, "bad": 0.02})
+    for _ in range(400):
+        world.round()
+    plans = [world.round() for _ in range(200)]
+    assert sum(p["good"] > 0 for p in plans) == 200
+    assert sum(p["bad"] == 0 for p in plans) > 150
+
+
+def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() -> None:
+    world = World({"a": 1}, {"a": 0.02})
+    for _ in range(1000):
+        world.round()
+    world.acceptance["a"] = 0.9
+    assert next(i for i in range(5000) if world.round()["a"] > 2) < 5000
+    world = World({"a": 1}, {"a": 0.02})
+    for _ in range(1000):
+        world.round()
+    world.controller.swapped("a")
+    assert world.round()["a"] > 0
+
+
+def test_costs_come_from_the_profile_until_they_are_measured() -> None:
+    table = costs(target_s, (1, 2, 5, 9))
+    assert table.seconds(4, 5) == pytest.approx(target_s(4, 5))
+    assert table.seconds(3, 3) == pytest.approx(target_s(3, 3), rel=0.05)
+    for _ in range(50):
+        table.observe(4, 5, 2 * target_s(4, 5))
+    assert table.seconds(4, 5) == pytest.approx(2 * target_s(4, 5), rel=0.05)
+    assert table.seconds(8, 9) > 1.5 * target_s(8, 9)  # the machine has become slower
+    before = table.seconds(4, 5)
+    table.observe(4, 5, 1e3)
+    assert table.seconds(4, 5) < 1.3 * before
+
+
+def test_profile_takes_the_best_of_several_timings() -> None:
+    times = itertools.count()
+    table = profile(lambda _r, _c: None, (1, 2), (1,), lambda: float(next(times)), repeats=2)
+    assert table == {(1, 1): 1.0, (2, 1): 1.0}
+    assert grid_points(1) == [1]
+    assert grid_points(6) == [1, 2, 4, 6]

@@ -1,0 +1,82 @@
+"""What the whole engine samples follows the target's law, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from engines import make_engine, request, run, tokens_of
+from scipy import stats
+from tiny_models import tiny_llama
+
+
+def target_law(
+    model: Any, tokens: Sequence[int], temperature: float, top_p: float
+) -> dict[int, float]:
+    """The probability of every next token that may follow, by the definition of top_p."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(tokens)])).logits[0, -1].double()
+    probs = torch.softmax(logits / temperature, -1)
+    ordered, order = probs.sort(descending=True)
+    ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+    ordered /= ordered.sum()
+    return {int(i): float(p) for i, p in zip(order, ordered, strict=True) if p > 0}
+
+
+def chi_square(observed: dict[Any, int], law: dict[Any, float]) -> float:
+    """p-value of counts against a law; outcomes of fewer than 5 expected are taken together."""
+    count = sum(observed.values())
+    assert set(observed) <= set(law), "an outcome of probability 0 was drawn"
+    large = [o for o, p in law.items() if p * count >= 5]
+    f_obs = [observed.get(o, 0) for o in large]
+    f_exp = [law[o] * count for o in large]
+    rest = 1 - sum(law[o] for o in large)
+    if rest * count >= 1e-3:
+        f_obs.append(count - sum(f_obs))
+        f_exp.append(rest * count)
+    return float(stats.chisquare(f_obs, f_exp, sum_check=False).pvalue)
+
+
+@pytest.mark.parametrize("kind", ["unseeded", "seeded", "mixed"])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_engines_samples_follow_the_targets_law(kind: str, top_p: float) -> None:
+    """Chi-square over 4,000 answers of four tokens, drafted three at a time from a cut support.
+
+    The joint law of the first three is the target's; greedy neighbours stay greedy.
+    """
+    vocab, count, prompt, temperature = 7, 4000, [3], 1.2
+    engine = make_engine(
+        vocab=vocab, max_num_seqs=256, eos=-1, seed=5, support=3, initializer_range=0.5
+    )
+    common: dict[str, Any] = {"max_tokens": 4, "store": False}
+    requests = [
+        request(
+            f"r{i}",
+            prompt,
+            temperature=temperature,
+            top_p=top_p,
+            draft=("a", "b", "off", "a")[i % 4],
+            num_speculative_tokens=(3, 3, None, 2)[i % 4],
+            seed=i if kind == "seeded" or (kind == "mixed" and i % 3 == 0) else None,
+            **common,
+        )
+        for i in range(count)
+    ]
+    greedy = [request(f"g{i}", prompt, **common) for i in range(count // 50)]
+    requests[::50] = greedy
+    answers = {name: tuple(tokens_of(o)) for name, o in run(engine, requests).items()}
+    model = tiny_llama(1, vocab=vocab, initializer_range=0.5)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        law = {
+            (*before, token): mass * p
+            for before, mass in law.items()
+            for token, p in target_law(model, [*prompt, *before], temperature, top_p).items()
+        }
+    drawn = Counter(tokens[:3] for name, tokens in answers.items() if name.startswith("r"))
+    assert drawn.total() == count - len(greedy)
+    assert chi_square(drawn, law) > 1e-3
+    assert len({tokens for name, tokens in answers.items() if name.startswith("g")}) == 1

@@ -1,0 +1,90 @@
+"""The engine's thread: faults end the requests that they hit, and no client waits for ever."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import make_engine, request
+
+from paceline.actors.decoding.loop import EngineLoop
+from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
+from paceline.actors.decoding.sequence import Sequence
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def loop() -> Iterator[EngineLoop]:
+    loop = EngineLoop(make_engine(), num_threads=1)
+    yield loop
+    loop.close()
+    assert not loop.healthy
+
+
+def send(loop: EngineLoop, wanted: GenerationRequest) -> queue.Queue[GenerationChunk]:
+    chunks: queue.Queue[GenerationChunk] = queue.Queue()
+    loop.submit(wanted, chunks.put)
+    return chunks
+
+
+def reason(chunks: queue.Queue[GenerationChunk]) -> str:
+    while True:
+        chunk = chunks.get(timeout=WAIT_S)
+        if chunk.finish_reason is not None:
+            return chunk.finish_reason
+
+
+def test_requests_of_many_threads_come_to_their_ends(loop: EngineLoop) -> None:
+    answers = [send(loop, request(f"r{i}", [5 + i, 7], ignore_eos=True)) for i in range(9)]
+    assert [reason(a) for a in answers] == ["length"] * 9
+    assert loop.load() == (0, 0)
+
+
+def test_a_request_that_cannot_run_is_refused_alone(loop: EngineLoop) -> None:
+    good, bad = send(loop, request("good", [5], ignore_eos=True)), send(loop, request("bad", []))
+    assert (reason(good), reason(bad)) == ("length", "error")
+
+
+def test_huge_numbers_fail_nobody(loop: EngineLoop) -> None:
+    huge = request("h", [5], temperature=1.0, top_k=2**80, seed=2**70, ignore_eos=True)
+    answers = [send(loop, request("r", [5], ignore_eos=True)), send(loop, huge)]
+    assert [reason(a) for a in answers] == ["length"] * 2
+
+
+def test_what_fails_for_one_request_ends_that_one(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = Sequence.accept
+
+    def failing(self: Sequence, *args: Any) -> None:
+        if self.request_id == "bad":
+            raise RuntimeError("no text can be made of this")
+        accept(self, *args)
+
+    monkeypatch.setattr(Sequence, "accept", failing)
+    answers = [send(loop, request(name, [5], ignore_eos=True)) for name in ("good", "bad", "fine")]
+    assert [reason(a) for a in answers] == ["length", "error", "length"]
+    assert loop.healthy
+
+
+def test_a_fault_of_the_target_ends_every_request_and_the_next_ones_are_served(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = Sequence.chunk
+    faults = iter([True])
+
+    def failing(self: Sequence) -> GenerationChunk:
+        if self.request_id == "last" and next(faults, False):
+            raise RuntimeError("in the middle of handing out")
+        return chunk(self)
+
+    monkeypatch.setattr(Sequence, "chunk", failing)
+    # The first ends in the very round that fails: it has left the engine by then.
+    names = ("first", "last")
+    answers = [send(loop, request(name, [5], max_tokens=1)) for name in names]
+    assert [reason(a) for a in answers] == ["error", "error"]
+    assert reason(send(loop, request("next", [5], max_tokens=2, ignore_eos=True))) == "length"
+    assert loop.healthy
