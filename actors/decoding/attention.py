@@ -18,6 +18,9 @@ from paceline.actors.decoding.kv import KVRows
 
 ATTENTION_NAME = "paceline"
 
+# Arguments that change the result and that are not computed here (Gemma 2, gpt-oss).
+_LACKING = ("softcap", "s_aux")
+
 
 @dataclass(slots=True)
 class StepContext:
@@ -76,7 +79,7 @@ def paceline_attention(
     sliding_window: int | None = None,
     *,
     paceline_step: StepContext,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention over the engine's rows; shapes as transformers' own functions have them.
 
@@ -90,10 +93,17 @@ def paceline_attention(
         dropout: unused; the engine only infers.
         sliding_window: how far back this layer looks, None for all.
         paceline_step: the forward's context.
+        more: what else models pass; most of it says nothing new.
 
     Returns:
         ``[B, T, heads, head_dim]`` and None (no attention weights).
+
+    Raises:
+        ValueError: for a model whose attention has a part that this one lacks.
     """
+    lacking = [name for name in _LACKING if more.get(name) is not None]
+    if lacking:
+        raise ValueError(f"{type(module).__name__} needs {', '.join(lacking)} in its attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
     return attend(paceline_step, layer, query, key, value, scaling, sliding_window), None
 

@@ -9,6 +9,7 @@ import torch
 from tiny_models import tiny_llama
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -143,3 +144,16 @@ def test_a_fused_model_that_is_off_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     )
     decoder = make_decoder([model.requires_grad_(False)], kv_shapes(model.config), CAPACITY)
     assert isinstance(decoder, ModuleDecoder)
+
+
+def test_attention_that_the_engine_lacks_is_refused() -> None:
+    model = make(Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=2.0), 1)
+    with pytest.raises(ValueError, match="softcap"):
+        ModelRunner([model], 2, CAPACITY)
+
+
+def test_a_model_whose_logits_are_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), 1)
+    monkeypatch.setattr(StepContext, "mask", lambda _self, _window: None)
+    with pytest.raises(ValueError, match=r"gpt2 cannot be served: .* off by"):
+        ModelRunner([model], 2, CAPACITY)
