@@ -2,7 +2,8 @@
 
 At batch 1 transformers' modules spend most of a small model's forward in Python. Here query, key
 and value are one projection, gate and up are one, rotary tables are made once, and several
-experts of one architecture run together. The arithmetic is transformers' own, rounding included
+experts of one architecture run together; on CPUs, C++ kernels do what lies between the
+products. The arithmetic is transformers' own, rounding included
 (torch products of a fused matrix give each column the same bits); ``decoders.py`` checks it at
 every start.
 """
@@ -19,6 +20,7 @@ from torch.nn import functional
 from paceline.actors.decoding.attention import StepContext, attend
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.linear import StackedLinear, fuse, stack
+from paceline.actors.decoding.native.library import Kernels, kernels_for
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3"})
@@ -34,16 +36,31 @@ class _Norm:
     """RMS norm of E experts, weight ``[E, 1, size]``."""
 
     def __init__(self, norms: Sequence[Any]) -> None:
-        self._weight = stack([norm.weight for norm in norms])[:, None]
-        self._eps = float(norms[0].variance_epsilon)
+        self.weight = stack([norm.weight for norm in norms])[:, None]
+        self.eps = float(norms[0].variance_epsilon)
 
     def __call__(self, x: Tensor, grid: Grid) -> Tensor:
         """``[E', N, size]`` or ``[E', N, heads, size]`` to the same."""
-        weight = grid.select(self._weight)
+        weight = grid.select(self.weight)
         if x.dim() > weight.dim():
             weight = weight[:, None]
         # Not rms_norm's own weight: transformers rounds before it multiplies by it.
-        return functional.rms_norm(x, (x.shape[-1],), None, self._eps) * weight
+        return functional.rms_norm(x, (x.shape[-1],), None, self.eps) * weight
+
+    def after(
+        self, x: Tensor, delta: Tensor | None, grid: Grid, kernels: Kernels | None
+    ) -> tuple[Tensor, Tensor]:
+        """``x + delta`` and its norm, ``[E', N, size]`` each; ``x`` may be changed in place."""
+        if kernels is None:
+            x = x if delta is None else x + delta
+            return x, self(x, grid)
+        parts = [
+            kernels.add_norm(
+                x[i], None if delta is None else delta[i], self.weight[expert], self.eps
+            )
+            for i, expert in enumerate(grid.experts)
+        ]
+        return x, parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
 
 class _Attention:
@@ -63,31 +80,39 @@ class _Attention:
         self._window = window
         queries = first.q_proj.weight.shape[0] // self._head_dim
         keys = first.k_proj.weight.shape[0] // self._head_dim
-        self._heads = [queries, keys]
+        self._heads = (queries, keys)
 
     def __call__(
-        self, x: Tensor, step: StepContext, grid: Grid, rotary: tuple[Tensor, Tensor]
+        self, x: Tensor, step: StepContext, grid: Grid, rotary: Rotary, kernels: Kernels | None
     ) -> Tensor:
         """``[E', N, H]`` to the same; stores the new tokens' keys and values."""
         qkv = self._qkv(x, grid)
-        qkv = qkv.view(*qkv.shape[:2], -1, self._head_dim)
-        queries, keys = self._heads
-        qk, v = torch.split(qkv, [queries + keys, keys], dim=2)
         if self._norms is not None:
-            q, k = torch.split(qk, self._heads, dim=2)
-            qk = torch.cat((self._norms[0](q, grid), self._norms[1](k, grid)), dim=2)
-        qk, v = _rotate(grid.to_rows(qk), rotary), grid.to_rows(v)
-        q, k = torch.split(qk, self._heads, dim=2)
-        mixed = attend(
-            step,
-            self._layer,
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            self._scaling,
-            self._window,
-        )
-        return self._output(grid.from_rows(mixed.flatten(2)), grid)
+            q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
+            parts = (self._norms[0](q, grid), self._norms[1](k, grid), v)
+            qkv = torch.cat(parts, dim=2).flatten(2)
+        qkv = grid.to_rows(qkv)
+        if kernels is not None:
+            kv = step.kv.keys[self._layer], step.kv.values[self._layer]
+            rows, scale = (step.rows, step.positions), self._scaling
+            mixed = kernels.attend(
+                qkv, (rotary.cos, rotary.sin), *rows, kv, self._heads, scale, self._window
+            )
+        else:
+            mixed = self._attend(qkv, step, rotary)
+        return self._output(grid.from_rows(mixed), grid)
+
+    def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
+        """``[B, T, (heads + 2 * kv_heads) * dim]`` to ``[B, T, heads * dim]``."""
+        q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
+        q, k = (rotary.turn(part, step.positions).transpose(1, 2) for part in (q, k))
+        v = v.transpose(1, 2)
+        return attend(step, self._layer, q, k, v, self._scaling, self._window).flatten(2)
+
+    def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys = self._heads
+        q, k, v = torch.split(heads, [queries, keys, keys], dim=2)
+        return q, k, v
 
 
 class _Layer:
@@ -103,12 +128,51 @@ class _Layer:
         self.linears = (*self._attention.linears, self._gate_up, self._down)
 
     def __call__(
-        self, x: Tensor, step: StepContext, grid: Grid, rotary: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """``[E', N, H]`` to the same."""
-        x = x + self._attention(self._before_attention(x, grid), step, grid, rotary)
-        gate, up = self._gate_up(self._before_mlp(x, grid), grid).chunk(2, dim=-1)
-        return x + self._down(self._activation(gate) * up, grid)
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        step: StepContext,
+        grid: Grid,
+        rotary: Rotary,
+        kernels: Kernels | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream ``[E', N, H]`` after attention, and what the MLP adds to it.
+
+        Args:
+            x: the stream; may be changed in place.
+            delta: what the layer before adds to it.
+            step: rows and positions.
+            grid: which expert runs which row.
+            rotary: its tables.
+            kernels: the CPU's, where there are any.
+        """
+        x, normed = self._before_attention.after(x, delta, grid, kernels)
+        mixed = self._attention(normed, step, grid, rotary, kernels)
+        x, normed = self._before_mlp.after(x, mixed, grid, kernels)
+        gate_up = self._gate_up(normed, grid)
+        if kernels is not None:
+            return x, self._down(kernels.silu_mul(gate_up), grid)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return x, self._down(self._activation(gate) * up, grid)
+
+
+class Rotary:
+    """Rotary tables of the positions 0..capacity-1, ``[capacity, dim]`` in the models' dtype."""
+
+    def __init__(self, module: Any, like: Tensor, capacity: int) -> None:
+        positions = torch.arange(capacity, device=like.device)[None]
+        cos: Tensor
+        sin: Tensor
+        cos, sin = module(like, positions)
+        # The sign of the rotated half goes into the table.
+        half = sin.shape[-1] // 2
+        self.cos = cos[0].contiguous()
+        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``[B, T, heads, dim]`` at int64 ``[B, T]`` positions."""
+        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 class FusedDecoder:
@@ -132,12 +196,9 @@ class FusedDecoder:
             _Layer(layers, _window(models[0].config, i))
             for i, layers in enumerate(zip(*(body.layers for body in bodies), strict=True))
         ]
-        positions = torch.arange(capacity, device=embeddings.device)[None]
-        cos, sin = bodies[0].rotary_emb(embeddings, positions)
-        # The sign of the rotated half goes into the table.
-        half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-        self._rotary = (cos[0, :, None].contiguous(), signed[:, None].contiguous())
+        self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
+        silu = models[0].config.hidden_act in ("silu", "swish")
+        self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
         self.refresh()
 
     def refresh(self, expert: int | None = None) -> None:
@@ -158,11 +219,13 @@ class FusedDecoder:
             ``[B, T or keep, V]`` in the models' dtype.
         """
         x = functional.embedding(grid.offset(token_ids, self._vocab), self._embeddings)
-        cos, sin = self._rotary
-        rotary = (cos[step.positions], sin[step.positions])
+        delta: Tensor | None = None
+        kernels = self._kernels if step.kv.dtype is torch.float32 else None
         for layer in self._layers:
-            x = layer(x, step, grid, rotary)
-        x = self._norm(grid.last(x, keep), grid)
+            x, delta = layer(x, delta, step, grid, self._rotary, kernels)
+        if delta is not None:
+            delta = grid.last(delta, keep)
+        _, x = self._norm.after(grid.last(x, keep), delta, grid, kernels)
         return grid.to_rows(self._head(x, grid))
 
 
@@ -173,9 +236,3 @@ def _window(config: Any, layer: int) -> int | None:
     if kinds is not None and kinds[layer] != "sliding_attention":
         return None
     return window
-
-
-def _rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of ``[B, T, heads, D]`` by tables ``[B, T, 1, D]``."""
-    cos, signed_sin = rotary
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin

@@ -19,7 +19,7 @@ from transformers import (
 
 from paceline.actors.decoding.attention import ATTENTION_NAME, StepContext
 from paceline.actors.decoding.decoders import ModuleDecoder, make_decoder
-from paceline.actors.decoding.fused import FusedDecoder
+from paceline.actors.decoding.fused import FusedDecoder, Rotary
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVRows, kv_dtype
 from paceline.actors.decoding.runner import ModelRunner, kv_shapes
@@ -136,12 +136,18 @@ def test_other_architectures_run_through_their_modules() -> None:
     assert logits(decoder, model, [0, 0]).shape == (2, 12, VOCAB)
 
 
+class BackwardRotary(Rotary):
+    """Turns the wrong way round."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sin = -self.sin
+
+
 def test_a_fused_model_that_is_off_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(1)
     model.set_attn_implementation(ATTENTION_NAME)
-    monkeypatch.setattr(
-        "paceline.actors.decoding.fused._rotate", lambda x, rotary: x * rotary[0].cos()
-    )
+    monkeypatch.setattr("paceline.actors.decoding.fused.Rotary", BackwardRotary)
     decoder = make_decoder([model.requires_grad_(False)], kv_shapes(model.config), CAPACITY)
     assert isinstance(decoder, ModuleDecoder)
 

@@ -1,0 +1,208 @@
+"""Build and call the C++ kernels: one second of compiling, once per machine and version.
+
+Without a compiler the engine does the same in torch operations, slower, and with results that may
+differ in the last bits between batches of different shapes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_TIMEOUT_S = 120
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "steps", "q_heads", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("dim", "capacity", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Kernels:
+    """The operations for one dtype.
+
+    They read memory as it lies: every tensor is on the CPU, of this dtype and contiguous unless
+    another is named, and positions are inside the rows; the caller sees to it.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._add_norm = library[f"add_norm_{_NAMES[dtype]}"]
+        self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, size, size, pointer]
+        self._silu_mul = library[f"silu_mul_{_NAMES[dtype]}"]
+        self._silu_mul.argtypes = [pointer, size, size, pointer]
+        self._attend = library[f"attend_{_NAMES[dtype]}"]
+        self._attend.argtypes = [pointer] * 10
+        for function in (self._add_norm, self._silu_mul, self._attend):
+            function.restype = None
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``x += delta``, then the RMS norm of x times weight.
+
+        Args:
+            x: ``[N, size]``, changed in place.
+            delta: like ``x``, or None.
+            weight: ``[size]``.
+            eps: added to the mean square.
+        """
+        out = torch.empty_like(x)
+        assert x.is_contiguous()
+        assert delta is None or delta.is_contiguous()
+        self._add_norm(
+            x.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            x.shape[0],
+            x.shape[1],
+            out.data_ptr(),
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of ``[..., 2 * size]``; ``[..., size]``."""
+        size = gate_up.shape[-1] // 2
+        assert gate_up.is_contiguous()
+        out = gate_up.new_empty(*gate_up.shape[:-1], size)
+        self._silu_mul(gate_up.data_ptr(), out.numel() // size, size, out.data_ptr())
+        return out
+
+    def attend(
+        self,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        rows: Tensor,
+        positions: Tensor,
+        kv: tuple[Tensor, Tensor],
+        heads: tuple[int, int],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Rotate queries and keys, store keys and values, attend over the rows.
+
+        Args:
+            qkv: ``[B, T, (heads + 2 * kv_heads) * dim]``.
+            rotary: cosine and signed sine, ``[capacity, dim]`` each.
+            rows: int64 ``[B]``.
+            positions: int64 ``[B, T]``.
+            kv: float32 ``[rows, kv_heads, capacity, dim]`` each.
+            heads: query heads and key/value heads.
+            scale: of the scores.
+            window: how far back to look, None for all.
+
+        Returns:
+            ``[B, T, heads * dim]``.
+        """
+        batch, steps, width = qkv.shape
+        queries, keys = heads
+        dim = width // (queries + 2 * keys)
+        capacity = kv[0].shape[2]
+        # Views that were expanded have no memory of their own; no copy where there is.
+        qkv, rows, positions = qkv.contiguous(), rows.contiguous(), positions.contiguous()
+        shape = _Attention(batch, steps, queries, keys, dim, capacity, window or 0, scale)
+        scratch = torch.empty(2 * dim + capacity)
+        out = qkv.new_empty(batch, steps, queries * dim)
+        self._attend(
+            ctypes.addressof(shape),
+            qkv.data_ptr(),
+            rotary[0].data_ptr(),
+            rotary[1].data_ptr(),
+            rows.data_ptr(),
+            positions.data_ptr(),
+            kv[0].data_ptr(),
+            kv[1].data_ptr(),
+            scratch.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels for models of this dtype on this device, None where there are none."""
+    if device.type != "cpu" or dtype not in _NAMES:
+        return None
+    library = _load()
+    return None if library is None else Kernels(library, dtype)
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_build()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.warning("the CPU kernels are not there, torch does their work: %s", error)
+        return None
+
+
+def _build() -> Path:
+    """The library of this source for this very processor, compiled where it is not there yet.
+
+    Raises:
+        RuntimeError: without a compiler, or where compiling fails.
+    """
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, _processor()]).encode())
+    folder = _folder()
+    library = folder / f"kernels-{key.hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler on PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # others may build at the same time
+        made = Path(own) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        made.replace(library)
+    return library
+
+
+def _folder() -> Path:
+    """``PACELINE_OPS_DIR``, the interpreter's environment, or the user's cache."""
+    chosen = os.environ.get("PACELINE_OPS_DIR")
+    if chosen:
+        return Path(chosen)
+    if os.access(sys.prefix, os.W_OK):
+        return Path(sys.prefix) / "var" / "paceline"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+def _processor() -> str:
+    """What tells processors of different instruction sets apart."""
+    info = Path("/proc/cpuinfo")
+    lines: list[Any] = info.read_text().splitlines() if info.is_file() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {flags}"

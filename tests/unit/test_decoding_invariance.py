@@ -1,0 +1,70 @@
+"""In bfloat16 on CPUs with the kernels, a token's logits are the same bits in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.fused import FusedDecoder
+from paceline.actors.decoding.linear import packable
+from paceline.actors.decoding.loading import load_causal_lm
+from paceline.actors.decoding.native.library import kernels_for
+from paceline.actors.decoding.runner import ModelRunner
+
+MODELS = Path(__file__).parents[2] / "deploy" / "models"
+DTYPE, CPU = torch.bfloat16, torch.device("cpu")
+LENGTH, ROWS, CAPACITY = 50, 8, 128
+
+pytestmark = pytest.mark.skipif(
+    kernels_for(CPU, DTYPE) is None or not packable(torch.zeros(1, dtype=DTYPE)),
+    reason="this CPU has no packed bfloat16 products or no compiler made the kernels",
+)
+
+
+@pytest.fixture(scope="module", params=["target", "draft-general"])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    return ModelRunner([load_causal_lm(MODELS / request.param, DTYPE)], ROWS, CAPACITY)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def computed(runner: ModelRunner, tokens: Tensor, rows: list[int], steps: list[int]) -> Tensor:
+    """Logits of ``[B, LENGTH]`` tokens, so many at a time."""
+    parts, start = [], 0
+    for count in steps:
+        positions = torch.arange(start, start + count).expand(len(rows), -1)
+        part = tokens[:, start : start + count]
+        parts.append(runner.forward(rows, part, positions, start + count))
+        start += count
+    return torch.cat(parts, dim=1)
+
+
+def test_one_by_one_is_many_at_a_time_is_a_crowd(runner: ModelRunner) -> None:
+    assert isinstance(runner.decoder, FusedDecoder)
+    tokens = torch.randint(5, 4000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    alone = computed(runner, tokens[:1], [0], [1] * LENGTH)
+    for steps in ([LENGTH], [5] * 10, [7, 2, 1, 9, 3, 8, 20], [33, 17]):
+        assert torch.equal(computed(runner, tokens[:1], [3], steps), alone)
+        assert torch.equal(computed(runner, tokens, list(range(ROWS)), steps)[:1], alone)
+    scattered = computed(runner, tokens[[5, 0, 6]], [6, 1, 4], [10] * 5)
+    assert torch.equal(scattered[1:2], alone)
+
+
+def test_a_longer_neighbour_changes_nothing(runner: ModelRunner) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(5, 4000, (2, 6), generator=generator)
+    long = torch.randint(5, 4000, (1, 100), generator=generator)
+    runner.prefill(1, long[0].tolist(), 0)
+    alone = runner.forward([0], tokens[:1], torch.arange(6)[None], 6)
+    positions = torch.stack([torch.arange(6), torch.arange(100, 106)])
+    assert torch.equal(runner.forward([0, 1], tokens, positions, 106)[:1], alone)
