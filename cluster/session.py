@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import psutil
 
 NAMESPACE = "paceline"
 _LOOPBACK = "127.0.0.1"
-_GRACE_S = 8.0
+GRACE_S = 8.0
 
 # Ray runs workers at nice 15 unless told otherwise; serving must not, trainers lower themselves.
 _ENVIRONMENT = {
@@ -25,7 +26,10 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+logger = logging.getLogger(__name__)
+
 _started: dict[int, float] = {}  # pid and start time of the session's own processes
+_core: set[int] = set()  # those of them without which nothing in Ray answers
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
@@ -63,29 +67,63 @@ def start_ray(
     for name, value in (_ENVIRONMENT | dict(environment or {})).items():
         os.environ.setdefault(name, value)
     _own_token()
+    _init(
+        num_cpus=num_cpus,
+        include_dashboard=dashboard,
+        dashboard_port=dashboard_port,
+        object_store_memory=None if object_store_mb is None else object_store_mb * 2**20,
+        log_to_driver=logs,
+        logging_level=logging.INFO if logs else logging.ERROR,
+    )
+
+
+def _init(**options: Any) -> None:
+    """``ray.init`` on loopback; the processes that it starts are noted, also where it fails."""
     import ray  # after the environment: Ray reads parts of it when it is imported
 
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray session already")
     before = _children()
-    options: dict[str, Any] = {}
-    if object_store_mb is not None:
-        options["object_store_memory"] = object_store_mb * 2**20
     try:
         ray.init(
             address="local",
-            num_cpus=num_cpus,
             namespace=NAMESPACE,
-            include_dashboard=dashboard,
             dashboard_host=_LOOPBACK,
-            dashboard_port=dashboard_port,
-            log_to_driver=logs,
-            logging_level=logging.INFO if logs else logging.ERROR,
             _node_ip_address=_LOOPBACK,
             **options,
         )
     finally:
         _started.update({pid: at for pid, at in _children().items() if pid not in before})
+        _core.update(p.pid for p in _alive(_started) if p.name() in ("gcs_server", "raylet"))
+
+
+def is_whole() -> bool:
+    """Whether the session's core, its store and its node's daemon, still runs.
+
+    Without them every call into Ray waits a minute for them to come back.
+    """
+    return _core <= {process.pid for process in _alive(_started)}
+
+
+def run_bounded(call: Callable[[], None], seconds: float) -> bool:
+    """Run a call into Ray, but wait no longer than this, nor for a session that has died.
+
+    Returns:
+        False where the call was left behind unfinished; it goes on in a thread of its own.
+    """
+    thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < deadline and is_whole():
+        thread.join(0.05)
+    return not thread.is_alive()
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:
+        logger.warning("could not end a part cleanly", exc_info=True)
 
 
 def stop_ray() -> None:
@@ -97,9 +135,9 @@ def stop_ray() -> None:
     import ray
 
     _started.update(_descendants(_started))
-    if ray.is_initialized():
-        ray.shutdown()
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + GRACE_S
+    if ray.is_initialized() and not run_bounded(ray.shutdown, GRACE_S):
+        deadline = time.monotonic()
     while (left := _alive(_started)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in left:
@@ -107,8 +145,9 @@ def stop_ray() -> None:
             process.kill()
         except psutil.Error:
             continue
-    psutil.wait_procs(left, timeout=_GRACE_S)
+    psutil.wait_procs(left, timeout=GRACE_S)
     _started.clear()
+    _core.clear()
 
 
 @contextmanager

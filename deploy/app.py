@@ -5,7 +5,9 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import logging
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +15,13 @@ import ray
 from ray import serve
 
 from paceline.actors.decoding.settings import TargetSettings
-from paceline.actors.decoding.target import TargetReplica
-from paceline.actors.routing.router import TopicRouter
 from paceline.cluster import session
 from paceline.deploy import learning
 from paceline.deploy.config import PacelineConfig, default_threads
-from paceline.deploy.errors import ConfigError, StartError
+from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.preflight import check
+from paceline.deploy.signals import undisturbed
 from paceline.deploy.status import LearningActors
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 APPLICATION = "paceline"
 # Admission is the ingress' own (Serve's 503 is not in OpenAI's shape), so Serve must not queue.
 _UNBOUNDED = 100_000
+# By name: the driver then need not import torch and transformers, seconds of one core each.
+_TARGET_CLASS: Any = "paceline.actors.decoding.target.TargetReplica"
+_ROUTER_CLASS: Any = "paceline.actors.routing.router.TopicRouter"
+_ANSWER_S = 60.0
+_STOP_S = 15.0
 # Read by Serve's processes when they start.
 _SERVE_ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -60,7 +66,10 @@ class RunningApp:
     _stops: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def stop(self) -> None:
-        """End everything that :func:`start` began; a second call does nothing."""
+        """End everything that :func:`start` began; a second call does nothing.
+
+        Signals wait meanwhile, and what does not end within some seconds is killed.
+        """
         _run_all(self._stops)
 
     def __enter__(self) -> "RunningApp":
@@ -72,21 +81,26 @@ class RunningApp:
         self.stop()
 
 
-def start(config: PacelineConfig) -> RunningApp:
+def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
     """Start Ray, the learning actors, router, target and ingress; return when they answer.
+
+    Args:
+        config: see PacelineConfig.
+        checked: the caller has run ``preflight.check`` on it just now.
 
     Raises:
         ConfigError: before anything has started.
         StartError: where a part does not come up; what had started has been ended again.
     """
-    check(config)
+    if not checked:
+        check(config)
     stops: list[Callable[[], None]] = []
     try:
         return _start(config, stops)
     except BaseException as error:
         _run_all(stops)
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
-            raise StartError(f"Paceline did not start: {error}") from error
+            raise StartError(f"Paceline did not start: {cause_of(error)}") from error
         raise
 
 
@@ -101,20 +115,18 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         logs=config.ray.logs,
         environment=_SERVE_ENV | session.thread_environment(1),
     )
-    actors = learning.start_actors(config)
+    with ThreadPoolExecutor(1) as beside:  # their processes start while Serve's do
+        starting = beside.submit(learning.start_actors, config)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": 75},
+            logging_config=_SERVE_LOGGING,
+        )
+        actors = starting.result()
     stops.append(lambda: learning.stop_actors(actors))
     stops.append(lambda: serve.delete(APPLICATION))
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": 75},
-        logging_config=_SERVE_LOGGING,
-    )
-    serve.run(
-        build_app(config, actors),
-        name=APPLICATION,
-        route_prefix="/",
-        logging_config=_SERVE_LOGGING,
-    )
+    _deploy(build_app(config, actors))
+    learning.wait_for(actors, _ANSWER_S)
     description = _describe()
     host = f"[{config.host}]" if ":" in config.host else config.host
     return RunningApp(
@@ -128,9 +140,23 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
     )
 
 
+def _deploy(application: serve.Application) -> None:
+    """``serve.run``, whose own error does not say why a replica did not come up."""
+    try:
+        serve.run(application, name=APPLICATION, route_prefix="/", logging_config=_SERVE_LOGGING)
+    except RuntimeError as error:
+        deployments = serve.status().applications[APPLICATION].deployments
+        causes = [
+            f"{name}: {cause_of(RuntimeError(facts.message))}"
+            for name, facts in deployments.items()
+            if facts.status == "DEPLOY_FAILED"
+        ]
+        raise StartError("; ".join(causes) or str(error)) from error
+
+
 def _describe() -> dict[str, Any]:
     handle = serve.get_deployment_handle("target", APPLICATION)
-    facts: dict[str, Any] = handle.describe.remote().result(timeout_s=60)
+    facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_ANSWER_S)
     return facts
 
 
@@ -162,6 +188,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
 
 def target_settings(config: PacelineConfig) -> TargetSettings:
     """The part of the config that a target replica works by."""
+    tokens = config.drafts.num_speculative_tokens
     return TargetSettings(
         model_path=str(config.target_path),
         drafts={name: str(path) for name, path in config.draft_paths.items()},
@@ -170,7 +197,8 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         num_threads=config.target.num_threads or default_threads(os.cpu_count() or 1),
         max_num_seqs=config.target.max_num_seqs,
         max_model_len=config.target.max_model_len,
-        num_speculative_tokens=config.drafts.num_speculative_tokens,
+        num_speculative_tokens=None if tokens == "auto" else tokens,
+        max_speculative_tokens=config.drafts.max_speculative_tokens,
         draft_top_k=config.drafts.top_k,
         replay_top_k=config.replay.top_k,
         prefill_chunk=config.target.prefill_chunk,
@@ -196,7 +224,7 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=60,
-    )(TargetReplica)
+    )(_TARGET_CLASS)
 
 
 def _gpu_share(config: PacelineConfig) -> float:
@@ -215,7 +243,7 @@ def _router() -> serve.Deployment:
         ray_actor_options=_actor_options(),
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,
-    )(TopicRouter)
+    )(_ROUTER_CLASS)
 
 
 def _ingress() -> serve.Deployment:
@@ -229,10 +257,15 @@ def _ingress() -> serve.Deployment:
 
 
 def _run_all(stops: list[Callable[[], None]]) -> None:
-    """Run and forget the calls that end things, the newest first, whatever they raise."""
-    while stops:
-        stop = stops.pop()
-        try:
-            stop()
-        except Exception:
-            logger.warning("could not end a part cleanly", exc_info=True)
+    """Run and forget the calls that end things, the newest first, within `_STOP_S`.
+
+    The first of them ends the session and kills what is left; those before it only make that
+    gentle, and are skipped where the session has died already.
+    """
+    deadline = time.monotonic() + _STOP_S - session.GRACE_S
+    with undisturbed():
+        while len(stops) > 1:
+            stop = stops.pop()
+            session.run_bounded(stop, max(0.0, deadline - time.monotonic()))
+        while stops:
+            stops.pop()()

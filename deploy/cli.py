@@ -9,12 +9,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError, StartError
-from paceline.deploy.preflight import check
+from paceline.deploy.preflight import check, warnings
+from paceline.deploy.signals import interrupt_once, on_signals
 
 if TYPE_CHECKING:
     from paceline.deploy.app import RunningApp
@@ -101,33 +101,26 @@ def _load(options: argparse.Namespace) -> PacelineConfig:
 def _serve(options: argparse.Namespace) -> int:
     config = _load(options)
     check(config)
+    for warning in warnings(config):
+        _say_error(f"warning: {warning}")
     stopped = threading.Event()
-    _on_signals(_interrupt)
+    on_signals(interrupt_once)
     _say("Starting Paceline (this takes some seconds) ...")
-    from paceline.deploy import app  # imports torch and Ray: not before the config is sound
+    from paceline.deploy import app  # imports Ray: not before the config is sound
 
     running: RunningApp | None = None
     try:
-        running = app.start(config)
+        running = app.start(config, checked=True)
         # Ray puts its own handler on SIGTERM; ours must come after it.
-        _on_signals(lambda *_: stopped.set())
+        on_signals(lambda *_: stopped.set())
         _say(_banner(config, running))
         stopped.wait()
         _say("Stopping ...")
     finally:
-        _on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
+        on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
         if running is not None:
             running.stop()
     return 0
-
-
-def _on_signals(handler: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _banner(config: PacelineConfig, running: RunningApp) -> str:
@@ -143,7 +136,7 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         "",
         f"Paceline serves {config.model_name} at {running.base_url}/v1",
         f"  target   {config.target_path} ({facts.get('dtype')} on {facts.get('device')})",
-        f"  drafts   {drafts}; {config.drafts.num_speculative_tokens} tokens a round",
+        f"  drafts   {drafts}; num_speculative_tokens {config.drafts.num_speculative_tokens}",
         f"  learning {'on' if running.trainer is not None else 'off'}; "
         f"versions in {config.state_path}",
         "",
@@ -156,9 +149,10 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
 
 
 def _history(options: argparse.Namespace) -> int:
-    from paceline.deploy.history import read_history, table
+    from paceline.actors.weights.history import read_all_decisions
+    from paceline.deploy.history import table
 
-    decisions = read_history(_load(options).state_path, options.topic)
+    decisions = read_all_decisions(_load(options).state_path, options.topic)
     if options.json:
         for decision in decisions:
             _say(json.dumps(decision))
@@ -168,10 +162,9 @@ def _history(options: argparse.Namespace) -> int:
 
 
 def _build_ops(_options: argparse.Namespace) -> int:
-    from paceline.actors.training.ops import build_cpu_ops
+    from paceline.actors.training.ops import main as build
 
-    build_cpu_ops()
-    return 0
+    return build()
 
 
 def _say(text: str) -> None:

@@ -11,15 +11,18 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.actors.routing.policy import GENERAL
 from paceline.deploy.errors import ConfigError
 
 EMBEDDED = "embedded"
-GENERAL = "general"
+WEIGHTS_FOLDER = "weights"  # below the state folder: versions and decisions
 MODELS_DIR = Path(__file__).parent / "models"
 _TOPIC = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
+_MAX_TOKENS = 32  # drafted in a round
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -44,18 +47,37 @@ class TargetConfig(_Section):
     num_replicas: Count = 1
     prefill_chunk: Count = 256
 
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(f"{device!r} is none of auto, cpu, cuda, cuda:0 ...")
+        return device
+
 
 class DraftsConfig(_Section):
     """The models that propose: ``general`` and, per topic, an expert that starts as its copy.
 
     ``paths`` gives a topic's expert another starting point than ``general``.
+    ``num_speculative_tokens`` "auto" drafts as many, up to ``max_speculative_tokens``, as give
+    the most tokens per second by what is measured, and none where that does not pay.
     """
 
     general: str = EMBEDDED
     topics: tuple[str, ...] = ("math", "code", "sql", "shell")
     paths: dict[str, str] = Field(default_factory=dict)
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] = 4
+    num_speculative_tokens: Literal["auto"] | int = "auto"
+    max_speculative_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 8
     top_k: Count = 64
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _auto_or_number(cls, tokens: object) -> object:
+        # Not a union of constraints: its errors would name parts that no config has.
+        number = isinstance(tokens, int) and not isinstance(tokens, bool)
+        if tokens != "auto" and not (number and 0 <= int(str(tokens)) <= _MAX_TOKENS):
+            raise ValueError(f"{tokens!r} is neither auto nor a number from 0 to {_MAX_TOKENS}")
+        return tokens
 
     @field_validator("topics")
     @classmethod
@@ -203,7 +225,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config {path}: {reason}") from error
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-01 is no date
         reason = " ".join(str(error).split())
         raise ConfigError(f"config {path}: not YAML ({reason})") from error
     if data is None:

@@ -13,6 +13,12 @@ class StartError(RuntimeError):
     """The configuration is sound, but the application did not come up."""
 
 
+def cause_of(error: Exception) -> str:
+    """One line of what is often a traceback of another process: its last, the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 @dataclass(eq=False)  # not frozen: contextlib writes __traceback__
 class ApiError(Exception):
     """An answer in OpenAI's error shape.

@@ -1,33 +1,12 @@
-"""The gate's decisions as the registry keeps them on disk: readable without a server."""
+"""The gate's decisions in words."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-
-def read_history(state_path: Path, topic: str | None = None) -> list[dict[str, Any]]:
-    """Every decision under a state folder, oldest first.
-
-    A line that a crash cut off is skipped.
-
-    Args:
-        state_path: as in the config; a folder that is not there has no decisions.
-        topic: only of this topic, None for all.
-    """
-    decisions = []
-    for file in state_path.rglob("history.jsonl"):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                decision = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(decision, dict) and topic in (None, decision.get("topic")):
-                decisions.append(decision)
-    return sorted(decisions, key=lambda decision: float(decision.get("time") or 0.0))
+from paceline.actors.weights.history import decision_time
 
 
 def table(decisions: Sequence[dict[str, Any]]) -> str:
@@ -37,7 +16,7 @@ def table(decisions: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(decision: dict[str, Any]) -> str:
-    when = datetime.fromtimestamp(float(decision.get("time") or 0.0)).astimezone()
+    when = datetime.fromtimestamp(decision_time(decision)).astimezone()
     served = decision.get("served_expected_acceptance")
     new = decision.get("candidate_expected_acceptance")
     return (

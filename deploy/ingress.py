@@ -13,8 +13,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
-from transformers import AutoTokenizer
 
+from paceline.actors.decoding.request import GenerationRequest
 from paceline.deploy import answers, translate
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError, internal, overloaded
@@ -77,6 +77,8 @@ class Ingress:
             settings.min_confidence,
             time.monotonic,
         )
+        from transformers import AutoTokenizer  # seconds, and the driver never needs it
+
         tokenizer = AutoTokenizer.from_pretrained(settings.model_path, local_files_only=True)
         self._encoder = PromptEncoder(tokenizer)
         self._context = context_length(settings.model_path, settings.max_model_len)
@@ -138,7 +140,14 @@ class Ingress:
             prompts = self._encoder.completion(asked)
         limit, field = translate.max_tokens_of(asked)
         limits = [
-            translate.fit_limit(limit, field, len(prompt), self._context, "prompt")
+            translate.fit_limit(
+                limit,
+                field,
+                len(prompt),
+                self._context,
+                "prompt",
+                translate.DEFAULT_COMPLETION_TOKENS,
+            )
             for prompt in prompts
         ]
         texts = [self._encoder.plain_text(prompt) for prompt in prompts]
@@ -170,19 +179,10 @@ class Ingress:
         release = self._slots.take(len(prompts))
         try:
             answer = self._head(asked, chat)
-            topics = await asyncio.gather(*map(self._topics.find, texts))
+            topics = await self._topics_of(asked, texts)
             requests = [
-                translate.generation_request(
-                    f"{answer.id}-{index}",
-                    prompt,
-                    translate.sampling_of(asked, limit),
-                    topic,
-                    asked.speculative,
-                    asked.store is not False,
-                )
-                for index, (prompt, limit, topic) in enumerate(
-                    zip(prompts, limits, topics, strict=True)
-                )
+                _request(asked, f"{answer.id}-{index}", *facts)
+                for index, facts in enumerate(zip(prompts, limits, topics, strict=True))
             ]
             prompt_tokens = sum(map(len, prompts))
             if asked.stream:
@@ -198,6 +198,13 @@ class Ingress:
         finally:
             release()
 
+    async def _topics_of(self, asked: GenerationOptions, texts: list[str]) -> list[str]:
+        """A topic per prompt: the expert that the client names learns from it, else the router."""
+        named = translate.named_expert(asked.speculative.draft)
+        if named is not None:
+            return [named] * len(texts)
+        return await asyncio.gather(*map(self._topics.find, texts))
+
     def _head(self, asked: GenerationOptions, chat: bool) -> answers.Answer:
         return answers.Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -206,6 +213,16 @@ class Ingress:
             chat=chat,
             token_ids=asked.return_token_ids,
         )
+
+
+def _request(
+    asked: GenerationOptions, request_id: str, prompt: list[int], limit: int, topic: str
+) -> GenerationRequest:
+    sampling = translate.sampling_of(asked, limit)
+    store = asked.store is not False
+    return translate.generation_request(
+        request_id, prompt, sampling, topic, asked.speculative, store
+    )
 
 
 def _nothing() -> None:

@@ -4,20 +4,24 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 """
 
 import os
-from typing import Any
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.distiller import DistillerSettings
-from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.trainer import Trainer
-from paceline.actors.weights.fingerprint import fingerprint
-from paceline.actors.weights.registry import WeightRegistry
+from paceline.actors.training.trainer import Trainer, lower_priority
+from paceline.actors.weights.fingerprint import fingerprints
 from paceline.cluster.board import LoadBoard
-from paceline.deploy.config import PacelineConfig, default_threads
+from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
+from paceline.deploy.errors import cause_of
 from paceline.deploy.status import LearningActors
+
+if TYPE_CHECKING:
+    from paceline.actors.training.settings import TrainerSettings
 
 _PREFIX, _SHARD = "paceline-", "shard-"
 _REGISTRY, _BOARD, _TRAINER = "registry", "board", "trainer"
@@ -56,6 +60,23 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
     return int(config.training.max_occupancy * config.target.max_num_seqs)
 
 
+def wait_for(actors: LearningActors, seconds: float) -> None:
+    """Return when shards, registry and board answer; the trainer may take its time.
+
+    Raises:
+        RuntimeError: names the one that did not come up within ``seconds``, and why.
+    """
+    needed = {f"replay shard {expert}": shard for expert, shard in actors.shards.items()}
+    needed |= {"weight registry": actors.registry, "load board": actors.board}
+    answers = {name: actor.ping.remote() for name, actor in needed.items()}
+    deadline = time.monotonic() + seconds
+    for name, answer in answers.items():
+        try:
+            ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))
+        except RayError as error:
+            raise RuntimeError(f"the {name} does not come up: {cause_of(error)}") from error
+
+
 def stop_actors(actors: LearningActors) -> None:
     """End them for good; Ray must not bring them back."""
     for actor in (actors.trainer, actors.board, actors.registry, *actors.shards.values()):
@@ -85,19 +106,27 @@ def _shard(config: PacelineConfig, expert: str) -> Any:
 
 
 def _registry(config: PacelineConfig) -> Any:
-    paths = {expert: str(path) for expert, path in config.draft_paths.items()}
-    models = fingerprint([config.target_path, *dict.fromkeys(config.draft_paths.values())])
+    from paceline.actors.weights.registry import WeightRegistry  # imports torch
+
     return _named(WeightRegistry, _REGISTRY).remote(
-        str(config.state_path / "weights"),
-        config.drafts.experts,
-        paths,
-        models,
+        directory=str(config.state_path / WEIGHTS_FOLDER),
+        topics=config.drafts.experts,
+        fingerprint=fingerprints(config.target_path, config.draft_paths),
         keep_versions=config.training.keep_versions,
     )
 
 
 def _trainer(config: PacelineConfig) -> Any:
-    settings = TrainerSettings(
+    actor = _named(TrainerActor, _TRAINER, num_gpus=trainer_gpus(config))
+    return actor.remote(config)
+
+
+def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
+    """The part of the config that the trainer works by."""
+    from paceline.actors.training.distiller import DistillerSettings  # imports torch
+    from paceline.actors.training.settings import TrainerSettings
+
+    return TrainerSettings(
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
             learning_rate=config.training.learning_rate, device=config.target.device
@@ -106,9 +135,8 @@ def _trainer(config: PacelineConfig) -> Any:
         micro_batch=config.training.micro_batch,
         round_seconds=config.training.round_seconds,
         draft_top_k=config.drafts.top_k,
+        optimizer_dir=str(config.state_path / "optimizer"),
     )
-    actor = _named(TrainerActor, _TRAINER, num_gpus=trainer_gpus(config))
-    return actor.remote(settings, list(config.drafts.experts))
 
 
 class TrainerActor(Trainer):
@@ -118,10 +146,15 @@ class TrainerActor(Trainer):
     warns of it.
     """
 
-    def __init__(self, settings: TrainerSettings, topics: list[str]) -> None:
-        """See Trainer; the shards are those of ``topics``."""
-        shards = {topic: ray.get_actor(_PREFIX + _SHARD + topic) for topic in topics}
+    def __init__(self, config: PacelineConfig) -> None:
+        """See Trainer."""
+        experts = config.drafts.experts
+        shards = {expert: ray.get_actor(_PREFIX + _SHARD + expert) for expert in experts}
         registry, board = (ray.get_actor(_PREFIX + name) for name in (_REGISTRY, _BOARD))
+        # Importing torch takes seconds of a core that the replicas, starting now too, need more.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
+            settings = beside.submit(trainer_settings, config).result()
         super().__init__(settings, shards, registry, board)
 
 

@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MAX = 2**31 - 1
 MAX_PROMPTS = 128
 MAX_STOPS = 4
 
@@ -20,11 +28,19 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def _or(default: Any) -> BeforeValidator:
+    """Clients that write all their fields send null for those that are not set."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+Flag = Annotated[bool, _or(False)]
+
+
 class StreamOptions(_Request):
     """What a stream carries besides the text."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: Flag = False
+    include_obfuscation: Flag = False
 
 
 class Speculative(_Request):
@@ -34,7 +50,7 @@ class Speculative(_Request):
     ``off``.
     """
 
-    draft: str = "auto"
+    draft: Annotated[str, _or("auto")] = "auto"
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
 
 
@@ -42,18 +58,18 @@ class GenerationOptions(_Request):
     """Fields that both endpoints share; ``Any`` marks those of which one value is served."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     stop: str | list[str] | None = None
-    ignore_eos: bool = False
+    ignore_eos: Flag = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculative: Speculative = Field(default_factory=Speculative)
+    speculative: Annotated[Speculative, _or(Speculative())] = Field(default_factory=Speculative)
     store: bool | None = None
-    return_token_ids: bool = False
+    return_token_ids: Flag = False
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -133,11 +149,20 @@ class TextPart(_Request):
 
 
 class ChatMessage(_Request):
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    An assistant's message may come back as the client got it: with the fields that are empty in
+    every answer of this server, so long as they are empty.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -158,7 +183,7 @@ class ChatCompletionRequest(GenerationOptions):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     top_logprobs: Any = None
     tools: Any = None
     tool_choice: Any = None

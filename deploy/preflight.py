@@ -1,27 +1,96 @@
-"""What is refused before any process starts: quick, and without torch or Ray."""
+"""What is refused before any process starts: quick, and without Ray."""
 
 from __future__ import annotations
 
 import socket
+import tempfile
+from pathlib import Path
 
 from paceline.actors.decoding.compatibility import ModelError, check_models, read_config
-from paceline.deploy.config import PacelineConfig
+from paceline.actors.weights.lock import is_locked
+from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
 
 
 def check(config: PacelineConfig) -> None:
-    """Refuse models that are missing or do not fit together, and a port that is taken.
+    """Refuse models that do not fit together, and a device, folder or port that cannot be used.
 
     Raises:
         ConfigError: one line that says what is wrong.
     """
     try:
-        check_models(config.target_path, config.draft_paths)
-        if config.router.enabled:
-            read_config(config.router_path, "router")
+        check_models(config.target_path, config.draft_paths, config.target.max_model_len)
+        known = set(router_labels(config))
     except ModelError as error:
         raise ConfigError(str(error)) from error
+    topics = config.drafts.topics
+    if config.router.enabled and topics and known.isdisjoint(topics):
+        raise ConfigError(
+            f"router: it knows {', '.join(sorted(known))}, and none of drafts.topics "
+            f"({', '.join(topics)}); train one for them (paceline.deploy.recipes.router) or set "
+            "router.enabled to false"
+        )
+    _check_device(config.target.device)
+    _check_state(config.state_path)
     _check_port(config.host, config.port)
+
+
+def warnings(config: PacelineConfig) -> list[str]:
+    """What can be served, but not as one may think; one line each, for a checked config."""
+    if not config.router.enabled:
+        return []
+    missing = [topic for topic in config.drafts.topics if topic not in router_labels(config)]
+    if not missing:
+        return []
+    return [
+        f"the router does not know {', '.join(missing)}: such requests are another topic's "
+        "unless they name the expert themselves (speculative.draft)"
+    ]
+
+
+def router_labels(config: PacelineConfig) -> tuple[str, ...]:
+    """The topics that the router tells apart; none where it is off.
+
+    Raises:
+        ModelError: its folder or its config cannot be read.
+    """
+    if not config.router.enabled:
+        return ()
+    labels = read_config(config.router_path, "router").get("id2label")
+    if not isinstance(labels, dict):
+        raise ModelError(f"router: {config.router_path}/config.json names no topics (id2label)")
+    return tuple(str(label) for label in labels.values())
+
+
+def _check_device(device: str) -> None:
+    if not device.startswith("cuda"):
+        return
+    import torch  # a second of work that only this setting needs
+
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"target.device: {device} is not there ({torch.cuda.device_count()} GPUs are seen)"
+        )
+
+
+def _check_state(folder: Path) -> None:
+    """The state folder can be made and written, and no other server writes it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"state_dir: cannot write to {folder} ({reason})") from error
+    try:
+        (folder / WEIGHTS_FOLDER).mkdir(exist_ok=True)
+        locked = is_locked(folder / WEIGHTS_FOLDER)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"state_dir: cannot use {folder / WEIGHTS_FOLDER} ({reason})") from error
+    if locked:
+        raise ConfigError(f"state_dir: {folder} is in use by another server")
 
 
 def _check_port(host: str, port: int) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.actors.decoding.compatibility import own_context
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import ChatCompletionRequest, CompletionRequest
 from paceline.deploy.translate import check_token_ids
@@ -16,7 +17,7 @@ _ROLES = {"developer": "system"}  # chat templates know the older name
 def context_length(model_path: str | Path, max_model_len: int | None) -> int:
     """Tokens that prompt and answer may have together: the model's own limit or a lower one."""
     config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-    own = config.get("max_position_embeddings") or config.get("n_positions") or max_model_len
+    own = own_context(config) or max_model_len
     if own is None:
         raise ValueError(f"{model_path}: no context length in config.json, set max_model_len")
     return int(own) if max_model_len is None else min(int(own), max_model_len)

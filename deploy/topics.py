@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-from paceline.actors.routing.policy import choose
-from paceline.deploy.config import GENERAL
+from paceline.actors.routing.policy import GENERAL, choose
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.deploy.errors import ApiError
@@ -22,6 +23,11 @@ from paceline.deploy.openai_types import (
 DRAFT_AUTO = "auto"
 DRAFT_OFF = "off"
 DEFAULT_COMPLETION_TOKENS = 16
+# Below it the likeliest token has all the mass that float32 can tell apart: greedy, and no
+# logits that overflow when they are divided by it.
+GREEDY_BELOW = 1e-5
+# The likeliest token alone, and still above zero in float32.
+LEAST_TOP_P = 1e-6
 
 RequestT = TypeVar("RequestT", bound=GenerationOptions)
 
@@ -90,15 +96,15 @@ def check_model(asked: str, model_name: str) -> None:
 
 def _explain(error: ValidationError) -> ApiError:
     """The first problem that pydantic found, in OpenAI's words."""
-    first = error.errors(include_url=False)[0]
+    every = error.errors(include_url=False)
+    # Both branches of a union complain; the one that got further is what was meant.
+    first = max((e for e in every if e["loc"][:3] == every[0]["loc"][:3]), key=_depth)
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {message}.", code="invalid_json")
     if not first["loc"] and kind == "model_type":
         return ApiError(400, "The body must be a JSON object.", code="invalid_type")
-    # A union's branch ("list[TextPart]") is our word, not a field of the request.
-    parts = [str(part) for part in first["loc"] if "[" not in str(part) and part != "str"]
-    param = ".".join(parts) or "stream_options"
+    param = _field(first["loc"])
     if kind == "extra_forbidden":
         text, code = f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     elif kind == "missing":
@@ -108,6 +114,20 @@ def _explain(error: ValidationError) -> ApiError:
     else:
         text, code = f"Invalid value for {param}: {message}.", "invalid_value"
     return ApiError(400, text, param=param, code=code)
+
+
+def _depth(error: ErrorDetails) -> int:
+    return len(error["loc"])
+
+
+def _field(loc: tuple[int | str, ...]) -> str:
+    """The dotted name of the request field that pydantic means."""
+    if not loc:  # the one rule over several fields
+        return "stream_options"
+    if loc[0] == "messages" and loc[2:3] == ("content",):
+        # What follows is the union's branch ("list[TextPart]"): our word, not the request's.
+        loc = loc[:3] + loc[4:]
+    return ".".join(map(str, loc))
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -130,23 +150,29 @@ def _refuse_unsupported(request: GenerationOptions) -> None:
 
 
 def max_tokens_of(request: CompletionRequest | ChatCompletionRequest) -> tuple[int | None, str]:
-    """The asked limit (None: as many as fit) and the name of the field that gives it."""
-    if isinstance(request, CompletionRequest):
-        return request.max_tokens or DEFAULT_COMPLETION_TOKENS, "max_tokens"
-    if request.max_completion_tokens is not None:
+    """The asked limit, None where there is none, and the name of the field that gives it."""
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         return request.max_completion_tokens, "max_completion_tokens"
     return request.max_tokens, "max_tokens"
 
 
-def fit_limit(asked: int | None, field: str, prompt_tokens: int, context: int, param: str) -> int:
+def fit_limit(
+    asked: int | None,
+    field: str,
+    prompt_tokens: int,
+    context: int,
+    param: str,
+    default: int | None = None,
+) -> int:
     """How many tokens may be generated.
 
     Args:
-        asked: the request's limit, None for as many as fit.
+        asked: the request's limit, None where it has none.
         field: the request's name for it.
         prompt_tokens: length of the prompt.
         context: the most tokens that prompt and answer may have together.
         param: the request's field that holds the prompt.
+        default: without a limit, at most so many; None for as many as fit.
 
     Raises:
         ApiError: 400 ``context_length_exceeded`` naming the prompt where it alone is too
@@ -162,7 +188,7 @@ def fit_limit(asked: int | None, field: str, prompt_tokens: int, context: int, p
             code="context_length_exceeded",
         )
     if asked is None:
-        return room
+        return room if default is None else min(default, room)
     if asked > room:
         raise ApiError(
             400,
@@ -208,13 +234,22 @@ def check_draft(draft: str, experts: Collection[str]) -> None:
     )
 
 
+def named_expert(draft: str) -> str | None:
+    """The expert that a request names itself; None for ``auto``, ``off`` and first weights."""
+    return None if draft in (DRAFT_AUTO, DRAFT_OFF) or draft.endswith("@0") else draft
+
+
 def sampling_of(request: GenerationOptions, max_tokens: int) -> SamplingParams:
-    """The request's sampling fields with OpenAI's defaults."""
+    """The request's sampling fields with OpenAI's defaults.
+
+    A temperature below `GREEDY_BELOW` is 0; a top_p is at least `LEAST_TOP_P`.
+    """
     stop = request.stop or ()
+    temperature = 1.0 if request.temperature is None else request.temperature
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=1.0 if request.top_p is None else max(request.top_p, LEAST_TOP_P),
         top_k=max(request.top_k or 0, 0),
         seed=request.seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),

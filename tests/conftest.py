@@ -16,7 +16,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads that wait for a core which another process holds are many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _MARK = "PACELINE_TEST_RUN"
 _RUN = uuid.uuid4().hex

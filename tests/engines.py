@@ -65,13 +65,16 @@ def request(name: str, prompt: Sequence[int], **fields: Any) -> GenerationReques
     return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), **own)  # type: ignore[arg-type]
 
 
-def run(engine: Engine, requests: Iterable[GenerationRequest] = ()) -> dict[str, list[StepOutput]]:
-    """Run to the end; outputs by request."""
+def run(
+    engine: Engine, requests: Iterable[GenerationRequest] = (), *, draft_failures: bool = False
+) -> dict[str, list[StepOutput]]:
+    """Run to the end; outputs by request. Rounds whose drafts failed must be expected."""
     for r in requests:
         engine.add(r)
     outputs: dict[str, list[StepOutput]] = {}
     for _ in range(10_000):
         if not engine.has_work:
+            assert draft_failures or engine.draft_failures == 0
             return outputs
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)

@@ -10,10 +10,12 @@ TINY_VOCAB = 64
 _LENGTH, _TOP = 12, 8
 
 
-def lesson(number: int, *, shift: int = 1, created: float = 0.0) -> ReplayRecord:
-    """The ``number``-th answer to its own prompt."""
+def lesson(
+    number: int, *, shift: int = 1, created: float = 0.0, length: int = _LENGTH
+) -> ReplayRecord:
+    """The ``number``-th answer, of ``length`` tokens, to its own prompt."""
     first = 3 + number % (TINY_VOCAB - 3)
-    outputs = (first + shift * np.arange(1, _LENGTH + 1)) % TINY_VOCAB
+    outputs = (first + shift * np.arange(1, length + 1)) % TINY_VOCAB
     ids = (outputs[:, None] + np.arange(_TOP)) % TINY_VOCAB
     mass = np.array([0.9, *[0.01] * (_TOP - 1)])
     return ReplayRecord(
@@ -28,9 +30,9 @@ def lesson(number: int, *, shift: int = 1, created: float = 0.0) -> ReplayRecord
         prompt_token_ids=np.array([1, number % TINY_VOCAB, first], dtype=np.int32),
         output_token_ids=outputs.astype(np.int32),
         target_top_ids=ids.astype(np.int32),
-        target_top_logprobs=np.tile(np.log(mass), (_LENGTH, 1)).astype(np.float16),
-        target_tail_mass=np.full(_LENGTH, 1.0 - mass.sum(), dtype=np.float32),
-        draft_token_ids=np.full(_LENGTH, -1, dtype=np.int32),
-        accepted=np.full(_LENGTH, -1, dtype=np.int8),
-        draft_logprobs=np.full(_LENGTH, np.nan, dtype=np.float16),
+        target_top_logprobs=np.tile(np.log(mass), (length, 1)).astype(np.float16),
+        target_tail_mass=np.full(length, 1.0 - mass.sum(), dtype=np.float32),
+        draft_token_ids=np.full(length, -1, dtype=np.int32),
+        accepted=np.full(length, -1, dtype=np.int8),
+        draft_logprobs=np.full(length, np.nan, dtype=np.float16),
     )

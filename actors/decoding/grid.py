@@ -67,12 +67,15 @@ class Grid:
         return x if self.single is not None else x[self._place]
 
     def last(self, x: Tensor, keep: int) -> Tensor:
-        """The last ``keep`` of T tokens, ``[E', R*T, H]`` to ``[E', R*keep, H]``; 0 keeps all."""
+        """The last ``keep`` of T tokens, ``[E', R*T, H]`` to contiguous ``[E', R*keep, H]``.
+
+        0 keeps all.
+        """
         steps = x.shape[1] // self._width
         if keep in (0, steps):
             return x
         tail = x.view(x.shape[0], self._width, steps, -1)[:, :, -keep:]
-        return tail.reshape(x.shape[0], self._width * keep, -1)
+        return tail.reshape(x.shape[0], self._width * keep, -1).contiguous()
 
     def offset(self, token_ids: Tensor, vocab: int) -> Tensor:
         """Indices into the experts' joined embeddings: ``[B, T]`` tokens to ``[E', R*T]``."""

@@ -20,9 +20,11 @@ class Journal:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open or make the file."""
+        """Open or make the file; what a killed rewriting left goes."""
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._partial = self._path.with_name(f".{self._path.name}.partial")
+        self._partial.unlink(missing_ok=True)
         self._file = self._path.open("ab")
 
     @property
@@ -47,10 +49,9 @@ class Journal:
 
     def rewrite(self, records: Iterable[bytes]) -> None:
         """Replace everything, atomically."""
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        with partial.open("wb") as file:
+        with self._partial.open("wb") as file:
             for data in records:
                 file.write(_HEADER.pack(len(data)) + data)
         self._file.close()
-        partial.replace(self._path)
+        self._partial.replace(self._path)
         self._file = self._path.open("ab")

@@ -8,6 +8,7 @@ draft that is switched off still has something to learn from.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +42,20 @@ _ARRAYS: dict[str, tuple[str, str]] = {
     "processed_top_probs": ("<f2", "NK"),
 }
 _OPTIONAL = frozenset({"processed_top_probs"})
+# What these may hold; the slack is float16's. A draft's own figures may be as broken as it is.
+_RANGES: dict[str, tuple[float, float]] = {
+    "target_top_logprobs": (-math.inf, 0.01),
+    "target_tail_mass": (-0.01, 1.01),
+    "processed_top_probs": (-0.01, 1.01),
+}
 
 
 class RecordError(ValueError):
     """Bytes that are no replay record of this schema."""
+
+
+class RecordValueError(RecordError):
+    """A record whose numbers cannot be: nan, infinite, or no probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +137,7 @@ def decode(data: bytes) -> ReplayRecord:
 
     Raises:
         RecordError: another schema version, a missing field, a wrong type or shape.
+        RecordValueError: numbers that would spoil whatever is computed from them.
     """
     try:
         fields = msgpack.unpackb(data, raw=False)
@@ -142,6 +154,7 @@ def decode(data: bytes) -> ReplayRecord:
     arrays = {name: _array(fields, name, top) for name in _ARRAYS}
     _check_shapes(arrays)
     values: dict[str, Any] = {name: _scalar(fields, name, kind) for name, kind in _SCALARS.items()}
+    _check_values(values, arrays)
     return ReplayRecord(**(values | arrays))
 
 
@@ -177,6 +190,17 @@ def _check_shapes(arrays: Mapping[str, NDArray[Any] | None]) -> None:
         expected = reference.shape[: len(axes)]
         if array.shape != expected:
             raise RecordError(f"record: {name} has shape {array.shape}, not {expected}")
+
+
+def _check_values(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] | None]) -> None:
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RecordValueError(f"record: {name} is {value}")
+    for name, (low, high) in _RANGES.items():
+        array = arrays[name]
+        # nan compares false
+        if array is not None and not bool(((array >= low) & (array <= high)).all()):
+            raise RecordValueError(f"record: {name} does not lie in {low} to {high}")
 
 
 def is_held_out(prompt_token_ids: Sequence[int] | NDArray[np.int32], fraction: float) -> bool:

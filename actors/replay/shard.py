@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,14 @@ from typing import Any
 import numpy as np
 
 from paceline.actors.replay.journal import Journal
-from paceline.actors.replay.record import RecordError, decode, is_held_out
-from paceline.actors.replay.table import Entry, ReplaySettings, ReplayTable, Split
+from paceline.actors.replay.record import RecordError, RecordValueError, decode, is_held_out
+from paceline.actors.replay.table import (
+    Entry,
+    ReplaySettings,
+    ReplayTable,
+    Split,
+    rewrite_due,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +30,8 @@ class ReplayShard:
     """Records of one topic, both splits.
 
     With a ``persist_dir`` they also lie in a file there and survive the actor's death; without
-    one they live in memory alone and a killed shard starts empty.
+    one they live in memory alone and a killed shard starts empty. A thread drops what is past
+    retention while nobody calls.
     """
 
     def __init__(
@@ -47,54 +57,105 @@ class ReplayShard:
         self._table = ReplayTable(self._settings)
         self._rng = np.random.default_rng(seed)
         self._clock = clock
-        self._refused = 0
+        self._refused = self._refused_values = 0
+        self._lock = threading.RLock()  # the calls come from one thread, expiry from another
+        self._oldest_written = math.inf
         self._journal: Journal | None = None
         if persist_dir is not None:
             self._journal = Journal(Path(persist_dir) / f"{topic}.records")
             for data in self._journal.read():
                 self._keep(data)
             self._compact()
+        _expire_now_and_then(weakref.ref(self), self._settings.disk_slack_s / 2)
 
     def insert(self, data: bytes) -> None:
         """Take an encoded record; bytes that are none are counted and dropped."""
-        if not self._keep(data) or self._journal is None:
-            return
-        self._journal.append(data)
-        if self._journal.size > 2 * self._settings.capacity_bytes:
-            self._compact()
+        with self._lock:
+            entry = self._keep(data)
+            if entry is not None and self._journal is not None:
+                self._journal.append(data)
+                self._oldest_written = min(self._oldest_written, entry.created)
+                if self._journal.size > 2 * self._settings.capacity_bytes:
+                    self._compact()
+            self._rewrite_when_due()
 
     def sample(self, n: int, split: Split) -> list[bytes]:
         """At most ``n`` different encoded records of a split, recent ones favoured."""
-        return self._table.sample(n, split, self._clock(), self._rng)
+        with self._lock:
+            return self._table.sample(n, split, self._clock(), self._rng)
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or with None all, from memory and disk; returns how many."""
-        removed = self._table.delete(request_id)
-        self._compact()
-        return removed
+        with self._lock:
+            removed = self._table.delete(request_id)
+            self._compact()
+            return removed
+
+    def expire(self) -> None:
+        """Drop what is past retention, and from disk where it has been there for too long."""
+        with self._lock:
+            self._table.expire(self._clock())
+            self._rewrite_when_due()
 
     def stats(self) -> dict[str, Any]:
-        """Topic, counts per split, bytes, inserts and refusals since the start."""
-        counts = self._table.stats(self._clock())
-        return {"topic": self._topic, **counts, "refused_total": self._refused}
+        """Topic, counts per split, bytes, inserts and refusals since the start.
+
+        ``refused_values_total`` of ``refused_total`` had impossible numbers in them.
+        """
+        with self._lock:
+            counts = self._table.stats(self._clock())
+        refused = {
+            "refused_total": self._refused,
+            "refused_values_total": self._refused_values,
+        }
+        return {"topic": self._topic, **counts, **refused}
 
     def ping(self) -> bool:
         """True: the actor answers."""
         return True
 
-    def _keep(self, data: bytes) -> bool:
+    def _keep(self, data: bytes) -> Entry | None:
+        """Put a record into the table; None where it is none, or past retention."""
         try:
             record = decode(data)
         except RecordError as error:
             self._refused += 1
+            self._refused_values += isinstance(error, RecordValueError)
             logger.warning("%s: %s", self._topic, error)
-            return False
+            return None
         held_out = is_held_out(record.prompt_token_ids, self._settings.held_out_fraction)
         entry = Entry(record.request_id, record.created, bytes(data))
-        self._table.insert(entry, "held_out" if held_out else "train", self._clock(), self._rng)
-        return True
+        split: Split = "held_out" if held_out else "train"
+        return entry if self._table.insert(entry, split, self._clock(), self._rng) else None
+
+    def _rewrite_when_due(self) -> None:
+        if rewrite_due(self._oldest_written, self._clock(), self._settings):
+            self._table.expire(self._clock())
+            self._compact()
 
     def _compact(self) -> None:
         """Have the file hold what the table holds, and nothing else."""
         if self._journal is not None:
-            self._journal.rewrite(entry.data for _, entry in self._table.entries())
+            entries = [entry for _, entry in self._table.entries()]
+            self._journal.rewrite(entry.data for entry in entries)
+            self._oldest_written = min((e.created for e in entries), default=math.inf)
+
+
+def _expire_now_and_then(reference: weakref.ref[ReplayShard], every_s: float) -> None:
+    """Call ``expire`` for as long as the shard lives, in a thread of its own."""
+    ended = threading.Event()
+    shard = reference()
+    assert shard is not None
+    weakref.finalize(shard, ended.set)
+
+    def run() -> None:
+        while not ended.wait(every_s):
+            if (shard := reference()) is None:
+                return
+            try:
+                shard.expire()
+            except Exception:
+                logger.warning("records past retention could not be dropped", exc_info=True)
+            del shard
+
+    threading.Thread(target=run, name="paceline-expiry", daemon=True).start()

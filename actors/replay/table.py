@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 Split = Literal["train", "held_out"]
 Remover = Literal["fifo", "reservoir"]
 
+_SLACK_SHARE = 0.02
+_LONGEST_SLACK_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
@@ -19,7 +23,8 @@ class ReplaySettings:
 
     Attributes:
         capacity_bytes: of all records of a topic together.
-        retention_s: age at which a record is dropped, seconds.
+        retention_s: age at which a record is dropped, seconds; from disk at most
+            :attr:`disk_slack_s` later.
         remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample of
             all that ever came.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
@@ -30,7 +35,7 @@ class ReplaySettings:
     capacity_bytes: int = 64 * 2**20
     retention_s: float = 24 * 3600.0
     remover: Remover = "fifo"
-    held_out_fraction: float = 0.12
+    held_out_fraction: float = 0.2
     recent_share: float = 0.5
     recent_half_life: float = 200.0
 
@@ -42,6 +47,14 @@ class ReplaySettings:
             raise ValueError("held_out_fraction and recent_share lie between 0 and 1")
         if self.capacity_bytes <= 0 or self.retention_s <= 0 or self.recent_half_life <= 0:
             raise ValueError("capacity_bytes, retention_s and recent_half_life are positive")
+
+    @property
+    def disk_slack_s(self) -> float:
+        """How much longer than in memory a record may stay on disk: 2 %, 10 minutes at most.
+
+        Without it every expiry would rewrite the file.
+        """
+        return min(_SLACK_SHARE * self.retention_s, _LONGEST_SLACK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,7 @@ class Partition:
         self._capacity = capacity_bytes
         self._remover = remover
         self._entries: deque[Entry] = deque()
+        self._oldest = math.inf  # a lower bound of what is kept: no need to look below it
         self.bytes = 0
         self.inserted = 0
 
@@ -84,13 +98,14 @@ class Partition:
             while self.bytes + len(entry.data) > self._capacity:
                 self._drop(int(rng.integers(len(self._entries))))
         self._entries.append(entry)
+        self._oldest = min(self._oldest, entry.created)
         self.bytes += len(entry.data)
         while self.bytes > self._capacity:
             self._drop(0)
 
     def expire(self, before: float) -> None:
         """Drop records created before a unix time."""
-        if any(entry.created < before for entry in self._entries):
+        if self._oldest < before:
             self._keep([entry for entry in self._entries if entry.created >= before])
 
     def delete(self, request_id: str | None) -> int:
@@ -117,7 +132,21 @@ class Partition:
 
     def _keep(self, entries: list[Entry]) -> None:
         self._entries = deque(entries)
+        self._oldest = min((entry.created for entry in entries), default=math.inf)
         self.bytes = sum(len(entry.data) for entry in entries)
+
+
+def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:
+    """Whether a file must be rewritten for the sake of its oldest record.
+
+    Half the slack is left to whoever asks: asking every half slack keeps the promise.
+
+    Args:
+        oldest: when the file's oldest record was created, unix seconds; inf where it has none.
+        now: unix seconds.
+        settings: see ReplaySettings.
+    """
+    return now - oldest > settings.retention_s + settings.disk_slack_s / 2
 
 
 def sampling_weights(count: int, recent_share: float, half_life: float) -> NDArray[np.float64]:
@@ -148,10 +177,13 @@ class ReplayTable:
             "held_out": Partition(held_out, settings.remover),
         }
 
-    def insert(self, entry: Entry, split: Split, now: float, rng: np.random.Generator) -> None:
-        """Keep a record; one that is past retention already is not kept."""
-        if now - entry.created <= self._settings.retention_s:
-            self._splits[split].insert(entry, rng)
+    def insert(self, entry: Entry, split: Split, now: float, rng: np.random.Generator) -> bool:
+        """Take a record and drop what is past retention; False where that is this one."""
+        self.expire(now)
+        if now - entry.created > self._settings.retention_s:
+            return False
+        self._splits[split].insert(entry, rng)
+        return True
 
     def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
         """At most ``n`` different records of a split, recent ones favoured."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
 
+_GROUP = 4  # micro-batches that are sorted by length together
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -55,50 +57,84 @@ class Batch:
         return Batch(*(getattr(self, name).to(device) for name in self.__slots__))
 
 
-def usable(record: ReplayRecord, max_length: int, vocab_size: int) -> bool:
-    """Whether a record can teach: it has a prompt and output, and fits model and length."""
-    outputs = len(record.output_token_ids)
-    if outputs == 0 or len(record.prompt_token_ids) == 0 or outputs > max_length:
+def usable(record: ReplayRecord, vocab_size: int) -> bool:
+    """Whether a record can teach: it has a prompt and output, of tokens that the model knows."""
+    if len(record.output_token_ids) == 0 or len(record.prompt_token_ids) == 0:
         return False
     ids = (record.prompt_token_ids, record.output_token_ids, record.target_top_ids)
     return all(int(part.min()) >= 0 and int(part.max()) < vocab_size for part in ids)
 
 
-def make_batch(records: Sequence[ReplayRecord], max_length: int) -> Batch:
-    """Stack records that are :func:`usable`.
+def fit(prompt: int, outputs: int, max_length: int) -> tuple[int, int]:
+    """Tokens of prompt and answer that fit: the prompt's last, the answer's first.
 
-    A longer prompt loses its beginning, never the answer. Records with more recorded tokens
-    than others have the surplus moved into their tail.
+    The answer teaches, so it keeps at least half the room; a short prompt leaves it the rest.
+
+    Args:
+        prompt: tokens of the prompt, at least 1.
+        outputs: tokens of the answer, at least 1.
+        max_length: of the input, which lacks the answer's last token; at least 1.
+    """
+    room = max_length + 1
+    kept = min(outputs, max(room - prompt, room // 2))
+    return min(prompt, room - kept), kept
+
+
+def micro_batches(
+    records: Sequence[ReplayRecord], size: int, rng: np.random.Generator
+) -> list[list[ReplayRecord]]:
+    """The records in a random order, in micro-batches of equal size (the last may lack).
+
+    Those of a micro-batch are of similar length, taken from a larger random group: padding
+    costs as much as tokens do.
+
+    Args:
+        records: any number.
+        size: of a micro-batch, records.
+        rng: of the order.
+    """
+    order = rng.permutation(len(records))
+    batches = []
+    for at in range(0, len(order), _GROUP * size):
+        group = sorted((records[i] for i in order[at : at + _GROUP * size]), key=_length)
+        batches += [group[n : n + size] for n in range(0, len(group), size)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def make_batch(records: Sequence[ReplayRecord], max_length: int) -> Batch:
+    """Stack records that are :func:`usable`, cut as :func:`fit` says.
+
+    Records with more recorded tokens than others have the surplus moved into their tail.
 
     Args:
         records: at least one.
         max_length: T at most.
     """
     top = min(record.target_top_ids.shape[1] for record in records)
-    sequences, rows, columns = [], [], []
+    sequences, rows, columns, counts = [], [], [], []
     for row, record in enumerate(records):
-        outputs = len(record.output_token_ids)
-        prompt = record.prompt_token_ids[-(max_length - outputs + 1) :]
+        kept, outputs = fit(len(record.prompt_token_ids), len(record.output_token_ids), max_length)
+        prompt = record.prompt_token_ids[len(record.prompt_token_ids) - kept :]
         # the last output token predicts nothing that was recorded
-        sequences.append(np.concatenate([prompt, record.output_token_ids[:-1]]))
+        sequences.append(np.concatenate([prompt, record.output_token_ids[: outputs - 1]]))
         rows.append(np.full(outputs, row))
-        columns.append(np.arange(len(prompt) - 1, len(prompt) - 1 + outputs))
+        columns.append(np.arange(kept - 1, kept - 1 + outputs))
+        counts.append(outputs)
     width = max(map(len, sequences))
     inputs = np.zeros((len(records), width), dtype=np.int64)
     for row, sequence in enumerate(sequences):
         inputs[row, : len(sequence)] = sequence
-    tails = [_tail(record, top) for record in records]
-    temperature = [np.full(len(r.output_token_ids), r.temperature) for r in records]
+    cut = list(zip(records, counts, strict=True))
     return Batch(
         input_ids=torch.from_numpy(inputs),
         rows=_tensor(rows, np.int64),
         columns=_tensor(columns, np.int64),
-        output_ids=_tensor([r.output_token_ids for r in records], np.int64),
-        top_ids=_tensor([r.target_top_ids[:, :top] for r in records], np.int64),
-        top_logprobs=_tensor([r.target_top_logprobs[:, :top] for r in records], np.float32),
-        tail_mass=_tensor(tails, np.float32),
-        processed_probs=_tensor([_processed(r)[:, :top] for r in records], np.float32),
-        temperature=_tensor(temperature, np.float32),
+        output_ids=_tensor([r.output_token_ids[:n] for r, n in cut], np.int64),
+        top_ids=_tensor([r.target_top_ids[:n, :top] for r, n in cut], np.int64),
+        top_logprobs=_tensor([r.target_top_logprobs[:n, :top] for r, n in cut], np.float32),
+        tail_mass=_tensor([_tail(r, top)[:n] for r, n in cut], np.float32),
+        processed_probs=_tensor([_processed(r)[:n, :top] for r, n in cut], np.float32),
+        temperature=_tensor([np.full(n, r.temperature) for r, n in cut], np.float32),
     )
 
 
@@ -117,3 +153,7 @@ def _processed(record: ReplayRecord) -> np.ndarray:
 
 def _tensor(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(dtype))
+
+
+def _length(record: ReplayRecord) -> int:
+    return len(record.prompt_token_ids) + len(record.output_token_ids)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.training import optimizer_state
 from paceline.actors.training.batches import make_batch, usable
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.evaluation import score_records
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
+
+logger = logging.getLogger(__name__)
 
 
 class Candidate:
@@ -30,6 +35,8 @@ class Candidate:
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
+        folder = settings.optimizer_dir
+        self._memory = Path(folder) / f"{topic}.safetensors" if folder is not None else None
 
     @property
     def steps(self) -> int:
@@ -39,20 +46,37 @@ class Candidate:
     def usable(self, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
         """Those that this draft can learn from or be judged by."""
         vocab = self._distiller.vocab_size
-        return [record for record in records if usable(record, self._max_length, vocab)]
+        return [record for record in records if usable(record, vocab)]
 
     def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
         """One micro-step."""
         return self._distiller.micro_step(make_batch(records, self._max_length))
 
     def take(self, version: int, flat: FlatWeights | None) -> None:
-        """Start over from weights that another process published; None are the initial ones."""
-        self._served = None if flat is None else unflatten(flat)
+        """Start over from weights that another process published; None are the initial ones.
+
+        Where the optimizer's state at that publication lies on disk, training goes on with it.
+
+        Raises:
+            ValueError: for weights of another draft; the candidate stays what it was.
+        """
+        served = None if flat is None else unflatten(flat)
+        self._distiller.reset(served)
+        self._served = served
         self.version = version
         self.rejections = 0
         self.acceptance = None
         self._served_scores.clear()
-        self._distiller.reset(self._served)
+        if flat is not None and self._memory is not None:
+            self._resume(optimizer_state.load(self._memory, version, flat.digest()))
+
+    def _resume(self, state: optimizer_state.OptimizerState | None) -> None:
+        if state is None:
+            return
+        try:
+            self._distiller.resume(state)
+        except ValueError as error:
+            logger.warning("%s: %s, moments start anew", self.topic, error)
 
     def reset(self) -> None:
         """Give the candidate up and start again from the served weights."""
@@ -94,6 +118,14 @@ class Candidate:
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }
+        if self._memory is not None:
+            digest = flatten(state).digest()
+            try:
+                optimizer_state.save(
+                    self._memory, self._distiller.optimizer_state(), version, digest
+                )
+            except OSError:
+                logger.warning("%s: moments were not kept", self.topic, exc_info=True)
 
     @staticmethod
     def flat(state: dict[str, Tensor]) -> FlatWeights:

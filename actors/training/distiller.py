@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.losses import expected_acceptance, forward_kl
+from paceline.actors.training.optimizer_state import OptimizerState, capture, restore
 
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
@@ -115,10 +116,7 @@ class Distiller:
             betas=_BETAS,
             weight_decay=_WEIGHT_DECAY,
         )
-        warmup = max(self.settings.warmup_steps, 1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / warmup)
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup)
         self._engine, *_ = deepspeed.initialize(
             model=lesson,
             optimizer=optimizer,
@@ -126,6 +124,9 @@ class Distiller:
             config=engine_config(self.settings, self.dtype),
             dist_init_required=True,
         )
+
+    def _warmup(self, step: int) -> float:
+        return min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
     def micro_step(self, batch: Batch) -> MicroStep:
         """Learn from a batch; every ``accumulation``-th call moves the weights."""
@@ -147,6 +148,22 @@ class Distiller:
         load_state(draft, self._initial if state is None else state)
         self._engine.destroy()
         self._build(draft)
+
+    def optimizer_state(self) -> OptimizerState:
+        """Copies of what training needs beside the weights: float32 masters, moments, steps."""
+        return capture(self._engine.basic_optimizer, self.steps)
+
+    def resume(self, state: OptimizerState) -> None:
+        """Go on where :meth:`optimizer_state` was taken; the weights must be those of then.
+
+        Raises:
+            ValueError: for tensors of another draft or dtype; nothing has changed then.
+        """
+        restore(self._engine.basic_optimizer, state)
+        schedule = self._engine.lr_scheduler
+        schedule.last_epoch = self._engine.global_steps = state.steps
+        for group in self._engine.basic_optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * self._warmup(state.steps)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the candidate's weights under the draft's own names, in bfloat16.

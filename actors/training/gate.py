@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+NOT_FINITE = "the candidate's scores are not finite"
+TOO_FEW = "too few held-out records"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,21 +19,24 @@ class GateSettings:
     """When a candidate is better.
 
     Attributes:
-        min_records: held-out records without which nothing is published.
-        confidence: of the one-sided bootstrap bound on the mean gain.
+        min_records: held-out records without which nothing is published, two at least.
+        confidence: of the one-sided bound on the mean gain.
         min_gain: what that bound must exceed.
-        resamples: bootstrap resamples of whole records.
+        typical_spread: standard deviation of a record's gain that is assumed beforehand: a
+            handful of records that happen to agree do not show that all records would.
+        typical_weight: records that this assumption counts as.
     """
 
     min_records: int = 4
     confidence: float = 0.95
-    min_gain: float = 0.0
-    resamples: int = 1000
+    min_gain: float = 0.005
+    typical_spread: float = 0.1
+    typical_weight: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """What the gate decided, with its figures; acceptances are means over records."""
+    """What the gate decided, with its figures; acceptances are means over records, else nan."""
 
     publish: bool
     reason: str
@@ -39,14 +46,12 @@ class GateDecision:
     records: int
 
     def facts(self) -> dict[str, Any]:
-        """What the registry keeps of it, as JSON can hold it."""
-        finite = math.isfinite(self.gain_lower_bound)
-        bound = round(self.gain_lower_bound, 4) if finite else None
+        """What the registry keeps of it, as JSON can hold it: None where a figure is not finite."""
         return {
             "reason": self.reason,
-            "candidate_expected_acceptance": round(self.candidate, 4),
-            "served_expected_acceptance": round(self.served, 4),
-            "gain_lower_bound": bound,
+            "candidate_expected_acceptance": _figure(self.candidate),
+            "served_expected_acceptance": _figure(self.served),
+            "gain_lower_bound": _figure(self.gain_lower_bound),
             "records": self.records,
         }
 
@@ -54,18 +59,23 @@ class GateDecision:
 def judge(
     candidate: NDArray[np.float64],
     served: NDArray[np.float64],
-    rng: np.random.Generator,
     settings: GateSettings | None = None,
+    *,
+    looks: int = 1,
 ) -> GateDecision:
     """Compare two drafts on the same records, record by record.
 
-    Positions of one answer hang together, so whole records are resampled.
+    Positions of one answer hang together, so a record counts once. The bound is Student's, which
+    holds at a handful of records where a bootstrap's does not.
 
     Args:
         candidate: float64 ``[R]``, acceptance of each record.
-        served: float64 ``[R]``, of the same records in the same order.
-        rng: of the bootstrap.
+        served: float64 ``[R]``, of the same records in the same order; records where it is not
+            finite are left out.
         settings: see GateSettings.
+        looks: judgements since the last publication, this one included. A candidate that is
+            judged again and again on much the same records would pass by chance some day, so
+            each further look has a smaller chance to err.
 
     Raises:
         ValueError: where the two do not pair up.
@@ -73,16 +83,68 @@ def judge(
     settings = settings or GateSettings()
     if candidate.shape != served.shape or candidate.ndim != 1:
         raise ValueError(f"gate: {candidate.shape} and {served.shape} do not pair up")
-    count = len(candidate)
-    if count < max(settings.min_records, 1):
-        reason = "too few held-out records"
-        means = [float(part.mean()) if count else 0.0 for part in (candidate, served)]
-        return GateDecision(False, reason, means[0], means[1], float("-inf"), count)
-    gains = candidate - served
-    picks = rng.integers(count, size=(settings.resamples, count))
-    bound = float(np.quantile(gains[picks].mean(axis=1), 1.0 - settings.confidence))
+    known = np.isfinite(served)
+    candidate, served = candidate[known], served[known]
+    count = len(served)
+    means = (_mean(candidate), _mean(served))
+    if not np.isfinite(candidate).all():
+        return GateDecision(False, NOT_FINITE, math.nan, means[1], math.nan, count)
+    if count < max(settings.min_records, 2):
+        return GateDecision(False, TOO_FEW, *means, math.nan, count)
+    bound = gain_bound(candidate - served, settings, (1.0 - settings.confidence) / looks)
     publish = bound > settings.min_gain
     reason = "better" if publish else "not shown to be better"
-    return GateDecision(
-        publish, reason, float(candidate.mean()), float(served.mean()), bound, count
-    )
+    return GateDecision(publish, reason, *means, bound, count)
+
+
+def gain_bound(gains: NDArray[np.float64], settings: GateSettings, error: float) -> float:
+    """What the mean gain exceeds, but for a chance of ``error``.
+
+    Args:
+        gains: float64 ``[R]``, R at least 2.
+        settings: the spread to assume beforehand.
+        error: chance to be wrong, in (0, 0.5).
+    """
+    count = len(gains)
+    assumed = settings.typical_weight * settings.typical_spread**2
+    seen = (count - 1) * float(gains.var(ddof=1))
+    spread = math.sqrt((assumed + seen) / (settings.typical_weight + count - 1))
+    return float(gains.mean()) - student_quantile(error, count - 1) * spread / math.sqrt(count)
+
+
+@lru_cache(maxsize=1024)
+def student_quantile(error: float, degrees: int) -> float:
+    """The t that Student's variable exceeds with a chance of ``error``.
+
+    Args:
+        error: in (0, 0.5).
+        degrees: of freedom, at least 1.
+    """
+    low, high = 0.0, math.pi / 2  # t is sqrt(degrees) * tan(angle)
+    for _ in range(60):
+        angle = (low + high) / 2
+        if (1.0 - _central_mass(angle, degrees)) / 2 > error:
+            low = angle
+        else:
+            high = angle
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _central_mass(angle: float, degrees: int) -> float:
+    """Chance of abs(T) <= sqrt(degrees) * tan(angle), Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term = cosine if odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for n in range(2 + odd, degrees - 1, 2):
+        term *= cosine * cosine * (n - 1) / n
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def _mean(scores: NDArray[np.float64]) -> float:
+    return float(scores.mean()) if len(scores) else math.nan
+
+
+def _figure(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None

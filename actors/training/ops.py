@@ -53,7 +53,8 @@ def prepare_environment() -> None:
 def clear_stale_locks() -> int:
     """Remove locks that a killed build left, on which torch would wait for ever; how many.
 
-    Only for a moment when no build is running: the set-up's, and a trainer's that never builds.
+    Only for a moment when no build is running: the set-up calls it before it builds. A trainer
+    needs it not: it never compiles, and takes a locked op for one that is not there.
     """
     stale = list(extensions_dir().glob(f"**/{_LOCK}"))
     for lock in stale:

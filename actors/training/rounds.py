@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.routing.policy import GENERAL
+from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
-from paceline.actors.training.gate import judge
-from paceline.actors.training.schedule import GENERAL, TopicView, TrafficMeter, choose
+from paceline.actors.training.gate import NOT_FINITE, judge
+from paceline.actors.training.schedule import Rest, TopicView, TrafficMeter, choose
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.world import World
 
 logger = logging.getLogger(__name__)
 
-_GROUP = 4  # micro-batches that are sorted by length together
+_DIVERGED = "the training loss is not finite"
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end
     """Raised in the midst of a round when the trainer ends."""
+
+
+class Unfit(Exception):  # noqa: N818 - not an error: other topics go on
+    """Raised where a topic cannot be taught for now; says why."""
+
+
+class Diverged(Exception):  # noqa: N818 - not an error: the candidate is given up
+    """Raised where the training loss is no number any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +50,15 @@ class Progress:
     rounds: int = 0
     published: int = 0
     rejected: int = 0
-    failures: int = 0
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A topic's counters at its last round."""
+    """A topic's counters at its last round, and its rest after one that could not teach it."""
 
     inserted: int = 0
     ended_at: float = 0.0
+    rest: Rest = field(default_factory=Rest)
 
 
 class Rounds:
@@ -89,24 +100,59 @@ class Rounds:
         return self._candidates[topic]
 
     def tick(self) -> bool:
-        """One round of the topic that needs it most; False where none is ready."""
+        """One round of the topic that needs it most; False where nothing was trained.
+
+        A topic that cannot be taught, or whose round raises, rests for a while, longer each
+        time: it must neither keep the others waiting nor be asked for in a loop.
+        """
         stats = self._world.stats()
         topic = choose(self._views(stats), self._settings.schedule)
         if topic is None:
             self._note(state="no new records", topic=None)
             return False
-        candidate = self.candidate(topic)
-        if not self._follow(candidate):
+        versions = self._world.versions()
+        if versions is None:
+            self._note(state="waiting for the registry", topic=None)
             return False
+        seen = self._seen[topic]
+        try:
+            trained = self._round(topic, versions.get(topic, 0), stats)
+        except Unfit as why:
+            seen.rest.begin(self._clock(), self._settings.schedule)
+            self._note(state=str(why))
+            logger.info("%s rests: %s", topic, why)
+            return False
+        except Stopped:
+            raise
+        except Exception:
+            seen.rest.begin(self._clock(), self._settings.schedule)
+            raise
+        finally:
+            seen.ended_at = self._clock()
+        seen.rest.end()
+        return trained
+
+    def _round(self, topic: str, wanted: int, stats: dict[str, dict[str, Any]]) -> bool:
+        """Train and judge; False where no time for training was left."""
+        candidate = self.candidate(topic)
+        self._follow(candidate, wanted)
         self._note(state="training", topic=topic, steps=candidate.steps)
         self._seen[topic].inserted = _inserted(stats, topic)
         train = candidate.usable(self._draw(topic, self._settings.train_records, "train", stats))
+        if not train:
+            raise Unfit("no usable records to learn from")
         held_out = self._draw(topic, self._settings.held_out_records, "held_out", stats)
         held_out = candidate.usable(held_out)
-        if train and self._train(candidate, train):
-            self._note(state="evaluating")
-            self._decide(candidate, held_out, len(train))
-        self._seen[topic].ended_at = self._clock()
+        if len(held_out) < max(self._settings.gate.min_records, 2):
+            raise Unfit("too few usable records to be judged by")
+        try:
+            if not self._train(candidate, train):
+                return False
+        except Diverged:
+            self._turn_down(candidate, {"reason": _DIVERGED, "steps": candidate.steps}, drop=True)
+            return True
+        self._note(state="evaluating")
+        self._decide(candidate, held_out, len(train))
         return True
 
     def _views(self, stats: dict[str, dict[str, Any]]) -> list[TopicView]:
@@ -127,26 +173,26 @@ class Rounds:
                     acceptance=candidate.acceptance if candidate else None,
                     rejections=candidate.rejections if candidate else 0,
                     waited_s=now - seen.ended_at,
+                    resting=now < seen.rest.until,
                 )
             )
         return views
 
-    def _follow(self, candidate: Candidate) -> bool:
-        """Have the candidate start from what is really served; False where nobody knows."""
-        versions = self._world.versions()
-        if versions is None:
-            self._note(state="waiting for the registry")
-            return False
-        wanted = versions.get(candidate.topic, 0)
+    def _follow(self, candidate: Candidate, wanted: int) -> None:
+        """Have the candidate start from what is really served."""
         if wanted == candidate.version:
-            return True
-        news = self._world.weights(candidate.topic)
-        if news is None:
-            if wanted == 0:
-                candidate.take(0, None)  # an emptied registry: the initial weights are served
-            return wanted == 0
-        candidate.take(*news)
-        return True
+            return
+        newest = self._world.weights(candidate.topic)
+        if newest is None:
+            raise Unfit("the registry does not hand its weights out")
+        version, flat = newest
+        if flat is None and version > 0:
+            logger.warning(
+                "%s: the weights of version %d are lost, learning starts from the initial ones",
+                candidate.topic,
+                version,
+            )
+        candidate.take(version, flat)
 
     def _draw(
         self, topic: str, count: int, split: str, stats: dict[str, dict[str, Any]]
@@ -159,11 +205,11 @@ class Rounds:
         return [r for name, share in shares.items() for r in self._world.sample(name, share, split)]
 
     def _train(self, candidate: Candidate, records: Sequence[ReplayRecord]) -> bool:
-        """Micro-steps for a round's time; whether the weights moved."""
+        """Micro-steps for a round's time; whether the weights moved. Raises Diverged."""
         started, spent = self._clock(), 0.0
         first = candidate.steps
         while spent < self._settings.round_seconds:
-            for batch in self._batches(records):
+            for batch in micro_batches(records, self._settings.micro_batch, self._rng):
                 self._wait_for_leave()
                 begun = self._clock()
                 if begun - started > self._settings.max_round_s:
@@ -175,25 +221,13 @@ class Rounds:
                     steps=candidate.steps,
                     micro_steps=self.progress.micro_steps + 1,
                     training_s=self.progress.training_s + took,
-                    loss=step.loss,
+                    loss=step.loss if math.isfinite(step.loss) else None,
                 )
+                if not math.isfinite(step.loss):
+                    raise Diverged
                 if spent >= self._settings.round_seconds:
                     break
         return candidate.steps > first
-
-    def _batches(self, records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
-        """The records in a random order, in micro-batches of equal size (the last may lack).
-
-        Those of a micro-batch are of similar length, taken from a larger random group: padding
-        costs as much as tokens do.
-        """
-        order = self._rng.permutation(len(records))
-        size = self._settings.micro_batch
-        batches = []
-        for at in range(0, len(order), _GROUP * size):
-            group = sorted((records[i] for i in order[at : at + _GROUP * size]), key=_length)
-            batches += [group[n : n + size] for n in range(0, len(group), size)]
-        return [batches[i] for i in self._rng.permutation(len(batches))]
 
     def _wait_for_leave(self) -> None:
         while not self._world.may_train():
@@ -206,33 +240,35 @@ class Rounds:
     def _decide(
         self, candidate: Candidate, held_out: Sequence[ReplayRecord], train_records: int
     ) -> None:
-        if not held_out:
-            return
         scores, served, state = candidate.compare(held_out, self._wait_for_leave)
-        decision = judge(scores, served, self._rng, self._settings.gate)
+        looks = candidate.rejections + 1
+        decision = judge(scores, served, self._settings.gate, looks=looks)
         facts = decision.facts() | {"steps": candidate.steps, "train_records": train_records}
-        candidate.acceptance = max(decision.served, decision.candidate)
-        self._note(rounds=self.progress.rounds + 1)
-        if decision.publish:
-            version = self._world.publish(candidate.topic, candidate.flat(state), facts)
-            candidate.published(version, state, held_out, scores)
-            self._note(published=self.progress.published + 1)
-            logger.info("%s: published version %d %s", candidate.topic, version, facts)
+        if not decision.publish:
+            candidate.acceptance = _known(decision.served, candidate.acceptance)
+            self._turn_down(candidate, facts, drop=decision.reason == NOT_FINITE)
             return
-        self._world.reject(candidate.topic, facts)
-        candidate.acceptance = decision.served
+        version = self._world.publish(candidate.topic, candidate.flat(state), facts)
+        candidate.acceptance = decision.candidate
+        candidate.published(version, state, held_out, scores)
+        self._note(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
+        logger.info("%s: published version %d %s", candidate.topic, version, facts)
+
+    def _turn_down(self, candidate: Candidate, facts: dict[str, Any], *, drop: bool) -> None:
+        """Reject the candidate; start it again where it is hopeless or has failed too often."""
         candidate.rejections += 1
-        self._note(rejected=self.progress.rejected + 1)
-        logger.info("%s: rejected %s", candidate.topic, facts)
-        if candidate.rejections % self._settings.schedule.max_rejections == 0:
+        if drop or candidate.rejections % self._settings.schedule.max_rejections == 0:
             candidate.reset()
+        self._note(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
+        logger.info("%s: rejected %s", candidate.topic, facts)
+        self._world.reject(candidate.topic, facts)
 
     def _note(self, **changes: Any) -> None:
         self.progress = replace(self.progress, **changes)
 
 
-def _length(record: ReplayRecord) -> int:
-    return len(record.prompt_token_ids) + len(record.output_token_ids)
+def _known(value: float, otherwise: float | None) -> float | None:
+    return value if math.isfinite(value) else otherwise
 
 
 def _inserted(stats: dict[str, dict[str, Any]], topic: str) -> int:

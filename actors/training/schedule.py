@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-GENERAL = "general"
+from paceline.actors.routing.policy import GENERAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class ScheduleSettings:
         rest_growth: share of a resting topic's records that must be new for it to go on.
         general_share: weight of ``general``, which learns from all topics, against one topic.
         waiting_s: seconds of waiting that double a topic's weight.
+        rest_s: rest of a topic that could not be taught, seconds; twice as long each time.
+        longest_rest_s: at most.
     """
 
     min_train: int = 8
@@ -29,6 +32,8 @@ class ScheduleSettings:
     rest_growth: float = 0.25
     general_share: float = 0.1
     waiting_s: float = 60.0
+    rest_s: float = 1.0
+    longest_rest_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class TopicView:
         acceptance: expected acceptance of the served draft, None before the first gate.
         rejections: rejected rounds in a row.
         waited_s: since its last round ended, seconds.
+        resting: whether it is left alone after a round that could not teach it.
     """
 
     name: str
@@ -54,10 +60,13 @@ class TopicView:
     acceptance: float | None = None
     rejections: int = 0
     waited_s: float = 0.0
+    resting: bool = False
 
 
 def is_ready(view: TopicView, settings: ScheduleSettings) -> bool:
     """Whether a round may help this topic now."""
+    if view.resting:
+        return False
     if view.records_train < settings.min_train or view.records_held_out < settings.min_held_out:
         return False
     if view.rejections >= settings.max_rejections:
@@ -88,6 +97,30 @@ def choose(views: Iterable[TopicView], settings: ScheduleSettings | None = None)
         return None
     total = sum(view.traffic for view in every if view.name != GENERAL)
     return max(ready, key=lambda view: priority(view, total, settings)).name
+
+
+@dataclass(slots=True)
+class Rest:
+    """How long a topic that cannot be taught is left alone, so that others have their turn.
+
+    Attributes:
+        failures: rounds in a row that could not teach it.
+        until: end of the rest, monotonic seconds.
+    """
+
+    failures: int = 0
+    until: float = -math.inf
+
+    def begin(self, now: float, settings: ScheduleSettings) -> None:
+        """Rest from ``now``, monotonic seconds, twice as long as the last time."""
+        # the exponent is bounded because a float is
+        lasts = settings.rest_s * 2.0 ** min(self.failures, 30)
+        self.failures += 1
+        self.until = now + min(lasts, settings.longest_rest_s)
+
+    def end(self) -> None:
+        """The topic has been taught."""
+        self.failures, self.until = 0, -math.inf
 
 
 @dataclass(slots=True)

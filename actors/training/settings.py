@@ -24,13 +24,16 @@ class TrainerSettings:
         max_round_s: longest wall time of a round; a busy server makes rounds long.
         train_records: records drawn for a round.
         held_out_records: records that judge at most.
-        max_length: tokens of a record at most; the draft's own limit where that is less.
+        max_length: tokens of a record at most; the draft's own limit where that is less. What
+            is longer is cut.
         draft_top_k: tokens that the served draft proposes from.
         poll_s: pause between two questions for leave, seconds.
         refresh_s: pause between two looks at the shards while no topic is ready, seconds.
         timeout_s: longest wait for another actor, seconds.
         low_priority: run at SCHED_IDLE or nice 19.
-        seed: of the bootstrap and of batch order; None is unseeded.
+        optimizer_dir: folder that keeps the optimizer's state at each publication; None keeps
+            none, and a restarted trainer's moments start anew.
+        seed: of batch order; None is unseeded.
     """
 
     draft_paths: dict[str, str]
@@ -49,4 +52,5 @@ class TrainerSettings:
     refresh_s: float = 1.0
     timeout_s: float = 10.0
     low_priority: bool = True
+    optimizer_dir: str | None = None
     seed: int | None = None

@@ -25,7 +25,7 @@ class Trainer:
     """Runs rounds in a thread of its own, from construction to death.
 
     It keeps nothing that matters: killed at any moment and restarted, it goes on from the
-    registry's weights and the shards' records.
+    registry's weights, the shards' records and the optimizer's state at the last publication.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class Trainer:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """State, topic, steps, counts of rounds and decisions; ``error`` is the last failure."""
+        """State, topic, steps, counts of rounds, decisions and failures; no figure is nan.
+
+        ``last_error`` is the last failure in words, None before the first.
+        """
         rounds = self._rounds
         progress = asdict(rounds.progress) if rounds else {"state": "starting", "topic": None}
         return progress | {

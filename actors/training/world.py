@@ -29,8 +29,11 @@ class World(Protocol):
     def versions(self) -> dict[str, int] | None:
         """Topic to published weight_version; None where the registry does not answer."""
 
-    def weights(self, topic: str) -> tuple[int, FlatWeights] | None:
-        """The newest published weights; None at version 0 or without an answer."""
+    def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
+        """The newest weight_version and its weights; None where the registry does not answer.
+
+        Without weights the initial ones stand for the version: at 0, or after files were lost.
+        """
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """The new weight_version; raises where it is not known to be published."""
@@ -89,13 +92,15 @@ class RayWorld:
         versions: dict[str, int] | None = self._get(self._registry.current.remote())
         return versions
 
-    def weights(self, topic: str) -> tuple[int, FlatWeights] | None:
-        """The newest published weights."""
-        news = self._get(self._registry.wait_newer.remote({}, 0.05))
-        if not news or topic not in news:
+    def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
+        """The newest weight_version and its weights."""
+        newest = self._get(self._registry.newest.remote(topic))
+        if newest is None:
             return None
-        version, [reference] = news[topic]
-        flat = self._get(reference)
+        version, references = newest
+        if not references:
+            return version, None
+        flat = self._get(references[0])
         return None if flat is None else (version, flat)
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:

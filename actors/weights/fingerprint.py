@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _FILES = ("config.json", "tokenizer.json")
 _CHUNK = 2**20
 
 
+def fingerprints(target: str | Path, drafts: Mapping[str, str | Path]) -> dict[str, str]:
+    """Topic to the fingerprint of the target and that topic's initial draft.
+
+    A topic that gets another draft, another topic's included, gets another fingerprint; the
+    other topics keep theirs, and with it their versions.
+
+    Args:
+        target: the target's folder.
+        drafts: topic to the folder of its initial draft.
+    """
+    known = {folder: fingerprint([target, folder]) for folder in set(map(str, drafts.values()))}
+    return {topic: known[str(folder)] for topic, folder in drafts.items()}
+
+
 def fingerprint(folders: Iterable[str | Path]) -> str:
     """Hex digest of the configs, tokenizers and weights in some model folders, in order.
 
     Args:
-        folders: the target's, then those of the initial drafts.
+        folders: of models.
     """
     digest = hashlib.sha256()
     for folder in folders:

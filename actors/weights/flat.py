@@ -6,6 +6,7 @@ many small tensors does not. bfloat16, which numpy lacks, travels as uint16.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +57,15 @@ class FlatWeights:
     def nbytes(self) -> int:
         """Size of all arrays in bytes."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    def digest(self) -> str:
+        """Hex digest of names, dtypes, shapes and values, wherever in the arrays they lie."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, spec in sorted(self.index.items()):
+            end = spec.offset + int(np.prod(spec.shape, dtype=np.int64))
+            digest.update(f"{name} {spec.dtype} {spec.shape}".encode())
+            digest.update(self.arrays[spec.dtype][spec.offset : end].tobytes())
+        return digest.hexdigest()
 
 
 def flatten(state: Mapping[str, torch.Tensor]) -> FlatWeights:

@@ -15,6 +15,8 @@ from typing import Any
 import ray
 
 from paceline.actors.weights.flat import FlatWeights
+from paceline.actors.weights.history import finite
+from paceline.actors.weights.lock import hold
 from paceline.actors.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,7 @@ class WeightRegistry:
         self,
         directory: str,
         topics: Sequence[str],
-        initial_paths: Mapping[str, str],
-        fingerprint: str,
+        fingerprint: str | Mapping[str, str],
         *,
         keep_versions: int = 3,
         put: Callable[[Any], Any] = ray.put,
@@ -43,21 +44,25 @@ class WeightRegistry:
         """Come back with the newest versions on disk.
 
         Args:
-            directory: where versions live; shared storage where there are several hosts.
+            directory: where versions live; shared storage where there are several hosts. It is
+                this process's alone until the process ends.
             topics: all experts, ``general`` included.
-            initial_paths: model folder of version 0 per topic; informs :meth:`describe` only.
-            fingerprint: of the target and the initial drafts.
+            fingerprint: of the target and the topic's initial draft, by topic; one for all
+                where it is a string.
             keep_versions: files kept per topic.
             put: places an object in the object store and returns its reference.
             clock: unix seconds.
+
+        Raises:
+            StateFolderLocked: where another process has the directory.
         """
+        hold(directory)
         self._topics = tuple(topics)
-        self._initial_paths = dict(initial_paths)
-        self._fingerprint = fingerprint
+        marks = dict.fromkeys(topics, fingerprint) if isinstance(fingerprint, str) else fingerprint
         self._keep = keep_versions
         self._put = put
         self._clock = clock
-        self._store = WeightStore(directory, fingerprint, self._topics)
+        self._store = WeightStore(directory, {topic: marks[topic] for topic in topics})
         self._history = self._store.read_history(_HISTORY)
         self._versions = dict.fromkeys(self._topics, 0)
         self._references: dict[str, Any] = {}
@@ -126,6 +131,18 @@ class WeightRegistry:
         """Topic to newest weight_version; 0 are the initial weights."""
         return dict(self._versions)
 
+    def newest(self, topic: str) -> tuple[int, list[Any]]:
+        """A topic's weight_version with the reference of its FlatWeights, in a list of one.
+
+        The list is empty where there are none: at version 0, and where files were lost. Then
+        the initial weights stand for that version.
+
+        Raises:
+            KeyError: for an unknown topic.
+        """
+        reference = self._references.get(topic)
+        return self._versions[topic], [] if reference is None else [reference]
+
     async def wait_newer(
         self, known: Mapping[str, int], timeout_s: float
     ) -> dict[str, tuple[int, list[Any]]]:
@@ -164,19 +181,12 @@ class WeightRegistry:
         """Decisions of a topic, or of all, oldest first."""
         return [d for d in self._history if topic is None or d.get("topic") == topic]
 
-    def describe(self) -> dict[str, Any]:
-        """Versions, fingerprint and the folders of version 0."""
-        return {
-            "versions": self.current(),
-            "fingerprint": self._fingerprint,
-            "initial_paths": dict(self._initial_paths),
-        }
-
     def ping(self) -> bool:
         """True: the actor answers."""
         return True
 
     def _remember(self, decision: dict[str, Any]) -> None:
-        self._store.append_history(decision)
+        decision = finite(decision)
+        self._store.append_history(decision["topic"], decision)
         self._history.append(decision)
         del self._history[:-_HISTORY]

@@ -3,9 +3,10 @@
     <directory>/<fingerprint>/<topic>/<version>.safetensors
     <directory>/<fingerprint>/<topic>/manifest.json
     <directory>/<fingerprint>/history.jsonl
+    <directory>/.lock
 
-The fingerprint names the target and the initial drafts: versions that were made for other
-models stay where they are and are not loaded.
+A topic's fingerprint names the target and its initial draft: versions that were made for other
+models stay where they are and are not loaded. Topics that start from one draft share a folder.
 """
 
 from __future__ import annotations
@@ -13,23 +14,35 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.actors.weights.flat import FlatWeights, load_safetensors, save_safetensors
+from paceline.actors.weights.history import (
+    HISTORY_NAME,
+    append_decision,
+    decision_time,
+    finite,
+    read_decisions,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class WeightStore:
-    """Files of one fingerprint; one process writes them."""
+    """Files of one fingerprint per topic; one process writes them."""
 
-    def __init__(self, directory: str | Path, fingerprint: str, topics: Sequence[str]) -> None:
-        """Make the folders and remove what a killed writer left half-written."""
-        self._root = Path(directory) / fingerprint
-        for topic in topics:
-            folder = self._root / topic
+    def __init__(self, directory: str | Path, fingerprints: Mapping[str, str]) -> None:
+        """Make the folders and remove what a killed writer left half-written.
+
+        Args:
+            directory: of all versions.
+            fingerprints: topic to the fingerprint of its models.
+        """
+        self._roots = {t: Path(directory) / mark for t, mark in fingerprints.items()}
+        for topic, root in self._roots.items():
+            folder = root / topic
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob(".*.partial"):
                 partial.unlink(missing_ok=True)
@@ -42,10 +55,10 @@ class WeightStore:
     def write(self, topic: str, version: int, flat: FlatWeights, manifest: dict[str, Any]) -> None:
         """Write weights, then the manifest that names them; both appear whole or not at all."""
         save_safetensors(flat, self._path(topic, version))
-        path = self._root / topic / "manifest.json"
+        path = self._folder(topic) / "manifest.json"
         partial = path.with_name(f".manifest.{os.getpid()}.partial")
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(manifest | {"version": version}, file)
+            json.dump(finite(manifest | {"version": version}), file, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -64,41 +77,29 @@ class WeightStore:
         for version in sorted(self._versions(topic), reverse=True)[max(keep, 1) :]:
             self._path(topic, version).unlink(missing_ok=True)
 
-    def append_history(self, decision: dict[str, Any]) -> None:
-        """Add a line; a line that a kill cut short does not spoil the next one."""
-        path = self._root / "history.jsonl"
-        with path.open("ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(json.dumps(decision).encode() + b"\n")
+    def append_history(self, topic: str, decision: dict[str, Any]) -> None:
+        """Add a decision on a topic."""
+        append_decision(self._roots[topic] / HISTORY_NAME, decision)
 
     def read_history(self, limit: int) -> list[dict[str, Any]]:
-        """The last ``limit`` decisions, oldest first; broken lines are left out."""
-        path = self._root / "history.jsonl"
-        if not path.exists():
-            return []
-        decisions = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-limit:]:
-            try:
-                decision = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(decision, dict):
-                decisions.append(decision)
-        return decisions
+        """The last ``limit`` decisions on all topics, oldest first."""
+        roots = dict.fromkeys(self._roots.values())
+        found = [d for root in roots for d in read_decisions(root / HISTORY_NAME, limit)]
+        return sorted(found, key=decision_time)[-limit:]
+
+    def _folder(self, topic: str) -> Path:
+        return self._roots[topic] / topic
 
     def _path(self, topic: str, version: int) -> Path:
-        return self._root / topic / f"{version}.safetensors"
+        return self._folder(topic) / f"{version}.safetensors"
 
     def _versions(self, topic: str) -> list[int]:
-        stems = [path.stem for path in (self._root / topic).glob("*.safetensors")]
+        stems = [path.stem for path in self._folder(topic).glob("*.safetensors")]
         return [int(stem) for stem in stems if stem.isdigit()]
 
     def _manifest(self, topic: str) -> dict[str, Any]:
         try:
-            manifest = json.loads((self._root / topic / "manifest.json").read_text("utf-8"))
+            manifest = json.loads((self._folder(topic) / "manifest.json").read_text("utf-8"))
         except (OSError, ValueError):
             return {}
         return manifest if isinstance(manifest, dict) else {}

@@ -19,6 +19,7 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
+from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.demo import plot, summary
 from paceline.deploy.demo.live import View, failure_lines, progress_line, render
@@ -27,12 +28,15 @@ from paceline.deploy.demo.script import Course, Plan, play
 from paceline.deploy.demo.stats import Log
 from paceline.deploy.demo.traffic import Client, Clock
 from paceline.deploy.errors import ConfigError, StartError
-from paceline.deploy.history import read_history
+from paceline.deploy.preflight import check
+from paceline.deploy.signals import interrupt_once, on_signals
 
 if TYPE_CHECKING:
     from paceline.deploy.app import RunningApp
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_CONFIG = 0, 1, 2
+_MARKER = ".paceline-demo"  # in a state folder that a demo has made and may delete
+_NUM_SPECULATIVE_TOKENS = 4  # of both arms, so that their acceptance compares
 _LINE_EVERY_S = 15.0
 _REFRESH_S = 1.0
 
@@ -41,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the demo.
 
     Returns:
-        0; 1 where a request failed or the server did not start; 2 for a bad option.
+        0, goals met or not; 1 where a request failed or the server did not start; 2 for a bad
+        option.
     """
     began = time.monotonic()
     options = _parser().parse_args(argv)
@@ -76,19 +81,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> PacelineConfig:
-    state = options.out / "state"
-    if state.exists():
-        shutil.rmtree(state)  # every demo starts from the first weight versions
-    state.mkdir(parents=True)
-    return load_config(
+    config = load_config(
         None,
         {
             "port": options.port or _free_port(),
-            "state_dir": str(state.absolute()),
+            "state_dir": str(fresh_state(options.out).absolute()),
             "target.dtype": options.dtype,
             "ray.dashboard": False,
         },
     )
+    check(config)
+    return config
+
+
+def fresh_state(out: Path) -> Path:
+    """An empty state folder below ``out``: every demo starts from the first weight versions.
+
+    Raises:
+        ConfigError: there is one that no demo has made, or it cannot be made.
+    """
+    state = out / "state"
+    try:
+        if state.exists():
+            if not (state / _MARKER).is_file():
+                raise ConfigError(
+                    f"--out: {state} was not made by a demo; remove it or choose another folder"
+                )
+            shutil.rmtree(state)
+        state.mkdir(parents=True)
+        (state / _MARKER).touch()
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: {error.strerror or error}") from error
+    return state
 
 
 def _free_port() -> int:
@@ -104,16 +128,17 @@ def _run(
     console.print("Starting Ray, the learning actors and the server ...", style="bright_black")
     # Threads that spin while they wait would starve their neighbours on a small machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from paceline.deploy import app  # imports torch and Ray: not before the options are sound
+    from paceline.deploy import app  # imports Ray: not before the options are sound
 
+    on_signals(interrupt_once)
     plan = Plan(seed=options.seed, seconds=options.minutes * 60)
     log, view = Log(), View(total=plan.seconds)
 
     def clock() -> float:
         return time.monotonic() - began
 
-    with app.start(config) as running:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with app.start(config, checked=True) as running:
+        on_signals(interrupt_once)  # Ray has put a handler of its own on SIGTERM
         _greet(console, config, running, clock())
         course = asyncio.run(
             _drive(plan, options.measured, config, running, log, view, clock, console)
@@ -122,7 +147,7 @@ def _run(
         TOPICS,
         log,
         course.speed,
-        read_history(config.state_path),
+        read_all_decisions(config.state_path),
         view.versions,
         clock(),
         options.measured,
@@ -138,7 +163,7 @@ def _greet(console: Console, config: PacelineConfig, running: RunningApp, second
     console.print(
         f"Serving {config.model_name} at {running.base_url}/v1 after {seconds:.0f} s: "
         f"{facts.get('dtype')} on {facts.get('device')}, "
-        f"{config.drafts.num_speculative_tokens} drafted tokens a round.",
+        f"{_NUM_SPECULATIVE_TOKENS} drafted tokens a round.",
         highlight=False,
         soft_wrap=True,
     )
@@ -165,7 +190,7 @@ async def _drive(
             log,
             clock,
             config.model_name,
-            num_speculative_tokens=config.drafts.num_speculative_tokens,
+            num_speculative_tokens=_NUM_SPECULATIVE_TOKENS,
         )
         board = running.board
 
@@ -235,6 +260,8 @@ def _report(
     console.print(f"{len(log.failures)} failed requests", style="red" if log.failures else "green")
     for line in failure_lines(log.failures):
         console.print(line, style="red", highlight=False, markup=False)
+    for line in summary.goal_lines(result):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{result['wall_seconds']:.0f} s in all; "
         f"{options.out}/summary.json, {options.out}/acceptance.png",

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.deploy.demo.stats import Log, figures, rolling_acceptance, swaps
+from paceline.deploy.demo.stats import Log, count_words, figures, rolling_acceptance, swaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ONLINE, FROZEN, INK, FAINT = "#0b6e4f", "#b0482f", "#22262b", "#8a929a"
+_PANEL_POINTS, _LABEL_POINTS = 190.0, 13.0  # height of a panel, and of a label with its air
 _SHADES = ("#ffffff", "#f1f4f7", "#ffffff", "#f1f4f7")
 _STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
@@ -52,8 +53,8 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = (len(topics) + 1) // 2
     with pyplot.rc_context(_STYLE):
-        rows = (len(topics) + 1) // 2
         figure, grid = pyplot.subplots(
             rows, 2, figsize=(12, 3.3 * rows + 1.2), sharey=True, squeeze=False, dpi=130
         )
@@ -62,12 +63,7 @@ def draw(
             _panel(axes, topic, log, phases, end, window)
         for axes in panels[len(topics) :]:
             axes.set_visible(False)
-        for axes in grid[:, 0]:
-            axes.set_ylabel("accepted / drafted tokens")
-        for axes in grid[-1]:
-            axes.set_xlabel("requests served")
-        figure.text(0.055, 0.965, "Drafts that learn from what they serve", size=16, weight="bold")
-        figure.text(0.055, 0.935, _subtitle(log), size=10.5, color=FAINT)
+        _label(figure, grid, _subtitle(topics, log))
         figure.subplots_adjust(
             left=0.055, right=0.985, top=0.865, bottom=0.075, hspace=0.34, wspace=0.07
         )
@@ -75,11 +71,21 @@ def draw(
         pyplot.close(figure)
 
 
-def _subtitle(log: Log) -> str:
+def _label(figure: Any, grid: Any, subtitle: str) -> None:
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accepted / drafted tokens")
+    for axes in grid[-1]:
+        axes.set_xlabel("requests served")
+    figure.text(0.055, 0.965, "Drafts that learn from what they serve", size=16, weight="bold")
+    figure.text(0.055, 0.935, subtitle, size=10.5, color=FAINT)
+
+
+def _subtitle(topics: Sequence[str], log: Log) -> str:
     count = sum(1 for _ in log.select(arm="online", part="stream"))
+    dots = count_words([log.count_last(topic) for topic in topics])
     return (
         f"Accepted share of the drafted tokens over {count} requests. Dashed: a new weight version "
-        "passed the gate. Dots: 40 prompts never sent before."
+        f"passed the gate. Dots: {dots} prompts never sent before."
     )
 
 
@@ -113,14 +119,30 @@ def _panel(
 
 def _shade(axes: Axes, phases: Sequence[tuple[str, int]], end: int) -> None:
     starts = [start for _, start in phases] + [end]
+    lines = name_lines(phases, end)
     for index, (name, start) in enumerate(phases):
         axes.axvspan(start, starts[index + 1], color=_SHADES[index % len(_SHADES)], lw=0, zorder=0)
         if index:
             axes.axvline(start, color=INK, lw=1.0, alpha=0.55)
         axes.annotate(
-            name, (start, 0.985), xycoords=("data", "axes fraction"), xytext=(4, 0),
-            textcoords="offset points", size=8, color=FAINT, va="top",
+            name, (start, 0.985), xycoords=("data", "axes fraction"),
+            xytext=(4, -10 * lines[index]), textcoords="offset points",
+            size=8, color=FAINT, va="top",
         )  # fmt: skip
+
+
+def name_lines(phases: Sequence[tuple[str, int]], end: int) -> list[int]:
+    """The line, 0 or 1, on which each phase's name stands: a short phase's takes more than it.
+
+    A character takes about 1/70 of the panel.
+    """
+    lines: list[int] = []
+    free = [float("-inf"), float("-inf")]
+    for name, start in phases:
+        line = 0 if start >= free[0] or free[1] >= free[0] else 1
+        free[line] = start + (len(name) + 2) * max(end, 1) * 1.22 / 70
+        lines.append(line)
+    return lines
 
 
 def _curve(axes: Axes, points: Sequence[tuple[int, float]], gap: float, **style: Any) -> None:
@@ -141,12 +163,25 @@ def _ends(axes: Axes, topic: str, log: Log, end: int) -> None:
     dot: dict[str, Any] = {"marker": "o", "ms": 7, "mec": "white", "mew": 1.2, "clip_on": False}
     places = [(last, ONLINE, "online"), (frozen, FROZEN, "frozen")]
     shown = [(value, color, name) for value, color, name in places if value is not None]
-    apart = len(shown) < 2 or abs(shown[0][0] - shown[1][0]) > 0.07
-    for value, color, name in shown:
+    shifts = label_shifts([value for value, _, _ in shown])
+    for (value, color, name), shift in zip(shown, shifts, strict=True):
         axes.plot([end * 1.02], [value], color=color, zorder=5, **dot)
-        shift = 0.0 if apart else (5.0 if value == max(v for v, _, _ in shown) else -5.0)
         axes.annotate(
             f"{value:.2f} {name}", (end * 1.02, value), xytext=(8, shift),
             textcoords="offset points", color=color, size=9, weight="bold", va="center",
             annotation_clip=False,
         )  # fmt: skip
+
+
+def label_shifts(values: Sequence[float]) -> list[float]:
+    """How far, in points, to move two labels at these heights (0 to 1) so that both can be read.
+
+    The higher one goes up and the lower one down, the first up where they are equal; one near
+    the floor does not go down, the other goes further up instead.
+    """
+    if len(values) < 2 or abs(values[0] - values[1]) * _PANEL_POINTS >= _LABEL_POINTS:
+        return [0.0] * len(values)
+    lack = _LABEL_POINTS - abs(values[0] - values[1]) * _PANEL_POINTS
+    down = min(lack / 2, min(values) * _PANEL_POINTS)
+    high, low = lack - down, -down
+    return [high, low] if values[0] >= values[1] else [low, high]

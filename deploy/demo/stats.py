@@ -128,10 +128,21 @@ class Log:
         samples = self.select(topic, "online", "stream")
         return sorted(samples, key=lambda sample: sample.order)[:count]
 
+    def count_last(self, topic: str) -> int:
+        """How many prompts of a topic the last measurement got to, with both drafts."""
+        arms: tuple[Arm, ...] = ("online", "frozen")
+        return min(sum(1 for _ in self.select(topic, arm, "last")) for arm in arms)
+
     def routed_right(self) -> float | None:
         """Share of the online requests whose topic the router found."""
         hits = Counter(s.routed == s.topic for s in self.select(arm="online"))
         return hits[True] / hits.total() if hits else None
+
+
+def count_words(counts: Sequence[int]) -> str:
+    """``40``, or ``24 to 40`` where they differ; ``0`` for none."""
+    least, most = min(counts, default=0), max(counts, default=0)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def rolling_acceptance(samples: Sequence[Sample], window: int) -> list[tuple[int, float]]:

@@ -62,16 +62,7 @@ def answer_rows(
     Returns:
         Answers in the order of the prompts' lengths.
     """
-    if not rows:
-        return []
-    encoded = sorted(
-        (
-            (ids, row)
-            for ids, row in zip(prompt_ids_of(rows, tokenizer), rows, strict=True)
-            if len(ids) <= max_prompt_tokens
-        ),
-        key=lambda pair: (len(pair[0]), pair[1].id),
-    )
+    encoded = _by_length(rows, tokenizer, max_prompt_tokens)
     torch.manual_seed(seed)
     answers = []
     for start in tqdm(range(0, len(encoded), batch), desc="answers", leave=False):
@@ -82,6 +73,17 @@ def answer_rows(
             for (ids, row), output in zip(part, outputs, strict=True)
         ]
     return answers
+
+
+def _by_length(
+    rows: Sequence[Row], tokenizer: Any, max_prompt_tokens: int
+) -> list[tuple[list[int], Row]]:
+    """Prompts that are short enough, with their rows, the shortest first."""
+    if not rows:
+        return []
+    pairs = zip(prompt_ids_of(rows, tokenizer), rows, strict=True)
+    short = [(ids, row) for ids, row in pairs if len(ids) <= max_prompt_tokens]
+    return sorted(short, key=lambda pair: (len(pair[0]), pair[1].id))
 
 
 @torch.inference_mode()

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.actors.routing.policy import GENERAL
+
 TOPICS = ("math", "code", "sql", "shell")
-GENERAL = "general"
 
 # The first part of a row's id -> its topic. What is not named here is left out of training: the
 # folder may hold rows under non-commercial licences beside these.

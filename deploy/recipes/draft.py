@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from paceline.actors.training import losses
 from paceline.deploy.recipes import checkpoints, data
 from paceline.deploy.recipes.answers import Answer, answer_rows
 from paceline.deploy.recipes.target import save_model
@@ -159,12 +160,14 @@ class Lesson:
 
 def forward_kl(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """Mean over positions of KL(target || draft) in nats, over the whole vocabulary."""
-    return nn.functional.kl_div(
-        draft_logits.log_softmax(-1),
-        target_logits.log_softmax(-1),
-        log_target=True,
-        reduction="batchmean",
-    )
+    return losses.forward_kl(draft_logits, *_whole(target_logits)).mean()
+
+
+def _whole(target_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every id, its log-probability, and a tail of nothing: the target as the losses take it."""
+    count, size = target_logits.shape
+    ids = torch.arange(size, device=target_logits.device).expand(count, size)
+    return ids, target_logits.log_softmax(-1), target_logits.new_zeros(count)
 
 
 @torch.inference_mode()
@@ -173,7 +176,7 @@ def expected_acceptance(draft: Any, lesson: Lesson) -> float:
     total, count = 0.0, 0
     for index in range(len(lesson.answers)):
         mine, theirs = lesson.pair(draft, [index])
-        overlap = torch.minimum(mine.softmax(-1), theirs.softmax(-1)).sum(-1)
+        overlap, _ = losses.expected_acceptance(mine, *_whole(theirs))
         total, count = total + float(overlap.sum()), count + len(overlap)
     return total / count
 
@@ -244,16 +247,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--any-source", action="store_true", help="trust the rows' own topics")
     parser.add_argument("--topics", nargs="+", default=list(DraftRecipe.topics))
-    for name in (
-        "per-topic",
-        "max-new-tokens",
-        "steps",
-        "batch",
-        "layers",
-        "width",
-        "seed",
-        "checkpoint-every",
-    ):
+    counts = "per-topic max-new-tokens steps batch layers width seed checkpoint-every"
+    for name in counts.split():
         default = getattr(DraftRecipe, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=DraftRecipe.lr)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from paceline.actors.routing.policy import GENERAL
 from paceline.deploy.demo import prompts
 from paceline.deploy.recipes import data, router
 from paceline.deploy.recipes.answers import Answer, answer_rows, loops, prompt_ids_of
@@ -128,7 +129,7 @@ def router_figures(folder: Path, source: str, rows: Sequence[data.Row]) -> dict[
     sets = {
         "held_out": [(row.prompt, row.topic) for row in rows],
         "demo_prompts": [(text, t) for t in prompts.TOPICS for text in prompts.generate(t, 300, 7)],
-        "other_general": [(text, data.GENERAL) for text in other_general(Path(source))],
+        "other_general": [(text, GENERAL) for text in other_general(Path(source))],
     }
     limit = model.config.max_position_embeddings
     return {

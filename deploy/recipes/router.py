@@ -22,12 +22,13 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
+from paceline.actors.routing.policy import GENERAL
 from paceline.deploy.recipes import checkpoints, data
 from paceline.deploy.recipes.router_data import router_examples
 
 log = logging.getLogger(__name__)
 
-LABELS = (*data.TOPICS, data.GENERAL)
+LABELS = (*data.TOPICS, GENERAL)
 Examples = Sequence[tuple[str, str]]
 
 

@@ -156,15 +156,7 @@ def train(
     Returns:
         The number of steps done, earlier runs included.
     """
-    state = checkpoints.read_state(checkpoint)
-    start = int(state["step"]) if state else 0
-    if state:
-        checkpoints.load_weights(checkpoint, model)
-    model.to(device).train()
-    phase, _ = phase_at(start, recipe)
-    optimizers = make_optimizers(model, recipe, phase)
-    if state and state["phase"] == phase:
-        checkpoints.load_optimizer_state(checkpoint, optimizers)
+    start, phase, optimizers = _resume(model, recipe, checkpoint, device)
     end = min(recipe.steps, stop_after or recipe.steps)
     begun, bar = time.monotonic(), tqdm(range(start, end), initial=start, total=recipe.steps)
     for step in bar:
@@ -185,6 +177,22 @@ def train(
                 checkpoint, model, optimizers, {"step": done, "phase": phase}
             )
     return end
+
+
+def _resume(
+    model: nn.Module, recipe: TargetRecipe, checkpoint: Path, device: str
+) -> tuple[int, str, list[torch.optim.Optimizer]]:
+    """Bring the model to its last checkpoint, if any; the step, its phase and optimizers."""
+    state = checkpoints.read_state(checkpoint)
+    start = int(state["step"]) if state else 0
+    if state:
+        checkpoints.load_weights(checkpoint, model)
+    model.to(device).train()
+    phase, _ = phase_at(start, recipe)
+    optimizers = make_optimizers(model, recipe, phase)
+    if state and state["phase"] == phase:
+        checkpoints.load_optimizer_state(checkpoint, optimizers)
+    return start, phase, optimizers
 
 
 def save_model(model: Any, tokenizer: Any, out: Path) -> None:
@@ -232,11 +240,8 @@ def training_rows(args: argparse.Namespace) -> list[data.Row]:
     return rows + library_rows(held_out, rows)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the command line says; see the module's text."""
-    args = parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    recipe = TargetRecipe(
+def _recipe(args: argparse.Namespace) -> TargetRecipe:
+    return TargetRecipe(
         adamw_steps=args.adamw_steps,
         muon_steps=args.muon_steps,
         batch=args.batch,
@@ -247,6 +252,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint_every=args.checkpoint_every,
         warmup=min(40, max(1, (args.adamw_steps or args.muon_steps) // 10)),
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says; see the module's text."""
+    args = parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    recipe = _recipe(args)
     rows = training_rows(args)
     if args.tokenizer or args.init:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.init)

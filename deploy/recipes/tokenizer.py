@@ -31,6 +31,20 @@ def train_tokenizer(
     Raises:
         ValueError: `vocab_size` has no room for bytes and special tokens.
     """
+    bpe = _trained(rows, vocab_size)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT],
+        model_max_length=context,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _trained(rows: Sequence[Row], vocab_size: int) -> Tokenizer:
     special = [PAD, BOS, EOS, USER, ASSISTANT]
     if vocab_size < 256 + len(special):
         raise ValueError(f"vocab_size {vocab_size} is below {256 + len(special)}")
@@ -49,13 +63,4 @@ def train_tokenizer(
         show_progress=False,
     )
     bpe.train_from_iterator((part for row in rows for part in (row.prompt, row.response)), trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        additional_special_tokens=[USER, ASSISTANT],
-        model_max_length=context,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return bpe

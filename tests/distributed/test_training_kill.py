@@ -68,6 +68,16 @@ def feed(shard: Any, numbers: range) -> None:
     ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in numbers])
 
 
+def total(stats: dict[str, Any]) -> int:
+    return int(stats["records_train"] + stats["records_held_out"])
+
+
+def decisions_since(registry: Any, when: float) -> list[dict[str, Any]]:
+    """Of sql, taken after a unix time: what lay on disk before does not count."""
+    history = ray.get(registry.history.remote("sql"), timeout=5)
+    return [d for d in history if d["outcome"] in ("published", "rejected") and d["time"] > when]
+
+
 @pytest.mark.timeout(280)
 @pytest.mark.usefixtures("_session")
 def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
@@ -111,30 +121,30 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
 
     # the shard dies: what was persisted is there, and learning goes on
     before = ray.get(shard.stats.remote())
-    kill(pid_of(shard))
+    pid, killed_at = pid_of(shard), time.time()
+    kill(pid)
     after = eventually(lambda: ray.get(shard.stats.remote(), timeout=5), 60)
     assert after["records_train"] == before["records_train"] > 0
+    assert after["inserted_total"] == total(before)  # counted anew, from disk
     feed(shard, range(70, 80))
+    assert total(ray.get(shard.stats.remote())) == total(before) + 10
+    eventually(lambda: decisions_since(registry, killed_at))
 
     # the registry dies: the last version comes back from disk, at once
     last = version()
-    kill(pid_of(registry))
+    pid, killed_at = pid_of(registry), time.time()
+    kill(pid)
     assert eventually(version, 60) >= last
+    assert pid_of(registry) != pid
     news = eventually(lambda: ray.get(registry.wait_newer.remote({}, 1.0), timeout=5), 60)
     number, [reference] = news["sql"]
     assert number >= last
     assert unflatten(ray.get(reference, timeout=5))["model.norm.weight"].shape == (32,)
-    grew = seen[-1]
     feed(shard, range(80, 90))
-    history = eventually(
-        lambda: [
-            d
-            for d in ray.get(registry.history.remote("sql"), timeout=5)
-            if d["version"] > grew or (d["version"] == grew and d["outcome"] == "rejected")
-        ]
-    )
-    assert history[-1]["topic"] == "sql"
-    assert version() >= grew
+    newer = eventually(lambda: decisions_since(registry, killed_at))
+    assert newer[-1]["topic"] == "sql"
+    assert newer[-1]["version"] >= last
+    version()
 
     # the board dies: training waits for its return, and no longer
     ray.kill(board, no_restart=False)

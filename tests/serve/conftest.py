@@ -1,26 +1,18 @@
 """One running application for every test here: tiny random models, real Ray, real HTTP."""
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from free_ports import find_port
 from tiny_models import tiny_llama, tiny_tokenizer
 
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 
 CONTEXT = 2048
-
-
-def find_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """``paceline serve`` as people run it: a process that starts, answers, and ends without a trace."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -39,10 +40,14 @@ def write_config(tiny_config: PacelineConfig, tmp_path: Path, free_port: int) ->
 
 
 @contextmanager
-def serving(config: Path) -> Iterator["subprocess.Popen[str]"]:
+def serving(config: Path, **options: Any) -> Iterator["subprocess.Popen[str]"]:
     """The command, killed with all below it should the test fail."""
     process = subprocess.Popen(
-        [*COMMAND, str(config)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*COMMAND, str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
     )
     try:
         yield process
@@ -101,8 +106,36 @@ def test_a_signal_during_the_start_ends_it_too(write_config: Write) -> None:
             time.sleep(0.1)
         started = below_of(process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=90) != 0
+        while process.poll() is None:  # an impatient user: it must not skip the clean-up
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            assert time.monotonic() < deadline
+        assert process.returncode != 0
     assert_gone(started)
+
+
+def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: Write) -> None:
+    with serving(write_config({}), start_new_session=True) as process:
+        read_until(process, "Ctrl-C ends it")
+        started = below_of(process)
+        os.killpg(process.pid, signal.SIGTERM)  # Ray's own processes get it too
+        process.wait(timeout=25)
+    assert_gone(started)
+
+
+def test_a_learning_actor_that_cannot_start_is_an_error_and_not_a_silence(
+    write_config: Write, tmp_path: Path
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "replay").touch()  # a file where the shards want a folder
+    changes = {"state_dir": str(tmp_path / "state"), "replay.persist": True}
+    done = subprocess.run(
+        [*COMMAND, str(write_config(changes))], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("paceline: Paceline did not start: the replay shard general does not")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -114,6 +147,9 @@ def test_a_signal_during_the_start_ends_it_too(write_config: Write) -> None:
         ({"drafts.general": "/nowhere"}, "draft general: no model folder at /nowhere"),
         ({"drafts.general": "other"}, "its tokenizer differs from the target's"),
         ({"router.enabled": True, "router.path": "/nowhere"}, "router: no model folder"),
+        ({"drafts.topics": ["law"], "router.enabled": True}, "none of drafts.topics (law)"),
+        ({"target.device": "gpu"}, "target.device: 'gpu' is none of auto"),
+        ({"state_dir": "/proc/paceline"}, "state_dir: cannot write to /proc/paceline"),
         ({"host": "203.0.113.1"}, "port: cannot listen on 203.0.113.1"),
     ],
 )

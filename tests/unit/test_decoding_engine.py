@@ -177,7 +177,8 @@ class BrokenProposer:
 def test_a_failing_draft_costs_nothing_but_speed() -> None:
     engine = make_engine()
     engine._drafting._proposer = BrokenProposer(engine._drafting._proposer)  # type: ignore[attr-defined,arg-type]
-    outputs = run(engine, [request(f"r{i}", p) for i, p in enumerate(PROMPTS)])
+    requests = [request(f"r{i}", p) for i, p in enumerate(PROMPTS)]
+    outputs = run(engine, requests, draft_failures=True)
     for i, prompt in enumerate(PROMPTS):
         assert tokens_of(outputs[f"r{i}"]) == generate(prompt, 20)
     assert engine.draft_failures > 3

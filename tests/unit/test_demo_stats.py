@@ -113,13 +113,61 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         },
         "tokens_per_second": {"plain": 50.0, "frozen": 60.0, "online": 180.0},
         "updates": {"published": 2, "rejected": 1},
+        "last_prompts": {"math": 30, "sql": 30},
         "wall_seconds": 321.0,
+        "goals": {
+            "sql_gain": True,
+            "online_faster_than_plain": True,
+            "online_faster_than_frozen": True,
+            "no_failed_request": True,
+        },
     }
     summary.write(result, log, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == result
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == len(log.samples)
     assert summary.result_table(result, 40).row_count == 2
     assert "online drafts 180 (3.60x)" in summary.result_lines(result)[0]
+
+
+def test_goals_are_judged_by_what_this_run_showed() -> None:
+    log, slow = _full_log(), Stopwatch()
+    log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
+    log.samples = [s for s in log.samples if (s.topic, s.arm, s.part) != ("sql", "online", "last")]
+    log.samples.append(sample(0, 13, "sql", "online", "last"))
+    for arm, seconds in (("plain", 2.0), ("frozen", 3.0), ("online", 2.5)):
+        slow.add(arm, 100, seconds)  # type: ignore[arg-type]
+    result = summary.summarize(("math", "sql"), log, slow, [], {}, 9.0, 3)
+    assert result["last_prompts"] == {"math": 30, "sql": 1}
+    assert result["goals"] == {
+        "sql_gain": False,  # 13 of 40 against 4 of 40
+        "online_faster_than_plain": False,
+        "online_faster_than_frozen": True,
+        "no_failed_request": False,
+    }
+    head, *lines = summary.goal_lines(result)
+    assert "3 of 4 missed" in head
+    assert [("met" in line, "missed" in line) for line in lines] == [
+        (False, True), (False, True), (True, False), (False, True)
+    ]  # fmt: skip
+    assert "last 1 to 30" in str(summary.result_table(result, 3).title)
+
+
+def test_labels_at_one_height_are_moved_apart() -> None:
+    assert plot.label_shifts([0.8, 0.2]) == [0.0, 0.0]
+    assert plot.label_shifts([0.5]) == [0.0]
+    for values in ([0.5, 0.5], [0.5, 0.52], [0.52, 0.5], [0.0, 0.0], [0.01, 0.0]):
+        up, down = plot.label_shifts(values)
+        heights = [v * 190 + shift for v, shift in zip(values, (up, down), strict=True)]
+        assert abs(heights[0] - heights[1]) >= 12.9
+        assert min(heights) >= -1e-9
+        assert (heights[0] > heights[1]) == (values[0] >= values[1])
+
+
+def test_names_of_short_phases_take_turns_on_two_lines() -> None:
+    wide = [("math + code", 0), ("shift: sql + shell", 400), ("mix", 800)]
+    assert plot.name_lines(wide, 1000) == [0, 0, 0]
+    tight = [("math + code", 0), ("shift: sql + shell", 60), ("mix", 800)]
+    assert plot.name_lines(tight, 1000) == [0, 1, 0]
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:

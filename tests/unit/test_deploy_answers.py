@@ -10,7 +10,7 @@ from paceline.deploy import answers
 from paceline.deploy.errors import internal
 from paceline.deploy.streams import events
 
-STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0), 10)
+STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
 ANSWER = answers.Answer("id-1", 1700000000, "paceline", chat=False, token_ids=False)
 CHAT = answers.Answer("id-1", 1700000000, "paceline", chat=True, token_ids=True)
 LAST = GenerationChunk("b", (8, 9), "stop", STATS)
@@ -42,7 +42,7 @@ def test_a_whole_chat_answer_carries_token_ids_when_asked() -> None:
 
 
 def test_figures_of_several_choices_add_up() -> None:
-    other = SpeculativeStats("math", 1, 2, 4, 2, (1, 0, 1), 4)
+    other = SpeculativeStats("math", 1, 2, 4, 2, (1, 0, 1))
     both = answers.metrics([(STATS, "sql"), (other, "math")])
     assert both is not None
     figures = both.speculative_decoding

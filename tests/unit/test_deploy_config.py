@@ -52,6 +52,9 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         ("port: 70000", "port: "),
         ("target: 3", "target: "),
         ("drafts:\n  num_speculative_tokens: -1", "drafts.num_speculative_tokens: "),
+        ("drafts:\n  num_speculative_tokens: 33", "drafts.num_speculative_tokens: 33 is neither"),
+        ("drafts:\n  num_speculative_tokens: often", "drafts.num_speculative_tokens: 'often' is"),
+        ("drafts:\n  num_speculative_tokens: yes", "drafts.num_speculative_tokens: True is"),
         ("drafts:\n  topics: [math, math]", "drafts.topics: a topic is named twice"),
         ("drafts:\n  topics: ['off']", "drafts.topics: 'off' cannot be"),
         ("drafts:\n  topics: ['a@0']", "drafts.topics: 'a@0' cannot be"),
@@ -59,6 +62,8 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         ("router:\n  min_confidence: 1.5", "router.min_confidence: "),
         ("replay:\n  held_out_fraction: .nan", "replay.held_out_fraction: "),
         ("[1, 2]", "must be a mapping"),
+        ("model_name: 2024-13-01", "not YAML"),
+        ("target:\n  device: gpu", "target.device: 'gpu' is none of auto, cpu, cuda"),
         ("a: [", "not YAML"),
     ],
 )

@@ -15,6 +15,7 @@ from paceline.deploy.translate import (
     fit_limit,
     generation_request,
     max_tokens_of,
+    named_expert,
     parse,
     sampling_of,
 )
@@ -57,6 +58,29 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"top_p": 0}, "top_p", "invalid_value"),
         ({"top_p": 1.01}, "top_p", "invalid_value"),
         ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"top_k": 2**31}, "top_k", "invalid_value"),
+        ({"top_k": "5"}, "top_k", "invalid_type"),
+        ({"top_k": True}, "top_k", "invalid_type"),
+        ({"max_tokens": 2**63}, "max_tokens", "invalid_value"),
+        ({"temperature": True}, "temperature", "invalid_type"),
+        ({"temperature": "1"}, "temperature", "invalid_type"),
+        ({"top_p": "1"}, "top_p", "invalid_type"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"seed": 1.5}, "seed", "invalid_type"),
+        (
+            {"speculative": {"num_speculative_tokens": 33}},
+            "speculative.num_speculative_tokens",
+            "invalid_value",
+        ),
+        (
+            {"speculative": {"num_speculative_tokens": "4"}},
+            "speculative.num_speculative_tokens",
+            "invalid_type",
+        ),
+        ({"n": "1"}, "n", "unsupported_value"),
+        ({"str": 1}, "str", "unknown_parameter"),
+        ({"a[0]": 1}, "a[0]", "unknown_parameter"),
+        ({"speculative": {"list[str]": 1}}, "speculative.list[str]", "unknown_parameter"),
         ({"seed": 2**63}, "seed", "invalid_value"),
         ({"seed": "lucky"}, "seed", "invalid_type"),
         ({"stop": ""}, "stop", "invalid_value"),
@@ -110,6 +134,11 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (chat, {"messages": [{"role": "clown", "content": "x"}]}, "messages.0.role"),
         (chat, {"messages": [USER, {"content": "x"}]}, "messages.1.role"),
         (chat, {"messages": [USER | {"mood": "good"}]}, "messages.0.mood"),
+        (chat, {"messages": [USER | {"str": "good"}]}, "messages.0.str"),
+        (chat, {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        (chat, {"messages": [USER | {"refusal": "no"}]}, "messages.0.refusal"),
+        (chat, {"messages": [USER | {"tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+        (chat, {"max_completion_tokens": 2**63}, "max_completion_tokens"),
         (chat, {"max_completion_tokens": -1}, "max_completion_tokens"),
         (chat, {"tools": [{"type": "function"}]}, "tools"),
         (chat, {"response_format": {"type": "json_object"}}, "response_format"),
@@ -178,7 +207,8 @@ def test_content_parts_are_joined() -> None:
 
 
 def test_limits_have_openai_s_defaults() -> None:
-    assert max_tokens_of(completion()) == (16, "max_tokens")
+    assert max_tokens_of(completion()) == (None, "max_tokens")
+    assert max_tokens_of(completion(max_tokens=5)) == (5, "max_tokens")
     assert max_tokens_of(chat()) == (None, "max_tokens")
     assert max_tokens_of(chat(max_tokens=5)) == (5, "max_tokens")
     both = chat(max_tokens=5, max_completion_tokens=7)
@@ -202,6 +232,69 @@ def test_a_limit_fits_or_the_right_field_is_named(
         limit = fit_limit(asked, "max_tokens", prompt, context, "messages")
         assert 1 <= limit <= context - prompt
         assert asked is None or limit == asked
+
+
+def test_a_default_limit_gives_way_to_a_small_room() -> None:
+    assert fit_limit(None, "max_tokens", 90, 100, "prompt", default=16) == 10
+    assert fit_limit(None, "max_tokens", 10, 100, "prompt", default=16) == 16
+    with pytest.raises(ApiError) as caught:
+        fit_limit(None, "max_tokens", 100, 100, "prompt", default=16)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 9e-6])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    assert sampling_of(completion(temperature=temperature), 9).greedy
+
+
+def test_a_usual_temperature_is_kept_and_a_tiny_top_p_stays_above_zero_in_float32() -> None:
+    assert sampling_of(completion(temperature=0.01), 9).temperature == 0.01
+    assert sampling_of(completion(top_p=1e-300), 9).top_p == 1e-6
+    assert sampling_of(completion(top_p=0.01), 9).top_p == 0.01
+
+
+@pytest.mark.parametrize(
+    "field",
+    sorted(
+        (ask, name)
+        for ask, kind in (("completion", CompletionRequest), ("chat", ChatCompletionRequest))
+        for name, facts in kind.model_fields.items()
+        if not facts.is_required()
+    ),
+    ids=".".join,
+)
+def test_null_is_the_default_of_every_optional_field(field: tuple[str, str]) -> None:
+    ask, name = field
+    given, bare = ({"completion": completion, "chat": chat}[ask](**f) for f in ({name: None}, {}))
+    assert sampling_of(given, 9) == sampling_of(bare, 9)
+    for same in ("speculative", "ignore_eos", "return_token_ids"):
+        assert getattr(given, same) == getattr(bare, same)
+
+
+def test_null_is_the_default_inside_objects_too() -> None:
+    asked = chat(
+        stream=True,
+        stream_options={"include_usage": None, "include_obfuscation": None},
+        speculative={"draft": None, "num_speculative_tokens": None},
+    )
+    assert asked.stream_options is not None
+    assert asked.stream_options.include_usage is False
+    assert asked.speculative == Speculative()
+
+
+def test_an_answer_s_message_may_come_back_as_the_client_dumped_it() -> None:
+    answer = {"role": "assistant", "content": "4", "refusal": None, "annotations": None,
+              "audio": None, "function_call": None, "tool_calls": None}  # fmt: skip
+    asked = chat(messages=[USER, answer, answer | {"annotations": [], "tool_calls": []}, USER])
+    assert [message.text for message in asked.messages] == ["hi", "4", "4", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "expert"),
+    [("law", "law"), ("general", "general"), ("auto", None), ("off", None), ("law@0", None)],
+)
+def test_only_an_expert_s_own_name_names_it(draft: str, expert: str | None) -> None:
+    assert named_expert(draft) == expert
 
 
 def test_sampling_takes_openai_s_defaults_and_words() -> None:

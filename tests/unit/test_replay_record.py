@@ -15,6 +15,7 @@ from replay_samples import make_record
 from paceline.actors.replay.record import (
     SCHEMA_VERSION,
     RecordError,
+    RecordValueError,
     ReplayRecord,
     decode,
     encode,
@@ -69,6 +70,32 @@ def test_arrays_that_disagree_are_refused_at_encoding() -> None:
     bad = dataclasses.replace(record, accepted=record.accepted[:2])
     with pytest.raises(RecordError, match="accepted"):
         encode(bad)
+
+
+@pytest.mark.parametrize("name", ["target_top_logprobs", "target_tail_mass", "processed_top_probs"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 7.0])
+def test_numbers_that_are_no_probabilities_are_refused_by_name(name: str, value: float) -> None:
+    record = make_record(temperature=0.8)
+    array = getattr(record, name).copy()
+    array.flat[-1] = value
+    data = encode(dataclasses.replace(record, **{name: array}))
+    with pytest.raises(RecordValueError, match=name):
+        decode(data)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "created"])
+def test_scalars_that_are_not_finite_are_refused_by_name(name: str) -> None:
+    with pytest.raises(RecordValueError, match=name):
+        decode(encode(dataclasses.replace(make_record(), **{name: float("nan")})))
+
+
+def test_a_token_of_no_mass_and_a_broken_draft_are_no_reason_to_refuse() -> None:
+    record = make_record()
+    logprobs = record.target_top_logprobs.copy()
+    logprobs[:, -1] = -np.inf
+    nothing = np.full_like(record.draft_logprobs, np.nan)
+    changed = dataclasses.replace(record, target_top_logprobs=logprobs, draft_logprobs=nothing)
+    assert_same(changed, decode(encode(changed)))
 
 
 def test_held_out_share_and_stability() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from replay_samples import make_record
 
+from paceline.actors.replay.journal import Journal
 from paceline.actors.replay.record import decode, encode, is_held_out
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.replay.table import Entry, ReplaySettings, ReplayTable
 
 
 class Clock:
@@ -91,6 +96,86 @@ def test_records_past_retention_are_dropped() -> None:
     assert shard.stats()["records_train"] == 0
 
 
+def test_retention_acts_on_insert_alone() -> None:
+    settings = ReplaySettings(retention_s=60.0, held_out_fraction=0.0)
+    table, generator = ReplayTable(settings), np.random.default_rng(0)
+    for n, created in enumerate([5.0, 0.0, 50.0]):
+        assert table.insert(Entry(f"r{n}", created, b"x"), "train", 50.0, generator)
+    assert table.insert(Entry("new", 63.0, b"x"), "train", 63.0, generator)
+    assert [entry.request_id for _, entry in table.entries()] == ["r0", "r2", "new"]
+    assert table.insert(Entry("newer", 111.0, b"x"), "train", 111.0, generator)
+    assert [entry.request_id for _, entry in table.entries()] == ["new", "newer"]
+    assert not table.insert(Entry("late", 50.0, b"x"), "train", 111.0, generator)
+
+
+def on_disk(folder: Path) -> set[str]:
+    return ids(list(Journal(folder / "sql.records").read()))
+
+
+@pytest.mark.parametrize("trigger", ["insert", "expire"])
+def test_the_file_keeps_nothing_beyond_retention_and_slack(tmp_path: Path, trigger: str) -> None:
+    clock = Clock()
+    settings = ReplaySettings(retention_s=1_000.0, held_out_fraction=0.0)
+    assert settings.disk_slack_s == 20.0
+    shard = ReplayShard("sql", settings, str(tmp_path), clock=clock)
+    fill(shard, 5)
+    fill(shard, 5, start=5, created=1_500.0)
+    clock.now = 2_005.0  # past retention, within the slack: the file is not rewritten each time
+    shard.expire()
+    assert shard.stats()["records_train"] == 5
+    assert len(on_disk(tmp_path)) == 10
+    clock.now = 2_011.0
+    if trigger == "insert":
+        fill(shard, 1, start=10, created=2_011.0)
+    else:
+        shard.expire()
+    assert on_disk(tmp_path) == {f"r{n}" for n in range(5, 11 if trigger == "insert" else 10)}
+
+
+def test_a_quiet_shard_drops_what_is_past_retention_by_itself(tmp_path: Path) -> None:
+    settings = ReplaySettings(retention_s=1.0, held_out_fraction=0.0)
+    shard = ReplayShard("sql", settings, str(tmp_path))
+    fill(shard, 3, created=time.time())
+    assert len(on_disk(tmp_path)) == 3
+    deadline = time.monotonic() + 20.0
+    while (tmp_path / "sql.records").stat().st_size > 0:
+        assert time.monotonic() < deadline, "nobody called, and the records are still there"
+        time.sleep(0.01)
+    assert shard.stats()["records_train"] == 0
+
+
+def test_the_expiry_thread_ends_with_its_shard() -> None:
+    def expiring() -> int:
+        return sum(thread.name == "paceline-expiry" for thread in threading.enumerate())
+
+    gc.collect()
+    before = expiring()
+    shard: ReplayShard | None = ReplayShard("sql", ReplaySettings())
+    assert expiring() == before + 1
+    assert shard is not None
+    del shard
+    gc.collect()
+    deadline = time.monotonic() + 10.0
+    while expiring() > before:
+        assert time.monotonic() < deadline, "the thread outlived its shard"
+        time.sleep(0.01)
+
+
+def test_deleted_records_leave_the_file_at_once(tmp_path: Path) -> None:
+    shard = ReplayShard("sql", ReplaySettings(), str(tmp_path), clock=Clock())
+    fill(shard, 4)
+    assert shard.delete("r2") == 1
+    assert on_disk(tmp_path) == {"r0", "r1", "r3"}
+    assert shard.delete(None) == 3
+    assert (tmp_path / "sql.records").stat().st_size == 0
+
+
+def test_a_rewriting_that_was_killed_leaves_no_records_behind(tmp_path: Path) -> None:
+    (tmp_path / ".sql.records.partial").write_bytes(b"records of yesterday")
+    ReplayShard("sql", ReplaySettings(), str(tmp_path), clock=Clock())
+    assert [path.name for path in tmp_path.iterdir()] == ["sql.records"]
+
+
 def test_delete_one_request_or_everything() -> None:
     shard = ReplayShard("sql", ReplaySettings(held_out_fraction=0.3), clock=Clock())
     fill(shard, 30)
@@ -106,6 +191,18 @@ def test_garbage_is_counted_and_dropped() -> None:
     shard.insert(b"nonsense")
     assert shard.stats()["refused_total"] == 1
     assert shard.stats()["inserted_total"] == 0
+
+
+def test_records_with_impossible_numbers_are_counted_apart() -> None:
+    shard = ReplayShard("sql", clock=Clock())
+    record = make_record(temperature=0.7)
+    assert record.processed_top_probs is not None
+    broken = np.full_like(record.processed_top_probs, np.nan)
+    shard.insert(encode(dataclasses.replace(record, processed_top_probs=broken)))
+    shard.insert(b"nonsense")
+    stats = shard.stats()
+    assert (stats["refused_total"], stats["refused_values_total"]) == (2, 1)
+    assert stats["inserted_total"] == 0
 
 
 def test_a_persistent_shard_comes_back_without_what_was_deleted(tmp_path: Path) -> None:

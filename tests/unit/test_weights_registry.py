@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.actors.weights.fingerprint import fingerprint
+from paceline.actors.weights import lock
+from paceline.actors.weights.fingerprint import fingerprint, fingerprints
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
+from paceline.actors.weights.history import append_decision, read_all_decisions
+from paceline.actors.weights.lock import StateFolderLocked
 from paceline.actors.weights.registry import WeightRegistry
 
 TOPICS = ("sql", "shell", "general")
@@ -23,7 +30,7 @@ def weights(value: float) -> FlatWeights:
 
 def registry(directory: Path, *, mark: str = "aa", keep: int = 3) -> WeightRegistry:
     return WeightRegistry(
-        str(directory), TOPICS, {}, mark, keep_versions=keep, put=lambda x: x, clock=lambda: 7.0
+        str(directory), TOPICS, mark, keep_versions=keep, put=lambda x: x, clock=lambda: 7.0
     )
 
 
@@ -136,6 +143,112 @@ def test_a_line_cut_short_does_not_spoil_the_history(tmp_path: Path) -> None:
     again = registry(tmp_path)
     again.reject("shell", {})
     assert [d["topic"] for d in registry(tmp_path).history()] == ["sql", "shell"]
+
+
+def test_the_newest_weights_of_a_topic_come_with_their_version(tmp_path: Path) -> None:
+    reg = registry(tmp_path)
+    assert reg.newest("sql") == (0, [])
+    reg.publish("sql", weights(1.0), {})
+    version, [flat] = reg.newest("sql")
+    assert (version, float(unflatten(flat)["w"][0])) == (1, 1.0)
+    (tmp_path / "aa" / "sql" / "1.safetensors").unlink()
+    assert registry(tmp_path).newest("sql") == (1, [])
+    with pytest.raises(KeyError):
+        reg.newest("poems")
+
+
+def test_what_is_kept_of_a_decision_is_always_json(tmp_path: Path) -> None:
+    reg = registry(tmp_path)
+    reg.reject("sql", {"loss": float("nan"), "figures": {"bound": float("-inf"), "few": [1.0]}})
+    reg.publish("sql", weights(1.0), {"loss": float("inf")})
+    for decisions in (reg.history(), registry(tmp_path).history()):
+        assert [d["loss"] for d in decisions] == [None, None]
+        assert decisions[0]["figures"] == {"bound": None, "few": [1.0]}
+        json.dumps(decisions, allow_nan=False)
+    with (tmp_path / "aa" / "history.jsonl").open("a") as file:
+        file.write('{"topic": "sql", "time": 8.0, "loss": NaN}\n')  # as an earlier version wrote it
+    assert registry(tmp_path).history()[-1] == {"topic": "sql", "time": 8.0, "loss": None}
+
+
+def test_decisions_of_all_models_are_read_without_a_registry(tmp_path: Path) -> None:
+    assert read_all_decisions(tmp_path / "nowhere") == []
+    for at, mark in ((2.0, "aa"), (1.0, "bb"), (3.0, "aa")):
+        file = tmp_path / "weights" / mark / "history.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        append_decision(file, {"time": at, "topic": "sql" if at < 3.0 else "shell"})
+    assert [d["time"] for d in read_all_decisions(tmp_path)] == [1.0, 2.0, 3.0]
+    assert [d["time"] for d in read_all_decisions(tmp_path, "sql")] == [1.0, 2.0]
+
+
+HOLDER = """
+import sys, time
+from paceline.actors.weights.lock import hold
+hold(sys.argv[1], 0.0)
+print("held", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the folder."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_folder_that_another_server_has_is_refused_until_that_one_dies(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "_held", {})
+    assert lock.is_locked(tmp_path)
+    with pytest.raises(StateFolderLocked, match=re.escape(str(tmp_path))):
+        lock.hold(tmp_path, wait_s=0.0)
+    assert not (tmp_path / "aa").exists()
+    holder.kill()  # no chance to clean up
+    registry(tmp_path).publish("sql", weights(1.0), {})
+    assert not lock.is_locked(tmp_path)  # this process has it: no other one
+
+
+def test_asking_for_a_lock_leaves_no_trace(tmp_path: Path) -> None:
+    assert not lock.is_locked(tmp_path / "nowhere")
+    assert not lock.is_locked(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_topics_of_other_drafts_keep_their_versions(tmp_path: Path) -> None:
+    """Sql and shell change drafts with each other; general's stays, and its versions do."""
+    folders = {}
+    for name in ("target", "a", "b", "c"):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "model.safetensors").write_text(name)
+    before = fingerprints(
+        folders["target"], {"sql": folders["a"], "shell": folders["b"], "general": folders["c"]}
+    )
+    after = fingerprints(
+        folders["target"], {"sql": folders["b"], "shell": folders["a"], "general": folders["c"]}
+    )
+    assert before["general"] == after["general"]
+    assert before["sql"] != after["sql"]
+    state = str(tmp_path / "state")
+    first = WeightRegistry(state, TOPICS, before, put=lambda x: x)
+    for topic in TOPICS:
+        first.publish(topic, weights(1.0), {})
+    second = WeightRegistry(state, TOPICS, after, put=lambda x: x)
+    assert second.current() == {"sql": 0, "shell": 0, "general": 1}
+    assert [d["topic"] for d in second.history()] != []
+    again = WeightRegistry(state, TOPICS, before, put=lambda x: x)
+    assert set(again.current().values()) == {1}
+    assert {d["topic"] for d in again.history()} == set(TOPICS)
+
+
+def test_topics_of_one_draft_share_a_fingerprint(tmp_path: Path) -> None:
+    marks = fingerprints(tmp_path / "t", dict.fromkeys(TOPICS, tmp_path / "d"))
+    assert set(marks.values()) == {fingerprint([tmp_path / "t", tmp_path / "d"])}
 
 
 def test_fingerprint_follows_the_files(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""AdamW's state beside the published weights, so that a restarted trainer goes on as it was.
+
+One safetensors file per topic, written at every publication. What is kept are the tensors of
+the torch optimizer underneath DeepSpeed: its parameters, which are the float32 masters (one flat
+partition per group under ZeRO, the weights themselves without), and their moments. That is all
+that a single rank has; the published weights alone are rounded and have no moments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+_MASTER = "master"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """Tensors on the CPU.
+
+    Attributes:
+        tensors: ``<n>.master``, ``<n>.exp_avg``, ``<n>.exp_avg_sq`` and ``<n>.step`` of the n-th
+            parameter, float32.
+        steps: optimizer steps that led here.
+    """
+
+    tensors: dict[str, Tensor]
+    steps: int
+
+
+def capture(optimizer: Optimizer, steps: int) -> OptimizerState:
+    """Copy an AdamW's state after its first step."""
+    tensors = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        kept = {_MASTER: parameter, **{m: optimizer.state[parameter][m] for m in _MOMENTS}}
+        for name, tensor in kept.items():
+            tensors[f"{number}.{name}"] = tensor.detach().to("cpu", torch.float32, copy=True)
+    return OptimizerState(tensors, steps)
+
+
+def restore(optimizer: Optimizer, state: OptimizerState) -> None:
+    """Put a state into an AdamW over the same parameters.
+
+    Raises:
+        ValueError: where the tensors do not fit; nothing has changed then.
+    """
+    parameters = _parameters(optimizer)
+    shapes = {
+        f"{number}.{name}": torch.Size([]) if name == "step" else parameter.shape
+        for number, parameter in enumerate(parameters)
+        for name in (_MASTER, *_MOMENTS)
+    }
+    if shapes != {name: tensor.shape for name, tensor in state.tensors.items()}:
+        raise ValueError("the optimizer's state is of another draft")
+    with torch.no_grad():
+        for number, parameter in enumerate(parameters):
+            parameter.copy_(state.tensors[f"{number}.{_MASTER}"])
+            for moment in _MOMENTS:
+                # AdamW wants its step count on the CPU
+                place = "cpu" if moment == "step" else parameter.device
+                value = state.tensors[f"{number}.{moment}"].to(place, copy=True)
+                optimizer.state[parameter][moment] = value
+
+
+def save(path: Path, state: OptimizerState, version: int, digest: str) -> None:
+    """Write atomically.
+
+    Args:
+        path: of the file; its folder is made.
+        state: at the moment of publication.
+        version: weight_version that was published.
+        digest: of the published weights.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    facts = {"version": str(version), "digest": digest, "steps": str(state.steps)}
+    save_file(state.tensors, partial, metadata=facts)
+    with partial.open("rb") as written:
+        os.fsync(written.fileno())
+    partial.replace(path)
+
+
+def load(path: Path, version: int, digest: str) -> OptimizerState | None:
+    """What :func:`save` wrote for this version of these weights; None where that is not there.
+
+    A file of another version, or one that cannot be read, is named in the log.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = file.metadata() or {}
+            if (facts.get("version"), facts.get("digest")) != (str(version), digest):
+                logger.info("%s is not of version %d: moments start anew", path.name, version)
+                return None
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return OptimizerState(tensors, int(facts["steps"]))
+    except Exception as error:
+        logger.warning("%s cannot be read (%s): moments start anew", path.name, error)
+        return None
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

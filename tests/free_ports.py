@@ -1,0 +1,13 @@
+"""The one place where tests choose a port."""
+
+from __future__ import annotations
+
+import socket
+
+
+def find_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

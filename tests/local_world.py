@@ -1,0 +1,98 @@
+"""The trainer's outside in one process: real shards and registry, called directly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lessons import lesson
+
+from paceline.actors.replay.record import ReplayRecord, decode, encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.rounds import Rounds
+from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.weights.flat import FlatWeights
+from paceline.actors.weights.registry import WeightRegistry
+
+TOPICS = ("sql", "general")
+
+
+class LocalWorld:
+    """The real shards and registry, called directly."""
+
+    def __init__(self, directory: Path, topics: tuple[str, ...] = TOPICS) -> None:
+        settings = ReplaySettings(held_out_fraction=0.3)
+        self.shards = {
+            topic: ReplayShard(topic, settings, seed=0, clock=lambda: 0.0) for topic in topics
+        }
+        self.registry: WeightRegistry | None = WeightRegistry(
+            str(directory), topics, "mark", put=lambda x: x
+        )
+        self.leave: Callable[[], bool] = lambda: True
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        return {topic: shard.stats() for topic, shard in self.shards.items()}
+
+    def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
+        return [decode(data) for data in self.shards[topic].sample(count, split)]
+
+    def may_train(self) -> bool:
+        return self.leave()
+
+    def versions(self) -> dict[str, int] | None:
+        return self.registry.current() if self.registry else None
+
+    def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
+        assert self.registry is not None
+        version, references = self.registry.newest(topic)
+        return version, references[0] if references else None
+
+    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+        if self.registry is None:
+            raise ConnectionError("the registry is dead")
+        return self.registry.publish(topic, flat, decision)
+
+    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+        if self.registry is not None:
+            self.registry.reject(topic, decision)
+
+
+def trainer_settings(
+    draft: Path, topics: tuple[str, ...] = TOPICS, **changes: Any
+) -> TrainerSettings:
+    base = TrainerSettings(
+        draft_paths=dict.fromkeys(topics, str(draft)),
+        distiller=DistillerSettings(learning_rate=5e-3, dtype="float32"),
+        schedule=ScheduleSettings(min_train=4, min_held_out=3),
+        round_seconds=0.6,
+        poll_s=0.001,
+        seed=0,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+class Ticks:
+    """A clock on which every micro-step takes 10 ms, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def make_rounds(settings: TrainerSettings, world: LocalWorld, **more: Any) -> Rounds:
+    return Rounds(settings, world, clock=Ticks(), **more)
+
+
+def filled(directory: Path, records: int = 80) -> LocalWorld:
+    world = LocalWorld(directory)
+    for number in range(records):
+        world.shards["sql"].insert(encode(lesson(number)))
+    return world

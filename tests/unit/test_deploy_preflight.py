@@ -1,0 +1,146 @@
+"""What is refused before any process starts, each in one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from free_ports import find_port
+
+from paceline.actors.weights.lock import LOCK_NAME
+from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
+from paceline.deploy.errors import ConfigError
+from paceline.deploy.preflight import check, warnings
+
+Change = Callable[[Path], object]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PacelineConfig:
+    """The embedded models on a free port, with a state folder of its own."""
+    return load_config(None, {"port": find_port(), "state_dir": str(tmp_path / "state")})
+
+
+def changed(config: PacelineConfig, changes: dict[str, Any]) -> PacelineConfig:
+    data = config.model_dump()
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        (data[section] if section else data)[name] = value
+    return PacelineConfig.model_validate(data)
+
+
+def refusal(config: PacelineConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def copied(tmp_path: Path, model: str, change: Change) -> str:
+    """A copy of an embedded model's small files, changed; its weights are never read here."""
+    folder = tmp_path / model
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(MODELS_DIR / model / name, folder / name)
+    (folder / "model.safetensors").touch()
+    change(folder)
+    return str(folder)
+
+
+def with_config(**fields: Any) -> Change:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def test_the_embedded_models_pass(config: PacelineConfig) -> None:
+    check(config)
+    check(config)  # nothing is held on to
+    assert warnings(config) == []
+
+
+def write(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "change", "said"),
+    [
+        ("target.path", "target", write("tokenizer.json", POINTER), "tokenizer.json is not JSON"),
+        ("target.path", "target", write("tokenizer.json", "[]"), "holds no JSON object"),
+        ("target.path", "target", write("tokenizer.json", "{}"), "is not a tokenizer's"),
+        ("target.path", "target", write("config.json", "[]"), "holds no JSON object"),
+        ("target.path", "target", with_config(max_position_embeddings=None), "max_model_len"),
+        ("drafts.general", "draft-general", write("tokenizer.json", POINTER), "draft general: "),
+        (
+            "drafts.general",
+            "draft-general",
+            with_config(max_position_embeddings=512),
+            "set target.max_model_len to 512 or less",
+        ),
+        ("router.path", "router", write("config.json", "{"), "router: "),
+        ("router.path", "router", with_config(id2label=None), "names no topics"),
+    ],
+)
+def test_a_broken_model_folder_is_named(
+    config: PacelineConfig, tmp_path: Path, key: str, model: str, change: Change, said: str
+) -> None:
+    assert said in refusal(changed(config, {key: copied(tmp_path, model, change)}))
+
+
+def test_a_short_draft_serves_a_target_that_is_cut_to_it(
+    config: PacelineConfig, tmp_path: Path
+) -> None:
+    short = copied(tmp_path, "draft-general", with_config(max_position_embeddings=512))
+    check(changed(config, {"drafts.general": short, "target.max_model_len": 512}))
+
+
+def test_a_router_that_knows_none_of_the_topics_is_refused(config: PacelineConfig) -> None:
+    said = refusal(changed(config, {"drafts.topics": ("law", "support")}))
+    assert "none of drafts.topics (law, support)" in said
+    assert "router.enabled to false" in said
+    alone = changed(config, {"drafts.topics": ("law",), "router.enabled": False})
+    check(alone)
+    assert warnings(alone) == []
+
+
+def test_a_router_that_knows_some_of_the_topics_is_warned_of(config: PacelineConfig) -> None:
+    some = changed(config, {"drafts.topics": ("sql", "law")})
+    check(some)
+    (warning,) = warnings(some)
+    assert "law" in warning
+    assert "sql" not in warning
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(config: PacelineConfig) -> None:
+    assert "target.device: cuda:1 is not there" in refusal(
+        changed(config, {"target.device": "cuda:1"})
+    )
+
+
+def test_a_state_folder_that_cannot_be_written_is_refused(
+    config: PacelineConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/paceline")):
+        assert refusal(changed(config, {"state_dir": str(place)})).startswith("state_dir: ")
+
+
+def test_a_state_folder_of_a_running_server_is_refused(config: PacelineConfig) -> None:
+    import fcntl
+
+    lock = config.state_path / "weights" / LOCK_NAME
+    lock.parent.mkdir(parents=True)
+    with lock.open("wb") as held:  # a second open file: the lock is the file's, not the process's
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "in use by another server" in refusal(config)
+    check(config)
