@@ -54,7 +54,7 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         ("drafts:\n  num_speculative_tokens: -1", "drafts.num_speculative_tokens: "),
         ("drafts:\n  num_speculative_tokens: 33", "drafts.num_speculative_tokens: 33 is neither"),
         ("drafts:\n  num_speculative_tokens: often", "drafts.num_speculative_tokens: 'often' is"),
-        ("drafts:\n  num_speculative_tokens: yes", "drafts.num_speculative_tokens: True is"),
+        ("drafts:\n  num_speculative_tokens: true", "drafts.num_speculative_tokens: true is"),
         ("drafts:\n  topics: [math, math]", "drafts.topics: a topic is named twice"),
         ("drafts:\n  topics: ['off']", "drafts.topics: 'off' cannot be"),
         ("drafts:\n  topics: ['a@0']", "drafts.topics: 'a@0' cannot be"),
