@@ -1,5 +1,6 @@
 # One command each: every target does its own set-up first, and a second call starts at once.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
+#   make experts | make bench-decode ARGS="--quick"
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -22,10 +23,10 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve test test-full check format links clean
+.PHONY: help setup demo serve experts bench-decode test test-full check format links clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 setup: $(STAMPS)/ops
 	@:
@@ -68,6 +69,13 @@ demo: setup
 
 serve: setup
 	@exec $(PY) -m paceline.deploy.cli serve $(ARGS)
+
+# A trained draft per topic for the benchmarks; kept in out/bench/experts while nothing changed.
+experts: setup
+	@$(PY) benchmarks/experts.py $(ARGS)
+
+bench-decode: setup
+	@$(PY) benchmarks/decode.py $(ARGS)
 
 links:
 	@mkdir -p .typing/paceline

@@ -28,7 +28,7 @@ class GateSettings:
     """
 
     min_records: int = 4
-    confidence: float = 0.95
+    confidence: float = 0.9
     min_gain: float = 0.005
     typical_spread: float = 0.1
     typical_weight: float = 2.0
@@ -75,7 +75,8 @@ def judge(
         settings: see GateSettings.
         looks: judgements since the last publication, this one included. A candidate that is
             judged again and again on much the same records would pass by chance some day, so
-            each further look has a smaller chance to err.
+            each further look has a smaller chance to err: that of one look over the root of
+            their number, since candidates and records change between looks.
 
     Raises:
         ValueError: where the two do not pair up.
@@ -91,7 +92,7 @@ def judge(
         return GateDecision(False, NOT_FINITE, math.nan, means[1], math.nan, count)
     if count < max(settings.min_records, 2):
         return GateDecision(False, TOO_FEW, *means, math.nan, count)
-    bound = gain_bound(candidate - served, settings, (1.0 - settings.confidence) / looks)
+    bound = gain_bound(candidate - served, settings, (1.0 - settings.confidence) / math.sqrt(looks))
     publish = bound > settings.min_gain
     reason = "better" if publish else "not shown to be better"
     return GateDecision(publish, reason, *means, bound, count)

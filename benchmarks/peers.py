@@ -1,0 +1,137 @@
+"""Transformers' own decoding: `generate`, alone and assisted by a draft."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from prompts import Prompt
+from runs import Drafted, Run
+
+
+def _generation_config(model: Any, temperature: float, max_tokens: int) -> Any:
+    config = copy.deepcopy(model.generation_config)
+    config.max_new_tokens = max_tokens
+    config.do_sample = temperature > 0
+    if config.do_sample:
+        config.temperature, config.top_k, config.top_p = temperature, 0, 1.0
+    return config
+
+
+def _eos(model: Any) -> set[int]:
+    declared = model.generation_config.eos_token_id
+    return set(declared if isinstance(declared, list) else [declared])
+
+
+def _until_eos(row: list[int], eos: set[int]) -> list[int]:
+    """A row up to and with its first end-of-text token; the rest is padding."""
+    end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+    return row[:end]
+
+
+class Generate:
+    """Stock `generate` with its own cache; prompts that run together are padded on the left."""
+
+    name = "generate"
+
+    def __init__(self, target: Any) -> None:
+        """Take the target, with transformers' attention."""
+        self._target = target
+
+    @torch.inference_mode()
+    def run(
+        self, prompts: Sequence[Prompt], batch: int, temperature: float, max_tokens: int
+    ) -> Run:
+        """See Variant. A part of ``batch`` prompts ends when its longest answer does."""
+        config = _generation_config(self._target, temperature, max_tokens)
+        eos, pad = _eos(self._target), config.pad_token_id
+        outputs: list[list[int]] = []
+        seconds = 0.0
+        for start in range(0, len(prompts), batch):
+            part = [prompt.token_ids for prompt in prompts[start : start + batch]]
+            width = max(map(len, part))
+            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in part])
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
+            ids, mask = ids.to(self._target.device), mask.to(self._target.device)
+            began = time.perf_counter()
+            rows = self._target.generate(ids, attention_mask=mask, generation_config=config)
+            answers = rows[:, width:].tolist()
+            seconds += time.perf_counter() - began
+            outputs += [_until_eos(row, eos) for row in answers]
+        return Run(outputs, seconds)
+
+
+class Assisted:
+    """Assisted generation with the topic's expert, one prompt at a time: all that it can do."""
+
+    def __init__(
+        self,
+        name: str,
+        target: Any,
+        experts: Mapping[str, Any],
+        *,
+        tokens: int,
+        schedule: str = "constant",
+        threshold: float = 0.0,
+    ) -> None:
+        """Take the models.
+
+        Args:
+            name: of the variant.
+            target: with transformers' attention.
+            experts: topic to its draft, likewise.
+            tokens: drafted per round, at the start where the schedule changes it.
+            schedule: ``num_assistant_tokens_schedule``.
+            threshold: ``assistant_confidence_threshold``; 0 always drafts all tokens.
+        """
+        self.name = name
+        self._target = target
+        self._experts = experts
+        self._configs: dict[str, Any] = {}
+        for topic, expert in experts.items():
+            # A schedule's state lives in the config: one of its own per variant and expert.
+            config = copy.deepcopy(expert.generation_config)
+            config.num_assistant_tokens = tokens
+            config.num_assistant_tokens_schedule = schedule
+            config.assistant_confidence_threshold = threshold
+            self._configs[topic] = config
+
+    @torch.inference_mode()
+    def run(
+        self, prompts: Sequence[Prompt], batch: int, temperature: float, max_tokens: int
+    ) -> Run:
+        """See Variant.
+
+        Raises:
+            ValueError: for a batch of more than one.
+        """
+        if batch != 1:
+            raise ValueError("assisted generation takes one prompt at a time")
+        config = _generation_config(self._target, temperature, max_tokens)
+        rounds = 0
+
+        def count(*_: object) -> None:
+            nonlocal rounds
+            rounds += 1
+
+        outputs, seconds = [], 0.0
+        hook = self._target.register_forward_pre_hook(count)
+        try:
+            for prompt in prompts:
+                expert = self._experts[prompt.topic]
+                expert.generation_config = self._configs[prompt.topic]
+                ids = torch.tensor([prompt.token_ids], device=self._target.device)
+                mask = torch.ones_like(ids)
+                began = time.perf_counter()
+                rows = self._target.generate(
+                    ids, attention_mask=mask, generation_config=config, assistant_model=expert
+                )
+                outputs.append(rows[0, ids.shape[1] :].tolist())
+                seconds += time.perf_counter() - began
+        finally:
+            hook.remove()
+        tokens = sum(map(len, outputs))
+        return Run(outputs, seconds, Drafted(rounds, tokens - rounds))

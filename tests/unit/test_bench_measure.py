@@ -1,0 +1,227 @@
+"""The benchmarks' own arithmetic: paired ratios, blocks, phases, prompts, cached experts."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engines import make_engine
+from tiny_models import tiny_llama
+
+_BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+if _BENCHMARKS not in sys.path:  # its scripts import each other as siblings, and so do we
+    sys.path.append(_BENCHMARKS)
+
+import cells  # noqa: E402
+import expert_cache  # noqa: E402
+import measure  # noqa: E402
+import peers  # noqa: E402
+import phases  # noqa: E402
+import prompts  # noqa: E402
+import served  # noqa: E402
+
+
+def timings(rates: dict[str, list[tuple[str, float]]]) -> list[measure.Timing]:
+    """Blocks of 100 tokens, by variant and (topic, tokens per second)."""
+    return [
+        measure.Timing(variant, block, topic, 100, 100.0 / rate)
+        for variant, blocks in rates.items()
+        for block, (topic, rate) in enumerate(blocks)
+    ]
+
+
+def test_a_ratio_is_the_geometric_mean_over_topics_of_unequal_blocks() -> None:
+    found = timings(
+        {
+            "fast": [("sql", 80.0), ("sql", 80.0), ("sql", 80.0), ("math", 10.0), ("math", 10.0)],
+            "slow": [("sql", 10.0), ("sql", 10.0), ("sql", 10.0), ("math", 5.0), ("math", 5.0)],
+        }
+    )
+    ratio = measure.paired_ratio(found, "fast", "slow")
+    assert ratio.ratio == pytest.approx(4.0)  # sqrt(8 * 2), though sql has more blocks
+    assert ratio.low == pytest.approx(4.0)
+    assert ratio.high == pytest.approx(4.0)
+    assert ratio.blocks == 5
+
+
+def test_the_interval_is_students_for_one_topic() -> None:
+    logs = [0.1, 0.2, 0.3]
+    found = timings(
+        {
+            "a": [("sql", math.exp(value)) for value in logs],
+            "b": [("sql", 1.0) for _ in logs],
+        }
+    )
+    ratio = measure.paired_ratio(found, "a", "b")
+    reach = 4.302653 * 0.1 / math.sqrt(3)  # t(0.975, 2) times the standard error
+    assert ratio.ratio == pytest.approx(math.exp(0.2))
+    assert ratio.low == pytest.approx(math.exp(0.2 - reach))
+    assert ratio.high == pytest.approx(math.exp(0.2 + reach))
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng, covered, runs = random.Random(3), 0, 600
+    for _ in range(runs):
+        a, b = [], []
+        for block in range(8):
+            # What disturbs the machine for a while disturbs both: it must not widen the interval.
+            disturbance = rng.gauss(0.0, 1.0)
+            topic, gain = ("sql", 0.9) if block % 2 else ("math", 0.1)
+            a.append((topic, math.exp(gain + disturbance + rng.gauss(0.0, 0.1))))
+            b.append((topic, math.exp(disturbance + rng.gauss(0.0, 0.1))))
+        ratio = measure.paired_ratio(timings({"a": a, "b": b}), "a", "b")
+        assert ratio.low is not None
+        assert ratio.high is not None
+        assert ratio.high / ratio.low < 1.8
+        covered += ratio.low <= math.exp(0.5) <= ratio.high
+    assert 0.92 <= covered / runs <= 0.98
+
+
+def test_single_blocks_per_topic_and_a_single_block() -> None:
+    spread = timings(
+        {"a": [("sql", 2.0), ("math", 4.0)], "b": [("sql", 1.0), ("math", 1.0)]},
+    )
+    ratio = measure.paired_ratio(spread, "a", "b")
+    assert ratio.low is not None
+    assert ratio.low < ratio.ratio == pytest.approx(math.sqrt(8.0))
+    alone = timings({"a": [("sql", 2.0)], "b": [("sql", 1.0)]})
+    assert measure.paired_ratio(alone, "a", "b") == measure.Ratio(pytest.approx(2.0), None, None, 1)
+
+
+def test_unpaired_blocks_are_refused() -> None:
+    found = timings({"a": [("sql", 1.0), ("sql", 1.0)], "b": [("sql", 1.0)]})
+    with pytest.raises(ValueError, match="same blocks"):
+        measure.paired_ratio(found, "a", "b")
+    with pytest.raises(ValueError, match="twice"):
+        measure.paired_ratio(found + found, "a", "b")
+
+
+def test_every_variant_runs_at_every_place_of_the_order() -> None:
+    orders = [measure.rotation("abc", turn) for turn in range(3)]
+    assert sorted(map("".join, zip(*orders, strict=True))) == ["abc", "bca", "cab"]
+
+
+def test_differing_names_the_prompts() -> None:
+    expected = {1: [1, 2], 2: [3], 3: [4, 5]}
+    assert measure.differing({1: [1, 2], 2: [3, 3], 3: [4]}, expected) == [2, 3]
+    with pytest.raises(ValueError, match="different prompts"):
+        measure.differing({1: [1, 2]}, expected)
+
+
+def some_prompts(per_topic: int) -> dict[str, list[prompts.Prompt]]:
+    """Random prompts of two topics, whose experts are the tiny engine's."""
+    rng = random.Random(5)
+    made = [
+        prompts.Prompt(i, "ab"[i % 2], tuple(rng.randrange(3, 300) for _ in range(3 + i % 5)))
+        for i in range(2 * per_topic)
+    ]
+    return {topic: [p for p in made if p.topic == topic] for topic in "ab"}
+
+
+def test_blocks_share_no_prompt_and_topics_take_turns() -> None:
+    blocks = cells.make_blocks(some_prompts(9), 3, 2)
+    assert [block.topic for block in blocks] == ["a", "a", "b", "a", "b"]
+    assert [block.number for block in blocks] == [0, 1, 2, 3, 4]
+    numbers = [p.number for block in blocks for p in block.prompts]
+    assert len(numbers) == len(set(numbers)) == 15
+    assert all(p.topic == block.topic for block in blocks for p in block.prompts)
+    mixed = cells.make_blocks(some_prompts(9), 4, 2, mixed=True)
+    assert [{p.topic for p in block.prompts} for block in mixed] == [{"a", "b"}] * 3
+    with pytest.raises(ValueError, match="fewer"):
+        cells.make_blocks(some_prompts(8), 3, 2)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_all_variants_give_the_same_greedy_answers(batch: int) -> None:
+    """The real engine and the real peers over one tiny target, through one cell."""
+    target = tiny_llama(1, vocab=300)
+    target.generation_config.pad_token_id = 0
+    target.generation_config.eos_token_id = 2
+    engine = make_engine()
+    variants: list[cells.Variant] = [
+        peers.Generate(target),
+        served.Served("off", engine, 0),
+        served.Served("on", engine, 3),
+    ]
+    if batch == 1:
+        drafts = {"a": tiny_llama(2, layers=1, vocab=300), "b": tiny_llama(3, layers=1, vocab=300)}
+        variants.append(peers.Assisted("assisted", target, drafts, tokens=2))
+    cell = cells.Cell(batch, 0.0)
+    done: list[None] = []
+    blocks = cells.make_blocks(some_prompts(8), 4, 1)
+    outcome = cells.run_cell(cell, variants, blocks, 12, lambda: done.append(None))
+    figures = cells.summary(cell, outcome, [("on", "off")], "generate")
+    assert len(done) == len(blocks) * len(variants)
+    for facts in figures["variants"].values():
+        assert (facts["answers"], facts["answers_that_differ"]) == (8, 0)
+    assert figures["variants"]["on"]["mean_acceptance_length"] >= 1.0
+    assert figures["variants"]["off"]["mean_acceptance_length"] is None
+    assert figures["ratios"]["on / off"]["blocks"] == 2
+
+
+def test_no_more_requests_are_in_flight_than_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    seen: list[int] = []
+    step = engine.step
+
+    def watching() -> object:
+        seen.append(engine.num_running + engine.num_waiting)
+        return step()
+
+    monkeypatch.setattr(engine, "step", watching)
+    own = some_prompts(8)["a"]
+    run = served.Served("on", engine, None).run(own, 3, 0.0, 10)
+    assert max(seen) == 3
+    assert [len(tokens) for tokens in run.outputs] == [10] * len(own)
+
+
+def test_phases_are_exclusive_and_a_prefill_is_all_prefill() -> None:
+    now = iter([0.0, 1.0, 3.0, 4.0, 4.0, 10.0, 15.0, 16.0])
+    clock = phases.PhaseClock(lambda: next(now))
+    with clock.phase("round"):
+        with clock.phase("draft"):
+            pass
+        with clock.phase(phases.PREFILL), clock.phase("verify"):
+            pass
+    assert clock.seconds == {"round": 3.0, "draft": 2.0, phases.PREFILL: 11.0}
+
+
+def test_phases_of_a_real_engine_add_up_and_nothing_stays_wrapped() -> None:
+    engine = make_engine()
+    before = type(engine).step
+    with phases.watched(engine) as clock:
+        served.Served("on", engine, 3).run(some_prompts(2)["a"], 1, 0.0, 10)
+    assert type(engine).step is before
+    split = phases.shares(clock.seconds)
+    assert all(share > 0.0 for share in split.values())
+    assert sum(split.values()) == pytest.approx(1.0)
+    assert 0.0 < phases.overhead(split) < 1.0
+
+
+def test_experts_never_learn_from_the_benchs_prompts() -> None:
+    bench, taught = prompts.bench_texts(), prompts.training_texts(400)
+    for topic, texts in taught.items():
+        assert len(set(texts)) == 400
+        assert len(set(bench[topic])) == prompts.RESERVED
+        assert not set(texts) & set(bench[topic])
+
+
+def test_an_expert_is_kept_until_its_recipe_or_its_file_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "sql"
+    recipe = expert_cache.recipe_of(["a", "b"], {"seconds": 1.0})
+    assert not expert_cache.is_current(folder, recipe)
+    expert_cache.save_expert(folder, {"w": torch.ones(3)}, recipe, {"steps": 1})
+    assert expert_cache.is_current(folder, recipe)
+    assert (folder / "tokenizer.json").is_file()
+    for other in (
+        expert_cache.recipe_of(["a", "c"], {"seconds": 1.0}),
+        expert_cache.recipe_of(["a", "b"], {"seconds": 2.0}),
+        recipe | {"base": {"target/model.safetensors": "0"}},
+    ):
+        assert not expert_cache.is_current(folder, other)
+    (folder / "model.safetensors").write_bytes(b"cut short")
+    assert not expert_cache.is_current(folder, recipe)
