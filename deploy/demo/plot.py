@@ -101,9 +101,9 @@ def _panel(
     online = list(log.select(topic, "online", "stream"))
     twins = list(log.select(topic, "frozen", "stream"))
     for order, version in swaps(online):
-        axes.axvline(order, ymax=0.9, color=ONLINE, alpha=0.35, lw=0.9, ls=(0, (3, 3)))
+        axes.axvline(order, ymax=0.84, color=ONLINE, alpha=0.35, lw=0.9, ls=(0, (3, 3)))
         axes.annotate(
-            f"v{version}", (order, 0.9), xycoords=("data", "axes fraction"), size=7,
+            f"v{version}", (order, 0.84), xycoords=("data", "axes fraction"), size=7,
             color=ONLINE, ha="center", va="bottom",
         )  # fmt: skip
     # a twin comes with every few requests: fewer of them cover the same stretch
