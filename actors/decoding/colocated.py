@@ -187,7 +187,7 @@ class ExpertStack:
     ) -> Proposal:
         slots = [self._table.row(row.request_id) for row in rows]
         device, grid = self.runner.device, self._layout(rows)
-        batch = batch_params([row.sampling for row in rows], device)
+        batch = batch_params(tuple(row.sampling for row in rows), device)
         lengths = [len(row.tokens) for row in rows]
         # A prompt of one token feeds it twice at position 0: the same write, done twice.
         tokens = torch.tensor([(2 * list(row.tokens[-2:]))[-2:] for row in rows], device=device)
@@ -199,12 +199,17 @@ class ExpertStack:
                 slots, tokens, positions, max(lengths) + step, keep=1, grid=grid
             )
             ids, probs = draft_support(logits[:, -1], batch, support)
-            column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
-            chosen = ids.gather(1, column)
-            drafted.append((chosen[:, 0], probs.gather(1, column)[:, 0], ids, probs))
+            if batch.all_greedy:  # the most probable one, and nobody asks for the others
+                ids, probs = ids[:, :1], probs[:, :1]
+                chosen, chosen_probs = ids, probs
+            else:
+                column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
+                chosen = ids.gather(1, column)
+                chosen_probs = probs.gather(1, column)
+            drafted.append((chosen[:, 0], chosen_probs[:, 0], ids, probs))
             tokens, positions = chosen, positions[:, -1:] + 1
         chosen, chosen_probs, ids, probs = (
-            torch.stack(column, dim=1) for column in zip(*drafted, strict=True)
+            torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True)
         )
         for row, guesses in zip(rows, chosen.tolist(), strict=True):
             self._computed[row.request_id] = len(row.tokens)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.kv import RowTable
-from paceline.actors.decoding.recorder import Recorder, log_round
+from paceline.actors.decoding.recorder import Recorder, RoundLog
 from paceline.actors.decoding.request import (
     DRAFT_OFF,
     FINISH_ABORT,
@@ -83,6 +83,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._settings = settings
         self._generator = generator
+        self._log = RoundLog(settings.replay_top_k)
         self._now = now
         self._rows = RowTable(settings.max_num_seqs)
         self._running: dict[str, Sequence] = {}
@@ -217,7 +218,7 @@ class Engine:
         rows = [self._rows.row(s.request_id) for s in batch]
         logits = self._runner.forward(rows, tokens, positions, span)
         outputs = torch.tensor([s.num_output for s in batch], device=device)
-        params = batch_params([s.request.sampling for s in batch], device)
+        params = batch_params(tuple(s.request.sampling for s in batch), device)
         verdict = verify(logits, proposal, params, outputs, self._generator)
         return self._emit(batch, proposal, verdict, logits)
 
@@ -227,10 +228,12 @@ class Engine:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
         recorders = [s.recorder for s in batch]
-        log_round(recorders, proposal, verdict, logits, self._settings.replay_top_k)
+        self._log.add(recorders, proposal, verdict, logits)
         for i, sequence in enumerate(batch):
             emitted = [*drafts[i][: accepted[i]], final[i]]
             self._accept(sequence, drafted[i], accepted[i], emitted)
+        if any(s.finish_reason is not None for s in batch):
+            self._log.flush()
         # Only now: closing one request moves another's row, as long as that one knows it is.
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
         self._drafting.finished(batch, drafted, accepted)

@@ -14,6 +14,8 @@ from paceline.actors.decoding.request import GenerationRequest
 from paceline.actors.decoding.verification import Proposal, Verdict
 from paceline.actors.replay.record import ReplayRecord
 
+_WAITING_LOGITS = 1 << 18
+
 
 @dataclass(frozen=True, slots=True)
 class TargetLog:
@@ -129,35 +131,63 @@ class Recorder:
         )
 
 
-def log_round(
-    recorders: Sequence[Recorder | None],
-    proposal: Proposal,
-    verdict: Verdict,
-    logits: Tensor,
-    size: int,
-) -> None:
-    """Log the target's distribution at every position that a round emitted.
+class RoundLog:
+    """Logs the target's distribution at every emitted position, several rounds at a time.
 
-    Args:
-        recorders: of B rows, None where nothing of the request is kept.
-        proposal: what was drafted for them.
-        verdict: what verification decided.
-        logits: float ``[B, k + 1, V]``.
-        size: K, top probabilities kept per position.
+    A round at batch 1 emits a handful of positions, and reducing their logits costs a dozen small
+    operations: they are kept until there are enough of them, or a request ends.
     """
-    kept = [i for i, recorder in enumerate(recorders) if recorder is not None]
-    if not kept:
-        return
-    accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
-    at = [(i, position) for i in kept for position in range(accepted[i] + 1)]
-    rows, steps = torch.tensor(at, device=logits.device).T
-    probs = None if verdict.probs is None else verdict.probs[rows, steps]
-    log = target_log(logits[rows, steps], probs, size)
-    drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
-    start = 0
-    for i in kept:
-        recorder, count = recorders[i], drafted[i]
-        assert recorder is not None
-        end = start + accepted[i] + 1
-        recorder.add(log, slice(start, end), drafts[i][:count], draft_probs[i][:count], accepted[i])
-        start = end
+
+    def __init__(self, size: int) -> None:
+        """Keep ``size`` top probabilities per position."""
+        self._size = size
+        self._logits: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._waiting: list[tuple[Recorder, list[int], list[float], int]] = []
+
+    def add(
+        self,
+        recorders: Sequence[Recorder | None],
+        proposal: Proposal,
+        verdict: Verdict,
+        logits: Tensor,
+    ) -> None:
+        """Take a round.
+
+        Args:
+            recorders: of B rows, None where nothing of the request is kept.
+            proposal: what was drafted for them.
+            verdict: what verification decided.
+            logits: float ``[B, k + 1, V]``.
+        """
+        kept = [i for i, recorder in enumerate(recorders) if recorder is not None]
+        if not kept:
+            return
+        if bool(self._probs) != (verdict.probs is not None):
+            self.flush()
+        accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
+        at = [(i, position) for i in kept for position in range(accepted[i] + 1)]
+        rows, steps = torch.tensor(at, device=logits.device).T
+        self._logits.append(logits[rows, steps])
+        if verdict.probs is not None:
+            self._probs.append(verdict.probs[rows, steps])
+        drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
+        for i in kept:
+            recorder, count = recorders[i], drafted[i]
+            assert recorder is not None
+            self._waiting.append((recorder, drafts[i][:count], draft_probs[i][:count], accepted[i]))
+        if sum(part.numel() for part in self._logits) >= _WAITING_LOGITS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all that waits to its recorders."""
+        if not self._logits:
+            return
+        probs = torch.cat(self._probs) if self._probs else None
+        log = target_log(torch.cat(self._logits), probs, self._size)
+        start = 0
+        for recorder, drafts, draft_probs, accepted in self._waiting:
+            end = start + accepted + 1
+            recorder.add(log, slice(start, end), drafts, draft_probs, accepted)
+            start = end
+        self._logits, self._probs, self._waiting = [], [], []

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.actors.decoding.attention import StepContext
-from paceline.actors.decoding.decoders import make_decoder
+from paceline.actors.decoding.decoders import make_decoder, unservable
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVRows, kv_dtype
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
-    """Per layer (key/value heads, head dimension) from a transformers config."""
+    """Per layer (key/value heads, head dimension) from a transformers config.
+
+    Raises:
+        ValueError: where the config names none, or keys and values differ in size.
+    """
+    if getattr(config, "text_config", None) is not None:
+        raise unservable(config, "it reads more than text")
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise unservable(config, "its config gives no attention heads, so no keys and values")
+    if getattr(config, "kv_lora_rank", None):
+        raise unservable(config, "its keys and values (latent attention) differ in size")
+    return [_kv_shape(layer) for layer in config.per_layer_config]
+
+
+def _kv_shape(config: Any) -> tuple[int, int]:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return [(kv_heads, dim)] * config.num_hidden_layers
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 class ModelRunner:
@@ -73,12 +87,12 @@ class ModelRunner:
         follows = all(row == first + i for i, row in enumerate(rows))
         step = StepContext(
             kv=self.kv,
-            rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
+            rows=_index(tuple(rows), self.device),
             positions=positions,
             span=min(span, self.max_model_len),
             contiguous=(first, len(rows)) if follows else None,
         )
-        return self.decoder(token_ids, step, grid or Grid([0] * len(rows), self.device), keep)
+        return self.decoder(token_ids, step, grid or _one_model(len(rows), self.device), keep)
 
     def prefill(self, row: int, token_ids: Sequence[int], start: int, expert: int = 0) -> None:
         """Store keys and values of consecutive tokens of one row, from position ``start``."""
@@ -110,3 +124,14 @@ class ModelRunner:
         for name, new in state.items():
             own[name].copy_(new)
         self.decoder.refresh(expert)
+
+
+# A batch stays the same for many rounds: what describes it is made once.
+@lru_cache(maxsize=256)
+def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=256)
+def _one_model(rows: int, device: torch.device) -> Grid:
+    return Grid([0] * rows, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,7 +42,12 @@ def _signed(seed: int) -> int:
 
 
 def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
-    """Stack the parameters of B requests."""
+    """Stack the parameters of B requests; the tensors are shared and never changed."""
+    return _stacked(tuple(params), torch.device(device))
+
+
+@lru_cache(maxsize=64)  # a batch stays the same for many rounds
+def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> SamplingBatch:
     greedy = [p.greedy for p in params]
     seeded = [p.seed is not None for p in params]
 

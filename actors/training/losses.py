@@ -7,10 +7,12 @@ tokens pays for it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-_TINY = 1e-7  # least tail mass of a draft: below it float32 cannot tell 1 - sum(q) from 0
+_LEAST = math.log(1e-7)  # least log of a draft's tail mass: no position may weigh without bound
 
 
 def recorded_logprobs(draft_logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,17 +23,17 @@ def recorded_logprobs(draft_logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Te
         top_ids: int64 ``[N, K]``, distinct within a row.
 
     Returns:
-        float32 ``[N, K]`` log q of the recorded tokens, and float32 ``[N]`` log q of the tail.
+        float32 ``[N, K]`` log q of the recorded tokens, and float32 ``[N]`` log q of the tail,
+        at least log(1e-7).
     """
     logits = draft_logits.float()
-    log_q = logits.gather(-1, top_ids) - logits.logsumexp(dim=-1, keepdim=True)
-    return log_q, tail_logprob(log_q)
-
-
-def tail_logprob(log_q: Tensor) -> Tensor:
-    """log(1 - sum(exp(log_q))) over the last axis, at least log(1e-7)."""
-    mass = log_q.logsumexp(dim=-1).clamp(max=-_TINY)
-    return torch.log(-torch.expm1(mass))
+    whole = logits.logsumexp(dim=-1, keepdim=True)
+    log_q = logits.gather(-1, top_ids) - whole
+    if top_ids.shape[-1] == logits.shape[-1]:
+        return log_q, log_q.new_full(log_q.shape[:-1], _LEAST)
+    # Summed over the tail's own tokens: 1 - sum(q) has no digits left where q is sharp.
+    tail = logits.scatter(-1, top_ids, -torch.inf).logsumexp(dim=-1)
+    return log_q, (tail - whole.squeeze(-1)).clamp(min=_LEAST)
 
 
 def forward_kl(

@@ -85,7 +85,7 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(draft)
     replay = ReplaySettings(held_out_fraction=0.3)
     shard = actor(ReplayShard, "sql", replay, str(tmp_path / "replay"))
-    registry = actor(WeightRegistry, str(tmp_path / "weights"), TOPICS, {}, "mark")
+    registry = actor(WeightRegistry, str(tmp_path / "weights"), TOPICS, "mark")
     board = actor(LoadBoard, 0.05)
     settings = TrainerSettings(
         draft_paths=dict.fromkeys(TOPICS, str(draft)),
