@@ -167,3 +167,23 @@ def test_profile_takes_the_best_of_several_timings() -> None:
     assert table == {(1, 1): 1.0, (2, 1): 1.0}
     assert grid_points(1) == [1]
     assert grid_points(6) == [1, 2, 4, 6]
+
+
+def test_k_falls_as_load_grows() -> None:
+    """Where a forward costs by the token, a full batch leaves nothing idle to speculate with."""
+
+    def busy(rows: int, tokens: int) -> float:
+        return max(0.010, 0.001 * rows * tokens)
+
+    chosen = []
+    for batch in (1, 2, 4, 8, 16):
+        tables = costs(busy, tuple(range(1, MAX + 2))), costs(draft_s, (1, 2, 4))
+        plans = GoodputController(*tables, MAX)
+        for _ in range(300):
+            plans.accepted("a", MAX, 3)
+        for _ in range(10):  # the first look at an expert that is left off ends in these
+            k = plans.plan({"a": batch})["a"]
+        chosen.append(k)
+    assert chosen[0] >= 3
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[-1] == 0
