@@ -17,6 +17,7 @@ from paceline.deploy.openai_types import (
     Delta,
     Envelope,
     Metrics,
+    PromptTokensDetails,
     SpeculativeMetrics,
     Usage,
 )
@@ -44,12 +45,13 @@ class Answer:
     token_ids: bool
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
     """OpenAI's usage object."""
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )
 
 
@@ -103,7 +105,11 @@ def whole(
         created=answer.created,
         model=answer.model,
         choices=choices,
-        usage=usage(prompt_tokens, sum(len(chunk.token_ids) for chunk in chunks)),
+        usage=usage(
+            prompt_tokens,
+            sum(len(chunk.token_ids) for chunk in chunks),
+            sum(chunk.num_cached_tokens for chunk in chunks),
+        ),
         metrics=metrics(parts),
     )
     return envelope.model_dump_json().encode()
@@ -165,9 +171,11 @@ def piece_event(answer: Answer, index: int, chunk: GenerationChunk, topic: str) 
     return _event(answer, [choice], figures)
 
 
-def usage_event(answer: Answer, prompt_tokens: int, completion_tokens: int) -> bytes:
+def usage_event(
+    answer: Answer, prompt_tokens: int, completion_tokens: int, cached_tokens: int
+) -> bytes:
     """The event that ``stream_options.include_usage`` asks for: no choices, all tokens."""
-    return _event(answer, [], total=usage(prompt_tokens, completion_tokens))
+    return _event(answer, [], total=usage(prompt_tokens, completion_tokens, cached_tokens))
 
 
 def error_event(error: ApiError) -> bytes:

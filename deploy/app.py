@@ -202,6 +202,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         draft_top_k=config.drafts.top_k,
         replay_top_k=config.replay.top_k,
         prefill_chunk=config.target.prefill_chunk,
+        prefix_cache=config.target.prefix_cache,
     )
 
 

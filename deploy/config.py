@@ -46,6 +46,7 @@ class TargetConfig(_Section):
     max_queued_requests: Count = 256
     num_replicas: Count = 1
     prefill_chunk: Count = 256
+    prefix_cache: bool = True
 
     @field_validator("device")
     @classmethod

@@ -207,12 +207,19 @@ class _Answer(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+class PromptTokensDetails(_Answer):
+    """``cached_tokens`` of the prompt had been computed for an earlier request."""
+
+    cached_tokens: int
+
+
 class Usage(_Answer):
     """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculativeMetrics(_Answer):

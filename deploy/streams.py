@@ -31,7 +31,7 @@ async def events(
         prompt_tokens: for the usage.
         include_usage: True to end with an event of the token counts.
     """
-    completion_tokens = 0
+    completion_tokens = cached_tokens = 0
     opened: set[int] = set()
     try:
         async for index, chunk in pieces:
@@ -39,13 +39,15 @@ async def events(
                 opened.add(index)
                 yield answers.opening_event(answer, index)
             completion_tokens += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                cached_tokens += chunk.num_cached_tokens
             if chunk.text or chunk.finish_reason is not None or answer.token_ids:
                 yield answers.piece_event(answer, index, chunk, topics[index])
     except ApiError as error:
         yield answers.error_event(error)
     else:
         if include_usage:
-            yield answers.usage_event(answer, prompt_tokens, completion_tokens)
+            yield answers.usage_event(answer, prompt_tokens, completion_tokens, cached_tokens)
     yield answers.DONE
 
 

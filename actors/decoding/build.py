@@ -133,6 +133,7 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
             replay_top_k=settings.replay_top_k,
             prefill_chunk=settings.prefill_chunk,
             eos_token_ids=eos_token_ids(target, tokenizer),
+            prefix_cache=settings.prefix_cache,
         ),
         generator=generator,
         now=time.time,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.kv import RowTable
+from paceline.actors.decoding.prefixes import FinishedRows
 from paceline.actors.decoding.recorder import Recorder, RoundLog
 from paceline.actors.decoding.request import (
     DRAFT_OFF,
@@ -45,6 +46,7 @@ class EngineSettings:
     replay_top_k: int
     prefill_chunk: int
     eos_token_ids: frozenset[int]
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Engine:
         self._settings = settings
         self._generator = generator
         self._log = RoundLog(settings.replay_top_k)
+        self._finished = FinishedRows(settings.max_num_seqs) if settings.prefix_cache else None
         self._now = now
         self._rows = RowTable(settings.max_num_seqs)
         self._running: dict[str, Sequence] = {}
@@ -179,8 +182,29 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and not self._rows.full:
             sequence = self._waiting.popleft()
-            self._rows.add(sequence.request_id)
+            row = self._rows.add(sequence.request_id)
             self._running[sequence.request_id] = sequence
+            self._reuse(sequence, row)
+
+    def _reuse(self, sequence: Sequence, row: int) -> None:
+        """Begin with what a finished request has computed of the same prompt."""
+        found = None if self._finished is None else self._finished.find(sequence.tokens[:-1])
+        if found is not None:
+            source, length = found
+            if source != row:
+                self._runner.kv.move(source, row, length)
+            sequence.num_computed = sequence.num_cached = length
+        if self._finished is not None:
+            self._finished.taken(row)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Leave a finished request's keys and values to those that go on from it."""
+        if self._finished is None or not sequence.request.store:
+            return
+        tokens = sequence.tokens[: sequence.num_computed]
+        row = self._finished.keep(tokens, len(self._rows))
+        if row is not None:
+            self._runner.kv.move(self._rows.row(sequence.request_id), row, len(tokens))
 
     def _prefill(self) -> None:
         """Compute at most ``prefill_chunk`` prompt tokens, so that no round takes long."""
@@ -251,6 +275,8 @@ class Engine:
         """Free a finished request; returns its record where one is kept."""
         if sequence.finish_reason is None:
             return None
+        if sequence.finish_reason != FINISH_ERROR:
+            self._keep(sequence)
         self._release(sequence.request_id)
         if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:
             return None

@@ -80,9 +80,13 @@ class SpeculativeStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A piece of the answer; the last one carries ``finish_reason`` and ``speculative``."""
+    """A piece of the answer; the last one carries ``finish_reason`` and ``speculative``.
+
+    ``num_cached_tokens`` of the prompt were not computed again.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     speculative: SpeculativeStats | None = None
+    num_cached_tokens: int = 0

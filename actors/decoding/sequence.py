@@ -24,6 +24,7 @@ class Sequence:
     of the draft when it last proposed for this request (before: when the request came).
     ``num_computed`` positions have target keys and values; decoding starts when all but the
     last token have, so that every output token, the first too, comes from verification.
+    ``num_cached`` of the prompt's came from a finished request.
     """
 
     request: GenerationRequest
@@ -34,6 +35,7 @@ class Sequence:
     recorder: Recorder | None
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached: int = 0
     finish_reason: str | None = None
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -98,6 +100,7 @@ class Sequence:
             token_ids=tokens,
             finish_reason=self.finish_reason,
             speculative=self.stats() if last else None,
+            num_cached_tokens=self.num_cached,
         )
 
     def stats(self) -> SpeculativeStats:

@@ -29,4 +29,5 @@ class TargetSettings:
     draft_top_k: int = 64
     replay_top_k: int = 32
     prefill_chunk: int = 256
+    prefix_cache: bool = True
     seed: int | None = None

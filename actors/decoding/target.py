@@ -167,4 +167,5 @@ def join(parts: list[GenerationChunk]) -> GenerationChunk:
         token_ids=tuple(token for part in parts for token in part.token_ids),
         finish_reason=last.finish_reason,
         speculative=last.speculative,
+        num_cached_tokens=last.num_cached_tokens,
     )

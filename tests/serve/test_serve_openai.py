@@ -30,6 +30,19 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
+def test_a_conversation_is_not_computed_again(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "Name every tool in this shed, one after the other."}
+    first = client.chat.completions.create(
+        model="paceline", messages=[question], max_tokens=24, temperature=0
+    )
+    history = [question, first.choices[0].message.model_dump(), question]
+    second = client.chat.completions.create(
+        model="paceline", messages=history, max_tokens=8, temperature=0
+    )
+    assert first.usage.prompt_tokens_details.cached_tokens < first.usage.prompt_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
 def test_a_chat_answer_has_text_usage_and_figures(client: openai.OpenAI) -> None:
     answer = greedy_chat(client, speculative={"draft": "sql"})
     choice = answer.choices[0]

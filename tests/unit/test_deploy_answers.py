@@ -13,14 +13,19 @@ from paceline.deploy.streams import events
 STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
 ANSWER = answers.Answer("id-1", 1700000000, "paceline", chat=False, token_ids=False)
 CHAT = answers.Answer("id-1", 1700000000, "paceline", chat=True, token_ids=True)
-LAST = GenerationChunk("b", (8, 9), "stop", STATS)
+LAST = GenerationChunk("b", (8, 9), "stop", STATS, num_cached_tokens=3)
 
 
 def test_a_whole_completion_has_openai_s_fields() -> None:
     body = json.loads(answers.whole(ANSWER, [LAST], ["sql"], 5))
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "b", "logprobs": None, "finish_reason": "stop"}]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
     assert body["metrics"]["speculative_decoding"] == {
         "mean_acceptance_length": 2.5,
         "draft_acceptance_rate": 0.375,
