@@ -1,4 +1,4 @@
-"""``paceline``: serve, demo, history, build-ops."""
+"""``paceline``: serve, demo, plan, history, build-ops."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from paceline.deploy.demo.main import run
 
         return run(arguments[1:])
-    options = _parser().parse_args(arguments)
     try:
+        if arguments[:1] == ["plan"]:  # so does the planner
+            return _plan(arguments[1:])
+        options = _parser().parse_args(arguments)
         code: int = options.command(options)
     except ConfigError as error:
         _say_error(str(error))
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--no-dashboard", action="store_true", help="leave Ray's dashboard out")
     serve.set_defaults(command=_serve)
     commands.add_parser("demo", help="the whole loop on this machine, in minutes")
+    commands.add_parser("plan", help="does speculation pay on hardware not rented yet?")
     history = commands.add_parser("history", help="the gate's decisions, oldest first")
     _add_config(history)
     history.add_argument("--state-dir", help="as given to serve")
@@ -159,6 +162,12 @@ def _history(options: argparse.Namespace) -> int:
     else:
         _say(table(decisions) if decisions else "No decision has been taken yet.")
     return 0
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from paceline.deploy.planner.main import run
+
+    return run(arguments)
 
 
 def _build_ops(_options: argparse.Namespace) -> int:

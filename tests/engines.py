@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,15 +40,41 @@ def make_engine(
 ) -> Engine:
     """An engine with the experts a and b, and a's initial weights."""
     target = served(tiny_llama(target_seed, vocab=vocab, **model))
-    generator = torch.Generator().manual_seed(seed)
     seeds = {"a": draft_seed, "b": draft_seed + 1, "a@0": draft_seed}
-    drafts = [served(tiny_llama(s, layers=1, vocab=vocab)) for s in seeds.values()]
-    runner = ModelRunner(drafts, max_num_seqs, MAX_LEN)
-    stack = ExpertStack(runner, list(seeds), max_num_seqs)
+    drafts = {name: served(tiny_llama(s, layers=1, vocab=vocab)) for name, s in seeds.items()}
+    return engine_of(
+        target,
+        [drafts],
+        max_num_seqs=max_num_seqs,
+        k=k,
+        eos=eos,
+        seed=seed,
+        prefill_chunk=prefill_chunk,
+        support=support,
+    )
+
+
+def engine_of(
+    target: Any,
+    drafts: Iterable[Mapping[str, Any]],
+    *,
+    max_num_seqs: int = 4,
+    k: int = 4,
+    eos: int = 2,
+    seed: int = 0,
+    prefill_chunk: int = 8,
+    support: int = 16,
+) -> Engine:
+    """An engine over served models; drafts of one architecture share a mapping."""
+    generator = torch.Generator().manual_seed(seed)
+    stacks = [
+        ExpertStack(ModelRunner([*group.values()], max_num_seqs, MAX_LEN), [*group], max_num_seqs)
+        for group in drafts
+    ]
     return Engine(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN),
         drafting=Drafting(
-            ColocatedProposer([stack], support, generator), None, target.device, time.perf_counter
+            ColocatedProposer(stacks, support, generator), None, target.device, time.perf_counter
         ),
         tokenizer=TOKENIZER,
         settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),

@@ -18,8 +18,8 @@ from paceline.actors.decoding.kv import KVRows
 
 ATTENTION_NAME = "paceline"
 
-# Arguments that change the result and that are not computed here (Gemma 2, gpt-oss).
-_LACKING = ("softcap", "s_aux")
+# Arguments that change the result and that are not computed here: relative positions, sparse reads.
+_LACKING = ("position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(slots=True)
@@ -56,6 +56,11 @@ class StepContext:
             self._masks[window] = torch.where(allowed, torch.zeros_like(closed), closed)
         return self._masks[window]
 
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of the layers that have attended in this step, None for no window."""
+        return frozenset(self._masks)
+
     def subset(self, index: Tensor) -> StepContext:
         """The same for some of the sequences; ``index`` is int64 ``[R]``."""
         return StepContext(self.kv, self.rows[index], self.positions[index], self.span, None)
@@ -77,8 +82,10 @@ def paceline_attention(
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
-    paceline_step: StepContext,
+    paceline_step: StepContext | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention over the engine's rows; shapes as transformers' own functions have them.
@@ -92,7 +99,9 @@ def paceline_attention(
         scaling: softmax scale.
         dropout: unused; the engine only infers.
         sliding_window: how far back this layer looks, None for all.
-        paceline_step: the forward's context.
+        softcap: bound on the scores, by tanh; None for no bound.
+        s_aux: ``[heads]``, scores of sinks that nothing is read from; None for none.
+        paceline_step: the forward's context; it comes through all modules.
         more: what else models pass; most of it says nothing new.
 
     Returns:
@@ -104,8 +113,11 @@ def paceline_attention(
     lacking = [name for name in _LACKING if more.get(name) is not None]
     if lacking:
         raise ValueError(f"{type(module).__name__} needs {', '.join(lacking)} in its attention")
+    if paceline_step is None:
+        raise ValueError("its layers do not hand a forward's arguments on to their attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return attend(paceline_step, layer, query, key, value, scaling, sliding_window), None
+    arguments = (paceline_step, layer, query, key, value, scaling, sliding_window)
+    return attend(*arguments, softcap, s_aux), None
 
 
 def attend(
@@ -116,6 +128,8 @@ def attend(
     value: Tensor,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Store the new keys and values and attend over the rows.
 
@@ -127,6 +141,8 @@ def attend(
         value: like ``key``.
         scaling: softmax scale.
         window: how far back the layer looks, None for all.
+        softcap: bound on the scores, by tanh; None for no bound.
+        sinks: ``[heads]``, scores of sinks that nothing is read from; None for none.
 
     Returns:
         ``[B, T, heads, head_dim]`` in the queries' dtype.
@@ -135,15 +151,55 @@ def attend(
     if dtype is not own:
         query, key, value = query.to(own), key.to(own), value.to(own)
     step.kv.write(layer, step.rows[:, None], step.positions, key, value)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        step.read(step.kv.keys[layer]),
-        step.read(step.kv.values[layer]),
-        attn_mask=step.mask(window),
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    keys, values = step.read(step.kv.keys[layer]), step.read(step.kv.values[layer])
+    if softcap is None and sinks is None:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=step.mask(window),
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    else:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = _by_products(query * scale, keys, values, step.mask(window), softcap, sinks)
     return output.transpose(1, 2).to(dtype)
+
+
+def _by_products(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with what torch's own lacks.
+
+    Args:
+        query: ``[B, heads, T, head_dim]``, scaled.
+        keys: ``[B, kv_heads, span, head_dim]``.
+        values: like ``keys``.
+        mask: ``[B, 1, T, span]``, added to the scores.
+        softcap: bound on the scores, by tanh; None for no bound.
+        sinks: ``[heads]``, scores of sinks; None for none.
+
+    Returns:
+        ``[B, heads, T, head_dim]``.
+    """
+    (batch, kv_heads, span), (_, heads, count, dim) = keys.shape[:3], query.shape
+    grouped = query.reshape(batch, kv_heads, -1, count, dim)
+    scores = (grouped @ keys[:, :, None].transpose(-1, -2)).flatten(1, 2).float()
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None]
+        scores = torch.cat((scores, column.expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :span].to(values.dtype)
+    weights = weights.reshape(batch, kv_heads, -1, count, span)
+    return (weights @ values[:, :, None]).reshape(batch, heads, count, dim)
 
 
 AttentionInterface.register(ATTENTION_NAME, paceline_attention)

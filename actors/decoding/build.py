@@ -28,9 +28,16 @@ from paceline.actors.decoding.settings import TargetSettings
 
 
 def context_length(config: Any, wanted: int | None) -> int:
-    """Positions that one request may take: the model's, or fewer where that is wanted."""
-    own = int(config.max_position_embeddings)
-    return own if wanted is None else min(own, wanted)
+    """Positions that one request may take: the model's, or fewer where that is wanted.
+
+    Raises:
+        ValueError: where neither says.
+    """
+    limits = [getattr(config, "max_position_embeddings", None), wanted]
+    known = [int(limit) for limit in limits if limit is not None]
+    if not known:
+        raise ValueError(f"{config.model_type} names no context length: set target.max_model_len")
+    return min(known)
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -26,7 +26,11 @@ def read_config(path: str | Path, name: str) -> dict[str, Any]:
         raise ModelError(f"{name}: {folder} has no config.json")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name}: {folder} has no *.safetensors")
-    return _read_object(file, name)
+    config = _read_object(file, name)
+    if config.get("is_encoder_decoder"):
+        kind = config.get("model_type")
+        raise ModelError(f"{name}: {folder} is an encoder-decoder ({kind}), no causal LM")
+    return config
 
 
 def _read_object(file: Path, name: str) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class FinishedRows:
         """
         if len(tokens) < self._least or running >= self._rows:
             return None
-        for row, known in list(self._tokens.items()):
+        for held, known in list(self._tokens.items()):
             if common_prefix(known, tokens) == len(known):  # the new one says all that it says
-                del self._tokens[row]
+                del self._tokens[held]
         # The last rows are the last that requests take.
         free = (row for row in range(self._rows - 1, running - 1, -1) if row not in self._tokens)
         row = next(free, None)

@@ -9,7 +9,6 @@ import torch
 from tiny_models import tiny_llama
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -150,12 +149,6 @@ def test_a_fused_model_that_is_off_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("paceline.actors.decoding.fused.Rotary", BackwardRotary)
     decoder = make_decoder([model.requires_grad_(False)], kv_shapes(model.config), CAPACITY)
     assert isinstance(decoder, ModuleDecoder)
-
-
-def test_attention_that_the_engine_lacks_is_refused() -> None:
-    model = make(Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=2.0), 1)
-    with pytest.raises(ValueError, match="softcap"):
-        ModelRunner([model], 2, CAPACITY)
 
 
 def test_a_model_whose_logits_are_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
         ("target.path", "target", write("tokenizer.json", "{}"), "is not a tokenizer's"),
         ("target.path", "target", write("config.json", "[]"), "holds no JSON object"),
         ("target.path", "target", with_config(max_position_embeddings=None), "max_model_len"),
+        ("target.path", "target", with_config(is_encoder_decoder=True), "is an encoder-decoder"),
         ("drafts.general", "draft-general", write("tokenizer.json", POINTER), "draft general: "),
         (
             "drafts.general",

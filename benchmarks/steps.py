@@ -1,0 +1,108 @@
+"""Measure step times as the goodput controller does at start; ``paceline plan --steps`` reads them.
+
+    .venv/bin/python benchmarks/steps.py
+    .venv/bin/paceline plan deploy/models/target deploy/models/draft-general \
+        --steps out/bench/steps.json
+
+Target steps by (rows, new tokens of each row), draft steps by (rows, experts), each the best of
+several runs, as one JSON object with the facts of the machine. The experts are copies of one
+draft: a step's time does not depend on what the weights say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+
+from paceline.actors.decoding.costs import grid_points, profile
+from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.kv import kv_dtype
+from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
+from paceline.actors.decoding.runner import ModelRunner
+from paceline.deploy.config import MODELS_DIR
+
+TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
+
+
+def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
+    """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
+
+    def run(rows: int, tokens: int, experts: int) -> None:
+        positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
+        grid = Grid([i % experts for i in range(rows)], runner.device)
+        logits = runner.forward(range(rows), ids, positions, context + tokens, grid=grid)
+        logits.float().topk(1).indices.tolist()  # waits for the device
+
+    return run
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Both tables and what belongs beside them."""
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    tokens = sorted({1, 2, (options.k + 2) // 2, options.k + 1})
+    before = machine.facts()
+
+    def runner(path: Path, copies: int) -> ModelRunner:
+        models = [load_causal_lm(path, dtype, device) for _ in range(copies)]
+        return ModelRunner(models, options.rows, options.context + tokens[-1])
+
+    rows, most = grid_points(options.rows), options.repeats
+    run = stepper(runner(options.target, 1), options.context)
+    target = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter, most)
+    run = stepper(runner(options.draft, options.experts), options.context)
+    experts = grid_points(min(options.experts, options.rows))
+    draft = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter, most)
+    return {
+        "context": options.context,
+        "precision": {
+            "weight": dtype.itemsize,
+            "kv": kv_dtype(dtype, device).itemsize,
+            "activation": dtype.itemsize,
+        },
+        "target": {f"{b},{t}": seconds for (b, t), seconds in target.items()},
+        "draft": {f"{b},{e}": seconds for (b, e), seconds in draft.items()},
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "repeats": options.repeats,
+        "machine": before,
+        "load_average_after": machine.facts()["load_average"],
+    }
+
+
+def main() -> int:
+    """Measure and write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--draft", type=Path, default=DRAFT)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=16, help="most requests at once")
+    parser.add_argument("--experts", type=int, default=5)
+    parser.add_argument("--k", type=int, default=8, help="largest num_speculative_tokens")
+    parser.add_argument("--context", type=int, default=128, help="cached positions of every row")
+    parser.add_argument("--repeats", type=int, default=20, help="of which the best counts")
+    parser.add_argument("--out", type=Path, default=Path("out/bench/steps.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found = measure(options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{options.out}: {len(found['target'])} target steps, ")
+    sys.stdout.write(f"{len(found['draft'])} draft steps\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""``paceline plan``: does speculation pay on hardware that nobody has rented yet?"""
