@@ -90,9 +90,10 @@ def build_controller(
     if settings.num_speculative_tokens is not None or not stacks:
         return None
     torch.set_num_threads(settings.num_threads)
-    rows, most = grid_points(settings.max_num_seqs), settings.max_speculative_tokens
+    rows = grid_points(settings.max_num_seqs)
+    most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
     tokens = sorted({1, 2, (most + 2) // 2, most + 1})
-    start = min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1])
+    start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1]))
 
     def run(models: ModelRunner, batch: int, count: int, experts: int) -> None:
         positions = (start + torch.arange(count, device=models.device)).expand(batch, -1)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 _SMOOTHING = 0.1
 _OUTLIER = 3.0
 _TRUSTED_AFTER = 3
+_FORGOTTEN_AFTER = 500
+
+
+@dataclass(slots=True)
+class _Measured:
+    seconds: float
+    count: int
+    at: int  # observations of any size until the last one of this
 
 
 class StepCosts:
     """Seconds of a step by two sizes (batch rows, and tokens or experts).
 
-    A size that was measured often enough has its own smoothed time. Any other is interpolated
-    from the profile and scaled by how the measured ones compare to it, so that a machine that has
-    become slower since its profile does not make what was never tried look cheap.
+    A size that was measured often and lately has its own smoothed time. Any other is interpolated
+    from the profile and scaled by how the latest measured ones compare to it: neither what was
+    never tried nor what was last seen on a slower machine must look cheap or dear.
     """
 
     def __init__(self, profile: Mapping[tuple[int, int], float]) -> None:
@@ -23,35 +32,50 @@ class StepCosts:
         self._rows = sorted({rows for rows, _ in profile})
         self._columns = sorted({column for _, column in profile})
         self._profile = dict(profile)
-        self._measured: dict[tuple[int, int], tuple[float, int]] = {}
+        self._measured: dict[tuple[int, int], _Measured] = {}
         self._ratio = 1.0
+        self._observed = 0
 
     def seconds(self, rows: int, column: int) -> float:
         """The expected time of a step."""
-        time, count = self._measured.get((rows, column), (0.0, 0))
-        if count >= _TRUSTED_AFTER:
-            return time
-        return self._profiled(rows, column) * self._ratio
+        known = self._measured.get((rows, column))
+        if known is None or known.count < _TRUSTED_AFTER:
+            return self._profiled(rows, column) * self._ratio
+        if self._observed - known.at > _FORGOTTEN_AFTER:
+            return self._profiled(rows, column) * self._ratio
+        return known.seconds
 
     def observe(self, rows: int, column: int, seconds: float) -> None:
         """Take a measured time; a single stall does not move the estimate far."""
-        expected = self.seconds(rows, column)
-        seconds = min(seconds, _OUTLIER * expected)
-        share = max(_SMOOTHING, 1.0 / (self._measured.get((rows, column), (0.0, 0))[1] + 1))
-        time, count = self._measured.get((rows, column), (seconds, 0))
-        self._measured[rows, column] = (time + share * (seconds - time), count + 1)
-        ratio = seconds / self._profiled(rows, column)
-        self._ratio += _SMOOTHING * (ratio - self._ratio)
+        seconds = min(seconds, _OUTLIER * self.seconds(rows, column))
+        self._observed += 1
+        known = self._measured.setdefault((rows, column), _Measured(seconds, 0, self._observed))
+        # The longer ago the last one, the less it says.
+        age = min((self._observed - known.at) * _SMOOTHING, 5.0)
+        share = max(1.0 - (1.0 - _SMOOTHING) ** max(age, 1.0), 1.0 / (known.count + 1))
+        known.seconds += share * (seconds - known.seconds)
+        known.count, known.at = known.count + 1, self._observed
+        if rows <= self._rows[-1] and column <= self._columns[-1]:
+            ratio = seconds / self._profiled(rows, column)
+            self._ratio += _SMOOTHING * (ratio - self._ratio)
 
     def _profiled(self, rows: int, column: int) -> float:
         low, high, weight = _between(self._rows, rows)
         at_low, at_high = (self._along(at, column) for at in (low, high))
-        return at_low + weight * (at_high - at_low)
+        return _line(at_low, at_high, weight)
 
     def _along(self, rows: int, column: int) -> float:
         low, high, weight = _between(self._columns, column)
-        start, end = self._profile[rows, low], self._profile[rows, high]
-        return start + weight * (end - start)
+        return _line(self._profile[rows, low], self._profile[rows, high], weight)
+
+
+def _line(low: float, high: float, weight: float) -> float:
+    """Between two profiled times, and beyond the second never below it."""
+    return (
+        low + weight * (high - low)
+        if weight <= 1.0
+        else high + (weight - 1.0) * max(high - low, 0.0)
+    )
 
 
 def _between(points: Sequence[int], value: int) -> tuple[int, int, float]:

@@ -16,6 +16,8 @@ from paceline.actors.decoding.verification import Proposal
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_REST = 256
+
 
 class Drafting:
     """Asks the proposer for drafts and tells the controller how rounds went.
@@ -46,6 +48,8 @@ class Drafting:
         self._began = 0.0
         self._drafting_s = 0.0
         self.failures = 0
+        self._rest = 0  # rounds until a proposer that failed is asked again
+        self._next_rest = 1
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
@@ -71,7 +75,7 @@ class Drafting:
         wanted = self._wanted(batch)
         indices = [i for i, k in enumerate(wanted) if k > 0]
         proposal = Proposal.empty(len(batch), self._device)
-        if indices:
+        if indices and not self._resting():
             rows = [self._row(batch[i], wanted[i]) for i in indices]
             proposal = self._ask(rows, proposal, indices, len(batch))
         self._drafting_s = self._clock() - self._began
@@ -108,6 +112,11 @@ class Drafting:
             wanted.append(sequence.budget(plan.get(sequence.request.draft, 0) if k is None else k))
         return wanted
 
+    def _resting(self) -> bool:
+        """A proposer that fails is asked again after 1, 2, 4 ... rounds."""
+        self._rest = max(0, self._rest - 1)
+        return self._rest > 0
+
     def _row(self, sequence: RunningSequence, k: int) -> DraftRow:
         sequence.weight_version = self._proposer.version(sequence.request.draft)
         return DraftRow(
@@ -123,9 +132,15 @@ class Drafting:
         self, rows: list[DraftRow], nothing: Proposal, indices: list[int], size: int
     ) -> Proposal:
         try:
-            return self._proposer.propose(rows).spread(indices, size)
+            proposal = self._proposer.propose(rows).spread(indices, size)
+            self._next_rest = 1
+            return proposal
         except Exception:
             self.failures += 1
+            self._rest, self._next_rest = (
+                self._next_rest + 1,
+                min(2 * self._next_rest, _LONGEST_REST),
+            )
             logger.exception("the round goes on without speculation")
             for row in rows:
                 self._proposer.release(row.request_id)

@@ -170,6 +170,7 @@ class Engine:
         for sequence in [*self._running.values(), *self._waiting]:
             sequence.finish_reason = FINISH_ERROR
             outputs.append(StepOutput(sequence.request_id, sequence.chunk()))
+        self._forget_records()
         for request_id in list(self._running):
             self._release(request_id)
         self._waiting.clear()
@@ -251,17 +252,30 @@ class Engine:
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
-        recorders = [s.recorder for s in batch]
-        self._log.add(recorders, proposal, verdict, logits)
+        self._record(batch, proposal, verdict, logits)
         for i, sequence in enumerate(batch):
             emitted = [*drafts[i][: accepted[i]], final[i]]
             self._accept(sequence, drafted[i], accepted[i], emitted)
-        if any(s.finish_reason is not None for s in batch):
-            self._log.flush()
         # Only now: closing one request moves another's row, as long as that one knows it is.
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
+
+    def _record(
+        self, batch: list[Sequence], proposal: Proposal, verdict: Verdict, logits: Tensor
+    ) -> None:
+        """Log the round; where that fails, its requests leave no record and go on."""
+        try:
+            self._log.add([s.recorder for s in batch], proposal, verdict, logits)
+        except Exception:
+            logger.exception("the records of a round are lost")
+            self._forget_records()
+
+    def _forget_records(self) -> None:
+        """No running request has a whole record any more."""
+        self._log = RoundLog(self._settings.replay_top_k)
+        for sequence in self._running.values():
+            sequence.recorder = None
 
     def _accept(self, sequence: Sequence, drafted: int, accepted: int, emitted: list[int]) -> None:
         """Take a row's tokens; what fails for one request alone ends that request alone."""
@@ -280,6 +294,12 @@ class Engine:
         self._release(sequence.request_id)
         if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:
             return None
-        return sequence.recorder.finish(
-            sequence.request, sequence.output, sequence.weight_version, self._now()
-        )
+        try:
+            self._log.flush()
+            return sequence.recorder.finish(
+                sequence.request, sequence.output, sequence.weight_version, self._now()
+            )
+        except Exception:
+            logger.exception("the record of request %s is lost", sequence.request_id)
+            self._forget_records()
+            return None

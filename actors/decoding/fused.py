@@ -231,6 +231,8 @@ class FusedDecoder:
 
 def _window(config: Any, layer: int) -> int | None:
     """How far back a layer looks, None for everything."""
+    if config.model_type == "llama":  # a stray key means nothing to it
+        return None
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[layer] != "sliding_attention":

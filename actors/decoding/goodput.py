@@ -25,6 +25,9 @@ _PLAN_EVERY = 8
 _PROBE_SHARE = 0.01
 _PROBE_ROUNDS = 4
 _PROBE_TOKENS = 2
+_PATIENCE = 64
+_MOST_CREDIT_S = 0.5
+_PLAIN_EVERY = 100
 
 
 @dataclass(slots=True)
@@ -77,9 +80,12 @@ class Plan:
 
 @dataclass(slots=True)
 class _Probe:
-    credit: float = 0.0
-    rounds_left: int = 0
+    """A look at an expert beyond what it drafts now; ``at`` is the round of the last one."""
+
     due: bool = True
+    rounds_left: int = 0
+    patience: int = 0
+    at: int = -1
 
 
 class GoodputController:
@@ -98,6 +104,8 @@ class GoodputController:
         self._max_tokens = max_tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._probes: dict[str, _Probe] = {}
+        self._drafted: set[str] = set()
+        self._credit = 0.0  # seconds that looks may cost, over all experts
         self._plan = Plan()
         self._planned_for: tuple[tuple[str, int], ...] = ()
         self._rounds = 0
@@ -111,19 +119,22 @@ class GoodputController:
         """
         key = tuple(sorted(rows.items()))
         self._rounds += 1
+        if self._rounds % _PLAIN_EVERY == 0:
+            return dict.fromkeys(rows, 0)  # what plain decoding costs must stay known
         if key != self._planned_for or self._rounds % _PLAN_EVERY == 0:
             self._plan = self._best(rows, others)
             self._planned_for = key
-        chosen = {expert: self._plan.tokens(expert) for expert in rows}
-        self._probes |= {expert: _Probe(due=False) for expert, k in chosen.items() if k}
+        oldest = min(rows, key=lambda expert: self._probe(expert).at)
         return {
-            expert: k or self._probe_tokens(expert, rows, others) for expert, k in chosen.items()
+            expert: self._plan.tokens(expert) + self._probe_tokens(expert, rows, others, oldest)
+            for expert in rows
         }
 
     def accepted(self, expert: str, drafted: int, accepted: int) -> None:
         """What verification made of one row's drafts."""
         if drafted:
             self._of(expert).observe(drafted, accepted)
+            self._drafted.add(expert)
 
     def took(
         self,
@@ -146,14 +157,20 @@ class GoodputController:
         drafted_rows, experts, steps = drafting
         if steps:
             self._draft.observe(drafted_rows, experts, draft_s / steps)
-        for probe in self._probes.values():
-            probe.credit += _PROBE_SHARE * (verify_s + draft_s)
+        self._credit = min(self._credit + _PROBE_SHARE * (verify_s + draft_s), _MOST_CREDIT_S)
+        for expert in self._drafted:
+            probe = self._probe(expert)
+            probe.rounds_left = max(0, probe.rounds_left - 1)
+        self._drafted.clear()
 
     def swapped(self, expert: str) -> None:
         """New weights: look at them soon."""
         self._of(expert).forget()
         self._probes[expert] = _Probe()
         self._planned_for = ()
+
+    def _probe(self, expert: str) -> _Probe:
+        return self._probes.setdefault(expert, _Probe())
 
     def _of(self, expert: str) -> Acceptance:
         return self._acceptance.setdefault(expert, Acceptance(self._max_tokens))
@@ -183,19 +200,30 @@ class GoodputController:
         gain = self._goodput(best, rows, others)
         return best if gain > _HYSTERESIS * self._goodput(present, rows, others) else present
 
-    def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int) -> int:
-        """Draft now and then where it does not pay, so that acceptance stays known."""
-        probe = self._probes.setdefault(expert, _Probe())
-        if not probe.rounds_left:
-            if not probe.due and probe.credit < self._probe_cost(expert, rows, others):
+    def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int, oldest: str) -> int:
+        """Draft further now and then than it pays, so that acceptance stays known there."""
+        probe, k = self._probe(expert), self._plan.tokens(expert)
+        more = min(_PROBE_TOKENS, self._max_tokens - k)
+        if not more:
+            return 0
+        if not (probe.rounds_left and probe.patience):
+            cost = self._probe_cost(expert, rows, others, k)
+            wanted = (probe.due and k == 0) or (expert == oldest and self._credit >= cost)
+            if not wanted:
                 return 0
-            self._probes[expert] = probe = _Probe(rounds_left=_PROBE_ROUNDS, due=False)
-        probe.rounds_left -= 1
-        return min(_PROBE_TOKENS, self._max_tokens)
+            self._credit -= cost
+            self._probes[expert] = probe = _Probe(
+                due=False, rounds_left=_PROBE_ROUNDS, patience=_PATIENCE, at=self._rounds
+            )
+        # Only rounds that drafted count: a draft that was off reads its prompt first.
+        probe.patience -= 1
+        return more
 
-    def _probe_cost(self, expert: str, rows: Mapping[str, int], others: int) -> float:
+    def _probe_cost(self, expert: str, rows: Mapping[str, int], others: int, k: int) -> float:
         """Seconds that a probe adds at worst; a draft that was off reads its prompts first."""
         batch, own = others + sum(rows.values()), rows[expert]
-        verify = self._target.seconds(batch, _PROBE_TOKENS + 1) - self._target.seconds(batch, 1)
+        further = k + _PROBE_TOKENS + 1
+        verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
         step = self._draft.seconds(own, 1)
-        return _PROBE_ROUNDS * (max(verify, 0.0) + _PROBE_TOKENS * step) + 4.0 * own * step
+        reading = 0.0 if k else 4.0 * own * step
+        return _PROBE_ROUNDS * (max(verify, 0.0) + _PROBE_TOKENS * step) + reading

@@ -168,10 +168,12 @@ class RoundLog:
         accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
         at = [(i, position) for i in kept for position in range(accepted[i] + 1)]
         rows, steps = torch.tensor(at, device=logits.device).T
-        self._logits.append(logits[rows, steps])
-        if verdict.probs is not None:
-            self._probs.append(verdict.probs[rows, steps])
+        part = logits[rows, steps]
+        probs = None if verdict.probs is None else verdict.probs[rows, steps]
         drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
+        self._logits.append(part)
+        if probs is not None:
+            self._probs.append(probs)
         for i in kept:
             recorder, count = recorders[i], drafted[i]
             assert recorder is not None
@@ -183,11 +185,11 @@ class RoundLog:
         """Hand all that waits to its recorders."""
         if not self._logits:
             return
-        probs = torch.cat(self._probs) if self._probs else None
-        log = target_log(torch.cat(self._logits), probs, self._size)
+        logits, probs, waiting = self._logits, self._probs, self._waiting
+        self._logits, self._probs, self._waiting = [], [], []
+        log = target_log(torch.cat(logits), torch.cat(probs) if probs else None, self._size)
         start = 0
-        for recorder, drafts, draft_probs, accepted in self._waiting:
+        for recorder, drafts, draft_probs, accepted in waiting:
             end = start + accepted + 1
             recorder.add(log, slice(start, end), drafts, draft_probs, accepted)
             start = end
-        self._logits, self._probs, self._waiting = [], [], []

@@ -82,7 +82,7 @@ class ModelRunner:
         """
         # Padding behind a short row may overhang the context. Nobody reads its last position
         # before the request has ended, so that is where the padding goes.
-        positions = positions.clamp(max=self.max_model_len - 1)
+        positions = positions.clamp(min=0, max=self.max_model_len - 1)
         first = rows[0]
         follows = all(row == first + i for i, row in enumerate(rows))
         step = StepContext(

@@ -112,9 +112,11 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
         batch.top_p[:, None].expand(-1, steps),
         batch.top_k[:, None].expand(-1, steps),
     )
-    keep |= batch.greedy[:, None, None]
     filtered = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
-    return filtered / filtered.sum(-1, keepdim=True)
+    filtered = filtered / filtered.sum(-1, keepdim=True)
+    # A row without a filter keeps its very bits, whoever else is in the batch.
+    whole = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) | batch.greedy
+    return torch.where(whole[:, None, None], probs, filtered)
 
 
 def exponential_race(weights: Tensor, generator: torch.Generator) -> Tensor:

@@ -153,11 +153,11 @@ class BrokenProposer:
     """A proposer that fails every other time."""
 
     def __init__(self, inner: ColocatedProposer) -> None:
-        self.inner, self.calls = inner, 0
+        self.inner, self.calls, self.always = inner, 0, False
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         self.calls += 1
-        if self.calls % 2:
+        if self.calls % 2 or self.always:
             raise RuntimeError("the draft is on fire")
         return self.inner.propose(rows)
 
@@ -246,3 +246,26 @@ def test_prompts_that_do_not_fit_are_refused_and_long_ones_end_at_the_context() 
 def test_a_prompt_of_one_token_is_served() -> None:
     outputs = run(make_engine(), [request("r", [7])])["r"]
     assert tokens_of(outputs) == generate([7], 20)
+
+
+def test_a_draft_that_keeps_failing_is_asked_less_and_less() -> None:
+    engine = make_engine()
+    broken = BrokenProposer(engine._drafting._proposer)  # type: ignore[attr-defined,arg-type]
+    broken.always = True
+    engine._drafting._proposer = broken  # type: ignore[attr-defined]
+    run(engine, [request("r", PROMPTS[0], max_tokens=60, ignore_eos=True)], draft_failures=True)
+    assert 4 <= engine.draft_failures <= 7
+
+
+def test_a_record_that_cannot_be_kept_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("paceline.actors.decoding.recorder.target_log", full)
+    engine = make_engine()
+    outputs = run(engine, [request(f"r{i}", p) for i, p in enumerate(PROMPTS)])
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens_of(outputs[f"r{i}"]) == generate(prompt, 20)
+        assert outputs[f"r{i}"][-1].record is None
+    monkeypatch.undo()
+    assert run(engine, [request("s", PROMPTS[3])])["s"][-1].record is not None

@@ -43,14 +43,21 @@ class World:
         self.controller = controller()
         self.seconds = self.plain_seconds = 0.0
         self.tokens = 0
+        self.slowness = 1.0
+        self.silent = 0  # rounds in which drafts read their prompts instead of drafting
 
     def round(self) -> dict[str, int]:
         plan = dict(self.controller.plan(self.rows))
+        if self.silent and any(plan.values()):
+            self.silent -= 1
+            plan = dict.fromkeys(plan, 0)
         batch = sum(self.rows.values())
         drafting = {e: n for e, n in self.rows.items() if plan[e]}
         steps = max(plan.values())
-        verify = target_s(batch, steps + 1)
-        drafted = steps * draft_s(sum(drafting.values()), len(drafting)) if drafting else 0.0
+        verify = self.slowness * target_s(batch, steps + 1)
+        drafted = self.slowness * (
+            steps * draft_s(sum(drafting.values()), len(drafting)) if drafting else 0.0
+        )
         for expert, n in self.rows.items():
             for _ in range(n):
                 tries = (
@@ -63,7 +70,7 @@ class World:
             batch, steps + 1, verify, (sum(drafting.values()), len(drafting), steps), drafted
         )
         self.seconds += verify + drafted
-        self.plain_seconds += target_s(batch, 1)
+        self.plain_seconds += self.slowness * target_s(batch, 1)
         return plan
 
 
@@ -104,7 +111,7 @@ def test_good_drafts_run_long_and_pay() -> None:
     world = World({"a": 1}, {"a": 0.9})
     for _ in range(300):
         world.round()
-    assert world.round()["a"] >= 6
+    assert max(world.round()["a"] for _ in range(3)) >= 6
     assert world.tokens / world.seconds > 2.5 * 300 / world.plain_seconds
 
 
@@ -131,7 +138,7 @@ def test_experts_are_judged_one_by_one() -> None:
     for _ in range(400):
         world.round()
     plans = [world.round() for _ in range(200)]
-    assert sum(p["good"] > 0 for p in plans) == 200
+    assert sum(p["good"] > 0 for p in plans) >= 198
     assert sum(p["bad"] == 0 for p in plans) > 150
 
 
@@ -146,6 +153,67 @@ def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() ->
         world.round()
     world.controller.swapped("a")
     assert world.round()["a"] > 0
+
+
+def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
+    world = World({"a": 1}, {"a": 0.02})
+    for _ in range(1000):
+        world.round()
+    world.acceptance["a"], world.silent = 0.9, 20
+    world.controller.swapped("a")
+    assert max(world.round()["a"] for _ in range(60)) > 2
+
+
+def test_deeper_positions_are_looked_at_again() -> None:
+    """What is accepted further on changes without a swap: k must be able to grow."""
+    world = World({"a": 1}, {"a": 0.45})
+    for _ in range(2000):
+        world.round()
+    world.acceptance["a"] = 0.95
+    plans = [world.round()["a"] for _ in range(3000)]
+    assert sorted(plans[-100:])[50] >= 6
+
+
+def test_a_slow_hour_is_forgotten() -> None:
+    """Costs of a busy machine must not make plain decoding look dear on a quiet one."""
+    world = World({"a": 1}, {"a": 0.02})
+    world.slowness = 3.0
+    for _ in range(500):
+        world.round()
+    world.slowness, world.acceptance["a"] = 1.0, 0.9
+    world.controller.swapped("a")
+    for _ in range(300):
+        world.round()
+    world.acceptance["a"] = 0.02
+    for _ in range(1500):
+        world.round()
+    world.seconds = world.plain_seconds = 0.0
+    for _ in range(2000):
+        world.round()
+    assert world.seconds < 1.03 * world.plain_seconds
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_many_hopeless_experts_cost_no_more_than_one(count: int) -> None:
+    names = [f"e{i}" for i in range(count)]
+    world = World(dict.fromkeys(names, 1), dict.fromkeys(names, 0.02))
+    for _ in range(1000):
+        world.round()
+    world.seconds = world.plain_seconds = 0.0
+    looked: set[str] = set()
+    for _ in range(4000):
+        looked |= {e for e, k in world.round().items() if k}
+    assert looked == set(names)
+    assert world.seconds < 1.02 * world.plain_seconds
+
+
+def test_a_noisy_profile_never_gives_a_cost_of_nothing() -> None:
+    table = StepCosts({(1, 1): 5.0, (1, 5): 5.4, (1, 9): 4.6})
+    assert table.seconds(1, 33) == pytest.approx(4.6)
+    for _ in range(40):
+        table.observe(1, 33, 9.0)
+    assert table.seconds(1, 9) == pytest.approx(4.6)
+    assert table.seconds(1, 33) == pytest.approx(9.0)
 
 
 def test_costs_come_from_the_profile_until_they_are_measured() -> None:
@@ -183,6 +251,9 @@ def test_k_falls_as_load_grows() -> None:
             plans.accepted("a", MAX, 3)
         for _ in range(10):  # the first look at an expert that is left off ends in these
             k = plans.plan({"a": batch})["a"]
+            plans.accepted("a", k, min(k, 3))
+            drafting = (batch, 1, k) if k else (0, 0, 0)
+            plans.took(batch, k + 1, busy(batch, k + 1), drafting, k * draft_s(batch, 1))
         chosen.append(k)
     assert chosen[0] >= 3
     assert chosen == sorted(chosen, reverse=True)

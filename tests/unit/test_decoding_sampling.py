@@ -48,3 +48,14 @@ def test_exponential_race_never_draws_a_zero() -> None:
     weights = torch.tensor([0.0, 1e-30, 0.0]).expand(1000, 3)
     drawn = exponential_race(weights, torch.Generator().manual_seed(0))
     assert (drawn == 1).all()
+
+
+def test_a_rows_law_does_not_depend_on_its_neighbours_filters() -> None:
+    """Not by one bit: a seeded text must be the same in every batch."""
+    logits = torch.randn(3, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
+    free, cut = SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=0.5, top_k=7)
+    alone = processed_probs(logits[:1], batch_params([free], "cpu"))
+    crowd = processed_probs(logits, batch_params([free, cut, cut], "cpu"))
+    assert torch.equal(crowd[:1], alone)
+    cut_alone = processed_probs(logits[1:2], batch_params([cut], "cpu"))
+    assert torch.equal(crowd[1:2], cut_alone)
