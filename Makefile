@@ -1,4 +1,4 @@
-# One command each: every target does its own set-up first, and a second call starts at once.
+# One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
 #   make experts | make bench-decode ARGS="--quick"
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)

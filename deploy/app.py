@@ -21,7 +21,7 @@ from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.preflight import check
-from paceline.deploy.signals import undisturbed
+from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
 
 logger = logging.getLogger(__name__)
@@ -107,15 +107,16 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
 def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningApp:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     stops.append(session.stop_ray)
-    session.start_ray(
-        num_cpus=config.ray.num_cpus,
-        dashboard=config.ray.dashboard,
-        dashboard_port=config.ray.dashboard_port,
-        object_store_mb=config.ray.object_store_mb,
-        logs=config.ray.logs,
-        environment=_SERVE_ENV | session.thread_environment(1),
-    )
-    with ThreadPoolExecutor(1) as beside:  # their processes start while Serve's do
+    with kept():
+        session.start_ray(
+            num_cpus=config.ray.num_cpus,
+            dashboard=config.ray.dashboard,
+            dashboard_port=config.ray.dashboard_port,
+            object_store_mb=config.ray.object_store_mb,
+            logs=config.ray.logs,
+            environment=_SERVE_ENV | session.thread_environment(1),
+        )
+    with kept(), ThreadPoolExecutor(1) as beside:  # their processes start while Serve's do
         starting = beside.submit(learning.start_actors, config)
         serve.start(
             proxy_location="HeadOnly",

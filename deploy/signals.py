@@ -29,6 +29,20 @@ def interrupt_once(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
+def kept() -> Iterator[None]:
+    """What runs inside may put handlers of its own in place (Ray does): afterwards ours are back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _NUMBERS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """No signal meanwhile: half a clean-up leaves processes behind."""
     if threading.current_thread() is not threading.main_thread():

@@ -84,8 +84,8 @@ def _subtitle(topics: Sequence[str], log: Log) -> str:
     count = sum(1 for _ in log.select(arm="online", part="stream"))
     dots = count_words([log.count_last(topic) for topic in topics])
     return (
-        f"Accepted share of the drafted tokens over {count} requests. Dashed: a new weight version "
-        f"passed the gate. Dots: {dots} prompts never sent before."
+        f"Accepted share of the drafted tokens over {count} requests. Dashed: the first one of "
+        f"a new weight version. Dots: {dots} prompts never sent before."
     )
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,20 @@ def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: in
     assert_gone(started)
 
 
-def test_a_signal_during_the_start_ends_it_too(write_config: Write) -> None:
+def runs(process: "subprocess.Popen[str]", name: str) -> bool:
+    """Whether a process of this name is among those that the command has started."""
+    for below in below_of(process):
+        with suppress(psutil.NoSuchProcess):
+            if name in " ".join(below.cmdline()):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("moment", ["raylet", "ray::ServeReplica"])
+def test_a_signal_during_the_start_ends_it_too(write_config: Write, moment: str) -> None:
     with serving(write_config({})) as process:
         deadline = time.monotonic() + 120
-        while not any("raylet" in below.name() for below in below_of(process)):
+        while not runs(process, moment):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         started = below_of(process)
@@ -110,7 +120,9 @@ def test_a_signal_during_the_start_ends_it_too(write_config: Write) -> None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.2)
             assert time.monotonic() < deadline
-        assert process.returncode != 0
+        assert process.returncode > 0, "killed by the signal, or aborted"
+        assert process.stdout is not None
+        assert "SIGTERM received" not in process.stdout.read()
     assert_gone(started)
 
 
