@@ -30,7 +30,7 @@ def interrupt_once(_number: int, _frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """What runs inside may put handlers of its own in place (Ray does): afterwards ours are back."""
+    """What runs inside may put handlers in place, as Ray does: afterwards ours are back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
