@@ -93,6 +93,12 @@ def make_rounds(settings: TrainerSettings, world: LocalWorld, **more: Any) -> Ro
 
 def filled(directory: Path, records: int = 80) -> LocalWorld:
     world = LocalWorld(directory)
-    for number in range(records):
-        world.shards["sql"].insert(encode(lesson(number)))
+    fill(world, ("sql",), records)
     return world
+
+
+def fill(world: LocalWorld, topics: tuple[str, ...], records: int) -> None:
+    """Give the topics' shards the same lessons."""
+    for number in range(records):
+        for topic in topics:
+            world.shards[topic].insert(encode(lesson(number)))

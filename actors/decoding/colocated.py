@@ -187,7 +187,7 @@ class ExpertStack:
     ) -> Proposal:
         slots = [self._table.row(row.request_id) for row in rows]
         device, grid = self.runner.device, self._layout(rows)
-        batch = batch_params(tuple(row.sampling for row in rows), device)
+        batch = batch_params([row.sampling for row in rows], device)
         lengths = [len(row.tokens) for row in rows]
         # A prompt of one token feeds it twice at position 0: the same write, done twice.
         tokens = torch.tensor([(2 * list(row.tokens[-2:]))[-2:] for row in rows], device=device)

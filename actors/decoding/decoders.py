@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.attention import StepContext
-from paceline.actors.decoding.fused import FusedDecoder, can_fuse
+from paceline.actors.decoding.fused import FusedDecoder, can_fuse, layer_window
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVRows, kv_dtype
 
@@ -147,21 +147,15 @@ def _check_modules(
     if silent:
         reason = f"layers {', '.join(silent)} do not attend through the engine"
         raise unservable(config, f"{reason} (recurrent, or an attention of their own)")
-    window = _window(config)
-    if window is not None and window < capacity and window not in step.windows:
-        raise unservable(config, f"its window of {window} tokens does not reach the attention")
+    windows = {layer_window(config, layer) for layer in range(len(shapes))} - step.windows
+    unseen = [window for window in windows if window is not None and window < capacity]
+    if unseen:
+        raise unservable(config, f"its window of {unseen[0]} tokens does not reach the attention")
     whole, steps = _stock(model, tokens), tokens.shape[1]
     expected = [whole[:, list(range(steps // 2)) + _second(steps, lag)] for lag in (False, True)]
     error = _relative(found, torch.cat(expected))
     if not error <= _tolerance(model):
         raise unservable(config, f"its logits in the engine are off by {error:.3f}")
-
-
-def _window(config: Any) -> int | None:
-    """The window that some layer of a model must have, None where none has."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    return None if kinds is not None and "sliding_attention" not in kinds else window
 
 
 def _second(steps: int, lags: bool) -> list[int]:

@@ -243,7 +243,7 @@ class Engine:
         rows = [self._rows.row(s.request_id) for s in batch]
         logits = self._runner.forward(rows, tokens, positions, span)
         outputs = torch.tensor([s.num_output for s in batch], device=device)
-        params = batch_params(tuple(s.request.sampling for s in batch), device)
+        params = batch_params([s.request.sampling for s in batch], device)
         verdict = verify(logits, proposal, params, outputs, self._generator)
         return self._emit(batch, proposal, verdict, logits)
 

@@ -193,7 +193,7 @@ class FusedDecoder:
         self._head = StackedLinear(embeddings) if tied else fuse([(m.lm_head,) for m in models])
         self._norm = _Norm([body.norm for body in bodies])
         self._layers = [
-            _Layer(layers, _window(models[0].config, i))
+            _Layer(layers, layer_window(models[0].config, i))
             for i, layers in enumerate(zip(*(body.layers for body in bodies), strict=True))
         ]
         self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
@@ -229,7 +229,7 @@ class FusedDecoder:
         return grid.to_rows(self._head(x, grid))
 
 
-def _window(config: Any, layer: int) -> int | None:
+def layer_window(config: Any, layer: int) -> int | None:
     """How far back a layer looks, None for everything."""
     if config.model_type == "llama":  # a stray key means nothing to it
         return None

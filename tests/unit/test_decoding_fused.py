@@ -49,6 +49,7 @@ CONFIGS = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "llama_stray_window": LlamaConfig(**SIZES, sliding_window=5),
     "mistral_window": MistralConfig(**SIZES, sliding_window=5),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2_window": Qwen2Config(

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_process import use_deepspeed
 from lessons import TINY_VOCAB, lesson
-from local_world import TOPICS, LocalWorld, filled, make_rounds, trainer_settings
-from tiny_models import tiny_llama
+from local_world import TOPICS, LocalWorld, fill, filled, make_rounds, trainer_settings
 
 from paceline.actors.replay.record import ReplayRecord, encode, is_held_out
 from paceline.actors.training.distiller import DistillerSettings
@@ -21,17 +19,7 @@ from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import FlatWeights, flatten
 from paceline.actors.weights.registry import WeightRegistry
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _deepspeed() -> None:
-    use_deepspeed()
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("draft")
-    tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(path)
-    return path
+pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
 def out_of_vocabulary(number: int) -> ReplayRecord:
@@ -77,9 +65,7 @@ class StuckWorld(LocalWorld):
 def test_a_stuck_topic_does_not_stop_the_others(draft: Path, tmp_path: Path) -> None:
     topics = ("sql", "shell")
     world = StuckWorld(tmp_path, topics)
-    for number in range(60):
-        for topic in topics:
-            world.shards[topic].insert(encode(lesson(number)))
+    fill(world, topics, 60)
     assert world.registry is not None
     stuck = make_rounds(trainer_settings(draft, topics=topics), LocalWorld(tmp_path / "x", topics))
     world.registry.publish("sql", stuck.candidate("sql").flat(initial(stuck)), {})
@@ -100,9 +86,7 @@ def test_a_topic_whose_round_raises_does_not_stop_the_others(
 ) -> None:
     topics = ("sql", "shell")
     world = LocalWorld(tmp_path, topics)
-    for number in range(60):
-        for topic in topics:
-            world.shards[topic].insert(encode(lesson(number)))
+    fill(world, topics, 60)
     assert world.registry is not None
     settings = trainer_settings(draft, topics=topics)
     if broken == "folder":

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from deepspeed_process import use_deepspeed
 from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
 
@@ -19,9 +18,7 @@ from paceline.actors.training.settings import TrainerSettings
 RECORDS = [lesson(number) for number in range(8)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _deepspeed() -> None:
-    use_deepspeed()
+pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
 def candidate(folder: Path, dtype: str, *, keep: bool = True, layers: int = 1) -> Candidate:

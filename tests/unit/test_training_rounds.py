@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_process import use_deepspeed
-from lessons import TINY_VOCAB, lesson
+from lessons import lesson
 from local_world import LocalWorld, filled, make_rounds, trainer_settings
-from tiny_models import tiny_llama
 
 from paceline.actors.replay.record import encode
 from paceline.actors.training.distiller import DistillerSettings
@@ -17,17 +15,7 @@ from paceline.actors.training.rounds import Stopped
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import unflatten
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _deepspeed() -> None:
-    use_deepspeed()
-
-
-@pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("draft")
-    tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(path)
-    return path
+pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
 def test_learns_and_publishes_what_is_better(draft: Path, tmp_path: Path) -> None:
