@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from paceline.actors.decoding.sampling import (
     exponential_race,
     keep_mask,
 )
+from paceline.actors.decoding.top_tokens import most_probable_into, top_logits
 from paceline.actors.decoding.verification import Proposal
 
 
@@ -33,7 +34,7 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
         ids int64 ``[B, S]`` in descending order of probability and float32 ``[B, S]`` that
         sum to 1. A greedy row puts everything on its most probable token.
     """
-    top, ids = logits.float().topk(min(size, logits.shape[-1]), dim=-1)
+    top, ids, _ = top_logits(logits, size)
     probs = torch.softmax(top / batch.temperature[:, None], dim=-1)
     if batch.any_filter:
         probs = probs * (keep_mask(probs, batch.top_p, batch.top_k) | batch.greedy[:, None])
@@ -185,37 +186,75 @@ class ExpertStack:
     def _draft(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
-        slots = [self._table.row(row.request_id) for row in rows]
-        device, grid = self.runner.device, self._layout(rows)
+        device = self.runner.device
         batch = batch_params([row.sampling for row in rows], device)
-        lengths = [len(row.tokens) for row in rows]
-        # A prompt of one token feeds it twice at position 0: the same write, done twice.
-        tokens = torch.tensor([(2 * list(row.tokens[-2:]))[-2:] for row in rows], device=device)
-        positions = torch.tensor([[max(n - 2, 0), n - 1] for n in lengths], device=device)
-        outputs = torch.tensor([row.num_output for row in rows], device=device)
-        drafted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for step in range(max(row.num_draft_tokens for row in rows)):
-            logits = self.runner.forward(
-                slots, tokens, positions, max(lengths) + step, keep=1, grid=grid
-            )
-            ids, probs = draft_support(logits[:, -1], batch, support)
-            if batch.all_greedy:  # the most probable one, and nobody asks for the others
-                ids, probs = ids[:, :1], probs[:, :1]
-                chosen, chosen_probs = ids, probs
-            else:
-                column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
-                chosen = ids.gather(1, column)
-                chosen_probs = probs.gather(1, column)
-            drafted.append((chosen[:, 0], chosen_probs[:, 0], ids, probs))
-            tokens, positions = chosen, positions[:, -1:] + 1
-        chosen, chosen_probs, ids, probs = (
-            torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True)
-        )
+        if batch.all_greedy:
+            chosen, chosen_probs = self._draft_greedy(rows)
+            ids, probs = chosen[..., None], chosen_probs[..., None]
+        else:
+            chosen, chosen_probs, ids, probs = self._draft_sampled(rows, batch, support, generator)
         for row, guesses in zip(rows, chosen.tolist(), strict=True):
             self._computed[row.request_id] = len(row.tokens)
             self._drafted[row.request_id] = guesses
         counts = torch.tensor([row.num_draft_tokens for row in rows], device=device)
         return Proposal(chosen, counts, chosen_probs, ids, probs)
+
+    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
+        """Tokens int64 and their probabilities float32, ``[B, k]`` each."""
+        steps = max(row.num_draft_tokens for row in rows)
+        shape = (steps, len(rows), 1)
+        ids = torch.empty(shape, dtype=torch.int64, device=self.runner.device)
+        probs = torch.empty(shape, device=self.runner.device)
+        forward, tokens = self._forwards(rows, steps), None
+        for step_ids, step_probs in zip(ids, probs, strict=True):
+            most_probable_into(forward(tokens), step_ids, step_probs)
+            tokens = step_ids
+        return ids.squeeze(-1).T, probs.squeeze(-1).T
+
+    def _draft_sampled(
+        self,
+        rows: Sequence[DraftRow],
+        batch: SamplingBatch,
+        support: int,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, ...]:
+        """Tokens and q of them, ``[B, k]``; support and q of it, ``[B, k, S]``."""
+        steps = max(row.num_draft_tokens for row in rows)
+        outputs = torch.tensor([row.num_output for row in rows], device=self.runner.device)
+        forward, tokens = self._forwards(rows, steps), None
+        drafted: list[tuple[Tensor, ...]] = []
+        for step in range(steps):
+            ids, probs = draft_support(forward(tokens)[:, -1], batch, support)
+            column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
+            tokens = ids.gather(1, column)
+            drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
+        return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))
+
+    def _forwards(self, rows: Sequence[DraftRow], steps: int) -> Callable[[Tensor | None], Tensor]:
+        """The round's forwards, one per call: int64 ``[B, 1]`` drafted before it, None at first.
+
+        Each gives logits ``[B, 1, V]``.
+        """
+        slots = [self._table.row(row.request_id) for row in rows]
+        grid, span = self._layout(rows), max(len(row.tokens) for row in rows)
+        # A prompt of one token feeds it twice at position 0: the same write, done twice.
+        given = [
+            [*(2 * list(row.tokens[-2:]))[-2:], max(n - 2, 0), *range(n - 1, n - 1 + steps)]
+            for row in rows
+            if (n := len(row.tokens))
+        ]
+        start = torch.tensor(given, device=self.runner.device)
+        columns = iter(start.unsqueeze(-1).unbind(1)[4:])
+
+        def forward(drafted: Tensor | None) -> Tensor:
+            nonlocal span
+            if drafted is None:
+                tokens, positions = start[:, :2], start[:, 2:4]
+            else:
+                tokens, positions, span = drafted, next(columns), span + 1
+            return self.runner.forward(slots, tokens, positions, span, keep=1, grid=grid)
+
+        return forward
 
 
 def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:

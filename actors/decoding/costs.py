@@ -32,6 +32,7 @@ class StepCosts:
         self._rows = sorted({rows for rows, _ in profile})
         self._columns = sorted({column for _, column in profile})
         self._profile = dict(profile)
+        self._lines: dict[tuple[int, int], float] = {}  # interpolated once
         self._measured: dict[tuple[int, int], _Measured] = {}
         self._ratio = 1.0
         self._observed = 0
@@ -60,9 +61,12 @@ class StepCosts:
             self._ratio += _SMOOTHING * (ratio - self._ratio)
 
     def _profiled(self, rows: int, column: int) -> float:
-        low, high, weight = _between(self._rows, rows)
-        at_low, at_high = (self._along(at, column) for at in (low, high))
-        return _line(at_low, at_high, weight)
+        known = self._lines.get((rows, column))
+        if known is None:
+            low, high, weight = _between(self._rows, rows)
+            at_low, at_high = (self._along(at, column) for at in (low, high))
+            known = self._lines[rows, column] = _line(at_low, at_high, weight)
+        return known
 
     def _along(self, rows: int, column: int) -> float:
         low, high, weight = _between(self._columns, column)

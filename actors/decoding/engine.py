@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -235,16 +236,15 @@ class Engine:
         batch.sort(key=lambda s: self._rows.row(s.request_id))
         proposal = self._drafting.propose(batch)
         device = self._runner.device
-        last = torch.tensor([s.tokens[-1] for s in batch], device=device)
-        tokens = torch.cat([last[:, None], proposal.token_ids], dim=1)
-        starts = torch.tensor([len(s.tokens) - 1 for s in batch], device=device)
-        positions = starts[:, None] + torch.arange(tokens.shape[1], device=device)
+        now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
+        state = torch.tensor(now, device=device)
+        tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
+        positions = state[:, 1:2] + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
         rows = [self._rows.row(s.request_id) for s in batch]
         logits = self._runner.forward(rows, tokens, positions, span)
-        outputs = torch.tensor([s.num_output for s in batch], device=device)
         params = batch_params([s.request.sampling for s in batch], device)
-        verdict = verify(logits, proposal, params, outputs, self._generator)
+        verdict = verify(logits, proposal, params, state[:, 2], self._generator)
         return self._emit(batch, proposal, verdict, logits)
 
     def _emit(
@@ -303,3 +303,8 @@ class Engine:
             logger.exception("the record of request %s is lost", sequence.request_id)
             self._forget_records()
             return None
+
+
+@lru_cache(maxsize=64)
+def _steps(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)

@@ -37,19 +37,22 @@ class Acceptance:
     positions: int
     hits: list[float] = field(default_factory=list)
     trials: list[float] = field(default_factory=list)
+    _lengths: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.hits, self.trials = [0.0] * self.positions, [0.0] * self.positions
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One row's round: positions up to the first rejection were tried."""
+        self._lengths = None
+        keep = 1.0 - 1.0 / _WINDOW
         for position in range(min(drafted, accepted + 1, self.positions)):
-            keep = 1.0 - 1.0 / _WINDOW
             self.hits[position] = keep * self.hits[position] + (position < accepted)
             self.trials[position] = keep * self.trials[position] + 1.0
 
     def forget(self) -> None:
         """New weights: what was seen says little about them."""
+        self._lengths = None
         self.hits = [_KEPT_AFTER_SWAP * h for h in self.hits]
         self.trials = [_KEPT_AFTER_SWAP * t for t in self.trials]
 
@@ -58,11 +61,14 @@ class Acceptance:
 
         A position that was seldom tried takes after the one before it.
         """
+        if self._lengths is not None:
+            return self._lengths
         lengths, reach, prior = [0.0], 1.0, _PRIOR_ACCEPTANCE
         for hits, trials in zip(self.hits, self.trials, strict=True):
             prior = (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
             reach *= prior
             lengths.append(lengths[-1] + reach)
+        self._lengths = lengths
         return lengths
 
 
@@ -207,6 +213,8 @@ class GoodputController:
         if not more:
             return 0
         if not (probe.rounds_left and probe.patience):
+            if not (probe.due or self._rounds % _PLAN_EVERY == 0):
+                return 0
             cost = self._probe_cost(expert, rows, others, k)
             wanted = (probe.due and k == 0) or (expert == oldest and self._credit >= cost)
             if not wanted:

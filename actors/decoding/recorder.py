@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.decoding.top_tokens import top_logits
 from paceline.actors.decoding.verification import Proposal, Verdict
 from paceline.actors.replay.record import ReplayRecord
 
-_WAITING_LOGITS = 1 << 18
+_WAITING_LOGITS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,8 @@ def target_log(logits: Tensor, probs: Tensor | None, size: int) -> TargetLog:
         probs: float32 ``[M, V]`` processed distribution, or None.
         size: K.
     """
-    scores = logits.float()
-    top, ids = scores.topk(min(size, scores.shape[-1]), dim=-1)
-    logprobs = top - scores.logsumexp(dim=-1, keepdim=True)
+    top, ids, total = top_logits(logits, size)
+    logprobs = top - total[:, None]
     tail = (1.0 - logprobs.exp().sum(-1)).clamp(min=0.0)
     processed = None if probs is None else probs.gather(-1, ids).half().cpu().numpy()
     return TargetLog(
@@ -143,6 +143,7 @@ class RoundLog:
         self._size = size
         self._logits: list[Tensor] = []
         self._probs: list[Tensor] = []
+        self._held = 0  # numbers that the views keep in memory
         self._waiting: list[tuple[Recorder, list[int], list[float], int]] = []
 
     def add(
@@ -158,7 +159,7 @@ class RoundLog:
             recorders: of B rows, None where nothing of the request is kept.
             proposal: what was drafted for them.
             verdict: what verification decided.
-            logits: float ``[B, k + 1, V]``.
+            logits: float ``[B, k + 1, V]``, not written to afterwards.
         """
         kept = [i for i, recorder in enumerate(recorders) if recorder is not None]
         if not kept:
@@ -166,19 +167,17 @@ class RoundLog:
         if bool(self._probs) != (verdict.probs is not None):
             self.flush()
         accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
-        at = [(i, position) for i in kept for position in range(accepted[i] + 1)]
-        rows, steps = torch.tensor(at, device=logits.device).T
-        part = logits[rows, steps]
-        probs = None if verdict.probs is None else verdict.probs[rows, steps]
         drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
-        self._logits.append(part)
-        if probs is not None:
-            self._probs.append(probs)
         for i in kept:
+            # Views: what they look at is new in every round and stays theirs.
+            self._logits.append(logits[i, : accepted[i] + 1])
+            if verdict.probs is not None:
+                self._probs.append(verdict.probs[i, : accepted[i] + 1])
             recorder, count = recorders[i], drafted[i]
             assert recorder is not None
             self._waiting.append((recorder, drafts[i][:count], draft_probs[i][:count], accepted[i]))
-        if sum(part.numel() for part in self._logits) >= _WAITING_LOGITS:
+        self._held += logits.numel()
+        if self._held >= _WAITING_LOGITS:
             self.flush()
 
     def flush(self) -> None:
@@ -186,7 +185,7 @@ class RoundLog:
         if not self._logits:
             return
         logits, probs, waiting = self._logits, self._probs, self._waiting
-        self._logits, self._probs, self._waiting = [], [], []
+        self._logits, self._probs, self._waiting, self._held = [], [], [], 0
         log = target_log(torch.cat(logits), torch.cat(probs) if probs else None, self._size)
         start = 0
         for recorder, drafts, draft_probs, accepted in waiting:

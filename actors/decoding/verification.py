@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from paceline.actors.decoding.noise import gumbel, stream_key
 from paceline.actors.decoding.sampling import SamplingBatch, exponential_race, processed_probs
+from paceline.actors.decoding.top_tokens import accept_greedy, leading_true, most_probable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class Proposal:
     support_probs: Tensor
 
     @staticmethod
-    def empty(rows: int, device: torch.device | str) -> Proposal:
-        """A proposal of nothing: the round is plain decoding."""
+    @lru_cache(maxsize=64)
+    def empty(rows: int, device: torch.device) -> Proposal:
+        """A proposal of nothing: the round is plain decoding. Shared, never changed."""
         integers = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         floats = torch.zeros(rows, 0, dtype=torch.float32, device=device)
         return Proposal(
@@ -119,17 +122,12 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
     return torch.where(empty, target_probs, difference)
 
 
-def _leading_true(flags: Tensor) -> Tensor:
-    """Number of leading True along the last axis; bool ``[B, k]`` to int64 ``[B]``."""
-    return flags.to(torch.int64).cumprod(dim=-1).sum(dim=-1)
-
-
 def _determined_tokens(
-    logits: Tensor, probs: Tensor | None, batch: SamplingBatch, output_positions: Tensor
+    logits: Tensor, probs: Tensor, batch: SamplingBatch, output_positions: Tensor
 ) -> Tensor:
     """The target's own token at every position, for greedy and seeded rows; int64 ``[B, T]``."""
-    tokens = logits.argmax(dim=-1)
-    if not batch.any_seeded or probs is None:
+    tokens = most_probable(logits)
+    if not batch.any_seeded:
         return tokens
     rows = (batch.seeded & ~batch.greedy).nonzero()[:, 0]
     steps, vocab = logits.shape[1:]
@@ -156,7 +154,7 @@ def _rejection_sample(
     # q = 0 cannot be drafted; padding must not divide by it.
     q_draft = torch.where(inside, proposal.token_probs, torch.ones_like(proposal.token_probs))
     accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
-    num_accepted = _leading_true(accepted)
+    num_accepted = leading_true(accepted)
     at = probs[index, num_accepted]
     rejected = num_accepted < proposal.num_drafted
     last = num_accepted.clamp(max=drafted - 1)
@@ -181,13 +179,16 @@ def verify(
         output_positions: int64 ``[B]``, index of the next output token of each row.
         generator: randomness of the unseeded rows.
     """
+    if batch.all_greedy:
+        taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)
+        return Verdict(num_accepted=taken, final_tokens=final, probs=None)
     drafted = proposal.token_ids.shape[1]
-    probs = None if batch.all_greedy else processed_probs(logits, batch)
+    probs = processed_probs(logits, batch)
     tokens = _determined_tokens(logits, probs, batch, output_positions)
     inside = torch.arange(drafted, device=logits.device) < proposal.num_drafted[:, None]
-    num_accepted = _leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
+    num_accepted = leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
     final = tokens.gather(-1, num_accepted[:, None]).squeeze(-1)
-    if batch.any_unseeded and probs is not None:
+    if batch.any_unseeded:
         rows = (~batch.seeded & ~batch.greedy).nonzero()[:, 0]
         subset = Proposal(
             token_ids=proposal.token_ids[rows],

@@ -62,7 +62,14 @@ class Kernels:
         self._silu_mul.argtypes = [pointer, size, size, pointer]
         self._attend = library[f"attend_{_NAMES[dtype]}"]
         self._attend.argtypes = [pointer] * 10
-        for function in (self._add_norm, self._silu_mul, self._attend):
+        self._top_one = library[f"top_one_{_NAMES[dtype]}"]
+        self._top_one.argtypes = [pointer, size, size, pointer, pointer]
+        self._top_k = library[f"top_k_{_NAMES[dtype]}"]
+        self._top_k.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
+        self._accept = library[f"accept_{_NAMES[dtype]}"]
+        self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
+        sampling = (self._top_one, self._top_k, self._accept)
+        for function in (self._add_norm, self._silu_mul, self._attend, *sampling):
             function.restype = None
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -95,6 +102,76 @@ class Kernels:
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
         self._silu_mul(gate_up.data_ptr(), out.numel() // size, size, out.data_ptr())
         return out
+
+    def top_one(self, logits: Tensor, ids: Tensor, probs: Tensor | None = None) -> None:
+        """First index of the largest entry along the last axis.
+
+        Args:
+            logits: ``[..., V]``.
+            ids: int64 ``[...]``, gets the indices.
+            probs: float32 ``[...]``, gets the softmax at these entries; None for not asked for.
+        """
+        logits = logits.contiguous()
+        assert ids.is_contiguous()
+        assert probs is None or probs.is_contiguous()
+        self._top_one(
+            logits.data_ptr(),
+            ids.numel(),
+            logits.shape[-1],
+            ids.data_ptr(),
+            None if probs is None else probs.data_ptr(),
+        )
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The k largest entries along the last axis, descending.
+
+        Args:
+            logits: ``[..., V]``.
+            k: at most V.
+
+        Returns:
+            float32 values and int64 indices ``[..., k]``, float32 logsumexp ``[...]``.
+        """
+        logits = logits.contiguous()
+        shape = logits.shape[:-1]
+        ids = torch.empty(*shape, k, dtype=torch.int64)
+        values, logsumexp = torch.empty(*shape, k), torch.empty(shape)
+        self._top_k(
+            logits.data_ptr(),
+            logsumexp.numel(),
+            logits.shape[-1],
+            k,
+            ids.data_ptr(),
+            values.data_ptr(),
+            logsumexp.data_ptr(),
+        )
+        return values, ids, logsumexp
+
+    def accept(self, logits: Tensor, drafts: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy verification: leading drafts that are the target's own, and its token after them.
+
+        Args:
+            logits: ``[B, k + 1, V]``.
+            drafts: int64 ``[B, k]``.
+            drafted: int64 ``[B]``, at most k: how many of a row's drafts count.
+
+        Returns:
+            int64 ``[B]`` each.
+        """
+        batch, steps, vocab = logits.shape
+        logits, drafts, drafted = logits.contiguous(), drafts.contiguous(), drafted.contiguous()
+        accepted, final = torch.empty_like(drafted), torch.empty_like(drafted)
+        self._accept(
+            logits.data_ptr(),
+            batch,
+            steps - 1,
+            vocab,
+            drafts.data_ptr(),
+            drafted.data_ptr(),
+            accepted.data_ptr(),
+            final.data_ptr(),
+        )
+        return accepted, final
 
     def attend(
         self,
@@ -146,6 +223,7 @@ class Kernels:
         return out
 
 
+@functools.cache
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     """The kernels for models of this dtype on this device, None where there are none."""
     if device.type != "cpu" or dtype not in _NAMES:

@@ -1,0 +1,105 @@
+"""The kernels that pick tokens say what torch says."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.actors.decoding import top_tokens
+from paceline.actors.decoding.top_tokens import (
+    accept_greedy,
+    most_probable,
+    most_probable_into,
+    top_logits,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@st.composite
+def logits(draw: st.DrawFn, rows: int, steps: int) -> Tensor:
+    """``[rows, steps, V]`` with many equal entries, and a forbidden token now and then."""
+    vocab = draw(st.integers(1, 200))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, steps, vocab, generator=generator) * draw(
+        st.sampled_from([0.0, 0.3, 3.0, 60.0])
+    )
+    values = (values * 4).round() / 4
+    if vocab > 1 and draw(st.booleans()):
+        values[..., draw(st.integers(0, vocab - 1))] = -torch.inf
+    return values.to(draw(st.sampled_from(DTYPES)))
+
+
+@settings(deadline=None)
+@given(logits(2, 3))
+def test_the_first_of_the_largest_is_the_most_probable(values: Tensor) -> None:
+    ids = torch.empty(2, 3, dtype=torch.int64)
+    probs = torch.empty(2, 3)
+    most_probable_into(values, ids, probs)
+
+    scores = values.double()
+    first = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(ids, first)
+    assert torch.equal(most_probable(values), first)
+    expected = scores.softmax(-1).gather(-1, first[..., None]).squeeze(-1)
+    assert torch.allclose(probs.double(), expected, rtol=2e-6)
+
+
+@settings(deadline=None)
+@given(logits(3, 1), st.integers(1, 80))
+def test_the_largest_come_in_order_with_the_whole_sum(values: Tensor, size: int) -> None:
+    top, ids, total = top_logits(values, size)
+
+    assert ids.shape == (3, 1, min(size, values.shape[-1]))
+    assert torch.equal(top, values.float().topk(ids.shape[-1], dim=-1).values)
+    assert torch.equal(values.float().gather(-1, ids), top)
+    assert all(len(set(row.tolist())) == len(row) for row in ids.flatten(0, 1))
+    assert torch.allclose(total.double(), values.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(logits(3, 4), st.data())
+def test_greedy_verification_takes_the_targets_own_tokens(
+    values: Tensor, data: st.DataObject
+) -> None:
+    own = most_probable(values)
+    drafts = own[:, :3].clone()
+    wrong = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+    for row, position in enumerate(wrong):
+        if position < 3:
+            drafts[row, position] = (drafts[row, position] + 1) % (values.shape[-1] + 1)
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+
+    accepted, final = accept_greedy(values, drafts, torch.tensor(counts))
+
+    expected = [min(count, position) for count, position in zip(counts, wrong, strict=True)]
+    assert accepted.tolist() == expected
+    assert final.tolist() == [own[row, taken].item() for row, taken in enumerate(expected)]
+    with patch.object(top_tokens, "kernels_for", lambda *_: None):
+        without = accept_greedy(values, drafts, torch.tensor(counts))
+    assert torch.equal(without[0], accepted)
+    assert torch.equal(without[1], final)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_says_the_same_where_there_are_no_kernels(dtype: torch.dtype) -> None:
+    values = torch.randn(5, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
+    ids, probs = torch.empty(5, dtype=torch.int64), torch.empty(5)
+    most_probable_into(values, ids, probs)
+    top = top_logits(values, 20)
+
+    with patch.object(top_tokens, "kernels_for", lambda *_: None):
+        others, other_probs = torch.empty_like(ids), torch.empty_like(probs)
+        most_probable_into(values, others, other_probs)
+        other_top = top_logits(values, 20)
+
+    assert torch.equal(others, ids)
+    assert torch.allclose(other_probs, probs, rtol=1e-5)
+    assert torch.equal(other_top[0], top[0])
+    assert torch.allclose(other_top[2], top[2], rtol=1e-6)
