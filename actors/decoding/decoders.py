@@ -80,13 +80,20 @@ def unservable(config: Any, reason: str) -> ValueError:
 
 
 @torch.inference_mode()
-def make_decoder(models: Sequence[Any], shapes: list[tuple[int, int]], capacity: int) -> Decoder:
+def make_decoder(
+    models: Sequence[Any],
+    shapes: list[tuple[int, int]],
+    capacity: int,
+    *,
+    invariant: bool = False,
+) -> Decoder:
     """The fastest decoder that gives transformers' own logits.
 
     Args:
         models: causal LMs of one config, on one device, in one dtype.
         shapes: per layer (key/value heads, head dimension).
         capacity: positions per row.
+        invariant: see FusedDecoder.
 
     Raises:
         ValueError: for a model that the engine cannot run rightly; names its type and the reason.
@@ -99,7 +106,7 @@ def make_decoder(models: Sequence[Any], shapes: list[tuple[int, int]], capacity:
     if not can_fuse(config):
         return ModuleDecoder(models)
     own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
-    fused = FusedDecoder(models, capacity)
+    fused = FusedDecoder(models, capacity, invariant=invariant)
     error = _relative(_probe(fused, models, shapes, tokens)[0], own)
     if error <= _tolerance(models[0]):
         return fused

@@ -178,12 +178,13 @@ class Rotary:
 class FusedDecoder:
     """E models of one architecture, run together over the engine's rows."""
 
-    def __init__(self, models: Sequence[Any], capacity: int) -> None:
+    def __init__(self, models: Sequence[Any], capacity: int, *, invariant: bool = False) -> None:
         """Fuse the weights; the models' parameters become views into the fused ones.
 
         Args:
             models: causal LMs of one config for which :func:`can_fuse` holds.
             capacity: positions per row.
+            invariant: float32 products on CPUs shall not depend on how many rows there are.
         """
         bodies = [model.model for model in models]
         self._vocab, hidden = bodies[0].embed_tokens.weight.shape
@@ -199,11 +200,14 @@ class FusedDecoder:
         self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
         silu = models[0].config.hidden_act in ("silu", "swish")
         self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
+        self._linears = (self._head, *(part for layer in self._layers for part in layer.linears))
+        for linear in self._linears:
+            linear.invariant = invariant
         self.refresh()
 
     def refresh(self, expert: int | None = None) -> None:
         """Take note that the parameters (of one expert, or all) have changed."""
-        for linear in (self._head, *(part for layer in self._layers for part in layer.linears)):
+        for linear in self._linears:
             linear.pack(expert)
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:

@@ -42,19 +42,22 @@ class ModelRunner:
     The target is one model; the experts of a draft architecture are several that share rows.
     """
 
-    def __init__(self, models: Sequence[Any], rows: int, max_model_len: int) -> None:
+    def __init__(
+        self, models: Sequence[Any], rows: int, max_model_len: int, *, invariant: bool = False
+    ) -> None:
         """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
 
         Args:
             models: causal LMs of one config, dtype and device, with the engine's attention.
             rows: most requests at once.
             max_model_len: most positions of a request.
+            invariant: see FusedDecoder.
         """
         self.models = list(models)
         self.device: torch.device = self.models[0].device
         self.max_model_len = max_model_len
         dtype, shapes = self.models[0].dtype, kv_shapes(self.models[0].config)
-        self.decoder = make_decoder(self.models, shapes, max_model_len)
+        self.decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
         self.kv = KVRows(shapes, rows, max_model_len, kv_dtype(dtype, self.device), self.device)
 
     @torch.inference_mode()

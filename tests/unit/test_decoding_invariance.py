@@ -1,4 +1,4 @@
-"""In bfloat16 on CPUs with the kernels, a token's logits are the same bits in every batch."""
+"""On CPUs with the kernels, a token's logits are the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ from paceline.actors.decoding.native.library import kernels_for
 from paceline.actors.decoding.runner import ModelRunner
 
 MODELS = Path(__file__).parents[2] / "deploy" / "models"
-DTYPE, CPU = torch.bfloat16, torch.device("cpu")
+CPU = torch.device("cpu")
 LENGTH, ROWS, CAPACITY = 50, 8, 128
 
-pytestmark = pytest.mark.skipif(
-    kernels_for(CPU, DTYPE) is None or not packable(torch.zeros(1, dtype=DTYPE)),
-    reason="this CPU has no packed bfloat16 products or no compiler made the kernels",
-)
+WAYS = [
+    ("target", torch.bfloat16, False),
+    ("draft-general", torch.bfloat16, False),
+    ("target", torch.float32, True),
+    ("draft-general", torch.float32, True),
+]
 
 
-@pytest.fixture(scope="module", params=["target", "draft-general"])
+def made(name: str, dtype: torch.dtype, *, invariant: bool) -> ModelRunner:
+    if kernels_for(CPU, dtype) is None or not packable(torch.zeros(1, dtype=dtype)):
+        pytest.skip("this CPU has no packed products or no compiler made the kernels")
+    return ModelRunner([load_causal_lm(MODELS / name, dtype)], ROWS, CAPACITY, invariant=invariant)
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def runner(request: pytest.FixtureRequest) -> ModelRunner:
-    return ModelRunner([load_causal_lm(MODELS / request.param, DTYPE)], ROWS, CAPACITY)
+    name, dtype, invariant = request.param
+    return made(name, dtype, invariant=invariant)
 
 
 @pytest.fixture(autouse=True)
