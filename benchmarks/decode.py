@@ -102,6 +102,7 @@ class Bench:
         self.memory["with two engines"] = machine.rss_mib()
         self.engines = {AUTO: auto, OFF: fixed}
         self.generate = peers.Generate(self.target)
+        self.continuous = peers.Continuous(load_causal_lm(TARGET, self.dtype, attention="sdpa"))
         self.auto, self.off = Served(AUTO, auto, None), Served(OFF, fixed, 0)
         self.fixed = [Served(f"paceline k={k}", fixed, k) for k in FIXED]
         gc.freeze()  # what is loaded by now stays: the collections between runs can skip it
@@ -136,6 +137,8 @@ class Bench:
     def measure(self, cell: Cell, best_k: int) -> dict[str, Any]:
         """One cell's figures; ``best_k`` is assisted generation's, at batch 1."""
         variants: list[Variant] = [self.generate, self.off, self.auto, *self.fixed]
+        if cell.batch > 1:
+            variants.append(self.continuous)
         assisted = [] if cell.batch > 1 else [self.assisted(best_k), *self.assisted_schedules()]
         variants += assisted
         size, topics = self.plan.size(cell.batch), len(self.prompts)
@@ -145,6 +148,7 @@ class Bench:
             outcome = run_cell(cell, variants, blocks, self.plan.max_tokens, lambda: bar.update())
         pairs = [(AUTO, GENERATE), (OFF, GENERATE), (AUTO, OFF)]
         pairs += [(AUTO, variant.name) for variant in assisted]
+        pairs += [(AUTO, self.continuous.name)] if cell.batch > 1 else []
         figures = summary(cell, outcome, pairs, GENERATE)
         if assisted:
             found = figures["variants"]
@@ -250,14 +254,22 @@ def run(bench: Bench) -> dict[str, Any]:
     }
 
 
+def _fix_threads(threads: int) -> None:
+    """Start over where OpenMP read another number: threads that peers start go by it."""
+    if os.environ.get("OMP_NUM_THREADS") != str(threads):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.set_num_threads(threads)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 where drafts failed or float32 answers differ."""
     options = parse(argv)
     plan = plan_of(options)
     make_experts(options)
+    _fix_threads(options.threads)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    torch.set_num_threads(options.threads)
     before = machine.facts()
     bench = Bench(options, plan)
     dtype = str(bench.dtype).removeprefix("torch.")

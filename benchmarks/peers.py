@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from prompts import Prompt
 from runs import Drafted, Run
+from transformers import ContinuousBatchingConfig
+
+_PAGE = 32
+_PREFILL_TOKENS = 256  # of a step, as in Paceline
+_PATIENCE_S = 120.0
 
 
 def _generation_config(model: Any, temperature: float, max_tokens: int) -> Any:
@@ -62,6 +69,76 @@ class Generate:
             seconds += time.perf_counter() - began
             outputs += [_until_eos(row, eos) for row in answers]
         return Run(outputs, seconds)
+
+
+class Continuous:
+    """Transformers' continuous batching: requests join and leave a running batch, as ours do."""
+
+    name = "generate continuous"
+
+    def __init__(self, target: Any) -> None:
+        """Take a copy of the target of its own: attention over pages is switched on in it."""
+        self._target = target
+        with warnings.catch_warnings():  # it warns of the only name that does this now
+            warnings.simplefilter("ignore", FutureWarning)
+            target.set_attn_implementation("paged|sdpa")
+
+    def run(
+        self, prompts: Sequence[Prompt], batch: int, temperature: float, max_tokens: int
+    ) -> Run:
+        """See Variant. Its thread and pages are made before and ended after what is timed.
+
+        Raises:
+            RuntimeError: where a request fails.
+        """
+        longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
+        # Its default takes most of the machine's memory.
+        pages = ContinuousBatchingConfig(
+            page_size=_PAGE,
+            num_blocks=(batch + 1) * (longest // _PAGE + 2),
+            max_batch_tokens=max(_PREFILL_TOKENS, batch),
+        )
+        manager = self._target.init_continuous_batching(
+            _generation_config(self._target, temperature, max_tokens), pages
+        )
+        manager.start()
+        try:
+            warm = manager.add_request(list(prompts[0].token_ids), max_new_tokens=2)
+            self._result(manager)
+            assert warm is not None
+            began = time.perf_counter()
+            outputs = self._answers(manager, prompts, batch)
+            seconds = time.perf_counter() - began
+        finally:
+            manager.stop(block=True)
+        eos = _eos(self._target)
+        return Run([_until_eos(row, eos) for row in outputs], seconds)
+
+    def _answers(self, manager: Any, prompts: Sequence[Prompt], batch: int) -> list[list[int]]:
+        """Every prompt's tokens, ``batch`` of them in flight."""
+        waiting = deque(enumerate(prompts))
+        number: dict[str, int] = {}
+        outputs: dict[int, list[int]] = {}
+
+        def submit() -> None:
+            at, prompt = waiting.popleft()
+            number[manager.add_request(list(prompt.token_ids))] = at
+
+        while len(number) < batch and waiting:
+            submit()
+        while len(outputs) < len(prompts):
+            result = self._result(manager)
+            outputs[number[result.request_id]] = list(result.generated_tokens)
+            if waiting:
+                submit()
+        return [outputs[at] for at in range(len(prompts))]
+
+    @staticmethod
+    def _result(manager: Any) -> Any:
+        result = manager.get_result(timeout=_PATIENCE_S)
+        if result is None or result.error is not None:
+            raise RuntimeError(f"continuous batching gave no answer: {result}")
+        return result
 
 
 class Assisted:
