@@ -24,7 +24,6 @@ import torch
 
 from paceline.actors.decoding.costs import grid_points, profile
 from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.kv import kv_dtype
 from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.deploy.config import MODELS_DIR
@@ -36,6 +35,8 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
     """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
 
     def run(rows: int, tokens: int, experts: int) -> None:
+        for row in range(rows):
+            runner.kv.reserve(row, context + tokens)
         positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
         grid = Grid([i % experts for i in range(rows)], runner.device)
@@ -66,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "context": options.context,
         "precision": {
             "weight": dtype.itemsize,
-            "kv": kv_dtype(dtype, device).itemsize,
+            "kv": dtype.itemsize,
             "activation": dtype.itemsize,
         },
         "target": {f"{b},{t}": seconds for (b, t), seconds in target.items()},

@@ -198,6 +198,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         num_threads=config.target.num_threads or default_threads(os.cpu_count() or 1),
         max_num_seqs=config.target.max_num_seqs,
         max_model_len=config.target.max_model_len,
+        kv_cache_mb=config.target.kv_cache_mb,
         num_speculative_tokens=None if tokens == "auto" else tokens,
         max_speculative_tokens=config.drafts.max_speculative_tokens,
         draft_top_k=config.drafts.top_k,

@@ -34,7 +34,8 @@ class TargetConfig(_Section):
     """The model that answers; ``path`` is a folder or ``embedded``.
 
     ``num_threads`` None takes half of the cores: a forward whose threads wait for a core that
-    another process holds is many times slower than one on fewer threads.
+    another process holds is many times slower than one on fewer threads. ``kv_cache_mb`` bounds
+    the MiB of the target's keys and values, per replica; a request waits until there is room.
     """
 
     path: str = EMBEDDED
@@ -43,6 +44,7 @@ class TargetConfig(_Section):
     num_threads: Count | None = None
     max_num_seqs: Count = 16
     max_model_len: Count | None = None
+    kv_cache_mb: Count | None = None
     max_queued_requests: Count = 256
     num_replicas: Count = 1
     prefill_chunk: Count = 256

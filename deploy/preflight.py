@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import tempfile
 from pathlib import Path
 
-from paceline.actors.decoding.compatibility import ModelError, check_models, read_config
+from paceline.actors.decoding.compatibility import (
+    ModelError,
+    check_models,
+    own_context,
+    read_config,
+)
 from paceline.actors.weights.lock import is_locked
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
+from paceline.deploy.planner.configs import read_shape
 
 
 def check(config: PacelineConfig) -> None:
@@ -30,6 +37,7 @@ def check(config: PacelineConfig) -> None:
             f"({', '.join(topics)}); train one for them (paceline.deploy.recipes.router) or set "
             "router.enabled to false"
         )
+    _check_memory(config)
     _check_device(config.target.device)
     _check_state(config.state_path)
     _check_port(config.host, config.port)
@@ -60,6 +68,27 @@ def router_labels(config: PacelineConfig) -> tuple[str, ...]:
     if not isinstance(labels, dict):
         raise ModelError(f"router: {config.router_path}/config.json names no topics (id2label)")
     return tuple(str(label) for label in labels.values())
+
+
+def _check_memory(config: PacelineConfig) -> None:
+    """A single request's keys and values fit; the start checks what a config file does not say."""
+    given, target = config.target.kv_cache_mb, config.target
+    if given is None:
+        return
+    try:
+        shape = read_shape(config.target_path)
+    except ConfigError:
+        return
+    lengths = own_context(read_config(config.target_path, "target")), target.max_model_len
+    length = min(n for n in lengths if n is not None)
+    bytes_each = shape.kv_values_per_token * (4 if target.dtype == "float32" else 2)
+    blocks = math.ceil(length / 16) + 1  # one is for padding
+    needed = math.ceil(blocks * 16 * bytes_each / 2**20)
+    if given < needed:
+        raise ConfigError(
+            f"target.kv_cache_mb: {given} MiB do not hold one request of {length} tokens, which "
+            f"takes {needed}; give more, or a smaller target.max_model_len"
+        )
 
 
 def _check_device(device: str) -> None:

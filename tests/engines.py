@@ -36,6 +36,9 @@ def make_engine(
     seed: int = 0,
     prefill_chunk: int = 8,
     support: int = 16,
+    prefix_cache: bool = True,
+    kv_positions: int | None = None,
+    draft_positions: int | None = None,
     **model: Any,
 ) -> Engine:
     """An engine with the experts a and b, and a's initial weights."""
@@ -51,6 +54,9 @@ def make_engine(
         seed=seed,
         prefill_chunk=prefill_chunk,
         support=support,
+        prefix_cache=prefix_cache,
+        kv_positions=kv_positions,
+        draft_positions=draft_positions,
     )
 
 
@@ -64,20 +70,30 @@ def engine_of(
     seed: int = 0,
     prefill_chunk: int = 8,
     support: int = 16,
+    prefix_cache: bool = True,
+    kv_positions: int | None = None,
+    draft_positions: int | None = None,
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping."""
     generator = torch.Generator().manual_seed(seed)
     stacks = [
-        ExpertStack(ModelRunner([*group.values()], max_num_seqs, MAX_LEN), [*group], max_num_seqs)
+        ExpertStack(
+            ModelRunner([*group.values()], max_num_seqs, MAX_LEN, draft_positions),
+            [*group],
+            max_num_seqs,
+        )
         for group in drafts
     ]
+    settings = EngineSettings(
+        max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos}), prefix_cache
+    )
     return Engine(
-        runner=ModelRunner([target], max_num_seqs, MAX_LEN),
+        runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),
         drafting=Drafting(
             ColocatedProposer(stacks, support, generator), None, target.device, time.perf_counter
         ),
         tokenizer=TOKENIZER,
-        settings=EngineSettings(max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos})),
+        settings=settings,
         generator=generator,
         now=lambda: 1234.5,
     )

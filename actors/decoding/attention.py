@@ -1,7 +1,7 @@
 """The attention function that transformers' models call when the engine runs them.
 
 The model computes queries, keys and values of the new tokens; this writes the keys and
-values into the engine's rows and attends over them, so that one forward serves a ragged
+values into the engine's blocks and attends over them, so that one forward serves a ragged
 batch. It is registered under :data:`ATTENTION_NAME` in transformers' attention interface.
 """
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from paceline.actors.decoding.kv import KVRows
+from paceline.actors.decoding import paged
+from paceline.actors.decoding.kv import KVBlocks
 
 ATTENTION_NAME = "paceline"
 
@@ -26,23 +27,65 @@ _LACKING = ("position_bias", "indices", "block_indices", "sinks")
 class StepContext:
     """What one forward needs beside the tokens.
 
+    Tensors live on the models' device, and their shapes follow from the batch, its tokens and
+    ``columns`` alone.
+
     Attributes:
         kv: where keys and values are kept.
         rows: int64 ``[B]``, row of every sequence.
         positions: int64 ``[B, T]``, position of every token.
-        span: positions 0..span-1 are read.
-        contiguous: first row and count where the rows follow each other, else None.
+        columns: of the rows' tables, those that are read.
+        lengths: int32 ``[B]``, 1 + the position of the last token, padding included.
     """
 
-    kv: KVRows
+    kv: KVBlocks
     rows: Tensor
     positions: Tensor
-    span: int
-    contiguous: tuple[int, int] | None
+    columns: int
+    lengths: Tensor
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _table: Tensor | None = None
+    _slots: Tensor | None = None
+
+    @classmethod
+    def at(cls, kv: KVBlocks, rows: Tensor, positions: Tensor, span: int) -> StepContext:
+        """The step of tokens at these positions, padding beyond the capacity brought inside.
+
+        Args:
+            kv: where keys and values are kept.
+            rows: int64 ``[B]``.
+            positions: int64 ``[B, T]``.
+            span: 1 + the largest position that any row reads, padding included.
+        """
+        columns = min(-(-span // kv.block_size), kv.tables.shape[1])
+        lengths = (positions[:, -1] + 1).int()
+        # Padding behind a short row may overhang the context. Nobody reads its last position
+        # before the request has ended, so that is where the padding goes.
+        return cls(kv, rows, positions.clamp(0, kv.capacity - 1), columns, lengths)
+
+    @property
+    def span(self) -> int:
+        """Positions 0..span-1 are read, whole blocks."""
+        return self.columns * self.kv.block_size
+
+    @property
+    def table(self) -> Tensor:
+        """int32 ``[B, columns]``: the blocks of every sequence."""
+        if self._table is None:
+            self._table = self.kv.tables[self.rows, : self.columns]
+        return self._table
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 ``[B, T]``: where every token is, counted in positions over all blocks."""
+        if self._slots is None:
+            size = self.kv.block_size
+            column = (self.positions // size).clamp(max=self.columns - 1)
+            self._slots = self.table.long().gather(1, column) * size + self.positions % size
+        return self._slots
 
     def mask(self, window: int | None) -> Tensor:
-        """``[B, 1, T, span]`` in the rows' dtype: 0 where a token may look, else -inf.
+        """``[B, 1, T, span]`` in the attended dtype: 0 where a token may look, else -inf.
 
         Causal, own row only. Not a bool: every layer would turn it into this again.
         """
@@ -52,7 +95,8 @@ class StepContext:
             allowed = reads <= at
             if window is not None:
                 allowed &= reads > at - window
-            closed = torch.full((), -torch.inf, dtype=self.kv.dtype, device=reads.device)
+            dtype = self.kv.attended_dtype
+            closed = torch.full((), -torch.inf, dtype=dtype, device=reads.device)
             self._masks[window] = torch.where(allowed, torch.zeros_like(closed), closed)
         return self._masks[window]
 
@@ -63,14 +107,24 @@ class StepContext:
 
     def subset(self, index: Tensor) -> StepContext:
         """The same for some of the sequences; ``index`` is int64 ``[R]``."""
-        return StepContext(self.kv, self.rows[index], self.positions[index], self.span, None)
+        rows, positions, lengths = self.rows[index], self.positions[index], self.lengths[index]
+        return StepContext(self.kv, rows, positions, self.columns, lengths)
 
-    def read(self, layer: Tensor) -> Tensor:
-        """The first ``span`` positions of the rows; a view where they are contiguous."""
-        if self.contiguous is not None:
-            start, count = self.contiguous
-            return layer[start : start + count, :, : self.span]
-        return layer[self.rows, :, : self.span]
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store the new tokens' keys and values, ``[B, kv_heads, T, head_dim]`` each."""
+        slots = self.slots.flatten()
+        for stored, new in ((self.kv.keys[layer], key), (self.kv.values[layer], value)):
+            stored.view(-1, *stored.shape[2:])[slots] = new.transpose(1, 2).flatten(0, 1)
+
+    def read(self, stored: Tensor) -> Tensor:
+        """What the sequences read of a layer, ``[B, kv_heads, span, head_dim]``: a copy.
+
+        One copy gathers the blocks; where the stored dtype is not the attended one, a second
+        widens them.
+        """
+        gathered = stored.index_select(0, self.table.flatten())
+        gathered = gathered.view(len(self.rows), self.span, *stored.shape[2:])
+        return gathered.transpose(1, 2).to(self.kv.attended_dtype)
 
 
 def paceline_attention(
@@ -131,7 +185,10 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the new keys and values and attend over the rows.
+    """Store the new keys and values and attend over the rows' blocks.
+
+    The blocks are gathered into one tensor first (a copy), except where torch's paged attention
+    can read them in place (GPUs, half precision, no bound on the scores, no sinks).
 
     Args:
         step: the forward's context.
@@ -147,11 +204,13 @@ def attend(
     Returns:
         ``[B, T, heads, head_dim]`` in the queries' dtype.
     """
-    dtype, own = query.dtype, step.kv.dtype
-    if dtype is not own:
-        query, key, value = query.to(own), key.to(own), value.to(own)
-    step.kv.write(layer, step.rows[:, None], step.positions, key, value)
-    keys, values = step.read(step.kv.keys[layer]), step.read(step.kv.values[layer])
+    dtype, own = query.dtype, step.kv.attended_dtype
+    step.write(layer, key.to(step.kv.dtype), value.to(step.kv.dtype))
+    stored = step.kv.keys[layer], step.kv.values[layer]
+    if softcap is None and sinks is None and paged.usable(query, *stored):
+        tokens = query.transpose(1, 2)
+        return paged.attend(tokens, stored, step.table, step.lengths, scaling, window)
+    query, keys, values = query.to(own), step.read(stored[0]), step.read(stored[1])
     if softcap is None and sinks is None:
         output = torch.nn.functional.scaled_dot_product_attention(
             query,

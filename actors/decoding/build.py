@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.kv import position_bytes
 from paceline.actors.decoding.loading import (
     load_causal_lm,
     load_tokenizer,
@@ -23,7 +25,7 @@ from paceline.actors.decoding.loading import (
     resolve_dtype,
 )
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.decoding.runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.decoding.settings import TargetSettings
 
 
@@ -48,17 +50,59 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 _PROFILED_CONTEXT = 128
+_MIB = 2**20
+_GPU_SHARE = 0.6  # of its free memory, for the target's keys and values
 _NOT_ARCHITECTURE = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 )
 
 
+def kv_positions(
+    settings: TargetSettings, config: Any, dtype: torch.dtype, device: torch.device, length: int
+) -> int:
+    """Positions that the target's key/value memory has room for, over all requests.
+
+    Args:
+        settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, on
+            GPUs at most a share of the memory that is free now.
+        config: the target's.
+        dtype: of keys and values.
+        device: where they live.
+        length: most positions of a request.
+
+    Raises:
+        ValueError: where a single request would not fit.
+    """
+    size = kv_block_size(config, dtype, device)
+    block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
+    blocks = settings.max_num_seqs * columns
+    room = None if settings.kv_cache_mb is None else settings.kv_cache_mb * _MIB
+    if room is None and device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
+    if settings.kv_cache_mb is not None and room is not None:
+        blocks = room // block - 1  # one is for what padding writes
+    elif room is not None:
+        blocks = min(blocks, room // block - 1)
+    if blocks < columns:
+        raise ValueError(
+            f"target.kv_cache_mb: there is room for {max(blocks, 0) * size} positions, and one "
+            f"request may have {length}: give at least {math.ceil((columns + 1) * block / _MIB)}, or "
+            "a smaller target.max_model_len"
+        )
+    return blocks * size
+
+
 def build_stacks(
-    settings: TargetSettings, dtype: torch.dtype, device: torch.device, max_model_len: int
+    settings: TargetSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    positions: int,
 ) -> list[ExpertStack]:
     """One stack per architecture; beside the drafts, their ``@0`` twins of fixed weights.
 
-    Drafts that start from the same folder share one twin.
+    Drafts that start from the same folder share one twin. Every stack has key/value memory for
+    ``positions`` positions.
     """
     twins: dict[str, str] = {}
     for name, path in settings.drafts.items():
@@ -71,7 +115,7 @@ def build_stacks(
     stacks = []
     for experts in members.values():
         names, models = zip(*experts, strict=True)
-        runner = ModelRunner(models, settings.max_num_seqs, max_model_len)
+        runner = ModelRunner(models, settings.max_num_seqs, max_model_len, positions)
         stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
         for name, path in settings.drafts.items():
             if twins[path] in names:
@@ -96,6 +140,8 @@ def build_controller(
     start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1]))
 
     def run(models: ModelRunner, batch: int, count: int, experts: int) -> None:
+        for row in range(batch):  # where memory is short, some read the block of nobody
+            models.kv.reserve(row, start + count)
         positions = (start + torch.arange(count, device=models.device)).expand(batch, -1)
         ids = torch.zeros(batch, count, dtype=torch.int64, device=models.device)
         grid = Grid([i % experts for i in range(batch)], models.device)
@@ -106,6 +152,9 @@ def build_controller(
     target_costs = profile(lambda b, t: run(runner, b, t, 1), rows, tokens, time.perf_counter)
     experts = grid_points(min(len(draft.models), settings.max_num_seqs))
     draft_costs = profile(lambda b, e: run(draft, b, 1, e), rows, experts, time.perf_counter)
+    for row in range(settings.max_num_seqs):
+        runner.kv.release(row)
+        draft.kv.release(row)
     return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
 
 
@@ -116,7 +165,7 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
         the engine, the target's tokenizer, and facts for ``describe``.
 
     Raises:
-        ValueError: for an unknown dtype.
+        ValueError: for an unknown dtype, or key/value memory for less than one request.
         OSError: for a model folder that cannot be read.
     """
     device = resolve_device(settings.device)
@@ -124,10 +173,11 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
     tokenizer = load_tokenizer(settings.model_path)
     target = load_causal_lm(settings.model_path, dtype, device)
     max_model_len = context_length(target.config, settings.max_model_len)
-    runner = ModelRunner([target], settings.max_num_seqs, max_model_len)
+    positions = kv_positions(settings, target.config, dtype, device, max_model_len)
+    runner = ModelRunner([target], settings.max_num_seqs, max_model_len, positions)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
-    stacks = build_stacks(settings, dtype, device, max_model_len)
+    stacks = build_stacks(settings, dtype, device, max_model_len, positions)
     proposer = ColocatedProposer(stacks, settings.draft_top_k, generator)
     controller = build_controller(settings, runner, stacks)
     engine = Engine(
@@ -142,6 +192,7 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
             prefill_chunk=settings.prefill_chunk,
             eos_token_ids=eos_token_ids(target, tokenizer),
             prefix_cache=settings.prefix_cache,
+            max_speculative_tokens=settings.max_speculative_tokens,
         ),
         generator=generator,
         now=time.time,
@@ -152,5 +203,6 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
         "device": str(device),
         "max_model_len": max_model_len,
         "num_speculative_tokens": settings.num_speculative_tokens,
+        "kv_block_size": runner.kv.block_size,
     }
     return engine, tokenizer, facts

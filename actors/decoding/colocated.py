@@ -113,19 +113,10 @@ class ExpertStack:
         """Free a sequence's row."""
         if request_id not in self._table:
             return
-        moved = self._table.release(request_id)
+        self.runner.kv.release(self._table.release(request_id))
         del self._expert[request_id]
         self._computed.pop(request_id, None)
         self._drafted.pop(request_id, None)
-        if moved is not None:
-            other, source, destination = moved
-            # The drafts behind the computed part may be valid too: move them along.
-            length = self._computed[str(other)] + len(self._drafted.get(str(other), ()))
-            self.runner.kv.move(source, destination, length)
-
-    def order(self, request_id: str) -> int:
-        """Sorting key under which a batch of all rows is a contiguous view; new ones go last."""
-        return self._table.row(request_id) if request_id in self._table else self._table.limit
 
     def _known(self, row: DraftRow) -> int:
         """How many positions of a sequence are right: computed ones and drafts that came true."""
@@ -139,6 +130,8 @@ class ExpertStack:
     def _catch_up(self, rows: Sequence[DraftRow]) -> list[int]:
         """Bring sequences to within two tokens of their ends, within the prefill budget.
 
+        One for which there is no memory drafts nothing in this round.
+
         Every round starts with the last two tokens, because after full acceptance the last
         draft token has not been through the draft yet.
 
@@ -146,21 +139,43 @@ class ExpertStack:
             indices of the rows that are there; the others go on in the next round.
         """
         ready, budget = [], self._prefill_chunk
+        victims: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
                 self._table.add(row.request_id)
                 self._expert[row.request_id] = row.draft
                 self._computed[row.request_id] = 0
+            slot = self._table.row(row.request_id)
             known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
+            self._computed[row.request_id] = known
+            if not self._reserve(row, victims):
+                continue
             end = min(wanted, known + budget)
             if known < end:
-                slot = self._table.row(row.request_id)
                 self.runner.prefill(slot, row.tokens[known:end], known, self._index[row.draft])
                 budget -= end - known
             self._computed[row.request_id] = max(known, end)
             if end >= wanted:
                 ready.append(i)
-        return ready
+        return [i for i in ready if rows[i].request_id not in victims]
+
+    def _reserve(self, row: DraftRow, victims: set[str]) -> bool:
+        """Have blocks for a sequence's drafts; those that came after it give up theirs for it.
+
+        Were nobody to give way, all could wait for the last block with none to draft.
+        """
+        kv, slot = self.runner.kv, self._table.row(row.request_id)
+        while not kv.reserve(slot, len(row.tokens) + row.num_draft_tokens):
+            for other in reversed(self._expert):
+                if other == row.request_id:
+                    return False
+                if kv.blocks(self._table.row(other)):
+                    break
+            kv.release(self._table.row(other))
+            self._computed[other] = 0
+            self._drafted.pop(other, None)
+            victims.add(other)
+        return True
 
     def _layout(self, rows: Sequence[DraftRow]) -> Grid:
         """The grid of a batch, made anew only when the batch has changed."""
@@ -195,7 +210,8 @@ class ExpertStack:
             chosen, chosen_probs, ids, probs = self._draft_sampled(rows, batch, support, generator)
         for row, guesses in zip(rows, chosen.tolist(), strict=True):
             self._computed[row.request_id] = len(row.tokens)
-            self._drafted[row.request_id] = guesses
+            # A row that drafts less than its neighbours has no blocks for the rest.
+            self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
         counts = torch.tensor([row.num_draft_tokens for row in rows], device=device)
         return Proposal(chosen, counts, chosen_probs, ids, probs)
 
@@ -313,7 +329,6 @@ class ColocatedProposer:
             groups.setdefault(id(stack), (stack, []))[1].append(index)
         parts = []
         for stack, indices in groups.values():
-            indices.sort(key=lambda i, stack=stack: stack.order(rows[i].request_id))  # type: ignore[misc]
             batch = [rows[i] for i in indices]
             parts.append((indices, stack.propose(batch, self._support, self._generator)))
         return merge(parts, len(rows))

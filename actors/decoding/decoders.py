@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.fused import FusedDecoder, can_fuse, layer_window
 from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.kv import KVRows, kv_dtype
+from paceline.actors.decoding.kv import KVBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 class Decoder(Protocol):
-    """E models of one architecture over the engine's rows."""
+    """E models of one architecture over the engine's blocks."""
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """Logits ``[B, T or keep, V]`` of int64 ``[B, T]`` tokens; stores keys and values."""
@@ -184,17 +184,15 @@ def _probe(
     """
     device, (count, steps) = tokens.device, tokens.shape
     grid = Grid([*range(count)] * 2, device)
-    kv = KVRows(shapes, 2 * count, steps, kv_dtype(models[0].dtype, device), device)
+    kv = KVBlocks(shapes, 2 * count, steps, models[0].dtype, device)
+    for row in range(2 * count):
+        kv.reserve(row, steps)
+    kv.sync()
     parts, first = [], list(range(steps // 2))
     for ahead, behind in ((first, first), (_second(steps, False), _second(steps, True))):
         positions = torch.tensor([ahead] * count + [behind] * count, device=device)
-        step = StepContext(
-            kv=kv,
-            rows=torch.arange(2 * count, device=device),
-            positions=positions,
-            span=ahead[-1] + 1,
-            contiguous=(0, 2 * count),
-        )
+        rows = torch.arange(2 * count, device=device)
+        step = StepContext.at(kv, rows, positions, ahead[-1] + 1)
         parts.append(decoder(tokens.repeat(2, 1).gather(1, positions), step, grid, 0))
     return torch.cat(parts, dim=1), step
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.drafting import Drafting
-from paceline.actors.decoding.kv import RowTable
-from paceline.actors.decoding.prefixes import FinishedRows
+from paceline.actors.decoding.prefill import prefill_shares
 from paceline.actors.decoding.recorder import Recorder, RoundLog
 from paceline.actors.decoding.request import (
     DRAFT_OFF,
@@ -29,6 +28,7 @@ from paceline.actors.decoding.request import (
 )
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import batch_params
+from paceline.actors.decoding.schedule import Schedule
 from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.text import TextStream
 from paceline.actors.decoding.verification import Proposal, Verdict, verify
@@ -39,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Limits of an engine; see TargetSettings for the words."""
+    """Limits of an engine; see TargetSettings for the words.
+
+    ``max_speculative_tokens`` bounds what a round may draft for a request that names no number.
+    """
 
     max_num_seqs: int
     max_model_len: int
@@ -48,6 +51,7 @@ class EngineSettings:
     prefill_chunk: int
     eos_token_ids: frozenset[int]
     prefix_cache: bool = True
+    max_speculative_tokens: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Engine:
         """Put the parts together.
 
         Args:
-            runner: the target with its rows.
+            runner: the target with its key/value memory.
             drafting: where draft tokens come from, and how many.
             tokenizer: a transformers fast tokenizer, for text and stop strings.
             settings: limits.
@@ -87,11 +91,17 @@ class Engine:
         self._settings = settings
         self._generator = generator
         self._log = RoundLog(settings.replay_top_k)
-        self._finished = FinishedRows(settings.max_num_seqs) if settings.prefix_cache else None
         self._now = now
-        self._rows = RowTable(settings.max_num_seqs)
-        self._running: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._schedule = Schedule(
+            kv=runner.kv,
+            rows=settings.max_num_seqs,
+            max_speculative_tokens=settings.max_speculative_tokens,
+            prefix_cache=settings.prefix_cache,
+            on_release=drafting.release,
+        )
+        self._rows = self._schedule.rows
+        self._running = self._schedule.running
+        self._waiting = self._schedule.waiting
         self._swaps: deque[tuple[str, int, Mapping[str, Tensor]]] = deque()
 
     @property
@@ -106,8 +116,19 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests that wait for one, or for memory."""
         return len(self._waiting)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave up its key/value memory, to begin anew."""
+        return self._schedule.preemptions
+
+    @property
+    def kv_blocks(self) -> tuple[int, int]:
+        """(all, available) blocks of the target's key/value memory."""
+        pool = self._runner.kv.pool
+        return pool.size, pool.available
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +172,8 @@ class Engine:
         if request_id in self._running:
             self._running[request_id].finish_reason = FINISH_ABORT
             self._release(request_id)
-        self._waiting = deque(s for s in self._waiting if s.request_id != request_id)
+        for sequence in [s for s in self._waiting if s.request_id == request_id]:
+            self._waiting.remove(sequence)
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Queue new draft weights; they take effect between two rounds."""
@@ -160,7 +182,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one round; returns what every request got."""
         self._apply_swaps()
-        self._admit()
+        self._schedule.grow()
+        self._schedule.admit()
         self._prefill()
         ready = [s for s in self._running.values() if s.prefilled]
         return self._decode(ready) if ready else []
@@ -174,6 +197,7 @@ class Engine:
         self._forget_records()
         for request_id in list(self._running):
             self._release(request_id)
+        self._runner.kv.forget_all()
         self._waiting.clear()
         return outputs
 
@@ -181,55 +205,25 @@ class Engine:
         while self._swaps:
             self._drafting.swap(*self._swaps.popleft())
 
-    def _admit(self) -> None:
-        while self._waiting and not self._rows.full:
-            sequence = self._waiting.popleft()
-            row = self._rows.add(sequence.request_id)
-            self._running[sequence.request_id] = sequence
-            self._reuse(sequence, row)
-
-    def _reuse(self, sequence: Sequence, row: int) -> None:
-        """Begin with what a finished request has computed of the same prompt."""
-        found = None if self._finished is None else self._finished.find(sequence.tokens[:-1])
-        if found is not None:
-            source, length = found
-            if source != row:
-                self._runner.kv.move(source, row, length)
-            sequence.num_computed = sequence.num_cached = length
-        if self._finished is not None:
-            self._finished.taken(row)
-
     def _keep(self, sequence: Sequence) -> None:
-        """Leave a finished request's keys and values to those that go on from it."""
-        if self._finished is None or not sequence.request.store:
-            return
-        tokens = sequence.tokens[: sequence.num_computed]
-        row = self._finished.keep(tokens, len(self._rows))
-        if row is not None:
-            self._runner.kv.move(self._rows.row(sequence.request_id), row, len(tokens))
+        """Leave a request's full blocks to those that begin like it."""
+        self._schedule.keep(sequence)
 
     def _prefill(self) -> None:
         """Compute at most ``prefill_chunk`` prompt tokens, so that no round takes long."""
-        budget = self._settings.prefill_chunk
-        for sequence in self._running.values():
-            if budget <= 0:
-                return
-            start = sequence.num_computed
-            end = min(len(sequence.tokens) - 1, start + budget)
-            if end > start:
-                row = self._rows.row(sequence.request_id)
-                self._runner.prefill(row, sequence.tokens[start:end], start)
-                sequence.num_computed = end
-                budget -= end - start
+        reading = [s for s in self._running.values() if not s.prefilled]
+        lacking = [len(s.tokens) - 1 - s.num_computed for s in reading]
+        shares = prefill_shares(lacking, self._settings.prefill_chunk)
+        for sequence, share in zip(reading, shares, strict=True):
+            if share:
+                start, row = sequence.num_computed, self._rows.row(sequence.request_id)
+                self._runner.prefill(row, sequence.tokens[start : start + share], start)
+                sequence.num_computed += share
+            if sequence.prefilled:
+                self._keep(sequence)
 
     def _release(self, request_id: str) -> None:
-        del self._running[request_id]
-        self._drafting.release(request_id)
-        moved = self._rows.release(request_id)
-        if moved is not None:
-            other, source, destination = moved
-            length = self._running[str(other)].num_computed
-            self._runner.kv.move(source, destination, length)
+        self._schedule.release(request_id)
 
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence]) -> list[StepOutput]:
@@ -256,7 +250,6 @@ class Engine:
         for i, sequence in enumerate(batch):
             emitted = [*drafts[i][: accepted[i]], final[i]]
             self._accept(sequence, drafted[i], accepted[i], emitted)
-        # Only now: closing one request moves another's row, as long as that one knows it is.
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs

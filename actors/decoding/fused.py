@@ -93,10 +93,17 @@ class _Attention:
             qkv = torch.cat(parts, dim=2).flatten(2)
         qkv = grid.to_rows(qkv)
         if kernels is not None:
-            kv = step.kv.keys[self._layer], step.kv.values[self._layer]
-            rows, scale = (step.rows, step.positions), self._scaling
             mixed = kernels.attend(
-                qkv, (rotary.cos, rotary.sin), *rows, kv, self._heads, scale, self._window
+                qkv,
+                (rotary.cos, rotary.sin),
+                step.rows,
+                step.positions,
+                step.kv.tables,
+                step.span,
+                (step.kv.keys[self._layer], step.kv.values[self._layer]),
+                self._heads,
+                self._scaling,
+                self._window,
             )
         else:
             mixed = self._attend(qkv, step, rotary)
@@ -224,12 +231,11 @@ class FusedDecoder:
         """
         x = functional.embedding(grid.offset(token_ids, self._vocab), self._embeddings)
         delta: Tensor | None = None
-        kernels = self._kernels if step.kv.dtype is torch.float32 else None
         for layer in self._layers:
-            x, delta = layer(x, delta, step, grid, self._rotary, kernels)
+            x, delta = layer(x, delta, step, grid, self._rotary, self._kernels)
         if delta is not None:
             delta = grid.last(delta, keep)
-        _, x = self._norm.after(grid.last(x, keep), delta, grid, kernels)
+        _, x = self._norm.after(grid.last(x, keep), delta, grid, self._kernels)
         return grid.to_rows(self._head(x, grid))
 
 

@@ -1,91 +1,204 @@
-"""Key/value rows of a model's running requests, and which request sits in which row."""
+"""Key/value memory in blocks, and which request sits in which row."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import heapq
+from collections.abc import Hashable, Sequence
 
 import torch
-from torch import Tensor
+
+from paceline.actors.decoding.blocks import BlockPool
+from paceline.actors.decoding.prefixes import PrefixIndex
+
+BLOCK_SIZE = 16
+# Padding behind a short row may reach beyond the context, by fewer tokens than this.
+_OVERHANG = 64
 
 
-class KVRows:
-    """One row of keys and values per running request, for every layer.
+def position_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """Bytes of one position's keys and values over all layers.
 
-    ``keys[layer]`` and ``values[layer]`` are ``[rows, heads, capacity, head_dim]``. A forward
-    over rows 0..B-1 reads views of them, so nothing is copied in the decoding loop.
+    Args:
+        shapes: per layer (key/value heads, head dimension).
+        dtype: of keys and values.
+    """
+    return sum(2 * heads * dim for heads, dim in shapes) * dtype.itemsize
+
+
+class KVBlocks:
+    """Keys and values of up to ``rows`` requests, each in blocks that it takes as it grows.
+
+    ``keys[layer]`` and ``values[layer]`` are ``[blocks, block_size, heads, head_dim]`` in the
+    model's dtype; ``tables`` is int32 ``[rows, columns]`` on their device: column c of a row
+    names the block of its positions ``c * block_size`` and on. Block 0 belongs to nobody: what
+    padding writes goes there, and columns without a block of their own point to it, as do those
+    beyond the capacity.
+
+    Full blocks that are kept (:meth:`keep`) are shared by rows that begin with the same tokens
+    (:meth:`begin`), and outlive their row until the memory is needed.
     """
 
     def __init__(
         self,
-        shapes: list[tuple[int, int]],
+        shapes: Sequence[tuple[int, int]],
         rows: int,
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        positions: int | None = None,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Allocate.
+        """Allocate; on CPUs the system gives the memory only as it is written.
 
         Args:
             shapes: per layer (key/value heads, head dimension).
             rows: most requests at once.
-            capacity: positions per row.
+            capacity: most positions of a row.
             dtype: of keys and values.
             device: where they live.
+            positions: how many there is room for, over all rows, in whole blocks; None is enough
+                for every row's capacity. Block 0 comes on top.
+            block_size: positions of a block; a multiple of 16.
+
+        Raises:
+            ValueError: where a single row could not be served.
         """
-        self.rows = rows
-        self.capacity = capacity
-        self.dtype = dtype
+        self.capacity, self.dtype, self.block_size = capacity, dtype, block_size
+        columns = -(-capacity // block_size)
+        blocks = rows * columns if positions is None else -(-positions // block_size)
+        if blocks < columns:
+            raise ValueError(
+                f"{blocks} blocks of {block_size} positions hold less than one request, which "
+                f"may have {capacity} positions"
+            )
+        self.pool = BlockPool(blocks)
+        self._index = PrefixIndex(block_size)
+        self._blocks: list[list[int]] = [[] for _ in range(rows)]
         # Zeros, not empty: a masked position must not hold a NaN (0 x NaN is NaN).
         self.keys = [
-            torch.zeros(rows, heads, capacity, dim, dtype=dtype, device=device)
+            torch.zeros(blocks + 1, block_size, heads, dim, dtype=dtype, device=device)
             for heads, dim in shapes
         ]
         self.values = [torch.zeros_like(layer) for layer in self.keys]
+        host = torch.zeros(rows, columns - (-_OVERHANG // block_size), dtype=torch.int32)
+        self.tables = host.to(device)
+        self._host, self._host_tables = host.numpy(), host
+        self._stale = False
 
-    def move(self, source: int, destination: int, length: int) -> None:
-        """Copy the first ``length`` positions of a row over another."""
-        for layer in (*self.keys, *self.values):
-            layer[destination, :, :length] = layer[source, :, :length]
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values live."""
+        return self.tables.device
 
-    def write(
-        self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor
-    ) -> None:
-        """Store new keys and values.
+    @property
+    def attended_dtype(self) -> torch.dtype:
+        """In which dtype torch attends: CPUs do it in float32 several times faster than in half."""
+        return torch.float32 if self.device.type == "cpu" else self.dtype
+
+    def blocks(self, row: int) -> tuple[int, ...]:
+        """The blocks that a row holds, shared ones included."""
+        return tuple(self._blocks[row])
+
+    def holds(self, row: int, length: int) -> bool:
+        """Whether a row has blocks for its first ``length`` positions, capacity at most."""
+        return self._columns(length) <= len(self._blocks[row])
+
+    def reserve(self, row: int, length: int) -> bool:
+        """Have blocks for a row's first ``length`` positions, capacity at most.
+
+        Returns:
+            False where there are not enough; nothing has changed then.
+        """
+        held = self._blocks[row]
+        lacking = self._columns(length) - len(held)
+        if lacking > self.pool.available:
+            return False
+        if lacking > 0:
+            self._take(row, lacking)
+        return True
+
+    def begin(self, row: int, tokens: Sequence[int], length: int, spare: int = 0) -> int | None:
+        """Give an empty row blocks: kept ones that hold what it begins with, and free ones.
 
         Args:
-            layer: layer index.
-            rows: int64 ``[B, 1]``.
-            positions: int64 ``[B, T]``.
-            key: ``[B, heads, T, head_dim]``.
-            value: like ``key``.
+            row: holds nothing yet.
+            tokens: whose keys and values need not be computed again where they are known.
+            length: positions to have blocks for.
+            spare: blocks that must be left.
+
+        Returns:
+            how many positions are computed already; None where there are not enough blocks,
+            and nothing has changed.
         """
-        self.keys[layer][rows, :, positions] = key.transpose(1, 2)
-        self.values[layer][rows, :, positions] = value.transpose(1, 2)
+        assert not self._blocks[row]
+        known = self._index.match(tokens)
+        lacking = max(0, self._columns(length) - len(known))
+        idle = sum(not self.pool.owners(block) for block in known)
+        if lacking > self.pool.available - idle - spare:
+            return None
+        self.pool.share(known)
+        self._append(row, known)
+        if lacking:
+            self._take(row, lacking)
+        return len(known) * self.block_size
 
+    def keep(self, row: int, tokens: Sequence[int]) -> None:
+        """Let later rows begin with a row's full blocks.
 
-def kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which dtype a model's keys and values are kept.
+        Args:
+            row: whose positions 0..len(tokens)-1 are computed and final.
+            tokens: those at these positions.
+        """
+        self.pool.remember(self._index.add(tokens, self._blocks[row]))
 
-    CPUs attend in float32 several times faster than in bfloat16 (measured: 4 times for one token
-    of 8 rows), and lose nothing: what is stored are the model's own values, widened.
-    """
-    return torch.float32 if device.type == "cpu" else dtype
+    def release(self, row: int) -> None:
+        """Free a row; what was kept stays as long as nobody needs the memory."""
+        # The beginning is what most have in common: it goes last.
+        self.pool.release(reversed(self._blocks[row]))
+        self._blocks[row] = []
+        self._host[row] = 0
+        self._stale = True
+
+    def forget_all(self) -> None:
+        """Keep nothing for later rows."""
+        self._index.forget_all()
+        self.pool.forget_all()
+
+    def sync(self) -> None:
+        """Bring ``tables`` up to date on another device; before a forward, never within one.
+
+        A copy in place, so that what was captured (CUDA graphs) sees it.
+        """
+        if self._stale and self.tables is not self._host_tables:
+            self.tables.copy_(self._host_tables, non_blocking=True)
+        self._stale = False
+
+    def _columns(self, length: int) -> int:
+        return -(-min(length, self.capacity) // self.block_size)
+
+    def _take(self, row: int, count: int) -> None:
+        taken = self.pool.take(count)
+        for block in taken:
+            self._index.forget(block)
+        self._append(row, taken)
+
+    def _append(self, row: int, blocks: Sequence[int]) -> None:
+        held = self._blocks[row]
+        self._host[row, len(held) : len(held) + len(blocks)] = blocks
+        held.extend(blocks)
+        self._stale = True
 
 
 class RowTable:
-    """Dense assignment of requests to rows: n requests sit in rows 0..n-1.
-
-    Releasing a row moves the last request into the hole, so that a batch of all of them is
-    always a contiguous view.
-    """
+    """Which request sits in which row; a request keeps its row until it is released."""
 
     def __init__(self, rows: int) -> None:
         self.limit = rows
-        self._order: list[Hashable] = []
         self._row_of: dict[Hashable, int] = {}
+        self._free = list(range(rows))
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._row_of)
 
     def __contains__(self, request: Hashable) -> bool:
         return request in self._row_of
@@ -93,33 +206,23 @@ class RowTable:
     @property
     def full(self) -> bool:
         """True where no further request fits."""
-        return len(self._order) >= self.limit
+        return not self._free
 
     def row(self, request: Hashable) -> int:
         """The row of a request; KeyError if it has none."""
         return self._row_of[request]
 
     def add(self, request: Hashable) -> int:
-        """Give a request the next row; RuntimeError where none is free or it has one."""
+        """Give a request the lowest free row; RuntimeError where none is free or it has one."""
         if self.full:
             raise RuntimeError(f"all {self.limit} rows are taken")
         if request in self._row_of:
             raise RuntimeError(f"request {request!r} already has a row")
-        self._row_of[request] = len(self._order)
-        self._order.append(request)
-        return len(self._order) - 1
+        row = self._row_of[request] = heapq.heappop(self._free)
+        return row
 
-    def release(self, request: Hashable) -> tuple[Hashable, int, int] | None:
-        """Free a request's row.
-
-        Returns:
-            (request that moves, its old row, its new row), or None where nothing moves.
-        """
-        hole = self._row_of.pop(request)
-        last = self._order.pop()
-        if last == request:
-            return None
-        source = len(self._order)
-        self._order[hole] = last
-        self._row_of[last] = hole
-        return last, source, hole
+    def release(self, request: Hashable) -> int:
+        """Free a request's row and return it; KeyError if it has none."""
+        row = self._row_of.pop(request)
+        heapq.heappush(self._free, row)
+        return row

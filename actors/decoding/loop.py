@@ -80,6 +80,16 @@ class EngineLoop:
         return self._engine.num_running, self._engine.num_waiting
 
     @property
+    def kv_blocks(self) -> tuple[int, int]:
+        """(all, available) blocks of the target's key/value memory."""
+        return self._engine.kv_blocks
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave up its key/value memory and began anew."""
+        return self._engine.preemptions
+
+    @property
     def draft_failures(self) -> int:
         """Rounds that went on without speculation because a draft failed."""
         return self._engine.draft_failures

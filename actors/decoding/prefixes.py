@@ -1,72 +1,79 @@
-"""Prompts that begin like an answered one: its keys and values are copied, not computed again.
+"""Prompts that begin like an earlier one: which blocks hold the keys and values already.
 
-The rows that no request runs in keep those of finished requests. They are on loan: a request that
-is admitted takes its row whatever lies in it.
+Only full blocks are shared: nobody writes to them again, so nothing is ever copied.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+_Key = tuple[int, tuple[int, ...]]
+_ROOT = 0
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+class PrefixIndex:
+    """Finds blocks by the tokens that they and all blocks before them hold.
 
+    A block's key is the place of the block before it and its own tokens, compared as they are:
+    two different prompts never meet. Places are never used twice, so what followed a forgotten
+    block is not found through the block that has taken its memory.
+    """
 
-class FinishedRows:
-    """Which free row holds the keys and values of which tokens; the oldest used goes first."""
-
-    def __init__(self, rows: int, least: int = 16) -> None:
-        """Begin with nothing.
-
-        Args:
-            rows: all rows, those of running requests included.
-            least: tokens in common below which a copy is not worth it.
-        """
-        self._rows = rows
-        self._least = least
-        self._tokens: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+    def __init__(self, block_size: int) -> None:
+        """Know of nothing yet; ``block_size`` is in tokens."""
+        self._size = block_size
+        self._places = _ROOT
+        self._found: dict[_Key, tuple[int, int]] = {}  # place, block
+        self._key_of: dict[int, _Key] = {}
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._found)
 
-    def find(self, prompt: Sequence[int]) -> tuple[int, int] | None:
-        """The row that shares most with a prompt, and how many tokens; None where it is too few."""
-        shared = {row: common_prefix(prompt, tokens) for row, tokens in self._tokens.items()}
-        row = max(shared, key=shared.__getitem__, default=None)
-        if row is None or shared[row] < self._least:
-            return None
-        self._tokens.move_to_end(row)
-        return row, shared[row]
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The blocks of the longest known prefix of whole blocks, in order."""
+        place, blocks = _ROOT, []
+        for chunk in self._chunks(tokens):
+            found = self._found.get((place, chunk))
+            if found is None:
+                break
+            place, block = found
+            blocks.append(block)
+        return blocks
 
-    def taken(self, row: int) -> None:
-        """A request is going to run in this row."""
-        self._tokens.pop(row, None)
-
-    def keep(self, tokens: Sequence[int], running: int) -> int | None:
-        """Choose a row for a finished request's tokens.
+    def add(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Learn what blocks hold.
 
         Args:
-            tokens: those whose keys and values there are.
-            running: rows 0..running-1 are in use.
+            tokens: from the beginning; a last part that fills no block is left out.
+            blocks: where the keys and values of these tokens are.
 
         Returns:
-            the row to copy to, None where it is not worth it or there is none.
+            the blocks that are known by this call; where another block is known to hold the
+            same, the new one is not needed.
         """
-        if len(tokens) < self._least or running >= self._rows:
-            return None
-        for held, known in list(self._tokens.items()):
-            if common_prefix(known, tokens) == len(known):  # the new one says all that it says
-                del self._tokens[held]
-        # The last rows are the last that requests take.
-        free = (row for row in range(self._rows - 1, running - 1, -1) if row not in self._tokens)
-        row = next(free, None)
-        if row is None:
-            row, _ = self._tokens.popitem(last=False)
-        self._tokens[row] = tuple(tokens)
-        return row
+        place, added = _ROOT, []
+        for chunk, block in zip(self._chunks(tokens), blocks, strict=False):
+            key = (place, chunk)
+            if key not in self._found:
+                self.forget(block)  # what was before it may have been known elsewhere, and gone
+                self._places += 1
+                self._found[key] = self._places, block
+                self._key_of[block] = key
+                added.append(block)
+            place, _ = self._found[key]
+        return added
+
+    def forget(self, block: int) -> None:
+        """A block's memory goes to something else; unknown ones are fine."""
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._found[key]
+
+    def forget_all(self) -> None:
+        """Know of nothing any more."""
+        self._found.clear()
+        self._key_of.clear()
+
+    def _chunks(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        for start in range(0, len(tokens) - self._size + 1, self._size):
+            yield tuple(tokens[start : start + self._size])

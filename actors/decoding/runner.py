@@ -1,4 +1,4 @@
-"""Models with their key/value rows: one forward over a ragged batch."""
+"""Models with their key/value memory: one forward over a ragged batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding import paged
 from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.decoders import make_decoder, unservable
 from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.kv import KVRows, kv_dtype
+from paceline.actors.decoding.kv import KVBlocks
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
@@ -36,6 +37,17 @@ def _kv_shape(config: Any) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def kv_block_size(config: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Positions of a block of a model's key/value memory.
+
+    Args:
+        config: transformers' config.
+        dtype: of keys and values.
+        device: where they live.
+    """
+    return paged.block_size(device, dtype, int(config.num_attention_heads), *kv_shapes(config)[0])
+
+
 class ModelRunner:
     """Runs E models of one architecture for up to ``rows`` requests at once.
 
@@ -43,7 +55,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, models: Sequence[Any], rows: int, max_model_len: int, *, invariant: bool = False
+        self,
+        models: Sequence[Any],
+        rows: int,
+        max_model_len: int,
+        kv_positions: int | None = None,
+        *,
+        invariant: bool = False,
     ) -> None:
         """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
 
@@ -51,14 +69,22 @@ class ModelRunner:
             models: causal LMs of one config, dtype and device, with the engine's attention.
             rows: most requests at once.
             max_model_len: most positions of a request.
+            kv_positions: how many there is memory for, over all requests; None is enough for
+                ``rows`` times ``max_model_len``.
             invariant: see FusedDecoder.
+
+        Raises:
+            ValueError: for a model that cannot be served, or memory for less than one request.
         """
         self.models = list(models)
         self.device: torch.device = self.models[0].device
         self.max_model_len = max_model_len
-        dtype, shapes = self.models[0].dtype, kv_shapes(self.models[0].config)
+        config, dtype = self.models[0].config, self.models[0].dtype
+        shapes = kv_shapes(config)
         self.decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
-        self.kv = KVRows(shapes, rows, max_model_len, kv_dtype(dtype, self.device), self.device)
+        size = kv_block_size(config, dtype, self.device)
+        where = dtype, self.device
+        self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)
 
     @torch.inference_mode()
     def forward(
@@ -72,6 +98,9 @@ class ModelRunner:
     ) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.
 
+        Rows must have blocks for their own tokens (``kv.reserve``); what padding stores behind
+        them is lost.
+
         Args:
             rows: the rows, B of them.
             token_ids: int64 ``[B, T]``.
@@ -83,22 +112,15 @@ class ModelRunner:
         Returns:
             logits ``[B, T or keep, V]`` in the models' dtype.
         """
-        # Padding behind a short row may overhang the context. Nobody reads its last position
-        # before the request has ended, so that is where the padding goes.
-        positions = positions.clamp(min=0, max=self.max_model_len - 1)
-        first = rows[0]
-        follows = all(row == first + i for i, row in enumerate(rows))
-        step = StepContext(
-            kv=self.kv,
-            rows=_index(tuple(rows), self.device),
-            positions=positions,
-            span=min(span, self.max_model_len),
-            contiguous=(first, len(rows)) if follows else None,
-        )
+        self.kv.sync()
+        step = StepContext.at(self.kv, _index(tuple(rows), self.device), positions, span)
         return self.decoder(token_ids, step, grid or _one_model(len(rows), self.device), keep)
 
     def prefill(self, row: int, token_ids: Sequence[int], start: int, expert: int = 0) -> None:
-        """Store keys and values of consecutive tokens of one row, from position ``start``."""
+        """Store keys and values of consecutive tokens of one row, from position ``start``.
+
+        The row must have blocks for them, see :meth:`forward`.
+        """
         if not token_ids:
             return
         tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)

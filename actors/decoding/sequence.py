@@ -24,7 +24,7 @@ class Sequence:
     of the draft when it last proposed for this request (before: when the request came).
     ``num_computed`` positions have target keys and values; decoding starts when all but the
     last token have, so that every output token, the first too, comes from verification.
-    ``num_cached`` of the prompt's came from a finished request.
+    ``num_cached`` of them were there when it began for the first time.
     """
 
     request: GenerationRequest
@@ -35,7 +35,7 @@ class Sequence:
     recorder: Recorder | None
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_cached: int = 0
+    num_cached: int | None = None
     finish_reason: str | None = None
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -65,6 +65,12 @@ class Sequence:
     def prefilled(self) -> bool:
         """True where only the last token is left to compute."""
         return self.num_computed >= len(self.tokens) - 1
+
+    def begin(self, computed: int) -> None:
+        """Start, or start again, with the keys and values of so many positions."""
+        self.num_computed = computed
+        if self.num_cached is None:
+            self.num_cached = computed
 
     def budget(self, wanted: int) -> int:
         """How many of ``wanted`` tokens may be drafted: one emitted token is the target's."""
@@ -100,7 +106,7 @@ class Sequence:
             token_ids=tokens,
             finish_reason=self.finish_reason,
             speculative=self.stats() if last else None,
-            num_cached_tokens=self.num_cached,
+            num_cached_tokens=self.num_cached or 0,
         )
 
     def stats(self) -> SpeculativeStats:

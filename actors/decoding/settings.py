@@ -14,7 +14,9 @@ class TargetSettings:
     ``replay_top_k`` target probabilities are logged per position; ``draft_top_k`` bounds the
     support that a draft proposes from. ``num_speculative_tokens`` None has every round draft
     what measured goodput says, up to ``max_speculative_tokens``. ``max_model_len`` None takes
-    the target's own limit.
+    the target's own limit. ``kv_cache_mb`` MiB hold the target's keys and values, None is enough
+    for ``max_num_seqs`` full contexts (on GPUs at most a part of the free memory); drafts have
+    room for as many positions, on top.
     """
 
     model_path: str
@@ -24,6 +26,7 @@ class TargetSettings:
     num_threads: int = 2
     max_num_seqs: int = 16
     max_model_len: int | None = None
+    kv_cache_mb: int | None = None
     num_speculative_tokens: int | None = None
     max_speculative_tokens: int = 8
     draft_top_k: int = 64

@@ -109,12 +109,16 @@ class TargetReplica:
     async def describe(self) -> dict[str, Any]:
         """What runs here and how busy it is."""
         running, waiting = self._loop.load()
+        blocks, available = self._loop.kv_blocks
         return self._facts | {
             "replica_id": self._replica_id,
             "drafts": self._loop.drafts(),
             "draft_failures": self._loop.draft_failures,
             "running": running,
             "waiting": waiting,
+            "kv_blocks_total": blocks,
+            "kv_blocks_available": available,
+            "preemptions": self._loop.preemptions,
         }
 
     def check_health(self) -> None:

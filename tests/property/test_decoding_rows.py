@@ -1,33 +1,29 @@
-"""The row table stays dense and its moves keep every request's keys with it."""
+"""A request keeps its row, and no row has two."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.decoding.kv import KVRows, RowTable
+from paceline.actors.decoding.kv import RowTable
+from paceline.actors.decoding.prefill import prefill_shares
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
-def test_rows_stay_dense_and_data_follows(events: list[tuple[bool, int]]) -> None:
-    table, rows = RowTable(4), KVRows([(1, 2)], 4, 3, torch.float32, "cpu")
-    live: set[int] = set()
+def test_a_request_keeps_the_lowest_row_that_was_free(events: list[tuple[bool, int]]) -> None:
+    table = RowTable(4)
+    live: dict[int, int] = {}
     for add, request in events:
         if add and request not in live and not table.full:
             row = table.add(request)
-            rows.keys[0][row] = float(request)
-            live.add(request)
+            assert row == min(set(range(4)) - set(live.values()))
+            live[request] = row
         elif not add and request in live:
-            moved = table.release(request)
-            live.discard(request)
-            if moved is not None:
-                rows.move(moved[1], moved[2], 3)
-        assert sorted(table.row(r) for r in live) == list(range(len(live)))
+            assert table.release(request) == live.pop(request)
+        assert {request: table.row(request) for request in live} == live
         assert len(table) == len(live)
-        for r in live:
-            assert (rows.keys[0][table.row(r)] == float(r)).all()
+        assert table.full == (len(live) == 4)
 
 
 def test_a_full_table_refuses() -> None:
@@ -37,3 +33,19 @@ def test_a_full_table_refuses() -> None:
         table.add("b")
     with pytest.raises(KeyError):
         table.row("b")
+    table.release("a")
+    with pytest.raises(KeyError):
+        table.release("a")
+
+
+@given(st.lists(st.integers(1, 300), max_size=8), st.integers(1, 64))
+def test_prefill_starves_neither_long_nor_short(lacking: list[int], budget: int) -> None:
+    shares = prefill_shares(lacking, budget)
+    assert len(shares) == len(lacking)
+    assert all(0 <= share <= lack for share, lack in zip(shares, lacking, strict=True))
+    assert sum(shares) == min(budget, sum(lacking))
+    if lacking:
+        assert shares[0] >= min(lacking[0], (budget + 1) // 2)
+    for i, mine in enumerate(lacking[1:], 1):
+        shorter = [s for s, lack in zip(shares[1:], lacking[1:], strict=True) if lack > mine]
+        assert shares[i] == mine or not any(shorter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engines import request, run, tokens_of
 from tiny_models import save_tiny
 
@@ -35,3 +36,38 @@ def test_a_short_context_is_served_with_k_left_to_the_engine(
     answers = [tokens_of(o) for o in run(engine, asked).values()]
     assert {len(a) for a in answers} == {(max_model_len or 101) - 2}
     assert all(a == answers[0] for a in answers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_as_large_as_asked_and_never_too_small_for_one(
+    tmp_path: Path, dtype: str
+) -> None:
+    """Two layers of two heads of 64: 1 or 2 KiB a position, with blocks of 16."""
+    target = save_tiny(tmp_path / "t", 1, hidden=256)
+    draft = save_tiny(tmp_path / "d", 2, layers=1)
+    each = 2 * 2 * 2 * 64 * (4 if dtype == "float32" else 2)
+
+    def settings(**own: int | None) -> TargetSettings:
+        return TargetSettings(
+            str(target), {"general": str(draft)}, dtype=dtype, num_threads=1, max_num_seqs=3, **own
+        )
+
+    engine, _, facts = build_engine(settings())
+    assert facts["kv_block_size"] == 16
+    assert engine.kv_blocks == (3 * 8, 3 * 8)  # three contexts of 128
+    engine, _, _ = build_engine(settings(kv_cache_mb=1))
+    kv = engine._runner.kv  # type: ignore[attr-defined]
+    assert engine.kv_blocks == (2**20 // (16 * each) - 1,) * 2
+    own = [tensor.nbytes for tensor in (*kv.keys, *kv.values)]
+    assert 2**20 - 16 * each < sum(own) <= 2**20
+    assert {tensor.dtype for tensor in kv.keys} == {getattr(torch, dtype)}
+    asked = [request(f"r{i}", [5 + i], draft="general", max_tokens=99) for i in range(4)]
+    assert len(run(engine, asked)) == 4
+
+
+def test_memory_for_less_than_one_request_names_the_setting(tmp_path: Path) -> None:
+    """8 KiB a position: 17 blocks of 128 KiB, one of them for padding."""
+    target = save_tiny(tmp_path / "t", 1, hidden=1024, max_position_embeddings=256)
+    settings = TargetSettings(str(target), dtype="float32", num_threads=1, kv_cache_mb=2)
+    with pytest.raises(ValueError, match=r"target.kv_cache_mb: there is room for 240 .* least 3, "):
+        build_engine(settings)

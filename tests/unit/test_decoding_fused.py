@@ -20,7 +20,7 @@ from paceline.actors.decoding.attention import ATTENTION_NAME, StepContext
 from paceline.actors.decoding.decoders import ModuleDecoder, make_decoder
 from paceline.actors.decoding.fused import FusedDecoder, Rotary
 from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.kv import KVRows, kv_dtype
+from paceline.actors.decoding.kv import KVBlocks
 from paceline.actors.decoding.runner import ModelRunner, kv_shapes
 
 VOCAB, CAPACITY = 64, 48
@@ -73,14 +73,16 @@ def make(config: Any, seed: int, dtype: torch.dtype = torch.float32) -> Any:
 def logits(decoder: Any, model: Any, experts: list[int], keep: int = 0) -> torch.Tensor:
     """Two forwards, 9 tokens and then 3, of rows that do not follow each other."""
     batch, dtype = len(experts), model.dtype
-    kv = KVRows(kv_shapes(model.config), batch + 1, CAPACITY, kv_dtype(dtype, model.device), "cpu")
+    kv = KVBlocks(kv_shapes(model.config), batch + 1, CAPACITY, dtype, "cpu")
+    for row in range(batch + 1):
+        kv.reserve(row, 12)
     rows = torch.arange(batch).flip(0) + 1
     generator = torch.Generator().manual_seed(5)
     found = []
     for start, count in ((0, 9), (9, 3)):
         tokens = torch.randint(VOCAB, (batch, count), generator=generator)
         positions = torch.arange(start, start + count).expand(batch, -1)
-        step = StepContext(kv, rows, positions, start + count, None)
+        step = StepContext.at(kv, rows, positions, start + count)
         found.append(decoder(tokens, step, Grid(experts, "cpu"), keep))
     return torch.cat(found, dim=1)
 

@@ -30,7 +30,12 @@ WAYS = [
 def made(name: str, dtype: torch.dtype, *, invariant: bool) -> ModelRunner:
     if kernels_for(CPU, dtype) is None or not packable(torch.zeros(1, dtype=dtype)):
         pytest.skip("this CPU has no packed products or no compiler made the kernels")
-    return ModelRunner([load_causal_lm(MODELS / name, dtype)], ROWS, CAPACITY, invariant=invariant)
+    model = load_causal_lm(MODELS / name, dtype)
+    runner = ModelRunner([model], ROWS, CAPACITY, invariant=invariant)
+    for length in (20, 60, CAPACITY):  # so that the rows' blocks lie apart
+        for row in (3, 1, 4, 0, 5, 2, 6, 7):
+            assert runner.kv.reserve(row, length)
+    return runner
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")

@@ -104,6 +104,18 @@ def test_a_short_draft_serves_a_target_that_is_cut_to_it(
     check(changed(config, {"drafts.general": short, "target.max_model_len": 512}))
 
 
+def test_memory_for_less_than_one_request_is_refused(config: PacelineConfig) -> None:
+    """65 blocks of 16 positions, 8 layers of 6 heads of 64 keys and values, 2 or 4 bytes each."""
+    said = refusal(changed(config, {"target.kv_cache_mb": 12}))
+    assert (
+        "target.kv_cache_mb: 12 MiB do not hold one request of 1024 tokens, which takes 13" in said
+    )
+    check(changed(config, {"target.kv_cache_mb": 13}))
+    check(changed(config, {"target.kv_cache_mb": 12, "target.max_model_len": 900}))
+    wide = {"target.kv_cache_mb": 13, "target.dtype": "float32"}
+    assert "which takes 25" in refusal(changed(config, wide))
+
+
 def test_a_router_that_knows_none_of_the_topics_is_refused(config: PacelineConfig) -> None:
     said = refusal(changed(config, {"drafts.topics": ("law", "support")}))
     assert "none of drafts.topics (law, support)" in said

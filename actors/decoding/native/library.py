@@ -42,9 +42,13 @@ _TIMEOUT_S = 120
 class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "steps", "q_heads", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("dim", "capacity", "window")),
+        *((name, ctypes.c_int64) for name in ("dim", "block_size", "columns", "span", "window")),
         ("scale", ctypes.c_float),
     )
+
+
+# As in kernels.cpp: queries of a tile, and the lanes of the widest vectors.
+_TILE, _LANES = 16, 16
 
 
 class Kernels:
@@ -61,7 +65,7 @@ class Kernels:
         self._silu_mul = library[f"silu_mul_{_NAMES[dtype]}"]
         self._silu_mul.argtypes = [pointer, size, size, pointer]
         self._attend = library[f"attend_{_NAMES[dtype]}"]
-        self._attend.argtypes = [pointer] * 10
+        self._attend.argtypes = [pointer] * 11
         self._top_one = library[f"top_one_{_NAMES[dtype]}"]
         self._top_one.argtypes = [pointer, size, size, pointer, pointer]
         self._top_k = library[f"top_k_{_NAMES[dtype]}"]
@@ -179,19 +183,23 @@ class Kernels:
         rotary: tuple[Tensor, Tensor],
         rows: Tensor,
         positions: Tensor,
+        tables: Tensor,
+        span: int,
         kv: tuple[Tensor, Tensor],
         heads: tuple[int, int],
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Rotate queries and keys, store keys and values, attend over the rows.
+        """Rotate queries and keys, store keys and values, attend over the rows' blocks.
 
         Args:
             qkv: ``[B, T, (heads + 2 * kv_heads) * dim]``.
             rotary: cosine and signed sine, ``[capacity, dim]`` each.
             rows: int64 ``[B]``.
             positions: int64 ``[B, T]``.
-            kv: float32 ``[rows, kv_heads, capacity, dim]`` each.
+            tables: int32 ``[rows, columns]``, the blocks of every row.
+            span: whole blocks of positions that hold all that is read.
+            kv: ``[blocks, block_size, kv_heads, dim]`` each; block_size is a multiple of 16.
             heads: query heads and key/value heads.
             scale: of the scores.
             window: how far back to look, None for all.
@@ -199,15 +207,18 @@ class Kernels:
         Returns:
             ``[B, T, heads * dim]``.
         """
-        batch, steps, width = qkv.shape
-        queries, keys = heads
-        dim = width // (queries + 2 * keys)
-        capacity = kv[0].shape[2]
+        batch, steps, _ = qkv.shape
+        _, block_size, keys, dim = kv[0].shape
+        assert block_size % _LANES == 0
+        assert span % block_size == 0
         # Views that were expanded have no memory of their own; no copy where there is.
         qkv, rows, positions = qkv.contiguous(), rows.contiguous(), positions.contiguous()
-        shape = _Attention(batch, steps, queries, keys, dim, capacity, window or 0, scale)
-        scratch = torch.empty(2 * dim + capacity)
-        out = qkv.new_empty(batch, steps, queries * dim)
+        sizes = (batch, steps, heads[0], keys, dim, block_size, tables.shape[1], span, window or 0)
+        shape = _Attention(*sizes, scale)
+        padded = -(-dim // _LANES) * _LANES
+        per_query = 2 * padded + _LANES + span
+        scratch = torch.empty(_TILE * per_query + block_size * padded)
+        out = qkv.new_empty(batch, steps, heads[0] * dim)
         self._attend(
             ctypes.addressof(shape),
             qkv.data_ptr(),
@@ -215,6 +226,7 @@ class Kernels:
             rotary[1].data_ptr(),
             rows.data_ptr(),
             positions.data_ptr(),
+            tables.data_ptr(),
             kv[0].data_ptr(),
             kv[1].data_ptr(),
             scratch.data_ptr(),

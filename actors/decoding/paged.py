@@ -1,0 +1,129 @@
+"""Attention that reads key/value blocks in place on GPUs, by torch's own kernels.
+
+``torch.nn.attention.varlen`` runs FlashAttention over a block table. Which block sizes it takes
+depends on the version behind it (2 wants multiples of 256, 3 any), so it is tried once at the
+start and compared with the plain computation. No part of this module has been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+_HALF = (torch.float16, torch.bfloat16)
+_SIZES = (16, 256)
+_TOLERANCE = 0.05
+
+
+def usable(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether :func:`attend` serves these: by device, dtype and sizes, as tried once.
+
+    Args:
+        query: ``[B, heads, T, head_dim]``.
+        keys: ``[blocks, block_size, kv_heads, head_dim]``.
+        values: like ``keys``.
+    """
+    if not query.is_cuda or query.dtype is not keys.dtype or keys.shape != values.shape:
+        return False
+    return _works(query.device, query.dtype, query.shape[1], *keys.shape[1:])
+
+
+def block_size(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> int:
+    """The smallest block that can be read in place; 16 where none can, or on CPUs."""
+    for size in _SIZES:
+        if device.type == "cuda" and _works(device, dtype, heads, size, kv_heads, dim):
+            return size
+    return _SIZES[0]
+
+
+def attend(
+    query: Tensor,
+    stored: tuple[Tensor, Tensor],
+    table: Tensor,
+    lengths: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention over blocks; the last token of a row is its last position.
+
+    Split-KV is off: it would let a row's rounding depend on its neighbours' lengths.
+
+    Args:
+        query: ``[B, T, heads, head_dim]``.
+        stored: keys and values, ``[blocks, block_size, kv_heads, head_dim]`` each.
+        table: int32 ``[B, columns]``.
+        lengths: int32 ``[B]``, 1 + the position of every row's last token.
+        scaling: softmax scale, None for the usual one.
+        window: how far back to look, None for all.
+
+    Returns:
+        ``[B, T, heads, head_dim]``.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    keys, values = stored
+    (batch, steps), span = query.shape[:2], table.shape[1] * keys.shape[1]
+    starts = torch.arange(0, (batch + 1) * steps, steps, dtype=torch.int32, device=query.device)
+    output = varlen_attn(
+        query.flatten(0, 1),
+        keys,
+        values,
+        starts,
+        None,
+        steps,
+        span,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[2] != keys.shape[2],
+        # Beyond the table only padding can be: its result is not used.
+        seqused_k=lengths.clamp(max=span),
+        block_table=table,
+        num_splits=1,
+    )
+    assert isinstance(output, Tensor)
+    return output.view(query.shape)
+
+
+@functools.cache
+def _works(
+    device: torch.device, dtype: torch.dtype, heads: int, size: int, kv_heads: int, dim: int
+) -> bool:
+    """Try it on two rows of three blocks against the plain computation."""
+    if dtype not in _HALF:
+        return False
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        query, keys, values = (
+            noise(*shape) for shape in ((2, 3, heads, dim), *2 * [(7, size, kv_heads, dim)])
+        )
+        table = torch.tensor([[4, 1, 6], [2, 5, 3]], dtype=torch.int32, device=device)
+        lengths = torch.tensor([2 * size + 5, size + 9], dtype=torch.int32, device=device)
+        found = attend(query, (keys, values), table, lengths, None, None)
+        for row, length in enumerate(lengths.tolist()):
+            own = [part[table[row]].flatten(0, 1)[:length] for part in (keys, values)]
+            mask = torch.ones(3, length, dtype=torch.bool, device=device).tril(length - 3)
+            wanted = functional.scaled_dot_product_attention(
+                query[row].transpose(0, 1),
+                own[0].transpose(0, 1),
+                own[1].transpose(0, 1),
+                attn_mask=mask,
+                enable_gqa=heads != kv_heads,
+            ).transpose(0, 1)
+            if not (found[row] - wanted).abs().max() < _TOLERANCE:
+                raise ValueError("its result is off")
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        logger.info("blocks of %d are not read in place on %s: %s", size, device, error)
+        return False
+    return True

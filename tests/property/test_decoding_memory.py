@@ -1,0 +1,175 @@
+"""However little memory there is: every request ends, with the text that it has in plenty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import MAX_LEN, TOKENIZER, engine_of, make_engine, request, run, served, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_llama
+
+from paceline.actors.decoding.engine import Engine
+from paceline.actors.decoding.kv import BLOCK_SIZE
+
+WORDS = TOKENIZER.encode("SELECT name, age FROM people WHERE age > 30; Ann has 12 apples." * 4)
+PLENTY = make_engine(max_num_seqs=8)
+LEAST = -(-MAX_LEN // BLOCK_SIZE)
+
+ASKED = st.lists(
+    st.tuples(
+        st.integers(1, 70),  # prompt tokens
+        st.integers(0, 3),  # where in the words it begins
+        st.integers(1, 60),  # output tokens
+        st.sampled_from([(None, 0.0), (5, 0.9), (6, 1.3)]),  # seed, temperature
+        st.sampled_from([None, 0, 1, 5]),  # drafted tokens
+        st.booleans(),  # stored
+        st.integers(0, 6),  # rounds until it comes
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def requests(asked: list[Any]) -> list[Any]:
+    return [
+        request(
+            f"r{i}",
+            WORDS[start : start + length],
+            max_tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            num_speculative_tokens=k,
+            draft="ab"[i % 2],
+            store=store,
+            ignore_eos=True,
+        )
+        for i, (length, start, tokens, (seed, temperature), k, store, _) in enumerate(asked)
+    ]
+
+
+def answers(engine: Engine, asked: list[Any]) -> dict[str, list[int]]:
+    """Tokens by request; requests come some rounds after each other."""
+    found: dict[str, list[int]] = {}
+    for one, (*_, rounds) in zip(requests(asked), asked, strict=True):
+        engine.add(one)
+        for _ in range(rounds):
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.chunk.token_ids)
+    for name, outputs in run(engine).items():
+        found.setdefault(name, []).extend(tokens_of(outputs))
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(ASKED, st.integers(LEAST, 2 * LEAST), st.booleans())
+def test_every_request_ends_with_its_text(
+    asked: list[Any], blocks: int, prefix_cache: bool
+) -> None:
+    engine = make_engine(
+        max_num_seqs=5,
+        kv_positions=blocks * BLOCK_SIZE,
+        draft_positions=LEAST * BLOCK_SIZE,
+        prefix_cache=prefix_cache,
+    )
+    found = answers(engine, asked)
+    assert found == answers(PLENTY, asked)
+    assert {name: len(tokens) for name, tokens in found.items()} == {
+        f"r{i}": min(tokens, MAX_LEN - length) for i, (length, _, tokens, *_) in enumerate(asked)
+    }
+    for runner in (engine._runner, stack_of(engine).runner):  # type: ignore[attr-defined]
+        runner.kv.pool.check_integrity()
+        assert runner.kv.pool.available == runner.kv.pool.size
+    assert PLENTY.preemptions == 0
+
+
+def stack_of(engine: Engine) -> Any:
+    return engine._drafting._proposer._stacks["a"]  # type: ignore[attr-defined]
+
+
+def test_the_youngest_makes_room_and_goes_on_unseen() -> None:
+    """Two that fit at first and not to their ends: the first is never held up."""
+    engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
+    asked = [request(f"r{i}", WORDS[i : i + 20], max_tokens=70, ignore_eos=True) for i in range(2)]
+    for one in asked:
+        engine.add(one)
+    found: dict[str, list[int]] = {"r0": [], "r1": []}
+    began: dict[str, list[int]] = {"r0": [], "r1": []}
+    cached = set()
+    for step in range(400):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            found[output.request_id].extend(output.chunk.token_ids)
+            began[output.request_id].append(step)
+            cached.add(output.chunk.num_cached_tokens)
+    assert engine.preemptions >= 1
+    assert began["r0"] == list(range(began["r0"][0], began["r0"][0] + 70))
+    assert began["r1"][0] < began["r0"][-1] < began["r1"][-1]
+    assert cached == {0}  # what it takes up again is not the client's business
+    expected = run(make_engine(k=0), asked)
+    assert found == {name: tokens_of(outputs) for name, outputs in expected.items()}
+
+
+def test_a_request_waits_until_its_prompt_and_first_round_fit() -> None:
+    engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
+    engine.add(request("long", WORDS[:64], max_tokens=30, ignore_eos=True))
+    engine.add(request("next", WORDS[:32], max_tokens=3, ignore_eos=True, store=False))
+    engine.add(request("short", WORDS[:4], max_tokens=3, ignore_eos=True))
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (1, 2)  # nobody overtakes
+    engine.abort("long")
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 0)
+    assert set(run(engine)) == {"next", "short"}
+
+
+def test_a_preempted_request_can_be_aborted() -> None:
+    engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
+    for i in range(2):
+        engine.add(request(f"r{i}", WORDS[i : i + 20], max_tokens=70, ignore_eos=True))
+    while not engine.preemptions:
+        engine.step()
+    assert (engine.num_running, engine.num_waiting) == (1, 1)
+    engine.abort("r1")
+    assert set(run(engine)) == {"r0"}
+    assert engine.kv_blocks[1] == LEAST
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_drafts_without_memory_cost_speed_alone(k: int) -> None:
+    """The target's twin as draft, with memory for one of three: the first drafts all along."""
+    target, twin = served(tiny_llama(1)), served(tiny_llama(1))
+    engine = engine_of(target, [{"a": twin}], k=k, draft_positions=LEAST * BLOCK_SIZE)
+    asked = [request(f"r{i}", WORDS[i : i + 40], max_tokens=50, ignore_eos=True) for i in range(3)]
+    found, expected = run(engine, asked), run(make_engine(), asked)
+    drafted: list[int] = []
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+        stats = found[name][-1].chunk.speculative
+        assert stats is not None
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens
+        drafted.append(stats.num_draft_tokens)
+    alone = run(engine, [asked[0]])["r0"][-1].chunk.speculative
+    assert alone is not None
+    assert drafted[0] == alone.num_draft_tokens > max(drafted[1:])
+
+
+def test_a_long_prompt_holds_up_neither_streams_nor_short_prompts() -> None:
+    engine = make_engine(k=0, prefill_chunk=4)
+    engine.add(request("stream", WORDS[:3], max_tokens=60, ignore_eos=True))
+    engine.step()
+    engine.add(request("long", WORDS[:81], max_tokens=2, ignore_eos=True))
+    engine.step()
+    engine.add(request("short", WORDS[5:14], max_tokens=2, ignore_eos=True))
+    first: dict[str, int] = {}
+    for step in range(60):
+        outputs = {output.request_id for output in engine.step()}
+        assert "stream" in outputs or step > 55
+        for name in outputs:
+            first.setdefault(name, step)
+        if {"long", "short"} <= first.keys():
+            break
+    assert first["short"] == 3  # 8 tokens, half of every round's 4
+    assert 19 <= first["long"] <= 24  # 80 tokens, 4 a round but for those
