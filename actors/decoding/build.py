@@ -76,18 +76,16 @@ def kv_positions(
     size = kv_block_size(config, dtype, device)
     block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
     blocks = settings.max_num_seqs * columns
-    room = None if settings.kv_cache_mb is None else settings.kv_cache_mb * _MIB
-    if room is None and device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    if settings.kv_cache_mb is not None and room is not None:
-        blocks = room // block - 1  # one is for what padding writes
-    elif room is not None:
-        blocks = min(blocks, room // block - 1)
+    if settings.kv_cache_mb is not None:
+        blocks = settings.kv_cache_mb * _MIB // block - 1  # one is for what padding writes
+    elif device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        blocks = min(blocks, int(free * _GPU_SHARE) // block - 1)
     if blocks < columns:
+        least = math.ceil((columns + 1) * block / _MIB)
         raise ValueError(
             f"target.kv_cache_mb: there is room for {max(blocks, 0) * size} positions, and one "
-            f"request may have {length}: give at least {math.ceil((columns + 1) * block / _MIB)}, or "
-            "a smaller target.max_model_len"
+            f"request may have {length}: give at least {least}, or a smaller target.max_model_len"
         )
     return blocks * size
 
