@@ -97,7 +97,6 @@ class Schedule:
         self.preemptions += 1
         self.keep(sequence)
         self.release(sequence.request_id)
-        sequence.num_computed = 0
         self.waiting.appendleft(sequence)
 
     def _needed(self, sequence: Sequence) -> int:

@@ -101,7 +101,7 @@ def test_a_prefix_is_found_where_and_only_where_its_tokens_are(
             assert tuple(tokens[:2]) not in holds.values()
 
 
-ROWS, SIZE, CAPACITY = 4, 16, 80
+ROWS, SIZE, CAPACITY = 3, 16, 48
 
 
 @given(
@@ -112,9 +112,9 @@ ROWS, SIZE, CAPACITY = 4, 16, 80
             st.integers(1, CAPACITY),
             st.integers(0, 1),
         ),
-        max_size=40,
+        max_size=60,
     ),
-    st.integers(5, 12),
+    st.integers(3, 5),
 )
 def test_every_row_reads_what_it_wrote(
     events: list[tuple[str, int, int, int]], blocks: int
@@ -161,6 +161,30 @@ def test_every_row_reads_what_it_wrote(
     for row in list(tokens):
         kv.release(row)
     assert kv.pool.available == kv.pool.size == blocks
+
+
+def test_of_what_is_kept_the_end_is_given_up_first() -> None:
+    kv = KVBlocks([(1, 1)], 2, 48, torch.float32, "cpu", positions=48)
+    tokens = list(range(48))
+    assert kv.begin(0, tokens, 48) == 0
+    kv.keep(0, tokens)
+    kv.release(0)
+    assert kv.begin(1, [7], 16) == 0
+    assert kv.begin(0, tokens, 32) == 32
+    kv.pool.check_integrity()
+
+
+def test_blocks_that_are_kept_and_shared_leave_no_room_twice() -> None:
+    """Two idle blocks are known, and one more is wanted: they do not count as available too."""
+    kv = KVBlocks([(1, 1)], 2, 48, torch.float32, "cpu", positions=48)
+    tokens = list(range(48))
+    assert kv.begin(0, tokens, 32) == 0
+    kv.keep(0, tokens[:32])
+    kv.release(0)
+    assert kv.reserve(1, 16)
+    assert kv.begin(0, tokens, 48) is None
+    assert kv.begin(0, tokens, 32, spare=1) is None
+    assert kv.begin(0, tokens, 32) == 32
 
 
 def test_memory_for_less_than_a_request_is_refused() -> None:

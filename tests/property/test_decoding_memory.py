@@ -5,17 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from engines import MAX_LEN, TOKENIZER, engine_of, make_engine, request, run, served, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_llama
 
+from paceline.actors.decoding.colocated import ExpertStack
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.kv import BLOCK_SIZE
+from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.runner import ModelRunner
 
 WORDS = TOKENIZER.encode("SELECT name, age FROM people WHERE age > 30; Ann has 12 apples." * 4)
-PLENTY = make_engine(max_num_seqs=8)
 LEAST = -(-MAX_LEN // BLOCK_SIZE)
+
+
+def twin_engine(**options: Any) -> Engine:
+    """A target whose draft a is itself and whose draft b is another."""
+    drafts = {"a": served(tiny_llama(1)), "b": served(tiny_llama(3))}
+    return engine_of(served(tiny_llama(1)), [drafts], **options)
+
+
+PLENTY = twin_engine(max_num_seqs=8)
 
 ASKED = st.lists(
     st.tuples(
@@ -67,7 +80,7 @@ def answers(engine: Engine, asked: list[Any]) -> dict[str, list[int]]:
 def test_every_request_ends_with_its_text(
     asked: list[Any], blocks: int, prefix_cache: bool
 ) -> None:
-    engine = make_engine(
+    engine = twin_engine(
         max_num_seqs=5,
         kv_positions=blocks * BLOCK_SIZE,
         draft_positions=LEAST * BLOCK_SIZE,
@@ -112,6 +125,25 @@ def test_the_youngest_makes_room_and_goes_on_unseen() -> None:
     assert found == {name: tokens_of(outputs) for name, outputs in expected.items()}
 
 
+def test_a_preempted_request_goes_on_before_those_that_came_later() -> None:
+    engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
+    lengths = {"r0": 50, "r1": 50, "r2": 5}
+    asked = [
+        request(name, WORDS[i : i + 20], max_tokens=tokens, ignore_eos=True)
+        for i, (name, tokens) in enumerate(lengths.items())
+    ]
+    for one in asked[:2]:
+        engine.add(one)
+    while not engine.preemptions:
+        engine.step()
+    engine.add(asked[2])
+    outputs = run(engine)
+    order = list(outputs)
+    assert order.index("r1") < order.index("r2")
+    # It begins with a block that it has left behind: that is not what the client calls cached.
+    assert {output.chunk.num_cached_tokens for output in outputs["r1"]} == {0}
+
+
 def test_a_request_waits_until_its_prompt_and_first_round_fit() -> None:
     engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
     engine.add(request("long", WORDS[:64], max_tokens=30, ignore_eos=True))
@@ -140,8 +172,7 @@ def test_a_preempted_request_can_be_aborted() -> None:
 @pytest.mark.parametrize("k", [2, 5])
 def test_drafts_without_memory_cost_speed_alone(k: int) -> None:
     """The target's twin as draft, with memory for one of three: the first drafts all along."""
-    target, twin = served(tiny_llama(1)), served(tiny_llama(1))
-    engine = engine_of(target, [{"a": twin}], k=k, draft_positions=LEAST * BLOCK_SIZE)
+    engine = twin_engine(k=k, draft_positions=LEAST * BLOCK_SIZE)
     asked = [request(f"r{i}", WORDS[i : i + 40], max_tokens=50, ignore_eos=True) for i in range(3)]
     found, expected = run(engine, asked), run(make_engine(), asked)
     drafted: list[int] = []
@@ -154,6 +185,37 @@ def test_drafts_without_memory_cost_speed_alone(k: int) -> None:
     alone = run(engine, [asked[0]])["r0"][-1].chunk.speculative
     assert alone is not None
     assert drafted[0] == alone.num_draft_tokens > max(drafted[1:])
+
+
+def test_a_row_that_drafts_less_than_its_neighbour_goes_on_right() -> None:
+    engine = twin_engine()
+    asked = [
+        request(f"r{k}", WORDS[k : k + 9], max_tokens=60, num_speculative_tokens=k, ignore_eos=True)
+        for k in (1, 6)
+    ]
+    for outputs in run(engine, asked).values():
+        stats = outputs[-1].chunk.speculative
+        assert stats is not None
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 20
+
+
+def test_a_draft_gives_way_to_one_that_came_before_it() -> None:
+    runner = ModelRunner([served(tiny_llama(1))], 2, MAX_LEN, LEAST * BLOCK_SIZE)
+    stack, generator = ExpertStack(runner, ["a"], 2), torch.Generator()
+    sampling = SamplingParams(max_tokens=9, temperature=0.0)
+
+    def propose(*rows: tuple[str, int]) -> list[int]:
+        asked = [DraftRow(name, "a", WORDS[:length], 1, 2, sampling) for name, length in rows]
+        return stack.propose(asked, 4, generator).num_drafted.tolist()  # type: ignore[no-any-return]
+
+    assert propose(("old", 40)) == [2]
+    assert propose(("young", 40), ("old", 40)) == [2, 2]
+    assert propose(("young", 41), ("old", 49)) == [0, 2]
+    assert propose(("young", 41), ("old", 50)) == [0, 2]
+    stack.release("old")
+    assert propose(("young", 41)) == [2]
+    stack.release("young")
+    assert runner.kv.pool.available == LEAST
 
 
 def test_a_long_prompt_holds_up_neither_streams_nor_short_prompts() -> None:
