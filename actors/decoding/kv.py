@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.actors.decoding.blocks import BlockPool
 from paceline.actors.decoding.prefixes import PrefixIndex
@@ -13,6 +16,7 @@ from paceline.actors.decoding.prefixes import PrefixIndex
 BLOCK_SIZE = 16
 # Padding behind a short row may reach beyond the context, by fewer tokens than this.
 _OVERHANG = 64
+_LINE = 64
 
 
 def position_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
@@ -75,11 +79,10 @@ class KVBlocks:
         self._index = PrefixIndex(block_size)
         self._blocks: list[list[int]] = [[] for _ in range(rows)]
         # Zeros, not empty: a masked position must not hold a NaN (0 x NaN is NaN).
-        self.keys = [
-            torch.zeros(blocks + 1, block_size, heads, dim, dtype=dtype, device=device)
-            for heads, dim in shapes
-        ]
-        self.values = [torch.zeros_like(layer) for layer in self.keys]
+        self.keys, self.values = (
+            [_zeros((blocks + 1, block_size, *shape), dtype, device) for shape in shapes]
+            for _ in range(2)
+        )
         host = torch.zeros(rows, columns - (-_OVERHANG // block_size), dtype=torch.int32)
         self.tables = host.to(device)
         self._host, self._host_tables = host.numpy(), host
@@ -187,6 +190,19 @@ class KVBlocks:
         self._host[row, len(held) : len(held) + len(blocks)] = blocks
         held.extend(blocks)
         self._stale = True
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on CPUs such that the system gives a page only when it is written.
+
+    (``torch.zeros`` writes them all.) Rows begin on cache lines.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 class RowTable:

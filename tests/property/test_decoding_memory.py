@@ -127,16 +127,10 @@ def test_the_youngest_makes_room_and_goes_on_unseen() -> None:
 
 def test_a_preempted_request_goes_on_before_those_that_came_later() -> None:
     engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
-    lengths = {"r0": 50, "r1": 50, "r2": 5}
-    asked = [
-        request(name, WORDS[i : i + 20], max_tokens=tokens, ignore_eos=True)
-        for i, (name, tokens) in enumerate(lengths.items())
-    ]
-    for one in asked[:2]:
-        engine.add(one)
+    for name, length in (("r0", 20), ("r1", 21), ("r2", 80)):
+        engine.add(request(name, WORDS[:length], max_tokens=50, ignore_eos=True))
     while not engine.preemptions:
         engine.step()
-    engine.add(asked[2])
     outputs = run(engine)
     order = list(outputs)
     assert order.index("r1") < order.index("r2")
@@ -187,25 +181,34 @@ def test_drafts_without_memory_cost_speed_alone(k: int) -> None:
     assert drafted[0] == alone.num_draft_tokens > max(drafted[1:])
 
 
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+
+
+def make_stack() -> ExpertStack:
+    """Memory for one of two sequences."""
+    runner = ModelRunner([served(tiny_llama(1))], 2, MAX_LEN, LEAST * BLOCK_SIZE)
+    return ExpertStack(runner, ["a"], 2)
+
+
 def test_a_row_that_drafts_less_than_its_neighbour_goes_on_right() -> None:
-    engine = twin_engine()
-    asked = [
-        request(f"r{k}", WORDS[k : k + 9], max_tokens=60, num_speculative_tokens=k, ignore_eos=True)
-        for k in (1, 6)
-    ]
-    for outputs in run(engine, asked).values():
-        stats = outputs[-1].chunk.speculative
-        assert stats is not None
-        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 20
+    """What it drafts beyond its own number comes true, but its keys and values have no block."""
+    (outputs,) = run(PLENTY, [request("r", WORDS[:9], max_tokens=80, ignore_eos=True)]).values()
+    truth = [*WORDS[:9], *tokens_of(outputs)]
+    stack, generator = make_stack(), torch.Generator()
+
+    def propose(**rows: tuple[int, int]) -> list[list[int]]:
+        asked = [DraftRow(n, "a", truth[:length], 1, k, GREEDY) for n, (length, k) in rows.items()]
+        return stack.propose(asked, 4, generator).token_ids.tolist()  # type: ignore[no-any-return]
+
+    assert propose(few=(47, 1), many=(20, 6)) == [truth[47:53], truth[20:26]]
+    assert propose(few=(53, 6)) == [truth[53:59]]
 
 
 def test_a_draft_gives_way_to_one_that_came_before_it() -> None:
-    runner = ModelRunner([served(tiny_llama(1))], 2, MAX_LEN, LEAST * BLOCK_SIZE)
-    stack, generator = ExpertStack(runner, ["a"], 2), torch.Generator()
-    sampling = SamplingParams(max_tokens=9, temperature=0.0)
+    stack, generator = make_stack(), torch.Generator()
 
     def propose(*rows: tuple[str, int]) -> list[int]:
-        asked = [DraftRow(name, "a", WORDS[:length], 1, 2, sampling) for name, length in rows]
+        asked = [DraftRow(name, "a", WORDS[:length], 1, 2, GREEDY) for name, length in rows]
         return stack.propose(asked, 4, generator).num_drafted.tolist()  # type: ignore[no-any-return]
 
     assert propose(("old", 40)) == [2]
@@ -215,7 +218,7 @@ def test_a_draft_gives_way_to_one_that_came_before_it() -> None:
     stack.release("old")
     assert propose(("young", 41)) == [2]
     stack.release("young")
-    assert runner.kv.pool.available == LEAST
+    assert stack.runner.kv.pool.available == LEAST
 
 
 def test_a_long_prompt_holds_up_neither_streams_nor_short_prompts() -> None:
