@@ -35,14 +35,14 @@ class StepContext:
         rows: int64 ``[B]``, row of every sequence.
         positions: int64 ``[B, T]``, position of every token.
         columns: of the rows' tables, those that are read.
-        lengths: int32 ``[B]``, 1 + the position of the last token, padding included.
+        asked: the positions before padding beyond the capacity was brought inside.
     """
 
     kv: KVBlocks
     rows: Tensor
     positions: Tensor
     columns: int
-    lengths: Tensor
+    asked: Tensor
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
     _table: Tensor | None = None
     _slots: Tensor | None = None
@@ -58,15 +58,19 @@ class StepContext:
             span: 1 + the largest position that any row reads, padding included.
         """
         columns = min(-(-span // kv.block_size), kv.tables.shape[1])
-        lengths = (positions[:, -1] + 1).int()
         # Padding behind a short row may overhang the context. Nobody reads its last position
         # before the request has ended, so that is where the padding goes.
-        return cls(kv, rows, positions.clamp(0, kv.capacity - 1), columns, lengths)
+        return cls(kv, rows, positions.clamp(0, kv.capacity - 1), columns, positions)
 
     @property
     def span(self) -> int:
         """Positions 0..span-1 are read, whole blocks."""
         return self.columns * self.kv.block_size
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 ``[B]``: 1 + the position of the last token, padding included."""
+        return (self.asked[:, -1] + 1).int()
 
     @property
     def table(self) -> Tensor:
@@ -107,8 +111,8 @@ class StepContext:
 
     def subset(self, index: Tensor) -> StepContext:
         """The same for some of the sequences; ``index`` is int64 ``[R]``."""
-        rows, positions, lengths = self.rows[index], self.positions[index], self.lengths[index]
-        return StepContext(self.kv, rows, positions, self.columns, lengths)
+        rows, positions, asked = self.rows[index], self.positions[index], self.asked[index]
+        return StepContext(self.kv, rows, positions, self.columns, asked)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the new tokens' keys and values, ``[B, kv_heads, T, head_dim]`` each."""

@@ -153,7 +153,8 @@ struct Attention {
   float scale;
 };
 
-constexpr int64_t kTile = 16;  // queries that share what is widened of a block
+constexpr int64_t kTile = 16;   // queries that share what is widened of a block
+constexpr int64_t kAhead = 4;   // blocks that are fetched before they are needed
 
 inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -167,12 +168,17 @@ void widen_block(const Attention& a, const T* block, int64_t count, float* out) 
   }
 }
 
-// Has the processor fetch what widen_block() is going to read: blocks lie anywhere.
+// Blocks lie anywhere: has the processor fetch the one that is read kAhead reads after the i-th.
+// The reads of a head are those of the keys of `count` blocks, then of their values; behind them
+// come the next head's. Inlined, or else GCC drops the calls: it sees nothing that they do.
 template <class T>
-inline void prefetch_block(const Attention& a, const T* block) {
-  const int64_t stride = a.kv_heads * a.dim, line = 64 / sizeof(T);
+__attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks, int64_t count, const T* keys,
+                     const T* values, int64_t i) {
+  const int64_t stride = a.kv_heads * a.dim, line = 64 / sizeof(T), read = i + kAhead;
+  const int64_t at = blocks[read % count] * a.block_size * stride;
+  const T* block = read < count ? keys + at : read < 2 * count ? values + at : keys + at + a.dim;
   for (int64_t p = 0; p < a.block_size; ++p, block += stride)
-    for (int64_t i = 0; i < a.dim; i += line) __builtin_prefetch(block + i);
+    for (int64_t d = 0; d < a.dim; d += line) __builtin_prefetch(block + d);
 }
 
 // query * keys of kLanes positions.
@@ -235,12 +241,12 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
     last = std::max(last, queries[q].last);
   }
   const int64_t begin = first / a.block_size, end = last / a.block_size + 1;
+  const int64_t reads = end - begin;
   for (int64_t column = begin; column < end; ++column) {
     const int64_t start = column * a.block_size;
     const int64_t here = std::min(a.block_size, last + 1 - start);
     const int64_t tiles = (here + kLanes - 1) / kLanes * kLanes;
-    const bool more = column + 1 < end;
-    prefetch_block(a, more ? keys + table[column + 1] * block : values + table[begin] * block);
+    prefetch(a, table + begin, reads, keys, values, column - begin);
     widen_block(a, keys + table[column] * block, tiles, wide);
     for (int64_t q = 0; q < count; ++q) {
       if (queries[q].last < start || queries[q].first >= start + here) continue;
@@ -259,7 +265,7 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
   for (int64_t column = begin; column < end; ++column) {
     const int64_t start = column * a.block_size;
     const int64_t here = std::min(a.block_size, last + 1 - start);
-    if (column + 1 < end) prefetch_block(a, values + table[column + 1] * block);
+    prefetch(a, table + begin, reads, keys, values, reads + column - begin);
     widen_block(a, values + table[column] * block, here, wide);
     for (int64_t q = 0; q < count; ++q) {
       const int64_t from = std::max(queries[q].first, start);
