@@ -8,7 +8,11 @@ from typing import Any
 
 from paceline.actors.decoding.compatibility import own_context
 from paceline.deploy.errors import ApiError
-from paceline.deploy.openai_types import ChatCompletionRequest, CompletionRequest
+from paceline.deploy.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationOptions,
+)
 from paceline.deploy.translate import check_token_ids
 
 _ROLES = {"developer": "system"}  # chat templates know the older name
@@ -30,6 +34,15 @@ class PromptEncoder:
         """Take a transformers fast tokenizer with the target's chat template."""
         self._tokenizer = tokenizer
         self._vocab_size = len(tokenizer)
+
+    def check_tokens(self, request: GenerationOptions) -> None:
+        """Refuse token ids beyond the vocabulary.
+
+        Raises:
+            ApiError: 400 naming ``logit_bias`` or ``stop_token_ids``.
+        """
+        check_token_ids(request.logit_bias or (), self._vocab_size, "logit_bias")
+        check_token_ids(request.stop_token_ids or (), self._vocab_size, "stop_token_ids")
 
     def completion(self, request: CompletionRequest) -> list[list[int]]:
         """Token ids of every prompt.

@@ -134,8 +134,8 @@ class GenerationChunk:
 
     With stop strings ``token_ids`` are those whose text has been shown, at least in part: what
     is held back, or cut with a stop string, is not among them; ``num_cut_tokens`` says in the
-    last chunk how many were cut. ``logprobs`` has an entry per token id, None where none are wanted.
-    ``num_cached_tokens`` of the prompt were not computed again.
+    last chunk how many were cut. ``logprobs`` has an entry per token id, None where none are
+    wanted. ``num_cached_tokens`` of the prompt were not computed again.
     """
 
     text: str
