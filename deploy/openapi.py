@@ -85,11 +85,10 @@ def document(model_name: str) -> Schema:
     ]
     _, definitions = models_json_schema(kinds, ref_template=_REF)
     schemas: dict[str, Schema] = definitions["$defs"]
-    for name, schema in schemas.items():
-        if schema.get("additionalProperties") is False:  # a request's: answers may grow
-            _describe_checks(schema)
-        if name in ("CompletionRequest", "ChatCompletionRequest"):
-            schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
+    for name in ("CompletionRequest", "ChatCompletionRequest", "StreamOptions", "Speculative"):
+        _describe_checks(schemas[name])
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        schemas[name]["properties"]["model"] = {"type": "string", "enum": [model_name]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": _version()},

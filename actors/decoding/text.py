@@ -56,8 +56,16 @@ class TextStream:
             self._stream = DecodeStream(skip_special_tokens=True)
             piece = self._stream.step(self._backend, token)
         if piece:
+            if self._shown < len(self._tokens) - 1:
+                self._place(token, piece)
             self._shown = len(self._tokens)
             self._extend(piece, may_stop)
+
+    def _place(self, token: int, piece: str) -> None:
+        """Where a token begins whose text comes with that of broken bytes before it."""
+        own = str(self._backend.decode([token], skip_special_tokens=True))
+        if own and "\ufffd" not in own and piece.endswith(own):
+            self._starts[-1] = len(self._decoded) + len(piece) - len(own)
 
     def _extend(self, piece: str, may_stop: bool = True) -> None:
         before = len(self._decoded)
