@@ -1,5 +1,6 @@
 """schemathesis against the server's own OpenAPI document: no 5xx, and answers as described."""
 
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -34,7 +35,7 @@ _MODEL = "paceline"
 described = schemathesis.openapi.from_dict(document(_MODEL))
 OPERATIONS = [result.ok() for result in described.get_all_operations()]
 QUIET = settings(
-    max_examples=60,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
@@ -43,21 +44,31 @@ QUIET = settings(
 )
 
 
-@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+CASES = [
+    pytest.param(operation, mode, id=f"{operation.label} {mode.value}")
+    for operation in OPERATIONS
+    for mode in GenerationMode
+    if mode is GenerationMode.POSITIVE or operation.method == "post"
+]
+
+
+@pytest.mark.parametrize(("operation", "mode"), CASES)
 def test_whatever_is_sent_no_5xx_comes_back(
     base_url: str, operation: Any, mode: GenerationMode
 ) -> None:
-    if mode is GenerationMode.NEGATIVE and operation.method == "get":
-        pytest.skip("nothing to get wrong")
+    codes: Counter[int] = Counter()
 
     @QUIET
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: schemathesis.Case) -> None:
         _keep_short(case)
-        case.call_and_validate(base_url=base_url, checks=CHECKS, timeout=60)
+        answer = case.call_and_validate(base_url=base_url, checks=CHECKS, timeout=60)
+        codes[answer.status_code] += 1
 
     send()
+    # What is legal is mostly answered, what is not never is.
+    answered = codes[200] / codes.total()
+    assert answered > 0.3 if mode is GenerationMode.POSITIVE else answered == 0, codes
 
 
 def _keep_short(case: schemathesis.Case) -> None:
