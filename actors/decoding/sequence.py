@@ -92,13 +92,16 @@ class Sequence:
             self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
         before = self.num_output
+        self._take(emitted, eos)
+        self._logprobs.extend(logprobs[: self.num_output - before])
+        self.num_computed = len(self.tokens) - 1
+
+    def _take(self, emitted: Items[int], eos: frozenset[int]) -> None:
         for token in emitted:
             self.tokens.append(token)
             self._end_with(token, eos)
             if self.finish_reason is not None:
-                break
-        self._logprobs.extend(logprobs[: self.num_output - before])
-        self.num_computed = len(self.tokens) - 1
+                return
 
     def _end_with(self, token: int, eos: frozenset[int]) -> None:
         """Add the last token's text, and note whether the answer ends with it."""
@@ -134,9 +137,10 @@ class Sequence:
         """The log-probabilities of output tokens, with where their text begins."""
         if self.request.sampling.logprobs is None:
             return None
+        before = self.num_output - len(self._logprobs)  # output that it came with
         return tuple(
-            replace(self._logprobs[i], text_offset=self.text.start(i))
-            for i in range(start, min(end, len(self._logprobs)))
+            replace(self._logprobs[i - before], text_offset=self.text.start(i))
+            for i in range(max(start, before), end)
         )
 
     def stats(self) -> SpeculativeStats:
