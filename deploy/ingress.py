@@ -27,7 +27,7 @@ from paceline.deploy.openai_types import (
     GenerationOptions,
 )
 from paceline.deploy.openapi import document
-from paceline.deploy.prompts import PromptEncoder, context_length, question
+from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed
 from paceline.deploy.token_names import TokenNames
@@ -88,7 +88,8 @@ class Ingress:
         from transformers import AutoTokenizer  # seconds, and the driver never needs it
 
         tokenizer = AutoTokenizer.from_pretrained(settings.model_path, local_files_only=True)
-        self._encoder = PromptEncoder(tokenizer)
+        vocab_size = vocabulary_size(settings.model_path, tokenizer)
+        self._encoder = PromptEncoder(tokenizer, vocab_size)
         self._context = context_length(settings.model_path, settings.max_model_len)
         self._created = int(time.time())
         self._names = TokenNames(tokenizer)
