@@ -9,7 +9,8 @@ from itertools import zip_longest
 
 from paceline.actors.decoding.request import GenerationChunk, SpeculativeStats
 from paceline.deploy.errors import ApiError
-from paceline.deploy.openai_types import (
+from paceline.deploy.logprobs import chat_logprobs, completion_logprobs
+from paceline.deploy.openai_answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -21,6 +22,7 @@ from paceline.deploy.openai_types import (
     SpeculativeMetrics,
     Usage,
 )
+from paceline.deploy.token_names import TokenNames
 
 MIXED = "mixed"
 DONE = b"data: [DONE]\n\n"
@@ -36,6 +38,10 @@ class Answer:
         model: the served model's name.
         chat: True for ``/v1/chat/completions``.
         token_ids: True where the request wants the ids beside the text.
+        topics: topic of every prompt.
+        prompt_tokens: of all prompts together.
+        names: words log-probabilities.
+        num_choices: answers per prompt; those to the first prompt come first.
     """
 
     id: str
@@ -43,16 +49,43 @@ class Answer:
     model: str
     chat: bool
     token_ids: bool
+    topics: Sequence[str]
+    prompt_tokens: int
+    names: TokenNames
+    num_choices: int = 1
+
+    def topic(self, index: int) -> str:
+        """Topic of a choice."""
+        return self.topics[index // self.num_choices]
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """OpenAI's usage object."""
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )
+class Tally:
+    """Counts the tokens of an answer's choices as they come."""
+
+    def __init__(self, answer: Answer) -> None:
+        """Start from nothing."""
+        self._answer = answer
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        """Count a chunk of a choice; tokens that a stop string cut were generated too."""
+        self._completion_tokens += len(chunk.token_ids) + chunk.num_cut_tokens
+        if chunk.finish_reason is not None:
+            prompt = index // self._answer.num_choices
+            cached = chunk.num_cached_tokens
+            # The choices of a prompt may read it from each other; the least is from earlier.
+            self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
+
+    def usage(self) -> Usage:
+        """OpenAI's usage object: every prompt counts once, every choice by itself."""
+        prompt_tokens = self._answer.prompt_tokens
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values())),
+        )
 
 
 def metrics(parts: Sequence[tuple[SpeculativeStats, str]]) -> Metrics | None:
@@ -89,44 +122,52 @@ def _one(names: set[str]) -> str:
     return names.pop() if len(names) == 1 else MIXED
 
 
-def whole(
-    answer: Answer, chunks: Sequence[GenerationChunk], topics: Sequence[str], prompt_tokens: int
-) -> bytes:
+def whole(answer: Answer, chunks: Sequence[GenerationChunk]) -> bytes:
     """The JSON body of an answer that is not streamed, a choice per chunk."""
-    choices = [_choice(answer, index, chunk) for index, chunk in enumerate(chunks)]
+    tally = Tally(answer)
+    for index, chunk in enumerate(chunks):
+        tally.add(index, chunk)
     parts = [
-        (c.speculative, topic)
-        for c, topic in zip(chunks, topics, strict=True)
-        if c.speculative is not None
+        (chunk.speculative, answer.topic(index))
+        for index, chunk in enumerate(chunks)
+        if chunk.speculative is not None
     ]
     envelope = Envelope(
         id=answer.id,
         object="chat.completion" if answer.chat else "text_completion",
         created=answer.created,
         model=answer.model,
-        choices=choices,
-        usage=usage(
-            prompt_tokens,
-            sum(len(chunk.token_ids) for chunk in chunks),
-            sum(chunk.num_cached_tokens for chunk in chunks),
-        ),
+        choices=[_choice(answer, index, chunk) for index, chunk in enumerate(chunks)],
+        usage=tally.usage(),
         metrics=metrics(parts),
     )
     return envelope.model_dump_json().encode()
 
 
 def _choice(answer: Answer, index: int, chunk: GenerationChunk) -> CompletionChoice | ChatChoice:
-    token_ids = list(chunk.token_ids) if answer.token_ids else None
     if answer.chat:
         return ChatChoice(
             index=index,
             message=AssistantMessage(content=chunk.text),
+            logprobs=chat_logprobs(chunk, answer.names),
             finish_reason=chunk.finish_reason,
-            token_ids=token_ids,
+            token_ids=_token_ids(answer, chunk),
         )
+    return _completion_choice(answer, index, chunk)
+
+
+def _completion_choice(answer: Answer, index: int, chunk: GenerationChunk) -> CompletionChoice:
     return CompletionChoice(
-        index=index, text=chunk.text, finish_reason=chunk.finish_reason, token_ids=token_ids
+        index=index,
+        text=chunk.text,
+        logprobs=completion_logprobs(chunk, answer.names),
+        finish_reason=chunk.finish_reason,
+        token_ids=_token_ids(answer, chunk),
     )
+
+
+def _token_ids(answer: Answer, chunk: GenerationChunk) -> list[int] | None:
+    return list(chunk.token_ids) if answer.token_ids else None
 
 
 def _event(
@@ -152,30 +193,28 @@ def opening_event(answer: Answer, index: int) -> bytes:
     return _event(answer, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
 
 
-def piece_event(answer: Answer, index: int, chunk: GenerationChunk, topic: str) -> bytes:
+def piece_event(answer: Answer, index: int, chunk: GenerationChunk) -> bytes:
     """The event of a chunk; the last one of a choice carries its reason and its figures."""
-    token_ids = list(chunk.token_ids) if answer.token_ids else None
     choice: CompletionChoice | ChatChunkChoice
     if answer.chat:
         choice = ChatChunkChoice(
             index=index,
             delta=Delta(content=chunk.text or None),
+            logprobs=chat_logprobs(chunk, answer.names),
             finish_reason=chunk.finish_reason,
-            token_ids=token_ids,
+            token_ids=_token_ids(answer, chunk),
         )
     else:
-        choice = CompletionChoice(
-            index=index, text=chunk.text, finish_reason=chunk.finish_reason, token_ids=token_ids
-        )
-    figures = None if chunk.speculative is None else metrics([(chunk.speculative, topic)])
+        choice = _completion_choice(answer, index, chunk)
+    figures = (
+        None if chunk.speculative is None else metrics([(chunk.speculative, answer.topic(index))])
+    )
     return _event(answer, [choice], figures)
 
 
-def usage_event(
-    answer: Answer, prompt_tokens: int, completion_tokens: int, cached_tokens: int
-) -> bytes:
+def usage_event(answer: Answer, total: Usage) -> bytes:
     """The event that ``stream_options.include_usage`` asks for: no choices, all tokens."""
-    return _event(answer, [], total=usage(prompt_tokens, completion_tokens, cached_tokens))
+    return _event(answer, [], total=total)
 
 
 def error_event(error: ApiError) -> bytes:

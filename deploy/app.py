@@ -183,6 +183,8 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         min_confidence=config.router.min_confidence,
         max_in_flight=config.target.num_replicas * config.target.max_num_seqs
         + config.target.max_queued_requests,
+        max_per_client=config.target.max_seqs_per_client,
+        request_timeout_s=config.target.request_timeout_s,
     )
     return _ingress().bind(settings, target, router, actors)
 

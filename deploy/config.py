@@ -46,6 +46,8 @@ class TargetConfig(_Section):
     max_model_len: Count | None = None
     kv_cache_mb: Count | None = None
     max_queued_requests: Count = 256
+    max_seqs_per_client: Count | None = None
+    request_timeout_s: Seconds = 600.0
     num_replicas: Count = 1
     prefill_chunk: Count = 256
     prefix_cache: bool = True

@@ -66,3 +66,21 @@ def overloaded(message: str) -> ApiError:
 def internal(message: str) -> ApiError:
     """Something of the server's own failed."""
     return ApiError(500, message, "server_error", None, "internal_error")
+
+
+def rate_limited(message: str) -> ApiError:
+    """This client has too much under way; others are served."""
+    return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", retry_after_s=1)
+
+
+def timed_out() -> ApiError:
+    """The request's time was up before its answer was."""
+    return ApiError(
+        504,
+        "The answer was not ready in the time that this server gives a request; try again, or "
+        "ask for fewer tokens.",
+        "server_error",
+        None,
+        "request_timeout",
+        retry_after_s=1,
+    )

@@ -7,6 +7,8 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +19,18 @@ from starlette.exceptions import HTTPException
 from paceline.actors.decoding.request import GenerationRequest
 from paceline.deploy import answers, translate
 from paceline.deploy.admission import Slots
-from paceline.deploy.errors import ApiError, internal, overloaded
+from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
 from paceline.deploy.generation import complete_all, stream_all, streaming
 from paceline.deploy.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationOptions,
 )
-from paceline.deploy.prompts import PromptEncoder, context_length, question
+from paceline.deploy.openapi import document
+from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
 from paceline.deploy.status import LearningActors, gather_status
-from paceline.deploy.streams import EventStream, events, started
+from paceline.deploy.streams import EventStream, events, started, timed
+from paceline.deploy.token_names import TokenNames
 from paceline.deploy.topics import TopicFinder
 
 logger = logging.getLogger(__name__)
@@ -40,7 +44,9 @@ _HEALTH_TIMEOUT_S = 10.0
 class IngressSettings:
     """What the front door has to know; plain data that crosses process borders.
 
-    ``max_in_flight`` sequences are let through at once, more get a 503 with Retry-After.
+    ``max_in_flight`` sequences are let through at once, more get a 503 with Retry-After; of one
+    client ``max_per_client`` (None: all of them), more get a 429. A request that is not answered
+    after ``request_timeout_s`` seconds is cancelled.
     """
 
     model_name: str
@@ -50,6 +56,8 @@ class IngressSettings:
     router_timeout_s: float
     min_confidence: float
     max_in_flight: int
+    max_per_client: int | None = None
+    request_timeout_s: float = 600.0
 
 
 class Ingress:
@@ -80,10 +88,13 @@ class Ingress:
         from transformers import AutoTokenizer  # seconds, and the driver never needs it
 
         tokenizer = AutoTokenizer.from_pretrained(settings.model_path, local_files_only=True)
-        self._encoder = PromptEncoder(tokenizer)
+        vocab_size = vocabulary_size(settings.model_path, tokenizer)
+        self._encoder = PromptEncoder(tokenizer, vocab_size)
         self._context = context_length(settings.model_path, settings.max_model_len)
         self._created = int(time.time())
-        self._slots = Slots(settings.max_in_flight)
+        self._names = TokenNames(tokenizer)
+        self._slots = Slots(settings.max_in_flight, settings.max_per_client)
+        self._document = document(settings.model_name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes over this instance; Serve calls it after the constructor."""
@@ -94,6 +105,7 @@ class Ingress:
         api.add_api_route("/v1/completions", self.completions, methods=["POST"])
         api.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         api.add_api_route("/v1/paceline/status", self.status, methods=["GET"])
+        api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         api.add_exception_handler(ApiError, _answer_error)
         api.add_exception_handler(HTTPException, _answer_error)
         api.add_exception_handler(Exception, _answer_error)
@@ -130,8 +142,12 @@ class Ingress:
         """What target, drafts, replay and trainer are doing."""
         return JSONResponse(await gather_status(self._target, self._actors))
 
+    async def openapi(self) -> Response:
+        """This API in OpenAPI's words."""
+        return JSONResponse(self._document)
+
     async def completions(self, request: Request) -> Response:
-        """OpenAI's legacy completions: one choice per prompt."""
+        """OpenAI's legacy completions: n choices per prompt."""
         body = await _read(request)
         asked = translate.parse(body, CompletionRequest, self._settings.model_name)
         if len(body) > _LONG_PROMPT_BYTES:
@@ -151,7 +167,8 @@ class Ingress:
             for prompt in prompts
         ]
         texts = [self._encoder.plain_text(prompt) for prompt in prompts]
-        return await self._answer(asked, prompts, texts, limits, chat=False)
+        job = _Job(asked, prompts, texts, limits, chat=False, client=_client(request))
+        return await self._answer(job)
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
@@ -163,38 +180,33 @@ class Ingress:
             prompt = self._encoder.chat(asked)
         limit, field = translate.max_tokens_of(asked)
         limit = translate.fit_limit(limit, field, len(prompt), self._context, "messages")
-        return await self._answer(asked, [prompt], [question(asked)], [limit], chat=True)
+        job = _Job(asked, [prompt], [question(asked)], [limit], chat=True, client=_client(request))
+        return await self._answer(job)
 
-    async def _answer(
-        self,
-        asked: GenerationOptions,
-        prompts: list[list[int]],
-        texts: list[str],
-        limits: list[int],
-        *,
-        chat: bool,
-    ) -> Response:
+    async def _answer(self, job: "_Job") -> Response:
         """Route the prompts, run them and word the answer."""
+        asked = job.asked
+        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         translate.check_draft(asked.speculative.draft, self._settings.experts)
-        release = self._slots.take(len(prompts))
+        self._encoder.check_tokens(asked)
+        count = len(job.prompts) * asked.num_choices
+        param = "n" if asked.num_choices > 1 else "prompt"
+        release = self._slots.take(count, job.client, param)
         try:
-            answer = self._head(asked, chat)
-            topics = await self._topics_of(asked, texts)
-            requests = [
-                _request(asked, f"{answer.id}-{index}", *facts)
-                for index, facts in enumerate(zip(prompts, limits, topics, strict=True))
-            ]
-            prompt_tokens = sum(map(len, prompts))
+            async with _until(deadline):
+                topics = await self._topics_of(asked, job.texts)
+            answer = self._head(job, topics)
+            requests = _requests(job, answer.id, topics)
             if asked.stream:
-                pieces = await started(stream_all(self._streams, requests))
+                pieces = timed(stream_all(self._streams, requests), deadline)
+                pieces = await started(pieces)
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
-                content = events(answer, pieces, topics, prompt_tokens, usage)
-                response = EventStream(content, pieces, release)
+                response = EventStream(events(answer, pieces, usage), pieces, release)
                 release = _nothing  # the stream releases when it ends
                 return response
-            chunks = await complete_all(self._target, requests)
-            body = answers.whole(answer, chunks, topics, prompt_tokens)
-            return Response(body, media_type="application/json")
+            async with _until(deadline):
+                chunks = await complete_all(self._target, requests)
+            return Response(answers.whole(answer, chunks), media_type="application/json")
         finally:
             release()
 
@@ -205,24 +217,61 @@ class Ingress:
             return [named] * len(texts)
         return await asyncio.gather(*map(self._topics.find, texts))
 
-    def _head(self, asked: GenerationOptions, chat: bool) -> answers.Answer:
+    def _head(self, job: "_Job", topics: list[str]) -> answers.Answer:
         return answers.Answer(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            id=f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self._settings.model_name,
-            chat=chat,
-            token_ids=asked.return_token_ids,
+            chat=job.chat,
+            token_ids=job.asked.return_token_ids,
+            topics=topics,
+            prompt_tokens=sum(map(len, job.prompts)),
+            names=self._names,
+            num_choices=job.asked.num_choices,
         )
 
 
-def _request(
-    asked: GenerationOptions, request_id: str, prompt: list[int], limit: int, topic: str
-) -> GenerationRequest:
-    sampling = translate.sampling_of(asked, limit)
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A checked request: per prompt its token ids, its text for the router and its limit."""
+
+    asked: GenerationOptions
+    prompts: list[list[int]]
+    texts: list[str]
+    limits: list[int]
+    chat: bool
+    client: str
+
+
+def _requests(job: _Job, answer_id: str, topics: list[str]) -> list[GenerationRequest]:
+    """One per choice, those to the first prompt first."""
+    asked = job.asked
     store = asked.store is not False
-    return translate.generation_request(
-        request_id, prompt, sampling, topic, asked.speculative, store
-    )
+    requests: list[GenerationRequest] = []
+    for prompt, limit, topic in zip(job.prompts, job.limits, topics, strict=True):
+        for choice in range(asked.num_choices):
+            sampling = translate.sampling_of(asked, limit, choice)
+            facts = prompt, sampling, topic, asked.speculative, store
+            name = f"{answer_id}-{len(requests)}"
+            requests.append(translate.generation_request(name, *facts))
+    return requests
+
+
+@asynccontextmanager
+async def _until(deadline: float) -> AsyncIterator[None]:
+    """Cancel what runs inside at a time of the loop's clock; it becomes a 504."""
+    limit = asyncio.timeout_at(deadline)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        raise (timed_out() if limit.expired() else error) from error
+
+
+def _client(request: Request) -> str:
+    """Who asks: by the API key where one is sent, else by the address."""
+    address = request.client.host if request.client is not None else ""
+    return request.headers.get("authorization") or address
 
 
 def _nothing() -> None:

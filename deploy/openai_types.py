@@ -1,4 +1,4 @@
-"""Requests and answers with OpenAI's field names, and Paceline's extensions to them.
+"""Requests with OpenAI's field names, and Paceline's extensions to them.
 
 Every request field that OpenAI documents is declared, so that one which is not served yet is
 refused by name (:mod:`paceline.deploy.translate`) and not as an unknown field.
@@ -6,7 +6,6 @@ refused by name (:mod:`paceline.deploy.translate`) and not as an unknown field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -22,6 +22,29 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_PROMPTS = 128
 MAX_STOPS = 4
+MAX_STOP_TOKENS = 128
+MAX_BIASES = 1024
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+
+# Fields that OpenAI knows and Paceline serves at these values only.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "service_tier": (None, "auto", "default"),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
 
 
 class _Request(BaseModel):
@@ -34,6 +57,7 @@ def _or(default: Any) -> BeforeValidator:
 
 
 Flag = Annotated[bool, _or(False)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 
 
 class StreamOptions(_Request):
@@ -55,15 +79,30 @@ class Speculative(_Request):
 
 
 class GenerationOptions(_Request):
-    """Fields that both endpoints share; ``Any`` marks those of which one value is served."""
+    """Fields that both endpoints share; ``Any`` marks those of which `NEUTRAL` alone is served."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = (
+        None
+    )
+    logit_bias: dict[int, float] | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: (
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKENS)
+        ]
+        | None
+    ) = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     ignore_eos: Flag = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -74,11 +113,6 @@ class GenerationOptions(_Request):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    n: Any = 1
-    presence_penalty: Any = 0
-    frequency_penalty: Any = 0
-    logit_bias: Any = None
-    logprobs: Any = None
     service_tier: Any = None
 
     @field_validator("stop", mode="before")
@@ -93,11 +127,40 @@ class GenerationOptions(_Request):
             raise ValueError(f"must be at most {MAX_STOPS} strings")
         return strings
 
+    @field_validator("logit_bias", mode="plain")
+    @classmethod
+    def _logit_bias(cls, bias: Any) -> dict[int, float] | None:
+        if bias is None:
+            return None
+        if not isinstance(bias, dict) or not all(map(_is_bias, bias.items())):
+            raise ValueError("must map token ids to numbers from -100 to 100")
+        if len(bias) > MAX_BIASES:
+            raise ValueError(f"must be at most {MAX_BIASES} tokens")
+        return {int(token): float(value) for token, value in bias.items()}
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers every prompt gets."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives are reported beside every token; None: not even its own."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
         return self
+
+
+def _is_bias(item: tuple[Any, Any]) -> bool:
+    token, value = item
+    # "007" and "7" would be one token twice.
+    known = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 9
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and str(int(token)) == token and number and abs(value) <= 100
 
 
 def _is_tokens(value: Any) -> bool:
@@ -116,9 +179,10 @@ class CompletionRequest(GenerationOptions):
     """``POST /v1/completions``."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Any = None
     echo: Any = False
-    best_of: Any = 1
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -133,9 +197,21 @@ class CompletionRequest(GenerationOptions):
             raise ValueError(f"must be at most {MAX_PROMPTS} prompts")
         return prompt
 
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of is not None and "n" in info.data and best_of != (info.data["n"] or 1):
+            raise ValueError("must be equal to n: no choice is thrown away")
+        return best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationOptions."""
+        return self.logprobs
+
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per choice, in order."""
+        """The prompts, in order."""
         if isinstance(self.prompt, str) or _is_tokens(self.prompt):
             return [self.prompt]  # type: ignore[list-item]  # a str or a list[int], just seen
         return list(self.prompt)  # type: ignore[arg-type]
@@ -184,7 +260,8 @@ class ChatCompletionRequest(GenerationOptions):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -198,101 +275,14 @@ class ChatCompletionRequest(GenerationOptions):
     verbosity: Any = None
     web_search_options: Any = None
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
+        if top is not None and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs to be true")
+        return top
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class PromptTokensDetails(_Answer):
-    """``cached_tokens`` of the prompt had been computed for an earlier request."""
-
-    cached_tokens: int
-
-
-class Usage(_Answer):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class SpeculativeMetrics(_Answer):
-    """vLLM's object, and which draft at which weights, for which topic."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    draft: str
-    weight_version: int | None
-    topic: str
-
-
-class Metrics(_Answer):
-    """Figures of one request."""
-
-    speculative_decoding: SpeculativeMetrics
-
-
-class CompletionChoice(_Answer):
-    """A completed prompt, or a piece of one in a stream."""
-
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
-
-
-class AssistantMessage(_Answer):
-    """The whole answer."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class Delta(_Answer):
-    """A piece of the answer."""
-
-    role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
-    content: str | None = Field(default=None, exclude_if=_is_none)
-
-
-class ChatChoice(_Answer):
-    """The answer to a conversation."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: str | None
-    token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
-
-
-class ChatChunkChoice(_Answer):
-    """A piece of the answer to a conversation."""
-
-    index: int
-    delta: Delta
-    logprobs: None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
-
-
-class Envelope(_Answer):
-    """The object around the choices, whole answers and pieces alike."""
-
-    id: str
-    object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice]
-    usage: Usage | None = Field(default=None, exclude_if=_is_none)
-    metrics: Metrics | None = Field(default=None, exclude_if=_is_none)
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationOptions."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -8,7 +8,11 @@ from typing import Any
 
 from paceline.actors.decoding.compatibility import own_context
 from paceline.deploy.errors import ApiError
-from paceline.deploy.openai_types import ChatCompletionRequest, CompletionRequest
+from paceline.deploy.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationOptions,
+)
 from paceline.deploy.translate import check_token_ids
 
 _ROLES = {"developer": "system"}  # chat templates know the older name
@@ -16,20 +20,44 @@ _ROLES = {"developer": "system"}  # chat templates know the older name
 
 def context_length(model_path: str | Path, max_model_len: int | None) -> int:
     """Tokens that prompt and answer may have together: the model's own limit or a lower one."""
-    config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-    own = own_context(config) or max_model_len
+    own = own_context(_config(model_path)) or max_model_len
     if own is None:
         raise ValueError(f"{model_path}: no context length in config.json, set max_model_len")
     return int(own) if max_model_len is None else min(int(own), max_model_len)
 
 
+def vocabulary_size(model_path: str | Path, tokenizer: Any) -> int:
+    """How many token ids both the tokenizer and the model know: a larger one fails in the model."""
+    own = _config(model_path).get("vocab_size")
+    return min(len(tokenizer), own) if isinstance(own, int) else len(tokenizer)
+
+
+def _config(model_path: str | Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(
+        (Path(model_path) / "config.json").read_text(encoding="utf-8")
+    )
+    return content
+
+
 class PromptEncoder:
     """Encodes the prompts of both endpoints."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Take a transformers fast tokenizer with the target's chat template."""
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """Take a transformers fast tokenizer with the target's chat template.
+
+        Token ids of requests must be below ``vocab_size``.
+        """
         self._tokenizer = tokenizer
-        self._vocab_size = len(tokenizer)
+        self._vocab_size = vocab_size
+
+    def check_tokens(self, request: GenerationOptions) -> None:
+        """Refuse token ids beyond the vocabulary.
+
+        Raises:
+            ApiError: 400 naming ``logit_bias`` or ``stop_token_ids``.
+        """
+        check_token_ids(request.logit_bias or (), self._vocab_size, "logit_bias")
+        check_token_ids(request.stop_token_ids or (), self._vocab_size, "stop_token_ids")
 
     def completion(self, request: CompletionRequest) -> list[list[int]]:
         """Token ids of every prompt.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from paceline.actors.decoding.request import GenerationChunk
 from paceline.deploy import answers
-from paceline.deploy.errors import ApiError
+from paceline.deploy.errors import ApiError, timed_out
 
 Pieces = AsyncGenerator[tuple[int, GenerationChunk], None]
 
@@ -18,8 +18,6 @@ Pieces = AsyncGenerator[tuple[int, GenerationChunk], None]
 async def events(
     answer: answers.Answer,
     pieces: AsyncIterator[tuple[int, GenerationChunk]],
-    topics: Sequence[str],
-    prompt_tokens: int,
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer, ``[DONE]`` included; a late failure becomes an error event.
@@ -27,27 +25,24 @@ async def events(
     Args:
         answer: what every event repeats.
         pieces: index of the choice and chunk, as they come.
-        topics: topic of every choice.
-        prompt_tokens: for the usage.
         include_usage: True to end with an event of the token counts.
     """
-    completion_tokens = cached_tokens = 0
+    tally = answers.Tally(answer)
     opened: set[int] = set()
     try:
         async for index, chunk in pieces:
             if answer.chat and index not in opened:
                 opened.add(index)
                 yield answers.opening_event(answer, index)
-            completion_tokens += len(chunk.token_ids)
-            if chunk.finish_reason is not None:
-                cached_tokens += chunk.num_cached_tokens
-            if chunk.text or chunk.finish_reason is not None or answer.token_ids:
-                yield answers.piece_event(answer, index, chunk, topics[index])
+            tally.add(index, chunk)
+            tokens = bool(chunk.token_ids) and (answer.token_ids or chunk.logprobs is not None)
+            if chunk.text or chunk.finish_reason is not None or tokens:
+                yield answers.piece_event(answer, index, chunk)
     except ApiError as error:
         yield answers.error_event(error)
     else:
         if include_usage:
-            yield answers.usage_event(answer, prompt_tokens, completion_tokens, cached_tokens)
+            yield answers.usage_event(answer, tally.usage())
     yield answers.DONE
 
 
@@ -70,6 +65,27 @@ async def started(pieces: Pieces) -> Pieces:
             await pieces.aclose()
 
     return rest()
+
+
+async def timed(pieces: Pieces, deadline: float) -> Pieces:
+    """The same pieces, until a time of the running loop's clock; then they are cancelled.
+
+    Raises:
+        ApiError: 504 where the deadline comes before the end.
+    """
+    try:
+        while True:
+            limit = asyncio.timeout_at(deadline)
+            try:
+                async with limit:
+                    piece = await anext(pieces)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise (timed_out() if limit.expired() else error) from error
+            yield piece
+    finally:
+        await pieces.aclose()
 
 
 class EventStream(StreamingResponse):

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import (
+    NEUTRAL,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationOptions,
@@ -30,32 +31,6 @@ GREEDY_BELOW = 1e-5
 LEAST_TOP_P = 1e-6
 
 RequestT = TypeVar("RequestT", bound=GenerationOptions)
-
-# Fields that OpenAI knows and Paceline serves at these values only.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None,),
-    "service_tier": (None, "auto", "default"),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "best_of": (None, 1),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
 
 
 def parse(body: bytes, kind: type[RequestT], model_name: str) -> RequestT:
@@ -136,14 +111,17 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _refuse_unsupported(request: GenerationOptions) -> None:
-    for field in sorted(request.model_fields_set & _NEUTRAL.keys()):
-        neutral = _NEUTRAL[field]
+    for field in sorted(request.model_fields_set & NEUTRAL.keys()):
+        neutral = NEUTRAL[field]
         if not _is_neutral(getattr(request, field), neutral):
             only = next((item for item in neutral if item is not None), None)
             rest = "leave it out" if only is None else f"leave it out or send {only!r}"
+            text = f"This value of {field} is not supported yet: {rest}."
+            if field == "echo":
+                text = "echo is off: answers do not repeat the prompt. Leave it out or send false."
             raise ApiError(
                 400,
-                f"This value of {field} is not supported yet: {rest}.",
+                text,
                 param=field,
                 code="unsupported_value",
             )
@@ -200,18 +178,18 @@ def fit_limit(
     return asked
 
 
-def check_token_ids(token_ids: Collection[int], vocab_size: int) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "prompt") -> None:
     """Refuse ids that the target does not have.
 
     Raises:
-        ApiError: 400 naming ``prompt``.
+        ApiError: 400 naming ``param``.
     """
     if token_ids and max(token_ids) >= vocab_size:
         raise ApiError(
             400,
-            f"Invalid value for prompt: token id {max(token_ids)} is not below the vocabulary's "
+            f"Invalid value for {param}: token id {max(token_ids)} is not below the vocabulary's "
             f"{vocab_size}.",
-            param="prompt",
+            param=param,
             code="invalid_value",
         )
 
@@ -239,12 +217,30 @@ def named_expert(draft: str) -> str | None:
     return None if draft in (DRAFT_AUTO, DRAFT_OFF) or draft.endswith("@0") else draft
 
 
-def sampling_of(request: GenerationOptions, max_tokens: int) -> SamplingParams:
+def sampling_of(request: GenerationOptions, max_tokens: int, choice: int = 0) -> SamplingParams:
     """The request's sampling fields with OpenAI's defaults.
 
     A temperature below `GREEDY_BELOW` is 0; a top_p is at least `LEAST_TOP_P`.
+
+    Args:
+        request: see GenerationOptions.
+        max_tokens: the most tokens of this answer.
+        choice: index among the answers to one prompt.
+
+    Raises:
+        ApiError: 400 naming ``min_tokens`` where they are more than ``max_tokens``.
     """
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise ApiError(
+            400,
+            f"Invalid value for min_tokens: {min_tokens} is more than the {max_tokens} that the "
+            "answer may have.",
+            param="min_tokens",
+            code="invalid_value",
+        )
     stop = request.stop or ()
+    repetition = request.repetition_penalty
     temperature = 1.0 if request.temperature is None else request.temperature
     return SamplingParams(
         max_tokens=max_tokens,
@@ -254,6 +250,15 @@ def sampling_of(request: GenerationOptions, max_tokens: int) -> SamplingParams:
         seed=request.seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         ignore_eos=request.ignore_eos,
+        min_p=request.min_p or 0.0,
+        choice=choice,
+        repetition_penalty=1.0 if repetition is None else repetition,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=request.num_logprobs,
     )
 
 

@@ -11,6 +11,7 @@ from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
 from paceline.actors.decoding.noise import gumbel, stream_key
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
+from paceline.actors.decoding.rules import RulesAhead
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import (
     SamplingBatch,
@@ -26,7 +27,7 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
     """The truncated distribution that a draft proposes from.
 
     Args:
-        logits: float ``[B, V]``.
+        logits: float ``[B, V]``, after the rows' rules.
         batch: sampling parameters of the B rows.
         size: S, the most tokens that may be proposed.
 
@@ -37,7 +38,8 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
     top, ids, _ = top_logits(logits, size)
     probs = torch.softmax(top / batch.temperature[:, None], dim=-1)
     if batch.any_filter:
-        probs = probs * (keep_mask(probs, batch.top_p, batch.top_k) | batch.greedy[:, None])
+        kept = keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
+        probs = probs * (kept | batch.greedy[:, None])
         probs = probs / probs.sum(-1, keepdim=True)
     return ids, probs
 
@@ -60,7 +62,8 @@ def pick_tokens(
         columns[rows] = exponential_race(probs[rows], generator)
     if batch.any_seeded:
         rows = (batch.seeded & ~batch.greedy).nonzero()[:, 0]
-        noise = gumbel(stream_key(batch.seeds[rows], output_positions[rows]), ids[rows])
+        keys = stream_key(batch.seeds[rows], output_positions[rows], batch.choices[rows])
+        noise = gumbel(keys, ids[rows])
         columns[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
     return columns
 
@@ -203,7 +206,7 @@ class ExpertStack:
     ) -> Proposal:
         device = self.runner.device
         batch = batch_params([row.sampling for row in rows], device)
-        if batch.all_greedy:
+        if batch.all_greedy and batch.rules is None:
             chosen, chosen_probs = self._draft_greedy(rows)
             ids, probs = chosen[..., None], chosen_probs[..., None]
         else:
@@ -237,12 +240,14 @@ class ExpertStack:
         """Tokens and q of them, ``[B, k]``; support and q of it, ``[B, k, S]``."""
         steps = max(row.num_draft_tokens for row in rows)
         outputs = torch.tensor([row.num_output for row in rows], device=self.runner.device)
+        ahead = RulesAhead(batch.rules, [(row.tokens, row.num_output) for row in rows], outputs)
         forward, tokens = self._forwards(rows, steps), None
         drafted: list[tuple[Tensor, ...]] = []
         for step in range(steps):
-            ids, probs = draft_support(forward(tokens)[:, -1], batch, support)
+            ids, probs = draft_support(ahead.apply(forward(tokens)[:, -1]), batch, support)
             column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
             tokens = ids.gather(1, column)
+            ahead.took(tokens[:, 0])
             drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
         return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.drafting import Drafting
+from paceline.actors.decoding.logprobs import token_logprobs
 from paceline.actors.decoding.prefill import prefill_shares
 from paceline.actors.decoding.recorder import Recorder, RoundLog
 from paceline.actors.decoding.request import (
@@ -25,7 +26,10 @@ from paceline.actors.decoding.request import (
     FINISH_ERROR,
     GenerationChunk,
     GenerationRequest,
+    TokenLogprob,
+    ended_late,
 )
+from paceline.actors.decoding.rules import count_tokens
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import batch_params
 from paceline.actors.decoding.schedule import Schedule
@@ -151,6 +155,7 @@ class Engine:
                 f"the prompt has {len(request.prompt_token_ids)} tokens; "
                 f"1 to {self._settings.max_model_len - 1} can be served"
             )
+        request = ended_late(request, self._settings.eos_token_ids)
         wanted = request.num_speculative_tokens
         k = self._settings.num_speculative_tokens if wanted is None else wanted
         drafts = self._drafting.drafts()
@@ -238,7 +243,9 @@ class Engine:
         rows = [self._rows.row(s.request_id) for s in batch]
         logits = self._runner.forward(rows, tokens, positions, span)
         params = batch_params([s.request.sampling for s in batch], device)
-        verdict = verify(logits, proposal, params, state[:, 2], self._generator)
+        histories = [(s.tokens, s.num_output) for s in batch]
+        counts = count_tokens(params.rules, histories, logits.shape[-1], device)
+        verdict = verify(logits, proposal, params, state[:, 2], self._generator, counts)
         return self._emit(batch, proposal, verdict, logits)
 
     def _emit(
@@ -247,9 +254,11 @@ class Engine:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
         self._record(batch, proposal, verdict, logits)
+        emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
+        wanted = [s.request.sampling.logprobs for s in batch]
+        logprobs = token_logprobs(logits, emitted, wanted)
         for i, sequence in enumerate(batch):
-            emitted = [*drafts[i][: accepted[i]], final[i]]
-            self._accept(sequence, drafted[i], accepted[i], emitted)
+            self._accept(sequence, drafted[i], accepted[i], emitted[i], logprobs[i])
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
@@ -270,10 +279,18 @@ class Engine:
         for sequence in self._running.values():
             sequence.recorder = None
 
-    def _accept(self, sequence: Sequence, drafted: int, accepted: int, emitted: list[int]) -> None:
+    def _accept(
+        self,
+        sequence: Sequence,
+        drafted: int,
+        accepted: int,
+        emitted: list[int],
+        logprobs: list[TokenLogprob],
+    ) -> None:
         """Take a row's tokens; what fails for one request alone ends that request alone."""
         try:
-            sequence.accept(drafted, accepted, emitted, self._settings.eos_token_ids)
+            eos = self._settings.eos_token_ids
+            sequence.accept(drafted, accepted, emitted, eos, logprobs)
         except Exception:
             logger.exception("request %s ends with an error", sequence.request_id)
             sequence.finish_reason = FINISH_ERROR

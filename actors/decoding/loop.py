@@ -161,7 +161,7 @@ class EngineLoop:
             deliver = self._deliver.pop(output.request_id, None)
         else:
             deliver = self._deliver.get(output.request_id)
-        if deliver is not None and (finished or output.chunk.token_ids):
+        if deliver is not None and (finished or output.chunk.token_ids or output.chunk.text):
             deliver(output.chunk)
         if output.record is not None and self._on_record is not None:
             self._on_record(output.record)

@@ -29,13 +29,13 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def stream_key(seeds: Tensor, positions: Tensor, choice: int = 0) -> Tensor:
+def stream_key(seeds: Tensor, positions: Tensor, choice: Tensor | int = 0) -> Tensor:
     """Key of the noise of one output position.
 
     Args:
         seeds: int64, any shape; the requests' seeds.
         positions: int64, broadcastable; index of the output token, 0 for the first.
-        choice: index of the choice in a request with several.
+        choice: index of the choice in a request with several; int64, broadcastable.
 
     Returns:
         int64 of the broadcast shape.

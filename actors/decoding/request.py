@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DRAFT_OFF = "off"
 FINISH_STOP = "stop"
@@ -15,8 +15,16 @@ FINISH_ERROR = "error"
 class SamplingParams:
     """How the next token is chosen; the words are OpenAI's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. With a ``seed`` the
-    text depends on the target's distributions and the seed alone (Gumbel coupling).
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. With a
+    ``seed`` the text depends on the target's distributions, the seed and ``choice``, the index
+    among the choices of one prompt, alone (Gumbel coupling).
+
+    ``repetition_penalty`` counts prompt and output, ``frequency_penalty`` and
+    ``presence_penalty`` the output. ``logit_bias`` holds (token id, what is added to its logit),
+    no token twice. No answer ends before ``min_tokens``, by whatever would end it.
+    ``stop_token_ids`` end an answer as the end-of-sequence token does. ``logprobs`` is how many
+    alternatives are reported beside every token, None reports nothing. ``ending_token_ids`` is
+    the engine's to fill in: all tokens that may not come before ``min_tokens``.
     """
 
     max_tokens: int
@@ -26,11 +34,30 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    choice: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    ending_token_ids: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:
         """True where the most probable token is taken at every position."""
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """True where the tokens so far change the next one's logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,15 @@ class GenerationRequest:
     draft: str = "general"
     num_speculative_tokens: int | None = None
     store: bool = True
+
+
+def ended_late(request: GenerationRequest, eos_token_ids: frozenset[int]) -> GenerationRequest:
+    """The same request; where it has ``min_tokens``, with every token that must wait for them."""
+    sampling = request.sampling
+    if sampling.min_tokens == 0:
+        return request
+    ids = tuple(sorted(eos_token_ids.union(sampling.stop_token_ids)))
+    return replace(request, sampling=replace(sampling, ending_token_ids=ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +115,27 @@ class SpeculativeStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What the target said of one output token: natural logarithms of its own softmax, T = 1.
+
+    Neither temperature nor filters, bias or penalties are in them. ``top`` holds (token id,
+    log-probability), the most probable first; ``text_offset`` is where the token's text begins
+    in the answer's, in characters.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    text_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationChunk:
     """A piece of the answer; the last one carries ``finish_reason`` and ``speculative``.
 
-    ``num_cached_tokens`` of the prompt were not computed again.
+    With stop strings ``token_ids`` are those whose text has been shown, at least in part: what
+    is held back, or cut with a stop string, is not among them; ``num_cut_tokens`` says in the
+    last chunk how many were cut. ``logprobs`` has an entry per token id, None where none are
+    wanted. ``num_cached_tokens`` of the prompt were not computed again.
     """
 
     text: str
@@ -90,3 +143,5 @@ class GenerationChunk:
     finish_reason: str | None = None
     speculative: SpeculativeStats | None = None
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    num_cut_tokens: int = 0

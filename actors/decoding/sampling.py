@@ -10,26 +10,31 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.rules import LogitRules, make_rules
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling parameters of B rows as tensors.
 
-    ``temperature`` and ``top_p`` are float32 ``[B]``, ``top_k`` int64 ``[B]`` (V or more is
-    off), ``seeds`` int64 ``[B]`` (0 where there is none), ``greedy`` and ``seeded`` bool ``[B]``.
+    ``temperature``, ``top_p`` and ``min_p`` are float32 ``[B]``, ``top_k`` int64 ``[B]`` (V or
+    more is off), ``seeds`` (0 where there is none) and ``choices`` int64 ``[B]``, ``greedy`` and
+    ``seeded`` bool ``[B]``. ``rules`` is None where no row has any.
     """
 
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
     seeds: Tensor
+    choices: Tensor
     greedy: Tensor
     seeded: Tensor
     all_greedy: bool
     any_seeded: bool
     any_unseeded: bool
     any_filter: bool
+    rules: LogitRules | None
 
 
 _NO_LIMIT = 1 << 40
@@ -58,25 +63,32 @@ def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> Sampli
         temperature=tensor([1.0 if p.greedy else p.temperature for p in params], torch.float32),
         top_p=tensor([p.top_p for p in params], torch.float32),
         top_k=tensor([min(p.top_k or _NO_LIMIT, _NO_LIMIT) for p in params], torch.int64),
+        min_p=tensor([p.min_p for p in params], torch.float32),
         seeds=tensor([_signed(p.seed or 0) for p in params], torch.int64),
+        choices=tensor([p.choice for p in params], torch.int64),
         greedy=tensor(greedy, torch.bool),
         seeded=tensor(seeded, torch.bool),
         all_greedy=all(greedy),
         any_seeded=any(s and not g for s, g in zip(seeded, greedy, strict=True)),
         any_unseeded=any(not s and not g for s, g in zip(seeded, greedy, strict=True)),
-        any_filter=any(not p.greedy and (p.top_p < 1.0 or p.top_k > 0) for p in params),
+        any_filter=any(
+            not p.greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0) for p in params
+        ),
+        rules=make_rules(params, device),
     )
 
 
-def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Which of the descending probabilities top_k and then top_p keep; the first always stays.
+def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Which of the descending probabilities top_k, then top_p, then min_p keep; never none.
 
-    The order of the two and the renormalisation between them are transformers' own.
+    The order and the renormalisation in between are transformers' own. min_p compares with the
+    first probability, so that no renormalisation matters to it.
 
     Args:
         sorted_probs: float32 ``[..., V]``, descending along the last axis.
         top_p: float32 ``[...]``.
         top_k: int64 ``[...]``.
+        min_p: float32 ``[...]``.
 
     Returns:
         bool ``[..., V]``.
@@ -89,14 +101,15 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     # top_p = 1 must keep everything, whatever the cumulative sum rounds to.
     within_p = (before < top_p.unsqueeze(-1)) | (top_p.unsqueeze(-1) >= 1.0)
     within_p[..., 0] = True
-    return within_k & within_p
+    likely = sorted_probs >= min_p.unsqueeze(-1) * sorted_probs[..., :1]
+    return within_k & within_p & likely
 
 
 def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The distribution that each row samples from.
 
     Args:
-        logits: float ``[B, T, V]``.
+        logits: float ``[B, T, V]``, after the rows' rules (:func:`rules.ruled_logits`).
         batch: parameters of the B rows.
 
     Returns:
@@ -111,11 +124,13 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
         ordered,
         batch.top_p[:, None].expand(-1, steps),
         batch.top_k[:, None].expand(-1, steps),
+        batch.min_p[:, None].expand(-1, steps),
     )
     filtered = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
     filtered = filtered / filtered.sum(-1, keepdim=True)
     # A row without a filter keeps its very bits, whoever else is in the batch.
-    whole = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) | batch.greedy
+    free = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) & (batch.min_p <= 0.0)
+    whole = free | batch.greedy
     return torch.where(whole[:, None, None], probs, filtered)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 
 from paceline.actors.decoding.recorder import Recorder
 from paceline.actors.decoding.request import (
@@ -12,6 +13,7 @@ from paceline.actors.decoding.request import (
     GenerationChunk,
     GenerationRequest,
     SpeculativeStats,
+    TokenLogprob,
 )
 from paceline.actors.decoding.text import TextStream
 
@@ -41,7 +43,8 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     histogram: list[int] = field(default_factory=list)
-    _unsent: list[int] = field(default_factory=list)
+    _sent: int = 0  # output tokens that chunks have carried
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
@@ -76,37 +79,74 @@ class Sequence:
         """How many of ``wanted`` tokens may be drafted: one emitted token is the target's."""
         return max(0, min(wanted, self.max_tokens - self.num_output - 1))
 
-    def accept(self, drafted: int, accepted: int, emitted: list[int], eos: frozenset[int]) -> None:
-        """Take the tokens of a round up to the one that ends the answer."""
+    def accept(
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: list[int],
+        eos: frozenset[int],
+        logprobs: Items[TokenLogprob] = (),
+    ) -> None:
+        """Take the tokens of a round up to the one that ends the answer.
+
+        ``logprobs`` has an entry per emitted token where the request asks for them.
+        """
         if drafted:
             self.num_spec_steps += 1
             self.num_draft_tokens += drafted
             self.num_accepted += accepted
             self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
-        for token in emitted:
-            self.tokens.append(token)
-            self._unsent.append(token)
-            self.text.push(token)
-            ended = token in eos and not self.request.sampling.ignore_eos
-            if ended or self.text.stopped:
-                self.finish_reason = FINISH_STOP
-                break
-            if self.num_output >= self.max_tokens:
-                self.finish_reason = FINISH_LENGTH
-                break
+        before = self.num_output
+        self._take(emitted, eos)
+        self._logprobs.extend(logprobs[: self.num_output - before])
         self.num_computed = len(self.tokens) - 1
 
+    def _take(self, emitted: Items[int], eos: frozenset[int]) -> None:
+        for token in emitted:
+            self.tokens.append(token)
+            self._end_with(token, eos)
+            if self.finish_reason is not None:
+                return
+
+    def _end_with(self, token: int, eos: frozenset[int]) -> None:
+        """Add the last token's text, and note whether the answer ends with it."""
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos):
+            self.finish_reason = FINISH_STOP
+            return
+        self.text.push(token, may_stop=self.num_output >= sampling.min_tokens)
+        if self.text.stopped:
+            self.finish_reason = FINISH_STOP
+        elif self.num_output >= self.max_tokens:
+            self.finish_reason = FINISH_LENGTH
+
     def chunk(self) -> GenerationChunk:
-        """What has come since the last chunk."""
+        """What may be shown and has not been."""
         last = self.finish_reason is not None
-        tokens, self._unsent = tuple(self._unsent), []
+        text = self.text.release(last=last)
+        whole = last and not self.text.stopped
+        end = self.num_output if whole else min(self.text.num_released(), self.num_output)
+        start, self._sent = self._sent, max(end, self._sent)
+        first = len(self.request.prompt_token_ids)
         return GenerationChunk(
-            text=self.text.release(last=last),
-            token_ids=tokens,
+            text=text,
+            token_ids=tuple(self.tokens[first + start : first + self._sent]),
             finish_reason=self.finish_reason,
             speculative=self.stats() if last else None,
             num_cached_tokens=self.num_cached or 0,
+            logprobs=self._placed(start, self._sent),
+            num_cut_tokens=self.num_output - self._sent if last else 0,
+        )
+
+    def _placed(self, start: int, end: int) -> tuple[TokenLogprob, ...] | None:
+        """The log-probabilities of output tokens, with where their text begins."""
+        if self.request.sampling.logprobs is None:
+            return None
+        before = self.num_output - len(self._logprobs)  # output that it came with
+        return tuple(
+            replace(self._logprobs[i - before], text_offset=self.text.start(i))
+            for i in range(max(start, before), end)
         )
 
     def stats(self) -> SpeculativeStats:

@@ -172,4 +172,8 @@ def join(parts: list[GenerationChunk]) -> GenerationChunk:
         finish_reason=last.finish_reason,
         speculative=last.speculative,
         num_cached_tokens=last.num_cached_tokens,
+        logprobs=None
+        if last.logprobs is None
+        else tuple(item for part in parts for item in part.logprobs or ()),
+        num_cut_tokens=last.num_cut_tokens,
     )

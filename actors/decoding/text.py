@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,13 +33,21 @@ class TextStream:
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text has come out of the stream
+        self._starts: list[int] = []  # where the text of each token begins
         self._decoded = ""
         self._released = 0
         self.stopped = False
 
-    def push(self, token: int) -> None:
-        """Take one token; :attr:`stopped` turns True where it completes a stop string."""
+    def push(self, token: int, *, may_stop: bool = True) -> None:
+        """Take one token; :attr:`stopped` turns True where it completes a stop string.
+
+        Args:
+            token: its id.
+            may_stop: False where the answer may not end yet: a stop string that this token
+                completes is text like any other.
+        """
         self._tokens.append(token)
+        self._starts.append(len(self._decoded))
         try:
             piece = self._stream.step(self._backend, token)
         except Exception:  # the tokenizers library has no narrower one
@@ -47,12 +56,22 @@ class TextStream:
             self._stream = DecodeStream(skip_special_tokens=True)
             piece = self._stream.step(self._backend, token)
         if piece:
+            if self._shown < len(self._tokens) - 1:
+                self._place(token, piece)
             self._shown = len(self._tokens)
-            self._extend(piece)
+            self._extend(piece, may_stop)
 
-    def _extend(self, piece: str) -> None:
+    def _place(self, token: int, piece: str) -> None:
+        """Where a token begins whose text comes with that of broken bytes before it."""
+        own = str(self._backend.decode([token], skip_special_tokens=True))
+        if own and "\ufffd" not in own and piece.endswith(own):
+            self._starts[-1] = len(self._decoded) + len(piece) - len(own)
+
+    def _extend(self, piece: str, may_stop: bool = True) -> None:
         before = len(self._decoded)
         self._decoded += piece
+        if not may_stop:
+            return
         # A stop string that ends in the new piece begins at most its length before it.
         found = [
             at
@@ -62,6 +81,20 @@ class TextStream:
         if found:
             self._decoded = self._decoded[: min(found)]
             self.stopped = True
+
+    def start(self, index: int) -> int:
+        """Where the text of a token begins, in characters; past the last one, the text's end."""
+        return self._starts[index] if index < len(self._starts) else len(self._decoded)
+
+    def num_released(self) -> int:
+        """How many of the first tokens may be shown.
+
+        Where there are stop strings, those whose text has been released, at least in part: the
+        others may turn out to be cut.
+        """
+        if not self._stops:
+            return len(self._starts)
+        return bisect.bisect_left(self._starts, self._released)
 
     def release(self, *, last: bool = False) -> str:
         """The text that may be shown now and has not been.

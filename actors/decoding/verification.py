@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.noise import gumbel, stream_key
+from paceline.actors.decoding.rules import TokenCounts, ruled_logits
 from paceline.actors.decoding.sampling import SamplingBatch, exponential_race, processed_probs
 from paceline.actors.decoding.top_tokens import accept_greedy, leading_true, most_probable
 
@@ -132,7 +133,7 @@ def _determined_tokens(
     rows = (batch.seeded & ~batch.greedy).nonzero()[:, 0]
     steps, vocab = logits.shape[1:]
     positions = output_positions[rows, None] + torch.arange(steps, device=logits.device)
-    keys = stream_key(batch.seeds[rows, None], positions)
+    keys = stream_key(batch.seeds[rows, None], positions, batch.choices[rows, None])
     noise = gumbel(keys, torch.arange(vocab, device=logits.device))
     tokens[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
     return tokens
@@ -169,16 +170,20 @@ def verify(
     batch: SamplingBatch,
     output_positions: Tensor,
     generator: torch.Generator,
+    counts: TokenCounts | None = None,
 ) -> Verdict:
     """Accept a prefix of every row's draft tokens and add one token.
 
     Args:
-        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token.
+        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token. They
+            are not changed.
         proposal: the draft tokens, k positions.
         batch: sampling parameters of the B rows.
         output_positions: int64 ``[B]``, index of the next output token of each row.
         generator: randomness of the unseeded rows.
+        counts: of the batch's penalised rows; None where there are none.
     """
+    logits = ruled_logits(logits, batch.rules, output_positions, counts, proposal.token_ids)
     if batch.all_greedy:
         taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)
         return Verdict(num_accepted=taken, final_tokens=final, probs=None)

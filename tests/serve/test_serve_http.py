@@ -1,6 +1,8 @@
 """Plain HTTP: bad input, status, replay, clients that go away, too many at once."""
 
 import concurrent.futures
+import json
+import socket
 import time
 from typing import Any
 
@@ -111,6 +113,34 @@ def test_a_request_is_kept_for_learning_unless_it_says_no(http: httpx.Client) ->
         time.sleep(0.05)
     time.sleep(0.3)
     assert records(http) == before + 1
+
+
+def running(http: httpx.Client) -> int:
+    return int(status(http)["target"]["running"])
+
+
+def seconds_until_free(http: httpx.Client) -> float:
+    began = time.monotonic()
+    wait_until_free(http)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_within_a_second_of_a_client_s_leaving_its_keys_and_values_are_free(
+    http: httpx.Client, base_url: str, stream: bool, n: int
+) -> None:
+    """Long enough an answer that only the cancellation can end it in time."""
+    wait_until_free(http)
+    body = LONG | {"stream": stream, "n": n}
+    with socket.create_connection(tuple(base_url.removeprefix("http://").split(":"))) as leaver:  # type: ignore[arg-type]
+        content = json.dumps(body).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+        leaver.sendall(head.encode() + b"\r\n\r\n" + content)
+        deadline = time.monotonic() + 20
+        while running(http) < n:
+            assert time.monotonic() < deadline
+    assert seconds_until_free(http) < 1.0
 
 
 def test_a_stream_whose_client_goes_away_frees_its_slot(http: httpx.Client, base_url: str) -> None:

@@ -185,6 +185,9 @@ def test_bad_requests_raise_the_client_s_own_errors(client: openai.OpenAI) -> No
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=MODEL, prompt="apples " * 3000)
     assert (long.value.param, long.value.code) == ("prompt", "context_length_exceeded")
-    with pytest.raises(openai.BadRequestError) as stream:
-        client.chat.completions.create(model=MODEL, messages=ASK, n=2, stream=True)
-    assert stream.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as many:
+        client.chat.completions.create(model=MODEL, messages=ASK, n=17)
+    assert many.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as bias:
+        client.chat.completions.create(model=MODEL, messages=ASK, logit_bias={"99999": 1})
+    assert bias.value.param == "logit_bias"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import make_engine, request, run, tokens_of
-from scipy import stats
+from laws import chi_square
 from tiny_models import tiny_llama
 
 
@@ -24,20 +24,6 @@ def target_law(
     ordered[ordered.cumsum(0) - ordered >= top_p] = 0
     ordered /= ordered.sum()
     return {int(i): float(p) for i, p in zip(order, ordered, strict=True) if p > 0}
-
-
-def chi_square(observed: dict[Any, int], law: dict[Any, float]) -> float:
-    """p-value of counts against a law; outcomes of fewer than 5 expected are taken together."""
-    count = sum(observed.values())
-    assert set(observed) <= set(law), "an outcome of probability 0 was drawn"
-    large = [o for o, p in law.items() if p * count >= 5]
-    f_obs = [observed.get(o, 0) for o in large]
-    f_exp = [law[o] * count for o in large]
-    rest = 1 - sum(law[o] for o in large)
-    if rest * count >= 1e-3:
-        f_obs.append(count - sum(f_obs))
-        f_exp.append(rest * count)
-    return float(stats.chisquare(f_obs, f_exp, sum_check=False).pvalue)
 
 
 @pytest.mark.parametrize("kind", ["unseeded", "seeded", "mixed"])

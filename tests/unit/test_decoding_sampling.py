@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -14,19 +15,32 @@ from transformers.generation.logits_process import (
 from paceline.actors.decoding.request import SamplingParams
 from paceline.actors.decoding.sampling import batch_params, exponential_race, processed_probs
 
-CASES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.9, 0), (1.0, 1.0, 5), (0.8, 0.5, 7), (1.0, 0.01, 0)]
+CASES = [
+    (1.0, 1.0, 0, 0.0),
+    (0.7, 1.0, 0, 0.0),
+    (1.3, 0.9, 0, 0.0),
+    (1.0, 1.0, 5, 0.0),
+    (0.8, 0.5, 7, 0.0),
+    (1.0, 0.01, 0, 0.0),
+    (1.0, 1.0, 0, 0.1),
+    (1.5, 0.95, 20, 0.2),
+    (0.8, 1.0, 3, 0.01),
+    (1.0, 1.0, 0, 1.0),
+]
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), CASES)
-def test_equals_transformers(temperature: float, top_p: float, top_k: int) -> None:
+@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), CASES)
+def test_equals_transformers(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 3, 50, generator=generator) * 3
-    params = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
+    params = SamplingParams(1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
     expected = torch.softmax(warpers(None, logits.reshape(-1, 50).clone()), -1).reshape(4, 3, 50)
     torch.testing.assert_close(processed_probs(logits, batch_params([params] * 4, "cpu")), expected)
 
@@ -53,7 +67,7 @@ def test_exponential_race_never_draws_a_zero() -> None:
 def test_a_rows_law_does_not_depend_on_its_neighbours_filters() -> None:
     """Not by one bit: a seeded text must be the same in every batch."""
     logits = torch.randn(3, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
-    free, cut = SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=0.5, top_k=7)
+    free, cut = SamplingParams(1), SamplingParams(1, top_p=0.5, top_k=7, min_p=0.1)
     alone = processed_probs(logits[:1], batch_params([free], "cpu"))
     crowd = processed_probs(logits, batch_params([free, cut, cut], "cpu"))
     assert torch.equal(crowd[:1], alone)

@@ -1,23 +1,31 @@
 """Answers: OpenAI's objects, vLLM's figures, server-sent events."""
 
 import asyncio
+import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from paceline.actors.decoding.request import GenerationChunk, SpeculativeStats
+import pytest
+from tiny_models import tiny_tokenizer
+
+from paceline.actors.decoding.request import GenerationChunk, SpeculativeStats, TokenLogprob
 from paceline.deploy import answers
-from paceline.deploy.errors import internal
-from paceline.deploy.streams import events
+from paceline.deploy.errors import ApiError, internal
+from paceline.deploy.streams import events, started, timed
+from paceline.deploy.token_names import TokenNames
 
 STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
-ANSWER = answers.Answer("id-1", 1700000000, "paceline", chat=False, token_ids=False)
-CHAT = answers.Answer("id-1", 1700000000, "paceline", chat=True, token_ids=True)
+NAMES = TokenNames(tiny_tokenizer())
+ANSWER = answers.Answer(
+    "id-1", 1700000000, "paceline", False, False, topics=["sql"], prompt_tokens=5, names=NAMES
+)
+CHAT = dataclasses.replace(ANSWER, chat=True, token_ids=True)
 LAST = GenerationChunk("b", (8, 9), "stop", STATS, num_cached_tokens=3)
 
 
 def test_a_whole_completion_has_openai_s_fields() -> None:
-    body = json.loads(answers.whole(ANSWER, [LAST], ["sql"], 5))
+    body = json.loads(answers.whole(ANSWER, [LAST]))
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "b", "logprobs": None, "finish_reason": "stop"}]
     assert body["usage"] == {
@@ -40,7 +48,7 @@ def test_a_whole_completion_has_openai_s_fields() -> None:
 
 
 def test_a_whole_chat_answer_carries_token_ids_when_asked() -> None:
-    body = json.loads(answers.whole(CHAT, [LAST], ["sql"], 5))
+    body = json.loads(answers.whole(CHAT, [LAST]))
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "b"}
     assert body["choices"][0]["token_ids"] == [8, 9]
@@ -68,7 +76,7 @@ def collect(
     answer: answers.Answer, pieces: AsyncIterator[tuple[int, GenerationChunk]], include_usage: bool
 ) -> list[Any]:
     async def run() -> list[bytes]:
-        return [event async for event in events(answer, pieces, ["sql", "sql"], 5, include_usage)]
+        return [event async for event in events(answer, pieces, include_usage)]
 
     frames = asyncio.run(run())
     assert all(frame.startswith(b"data: ") and frame.endswith(b"\n\n") for frame in frames)
@@ -109,3 +117,113 @@ def test_a_late_failure_is_an_event() -> None:
     _, failure = collect(ANSWER, broken(), True)
     assert failure["error"]["message"] == "gone"
     assert failure["error"]["type"] == "server_error"
+
+
+def test_several_choices_count_their_prompt_once() -> None:
+    answer = dataclasses.replace(ANSWER, topics=["sql", "math"], prompt_tokens=9, num_choices=2)
+    tally = answers.Tally(answer)
+    for index, cached in enumerate([3, 5, 0, 4]):
+        tally.add(index, GenerationChunk("x", (7,)))
+        tally.add(index, dataclasses.replace(LAST, num_cached_tokens=cached, num_cut_tokens=2))
+    usage = tally.usage()
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (9, 20, 29)
+    assert usage.prompt_tokens_details.cached_tokens == 3 + 0
+    assert [answer.topic(index) for index in range(4)] == ["sql", "sql", "math", "math"]
+
+
+def with_logprobs(token_ids: tuple[int, ...], others: tuple[int, ...]) -> GenerationChunk:
+    top = tuple((other, -0.5 - i) for i, other in enumerate(others))
+    items = tuple(TokenLogprob(-1.5 - i, top, 4 + i) for i in range(len(token_ids)))
+    return GenerationChunk("ab", token_ids, "stop", STATS, logprobs=items)
+
+
+def test_logprobs_have_openai_s_chat_shape() -> None:
+    a, b, c = (NAMES._backend.token_to_id(letter) for letter in "abc")
+    body = json.loads(answers.whole(CHAT, [with_logprobs((a, b), (b, c))]))
+    first = body["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -1.5, [97])
+    assert first["top_logprobs"] == [
+        {"token": "b", "logprob": -0.5, "bytes": [98]},
+        {"token": "c", "logprob": -1.5, "bytes": [99]},
+    ]
+    assert body["choices"][0]["logprobs"]["refusal"] is None
+
+
+def test_logprobs_have_openai_s_completion_shape() -> None:
+    a, b, c = (NAMES._backend.token_to_id(letter) for letter in "abc")
+    body = json.loads(answers.whole(ANSWER, [with_logprobs((a, b), (b, c))]))
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.5, -2.5],
+        "top_logprobs": [{"b": -0.5, "c": -1.5, "a": -1.5}, {"b": -0.5, "c": -1.5}],
+        "text_offset": [4, 5],
+    }
+
+
+def test_the_impossible_has_openai_s_number() -> None:
+    never = GenerationChunk("", (7,), logprobs=(TokenLogprob(float("-inf")),))
+    for answer in (ANSWER, CHAT):
+        assert b"-9999.0" in answers.whole(answer, [dataclasses.replace(never, speculative=STATS)])
+
+
+@pytest.mark.parametrize("text", ["Zwölf Käse, naïve café ☕ 漢字", "SELECT name", "漢漢"])
+def test_names_and_bytes_of_tokens_join_to_the_text(text: str) -> None:
+    ids = tiny_tokenizer().encode(text, add_special_tokens=False)
+    names = [NAMES.name(token) for token in ids]
+    utf8 = [byte for name in names for byte in name.utf8 or ()]
+    assert bytes(utf8).decode() == text
+    for name in names:
+        if name.partial:
+            assert name.text == "".join(f"\\x{byte:02x}" for byte in name.utf8 or ())
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
+    ids = tiny_tokenizer().encode("☕", add_special_tokens=False)
+    items = tuple(TokenLogprob(-1.0) for _ in ids)
+    chunk = GenerationChunk("☕", tuple(ids), "stop", STATS, logprobs=items)
+    legacy = json.loads(answers.whole(ANSWER, [chunk]))["choices"][0]["logprobs"]["tokens"]
+    content = json.loads(answers.whole(CHAT, [chunk]))["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for item in content for byte in item["bytes"]).decode() == "☕"
+    if len(ids) > 1:
+        assert legacy[0].startswith("bytes:\\xe2")
+        assert content[0]["token"].startswith("\\xe2")
+
+
+def test_tokens_of_a_stream_come_with_their_logprobs_even_without_text() -> None:
+    async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
+        yield 0, GenerationChunk("", (7,), logprobs=(TokenLogprob(-1.0),))
+        yield 0, dataclasses.replace(LAST, logprobs=(TokenLogprob(-2.0), TokenLogprob(-3.0)))
+
+    first, last = collect(ANSWER, pieces(), False)
+    assert first["choices"][0]["logprobs"]["token_logprobs"] == [-1.0]
+    assert last["choices"][0]["logprobs"]["token_logprobs"] == [-2.0, -3.0]
+
+
+def test_a_stream_ends_at_its_deadline_and_what_feeds_it_is_closed() -> None:
+    closed = []
+
+    async def slow(
+        pause: float, before: float
+    ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        try:
+            await asyncio.sleep(before)
+            yield 0, GenerationChunk("a", (7,))
+            await asyncio.sleep(pause)
+            yield 0, LAST
+        finally:
+            closed.append(pause)
+
+    async def frames(pause: float, seconds: float, before: float = 0.0) -> list[bytes]:
+        deadline = asyncio.get_running_loop().time() + seconds
+        pieces = await started(timed(slow(pause, before), deadline))
+        return [event async for event in events(ANSWER, pieces, False)]
+
+    late = asyncio.run(frames(60, 0.05))
+    assert json.loads(late[-2][6:])["error"]["code"] == "request_timeout"
+    assert late[-1] == b"data: [DONE]\n\n"
+    in_time = asyncio.run(frames(0, 60))
+    assert json.loads(in_time[-2][6:])["choices"][0]["finish_reason"] == "stop"
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(frames(0, 0.05, before=60))
+    assert (caught.value.status, caught.value.headers()) == (504, {"Retry-After": "1"})
+    assert closed == [60, 0, 0]

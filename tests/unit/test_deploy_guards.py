@@ -100,6 +100,28 @@ def test_slots_refuse_what_is_too_much_and_are_released_once() -> None:
     assert (never.value.status, never.value.param) == (400, "prompt")
 
 
+def test_one_client_cannot_take_all_slots() -> None:
+    slots = Slots(9, per_client=3)
+    release = slots.take(3, "a")
+    with pytest.raises(ApiError) as caught:
+        slots.take(1, "a")
+    assert (caught.value.status, caught.value.type) == (429, "rate_limit_error")
+    assert (caught.value.code, caught.value.headers()) == (
+        "rate_limit_exceeded",
+        {"Retry-After": "1"},
+    )
+    slots.take(3, "b")
+    release()
+    slots.take(2, "a")
+    with pytest.raises(ApiError) as never:
+        slots.take(4, "c", "n")
+    assert (never.value.status, never.value.param) == (400, "n")
+    slots.take(2, "c")
+    with pytest.raises(ApiError) as full:
+        slots.take(3, "d")
+    assert full.value.status == 503
+
+
 def test_the_status_survives_a_dead_part() -> None:
     async def describe() -> dict[str, Any]:
         return {"running": 0}

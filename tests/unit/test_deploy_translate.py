@@ -77,7 +77,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
             "speculative.num_speculative_tokens",
             "invalid_type",
         ),
-        ({"n": "1"}, "n", "unsupported_value"),
+        ({"n": "1"}, "n", "invalid_type"),
         ({"str": 1}, "str", "unknown_parameter"),
         ({"a[0]": 1}, "a[0]", "unknown_parameter"),
         ({"speculative": {"list[str]": 1}}, "speculative.list[str]", "unknown_parameter"),
@@ -94,14 +94,33 @@ def chat(**fields: Any) -> ChatCompletionRequest:
             "unknown_parameter",
         ),
         ({"store": "no"}, "store", "invalid_type"),
-        ({"n": 2}, "n", "unsupported_value"),
-        ({"n": 0}, "n", "unsupported_value"),
-        ({"n": True}, "n", "unsupported_value"),
-        ({"logprobs": 5}, "logprobs", "unsupported_value"),
-        ({"logprobs": True}, "logprobs", "unsupported_value"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
-        ({"frequency_penalty": -1}, "frequency_penalty", "unsupported_value"),
-        ({"logit_bias": {"50": 1}}, "logit_bias", "unsupported_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 129}, "n", "invalid_value"),
+        ({"n": True}, "n", "invalid_type"),
+        ({"n": 1.5}, "n", "invalid_type"),
+        ({"min_p": 1.1}, "min_p", "invalid_value"),
+        ({"min_p": -0.1}, "min_p", "invalid_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
+        ({"frequency_penalty": "1"}, "frequency_penalty", "invalid_type"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": -1}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": 1000}, "repetition_penalty", "invalid_value"),
+        ({"logit_bias": {"50": 101}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"50": True}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"50": "1"}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"the": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"007": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"²": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias", "invalid_value"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0", "invalid_value"),
+        ({"stop_token_ids": [True]}, "stop_token_ids.0", "invalid_type"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "invalid_type"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids", "invalid_value"),
+        ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+        ({"min_tokens": "3"}, "min_tokens", "invalid_type"),
     ],
 )
 @pytest.mark.parametrize("ask", [completion, chat])
@@ -126,6 +145,11 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (completion, {"echo": True}, "echo"),
         (completion, {"suffix": "end"}, "suffix"),
         (completion, {"best_of": 3}, "best_of"),
+        (completion, {"best_of": 3, "n": 2}, "best_of"),
+        (completion, {"best_of": 0}, "best_of"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        (completion, {"logprobs": -1}, "logprobs"),
         (completion, {"messages": [USER]}, "messages"),
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": "hi"}, "messages"),
@@ -142,7 +166,11 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (chat, {"max_completion_tokens": -1}, "max_completion_tokens"),
         (chat, {"tools": [{"type": "function"}]}, "tools"),
         (chat, {"response_format": {"type": "json_object"}}, "response_format"),
+        (chat, {"logprobs": 5}, "logprobs"),
         (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (chat, {"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+        (chat, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        (chat, {"best_of": 1}, "best_of"),
         (chat, {"prompt": "hi"}, "prompt"),
     ],
 )
@@ -308,6 +336,48 @@ def test_sampling_takes_openai_s_defaults_and_words() -> None:
     assert (full.stop, full.ignore_eos, full.max_tokens) == (("x",), True, 9)
     assert full.greedy
     assert sampling_of(completion(stop=["a", "b"]), 9).stop == ("a", "b")
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": -0.5,
+        "repetition_penalty": 1.2, "min_tokens": 3, "logit_bias": {"5": -100, "7": 2},
+        "stop_token_ids": [9, 8],
+    }  # fmt: skip
+    sampling = sampling_of(completion(**fields, logprobs=4, n=2, best_of=2), 9, choice=1)
+    assert sampling.penalised
+    assert sampling.logit_bias == ((5, -100.0), (7, 2.0))
+    assert (sampling.stop_token_ids, sampling.min_tokens) == ((9, 8), 3)
+    assert (sampling.min_p, sampling.logprobs, sampling.choice) == (0.1, 4, 1)
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    assert penalties == (1.2, 0.5, -0.5)
+    assert not sampling_of(completion(), 9).penalised
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 4}, 4),
+        ({"logprobs": None, "top_logprobs": None}, None),
+    ],
+)
+def test_chat_asks_for_logprobs_in_two_fields(fields: dict[str, Any], count: int | None) -> None:
+    assert sampling_of(chat(**fields), 9).logprobs == count
+
+
+def test_more_tokens_than_the_answer_may_have_are_refused() -> None:
+    with pytest.raises(ApiError) as caught:
+        sampling_of(completion(min_tokens=10), 9)
+    assert caught.value.param == "min_tokens"
+    assert sampling_of(completion(min_tokens=9), 9).min_tokens == 9
+
+
+def test_echo_is_off() -> None:
+    with pytest.raises(ApiError, match="echo is off"):
+        completion(echo=True)
 
 
 @pytest.mark.parametrize("draft", ["auto", "off", "sql", "sql@0", "general", "general@0"])

@@ -1,0 +1,97 @@
+"""schemathesis against the server's own OpenAPI document: no 5xx, and answers as described."""
+
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from paceline.deploy.openapi import document
+
+pytestmark = pytest.mark.cluster
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+_MOST_TOKENS = 8
+_MODEL = "paceline"
+
+described = schemathesis.openapi.from_dict(document(_MODEL))
+OPERATIONS = [result.ok() for result in described.get_all_operations()]
+QUIET = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+
+
+CASES = [
+    pytest.param(operation, mode, id=f"{operation.label} {mode.value}")
+    for operation in OPERATIONS
+    for mode in GenerationMode
+    if mode is GenerationMode.POSITIVE or operation.method == "post"
+]
+
+
+@pytest.mark.parametrize(("operation", "mode"), CASES)
+def test_whatever_is_sent_no_5xx_comes_back(
+    base_url: str, operation: Any, mode: GenerationMode
+) -> None:
+    codes: Counter[int] = Counter()
+
+    @QUIET
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        _keep_short(case)
+        answer = case.call_and_validate(base_url=base_url, checks=CHECKS, timeout=60)
+        codes[answer.status_code] += 1
+
+    send()
+    # What is legal is mostly answered, what is not never is.
+    answered = codes[200] / codes.total()
+    assert answered > 0.3 if mode is GenerationMode.POSITIVE else answered == 0, codes
+
+
+def _keep_short(case: schemathesis.Case) -> None:
+    """A legal request may ask for thousands of tokens; short answers meet the same code."""
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    limits = ["max_tokens", "max_completion_tokens"] if "messages" in body else ["max_tokens"]
+    for field in limits:
+        asked = body.get(field)
+        if asked is None or (type(asked) is int and asked > _MOST_TOKENS):
+            body[field] = _MOST_TOKENS
+
+
+def test_the_document_describes_what_the_openai_client_sends(http: httpx.Client) -> None:
+    served = http.get("/openapi.json").json()
+    assert served == document(_MODEL)
+    posts = {path for path, methods in served["paths"].items() if "post" in methods}
+    assert posts == {"/v1/completions", "/v1/chat/completions"}
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        fields = served["components"]["schemas"][name]["properties"]
+        assert {"n", "logprobs", "logit_bias", "stop_token_ids", "speculative"} <= set(fields)
+    body = {"model": "paceline", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    ChatCompletion.model_validate(http.post("/v1/chat/completions", json=body).json())
+    body = {"model": "paceline", "prompt": "hi", "max_tokens": 2}
+    Completion.model_validate(http.post("/v1/completions", json=body).json())

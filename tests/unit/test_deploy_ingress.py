@@ -1,0 +1,150 @@
+"""The ingress over a real target in this process: deadlines, limits, what is freed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_models import save_tiny, tiny_tokenizer
+
+from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.decoding.target import TargetReplica
+from paceline.deploy.ingress import Ingress, IngressSettings
+from paceline.deploy.status import LearningActors
+
+CONTEXT = 4096
+LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+
+
+class Stream:
+    """A stream as Serve's handles give it: an iterator with a way to cancel it."""
+
+    def __init__(self, chunks: AsyncIterator[GenerationChunk]) -> None:
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[GenerationChunk]:
+        return self._chunks
+
+    def cancel(self) -> None:
+        """Closing, which cancellation has done already where there is no wire in between."""
+
+
+class Method:
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class Handle:
+    """Serve's handle of a target that runs here."""
+
+    def __init__(self, target: TargetReplica) -> None:
+        self._target = target
+        self.complete = Method(target.complete)
+        self.describe = Method(target.describe)
+        self.generate = Method(self._generate)
+
+    def _generate(self, request: GenerationRequest) -> Stream:
+        return Stream(self._target.generate(request))
+
+    def options(self, **_: object) -> Handle:
+        return self
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(
+        tmp_path_factory.mktemp("target"),
+        1,
+        vocab=len(tiny_tokenizer()),
+        max_position_embeddings=CONTEXT,
+    )
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Iterator[TargetReplica]:
+    settings = TargetSettings(str(target_folder), dtype="float32", num_threads=1, max_num_seqs=4)
+    replica = TargetReplica(settings)
+    yield replica
+    replica._loop.close()
+
+
+def front_door(target: TargetReplica, folder: Path, **more: Any) -> httpx.AsyncClient:
+    settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
+    nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
+    api = Ingress(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
+    return httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
+
+
+async def freed(target: TargetReplica) -> None:
+    """Return once nothing runs."""
+    deadline = time.monotonic() + 5
+    while (facts := await target.describe())["running"] or facts["waiting"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_takes_too_long_is_a_504_and_frees_what_it_held(
+    target: TargetReplica, target_folder: Path, n: int
+) -> None:
+    async def ask() -> httpx.Response:
+        async with front_door(target, target_folder, request_timeout_s=0.2) as http:
+            answer = await http.post("/v1/completions", json=LONG | {"n": n})
+            await freed(target)
+            return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 504
+    assert answer.headers["Retry-After"] == "1"
+    assert answer.json()["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_takes_too_long_ends_with_an_error_event(
+    target: TargetReplica, target_folder: Path, n: int
+) -> None:
+    async def ask() -> httpx.Response:
+        async with front_door(target, target_folder, request_timeout_s=1.0) as http:
+            answer = await http.post("/v1/completions", json=LONG | {"n": n, "stream": True})
+            await freed(target)
+            return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200
+    *pieces, failure, done = [line[6:] for line in answer.text.splitlines() if line]
+    assert pieces
+    assert json.loads(failure)["error"]["code"] == "request_timeout"
+    assert done == "[DONE]"
+
+
+def test_a_client_has_its_share_and_comes_back_later(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        door = front_door(target, target_folder, request_timeout_s=0.5, max_per_client=2)
+        async with door as http:
+            long = asyncio.create_task(http.post("/v1/completions", json=LONG | {"n": 2}))
+            while not (await target.describe())["running"]:
+                await asyncio.sleep(0.005)
+            short = LONG | {"max_tokens": 1}
+            refused = await http.post("/v1/completions", json=short)
+            other = await http.post(
+                "/v1/completions", json=short, headers={"Authorization": "Bearer other"}
+            )
+            await long
+            later = await http.post("/v1/completions", json=short)
+            await freed(target)
+            return refused, other, later
+
+    refused, other, later = asyncio.run(ask())
+    assert refused.status_code == 429
+    assert refused.headers["Retry-After"] == "1"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert (other.status_code, later.status_code) == (200, 200)
