@@ -123,6 +123,22 @@ class ExpertStack:
             length = self._computed[str(other)] + len(self._drafted.get(str(other), ()))
             self.runner.kv.move(source, destination, length)
 
+    def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
+        """Take a sequence back to what is certain, after drafting beyond it.
+
+        What was computed for the assumed tokens stays of use where they come true.
+
+        Args:
+            request_id: unknown ones are fine.
+            length: tokens of the sequence that are certain.
+            assumed: the tokens behind them with which it was last proposed for.
+        """
+        computed = self._computed.get(request_id, 0)
+        if computed > length:
+            drafted = self._drafted.get(request_id, ())
+            self._drafted[request_id] = [*assumed[: computed - length], *drafted]
+            self._computed[request_id] = length
+
     def order(self, request_id: str) -> int:
         """Sorting key under which a batch of all rows is a contiguous view; new ones go last."""
         return self._table.row(request_id) if request_id in self._table else self._table.limit

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+DraftPlacement = Literal["colocated", "pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,8 @@ class TargetSettings:
     ``replay_top_k`` target probabilities are logged per position; ``draft_top_k`` bounds the
     support that a draft proposes from. ``num_speculative_tokens`` None has every round draft
     what measured goodput says, up to ``max_speculative_tokens``. ``max_model_len`` None takes
-    the target's own limit.
+    the target's own limit. ``placement`` pool has every expert in a process of its own, for
+    which a round waits at most ``round_timeout_ms``.
     """
 
     model_path: str
@@ -31,3 +35,5 @@ class TargetSettings:
     prefill_chunk: int = 256
     prefix_cache: bool = True
     seed: int | None = None
+    placement: DraftPlacement = "colocated"
+    round_timeout_ms: float = 100.0
