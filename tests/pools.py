@@ -118,7 +118,9 @@ class ExpertProcess:
         )
         assert self._process.stdout is not None
         facts = json.loads(self._process.stdout.readline())
-        self.lease = Lease(facts["name"], bytes.fromhex(facts["key"]), facts["path"], None, None)
+        self.lease = Lease(
+            facts["name"], bytes.fromhex(facts["key"]), bytes.fromhex(facts["unix"]), None, None
+        )
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -131,7 +133,7 @@ class ExpertProcess:
 def _main(expert: str) -> None:
     with serving((expert,)) as servers:
         lease = servers[expert].lease("parent")
-        facts = {"name": lease.name, "key": lease.key.hex(), "path": lease.path}
+        facts = {"name": lease.name, "key": lease.key.hex(), "unix": lease.unix.hex()}
         print(json.dumps(facts), flush=True)  # noqa: T201
         sys.stdin.read()
 

@@ -145,3 +145,19 @@ def test_a_state_folder_of_a_running_server_is_refused(config: PacelineConfig) -
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "in use by another server" in refusal(config)
     check(config)
+
+
+def test_a_pool_without_cores_for_it_is_warned_of(
+    config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = changed(config, {"drafts.placement": "pool"})
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert any("5 processes on 4 cores" in line for line in warnings(pool))
+    assert warnings(config) == []
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert warnings(pool) == []
+
+
+def test_a_pool_needs_linux(config: PacelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert "drafts.placement" in refusal(changed(config, {"drafts.placement": "pool"}))

@@ -18,8 +18,12 @@ from paceline.actors.decoding.pool.server import ExpertServer
 from paceline.actors.decoding.pool.settings import ExpertSettings
 
 
-def build_server(settings: ExpertSettings) -> ExpertServer:
+def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertServer:
     """Load the expert and its initial weights, and serve them.
+
+    Args:
+        settings: see ExpertSettings.
+        host: address of this node, where targets of others connect; else None.
 
     Raises:
         ValueError: for an unknown dtype, or a target without a context length.
@@ -49,4 +53,4 @@ def build_server(settings: ExpertSettings) -> ExpertServer:
         epoch=secrets.randbits(32),
         ahead=AheadPolicy(settings.draft_ahead, spare, settings.num_threads),
     )
-    return ExpertServer(drafter, num_threads=settings.num_threads, host=settings.host)
+    return ExpertServer(drafter, num_threads=settings.num_threads, host=host)

@@ -96,7 +96,7 @@ def _open(lease: Lease, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
-        connection.connect(lease.path)
+        connection.connect(lease.unix)
         return connection
     except OSError:
         connection.close()

@@ -41,7 +41,8 @@ class ExpertReplica:
         """
         self._expert = settings.expert
         self._registry = registry
-        self._server = build_server(settings)
+        host = ray.util.get_node_ip_address() if settings.across_nodes else None
+        self._server = build_server(settings, host)
         self._names = itertools.count()
         self._known: dict[str, int] = {}
         self._closed = threading.Event()
@@ -73,9 +74,9 @@ class ExpertReplica:
         """What is drafted here and for how many."""
         return {"expert": self._expert, **self._server.stats()}
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Serve's health check; RuntimeError has Serve replace this replica."""
-        if not self._server.ping(_PING_S):
+        if not await asyncio.to_thread(self._server.ping, _PING_S):
             raise RuntimeError("the expert's thread has stopped or hangs")
 
     def _watch(self) -> None:

@@ -8,13 +8,10 @@ import os
 import queue
 import secrets
 import selectors
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,13 +48,13 @@ _KEY_BYTES = 32
 class Lease:
     """What a client needs to connect; travels through Serve, never over the socket.
 
-    ``path`` is a unix socket of the expert's node; ``host`` and ``port`` are None where the
-    expert does not listen on tcp. ``key`` signs the server's challenge.
+    ``unix`` is the name of a socket on the expert's node; ``host`` and ``port`` are None where
+    the expert does not listen on tcp. ``key`` signs the server's challenge.
     """
 
     name: str
     key: bytes = field(repr=False)
-    path: str
+    unix: bytes
     host: str | None
     port: int | None
 
@@ -89,9 +86,10 @@ class ExpertServer:
         """
         self._drafter = drafter
         self._num_threads = num_threads
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-expert-"))  # mode 0700
         self._selector = selectors.DefaultSelector()
-        self._listeners = [_unix_listener(self._folder / "socket")]
+        unix = _unix_listener()
+        self._name: bytes = unix.getsockname()
+        self._listeners = [unix]
         self._tcp = None if host is None else socket.create_server((host, 0))
         if self._tcp is not None:
             self._listeners.append(self._tcp)
@@ -115,7 +113,7 @@ class ExpertServer:
         with self._lock:
             self._leases[name] = key
         host, port = (None, None) if self._tcp is None else self._tcp.getsockname()[:2]
-        return Lease(name, key, str(self._folder / "socket"), host, port)
+        return Lease(name, key, self._name, host, port)
 
     def dismiss(self, name: str) -> None:
         """End a lease: its connections are closed and what they held is freed."""
@@ -156,11 +154,10 @@ class ExpertServer:
         }
 
     def close(self) -> None:
-        """End the thread and remove the socket; a second call does nothing."""
+        """End the thread and all connections; a second call does nothing."""
         self._closed = True
         self._command(lambda: None)
         self._thread.join(timeout=10)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -305,8 +302,9 @@ class ExpertServer:
         self._drafter.forget(client.number)
 
 
-def _unix_listener(path: Path) -> socket.socket:
+def _unix_listener() -> socket.socket:
+    """In Linux's abstract namespace: no file that a killed process would leave behind."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    listener.bind(b"\0paceline-" + secrets.token_hex(16).encode())
     listener.listen()
     return listener

@@ -13,8 +13,8 @@ class ExpertSettings:
     """How one replica of an expert drafts.
 
     ``target`` are the settings of the targets that it drafts for, among whose drafts is
-    ``expert``. ``max_sequences`` is over all targets. ``host`` is the interface on which targets
-    of other nodes may connect, None where there are none.
+    ``expert``. ``max_sequences`` is over all targets. ``across_nodes`` lets targets of other nodes
+    connect too.
     """
 
     expert: str
@@ -23,4 +23,4 @@ class ExpertSettings:
     device: str = "auto"
     num_threads: int = 1
     draft_ahead: DraftAhead = "auto"
-    host: str | None = None
+    across_nodes: bool = False
