@@ -94,6 +94,19 @@ def test_what_was_drafted_ahead_is_used_only_for_the_very_prefix() -> None:
     assert drafter.ahead.misses == 1
 
 
+def test_what_was_drafted_ahead_does_not_outlive_the_question_it_was_for() -> None:
+    """The same tokens come twice; the second time they follow another prefix."""
+    drafter = make_drafter(ahead="on")
+    drafts = tokens_of(ask(drafter, row(PROMPT)))
+    drafter.draft_ahead()
+    new = [*drafts, *fresh([*PROMPT, *drafts], k=1)]
+    drafter.absorb(0, Ask(2, (row([*PROMPT, *new], len(PROMPT)),)))
+    twice = [*PROMPT, *new, *new]
+    answer = ask(drafter, row(twice, len(PROMPT) + len(new)))
+    assert answer.ahead == 0
+    assert tokens_of(answer) == fresh(twice)
+
+
 def test_fewer_tokens_than_drafted_ahead_are_a_prefix_of_them() -> None:
     drafter = make_drafter(ahead="on")
     drafts = tokens_of(ask(drafter, row(PROMPT)))

@@ -75,7 +75,7 @@ class SharedDrafter:
     @property
     def num_sequences(self) -> int:
         """Sequences of all clients."""
-        return sum(map(len, self._known.values()))
+        return sum(map(len, list(self._known.values())))  # also asked by other threads
 
     @property
     def may_draft_ahead(self) -> bool:
@@ -108,7 +108,9 @@ class SharedDrafter:
     def absorb(self, client: int, ask: Ask) -> None:
         """Take the tokens of a question whose answer nobody waits for any more."""
         for row in ask.rows:
-            self._take(client, row)
+            known = self._take(client, row)
+            if known is not None:
+                known.ahead = None  # it was for this question alone
 
     def answer(self, asks: Sequence[tuple[int, Ask]]) -> list[Answer]:
         """Draft for the questions of several clients in one batch.
