@@ -25,10 +25,12 @@ from tiny_models import tiny_llama
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.pool.channel import Channel, ChannelError
 from paceline.actors.decoding.pool.link import connect
+from paceline.actors.decoding.pool.profile import profile_pool
 from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.pool.server import Lease
 from paceline.actors.decoding.pool.wire import Ping, encode
 from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.decoding.settings import TargetSettings
 
 PROMPTS = [(1, 17, 33, 60), (1, 5, 9, 13, 200, 77, 41, 8, 90), (1, 250)]
 
@@ -84,6 +86,20 @@ def test_a_draft_that_is_the_target_is_accepted_whole(fields: dict[str, Any]) ->
     assert speculative is not None
     assert speculative.num_draft_tokens >= 40
     assert speculative.draft_acceptance_rate > 0.97  # rounding may differ in the last bit
+
+
+def test_costs_are_measured_through_the_pool_and_nothing_of_it_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = TargetSettings("", {"a": "", "b": ""}, max_num_seqs=4)
+    with serving() as servers:
+        proposer = attached(servers)
+        costs = profile_pool(proposer, settings, [1, 2, 4], target_s=1e6)
+        sound(proposer)
+        wait_until(lambda: all(s.stats()["sequences"] == 0 for s in servers.values()), "release")
+    assert costs.keys() == {(b, e) for b in (1, 2, 4) for e in (1, 2)}
+    assert all(0.0 < seconds < 1.0 for seconds in costs.values())
+    assert not caplog.records
 
 
 def test_two_targets_share_an_expert() -> None:

@@ -41,42 +41,55 @@ def profile_pool(
     """
     found = pool.wait_for_links(_WAIT_S)
     experts = grid_points(min(len(settings.drafts), settings.max_num_seqs))
+    rounds = _Rounds(pool, found, settings.prefill_chunk)
     try:
         if len(found) == len(settings.drafts):
-            times = profile(
-                lambda b, e: _round(pool, found[:e], b, settings.prefill_chunk // b),
-                rows,
-                experts,
-                time.perf_counter,
-            )
+            times = profile(rounds.run, rows, experts, time.perf_counter)
             return {size: seconds / _STEPS for size, seconds in times.items()}
         logger.warning("%d of %d experts are there", len(found), len(settings.drafts))
     except _NotDraftedError:
         logger.warning("the experts do not answer a profile")
     finally:
-        for number in range(max(rows)):
-            pool.release(_name(number))
+        rounds.release()
     return {(b, e): _GUESS * target_s for b in rows for e in experts}
 
 
-def _name(number: int) -> str:
-    return f"profile-{number}"
+class _Rounds:
+    """Rounds of made-up sequences, the same ones as long as the sizes stay."""
 
+    def __init__(self, pool: PoolProposer, experts: Sequence[str], prefill_chunk: int) -> None:
+        self._pool = pool
+        self._experts = experts
+        self._prefill_chunk = prefill_chunk
+        self._size = (0, 0)
+        self._rows: list[DraftRow] = []
 
-def _round(pool: PoolProposer, experts: Sequence[str], batch: int, context: int) -> None:
-    """One round of a batch over the experts, prompts of one prefill chunk together."""
-    sampling = SamplingParams(max_tokens=_STEPS + 1, temperature=0.0)
-    asked = [
-        DraftRow(
-            request_id=_name(i),
-            draft=experts[i % len(experts)],
-            tokens=[0] * max(1, min(_CONTEXT, context)),
+    def run(self, batch: int, experts: int) -> None:
+        """One round over so many experts, its prompts one prefill chunk together.
+
+        Raises:
+            _NotDraftedError: an expert was silent.
+        """
+        if self._size != (batch, experts):
+            self.release()
+            self._size = (batch, experts)
+            self._rows = [self._row(i, self._experts[i % experts], batch) for i in range(batch)]
+        drafted = self._pool.propose(self._rows, ahead=False, timeout_s=_ROUND_S).num_drafted
+        if int(drafted.min()) < _STEPS:
+            raise _NotDraftedError
+
+    def release(self) -> None:
+        """End the sequences."""
+        for row in self._rows:
+            self._pool.release(row.request_id)
+        self._rows = []
+
+    def _row(self, number: int, expert: str, batch: int) -> DraftRow:
+        return DraftRow(
+            request_id=f"profile-{number}",
+            draft=expert,
+            tokens=[0] * max(1, min(_CONTEXT, self._prefill_chunk // batch)),
             num_output=0,
             num_draft_tokens=_STEPS,
-            sampling=sampling,
+            sampling=SamplingParams(max_tokens=_STEPS + 1, temperature=0.0),
         )
-        for i in range(batch)
-    ]
-    drafted = pool.propose(asked, ahead=False, timeout_s=_ROUND_S).num_drafted
-    if int(drafted.min()) < _STEPS:
-        raise _NotDraftedError
