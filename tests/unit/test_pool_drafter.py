@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from engines import served
 from pools import VOCAB, make_drafter
 from tiny_models import tiny_llama
@@ -14,6 +13,7 @@ from tiny_models import tiny_llama
 from paceline.actors.decoding.pool.drafter import SharedDrafter
 from paceline.actors.decoding.pool.wire import Answer, Ask, AskRow
 from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=50, temperature=0.9, seed=5)
@@ -213,7 +213,7 @@ def test_a_stack_that_fails_costs_a_round_its_drafts_and_nothing_else(
     drafter = make_drafter()
     assert tokens_of(ask(drafter, row(PROMPT))) == fresh(PROMPT)
     with monkeypatch.context() as broken:
-        broken.setattr(torch, "softmax", None)
+        broken.setattr(ModelRunner, "forward", None)
         answer = ask(drafter, row([*PROMPT, 5], len(PROMPT)))
     assert answer.unknown == (0,)
     assert tokens_of(answer) == []
