@@ -3,8 +3,8 @@
     make bench-placement ARGS="--quick"
 
 Every expert of the pool is a process of its own, as Serve would place it, without Serve. All
-variants answer the same prompts, block by block in turns, and choose k by measured goodput.
-Figures go to out/bench/placement.json.
+variants answer the same prompts, block by block in turns, and choose k by measured goodput, or
+draft ``--tokens``. Figures go to out/bench/placement.json.
 """
 
 from __future__ import annotations
@@ -83,7 +83,14 @@ def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Lease]]]:
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for expert in target.drafts:
-        settings = ExpertSettings(expert, target, 2 * target.max_num_seqs, "cpu", 1, "on")
+        settings = ExpertSettings(
+            expert=expert,
+            target=target,
+            max_sequences=2 * target.max_num_seqs,
+            target_cores=target.num_threads,
+            device="cpu",
+            draft_ahead="on",
+        )
         pipes[expert], theirs = spawn.Pipe()
         process = spawn.Process(target=serve_expert, args=(settings, theirs), daemon=True)
         process.start()
@@ -212,6 +219,7 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
         device="cpu",
         num_threads=options.threads,
         max_num_seqs=max(plan.batches),
+        num_speculative_tokens=options.tokens,
         max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
         prefix_cache=False,
         seed=1,
@@ -239,6 +247,7 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
     return {
         "machine": machine.facts(),
         "plan": asdict(plan),
+        "tokens": options.tokens,
         "trained_experts": trained,
         "round_trips": trips,
         "batches": batches,
@@ -256,6 +265,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two topics, short answers")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--tokens", type=int, help="draft so many; left out: by goodput")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     plan = (

@@ -115,6 +115,11 @@ class DraftsConfig(_Section):
         return self
 
     @property
+    def pool_processes(self) -> int:
+        """Replicas of all experts together; 0 where drafts are colocated."""
+        return len(self.experts) * self.num_replicas if self.placement == "pool" else 0
+
+    @property
     def experts(self) -> tuple[str, ...]:
         """Every expert: ``general`` first, then the topics."""
         return (GENERAL, *self.topics)

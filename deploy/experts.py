@@ -38,9 +38,7 @@ def deployments(
 
 def pool_gpus(config: PacelineConfig) -> float:
     """GPUs that all experts of a pool take together."""
-    if config.drafts.placement != "pool":
-        return 0.0
-    return config.drafts.num_gpus * config.drafts.num_replicas * len(config.drafts.experts)
+    return config.drafts.num_gpus * config.drafts.pool_processes
 
 
 def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> ExpertSettings:
@@ -48,6 +46,7 @@ def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> Ex
         expert=expert,
         target=target,
         max_sequences=config.target.max_num_seqs * config.target.num_replicas,
+        target_cores=target.num_threads * config.target.num_replicas,
         device=config.target.device if config.drafts.num_gpus else "cpu",
         num_threads=config.drafts.num_threads,
         draft_ahead=config.drafts.draft_ahead,

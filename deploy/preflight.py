@@ -45,9 +45,8 @@ def warnings(config: PacelineConfig) -> list[str]:
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:
     drafts = config.drafts
-    processes = len(drafts.experts) * drafts.num_replicas
-    cores = os.cpu_count() or 1
-    if drafts.placement != "pool" or drafts.num_gpus or processes * drafts.num_threads < cores:
+    processes, cores = drafts.pool_processes, os.cpu_count() or 1
+    if drafts.num_gpus or processes * drafts.num_threads < cores:
         return []
     return [
         f"drafts.placement pool starts {processes} processes on {cores} cores: drafts that wait "

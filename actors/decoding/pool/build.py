@@ -43,7 +43,7 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
     generator = torch.Generator(device=device).manual_seed(
         int.from_bytes(os.urandom(7), "big") if seed is None else seed
     )
-    spare = (os.cpu_count() or 1) - settings.target.num_threads
+    spare = (os.cpu_count() or 1) - settings.target_cores
     drafter = SharedDrafter(
         stack,
         settings.expert,

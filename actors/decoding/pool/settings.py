@@ -13,13 +13,14 @@ class ExpertSettings:
     """How one replica of an expert drafts.
 
     ``target`` are the settings of the targets that it drafts for, among whose drafts is
-    ``expert``. ``max_sequences`` is over all targets. ``across_nodes`` lets targets of other nodes
-    connect too.
+    ``expert``. ``max_sequences`` is over all targets, which together compute on ``target_cores``.
+    ``across_nodes`` lets targets of other nodes connect too.
     """
 
     expert: str
     target: TargetSettings
     max_sequences: int
+    target_cores: int
     device: str = "auto"
     num_threads: int = 1
     draft_ahead: DraftAhead = "auto"
