@@ -167,6 +167,33 @@ def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
     assert sum(accepted(answers).values()) > 0
 
 
+def test_a_stopped_expert_costs_speed_only_and_rejoins_by_itself(
+    running: RunningApp, plain: list[list[int]]
+) -> None:
+    (pid,) = pids("sql")
+    before = target(running)["experts"]["sql"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answers = ask_all(running)
+        stopped = target(running)["experts"]["sql"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert tokens(answers) == plain
+    assert accepted(answers)["general"] > 0
+    assert stopped["circuit"] != "closed"
+    # every deadline missed opened the circuit: rounds did not wait one by one
+    assert 1 <= stopped["silent"] - before["silent"] <= 5
+
+    def rejoined() -> bool:
+        with httpx.Client(base_url=running.base_url, timeout=60) as client:
+            assert ask(client, *ASKED[1])["choices"][0]["token_ids"] == plain[1]
+        facts = target(running)["experts"]["sql"]
+        return bool(facts["circuit"] == "closed" and facts["answered"] > stopped["answered"] + 5)
+
+    wait_for("the stopped expert", rejoined, 60)
+    assert pids("sql") == {pid}
+
+
 def kill(expert: str) -> set[int]:
     """Kill -9 the processes of an expert; returns their ids."""
     found = pids(expert)
