@@ -241,7 +241,12 @@ def _gpu_share(config: PacelineConfig) -> float:
     if gpus == 0 or config.target.device == "cpu":
         return 0
     taken = learning.trainer_gpus(config) + experts.pool_gpus(config)
-    share = max(0.0, gpus - taken) / config.target.num_replicas
+    if taken >= gpus:
+        raise ConfigError(
+            f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "
+            "none to the target"
+        )
+    share = (gpus - taken) / config.target.num_replicas
     return int(share) if share >= 1 else int(share * 100) / 100
 
 

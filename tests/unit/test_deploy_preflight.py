@@ -11,6 +11,7 @@ import torch
 from free_ports import find_port
 
 from paceline.actors.weights.lock import LOCK_NAME
+from paceline.deploy import app
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.preflight import check, warnings
@@ -161,3 +162,13 @@ def test_a_pool_without_cores_for_it_is_warned_of(
 def test_a_pool_needs_linux(config: PacelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     assert "drafts.placement" in refusal(changed(config, {"drafts.placement": "pool"}))
+
+
+def test_experts_leave_the_target_a_gpu_or_are_refused(
+    config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})
+    pool = {"drafts.placement": "pool", "training.enabled": False}
+    assert app._gpu_share(changed(config, pool | {"drafts.num_gpus": 0.1})) == 0.5
+    with pytest.raises(ConfigError, match=r"drafts\.num_gpus: .* take 1 of 1 GPUs"):
+        app._gpu_share(changed(config, pool | {"drafts.num_gpus": 0.2}))
