@@ -1,6 +1,6 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
-#   make experts | make bench-decode ARGS="--quick" | make bench-memory
+#   make experts | make bench-decode ARGS="--quick" | make bench-memory | make bench-placement
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -23,7 +23,8 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve experts bench-decode bench-memory test test-full check format links clean
+.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement \
+	test test-full check format links clean
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
@@ -80,6 +81,9 @@ bench-decode: setup
 # Requests that fit in 1 GiB of keys and values.
 bench-memory: setup
 	@$(PY) benchmarks/memory.py $(ARGS)
+
+bench-placement: setup
+	@$(PY) benchmarks/placement.py $(ARGS)
 
 links:
 	@mkdir -p .typing/paceline

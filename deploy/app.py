@@ -16,7 +16,7 @@ from ray import serve
 
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.cluster import session
-from paceline.deploy import learning
+from paceline.deploy import experts, learning
 from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.ingress import Ingress, IngressSettings
@@ -169,7 +169,11 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         actors: handles that target and status use.
     """
     target = _target(config).bind(
-        target_settings(config), dict(actors.shards), actors.registry, actors.board
+        target_settings(config),
+        dict(actors.shards),
+        actors.registry,
+        actors.board,
+        experts.deployments(config, target_settings(config), actors.registry),
     )
     router = None
     if config.router.enabled:
@@ -207,6 +211,8 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         replay_top_k=config.replay.top_k,
         prefill_chunk=config.target.prefill_chunk,
         prefix_cache=config.target.prefix_cache,
+        placement=config.drafts.placement,
+        round_timeout_ms=config.drafts.round_timeout_ms,
     )
 
 
@@ -233,11 +239,17 @@ def _target(config: PacelineConfig) -> serve.Deployment:
 
 
 def _gpu_share(config: PacelineConfig) -> float:
-    """GPUs of one target replica: a whole one less a part that the trainer learns on."""
+    """GPUs of one target replica: a whole one less what the trainer and a pool's experts take."""
     gpus = float(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or config.target.device == "cpu":
         return 0
-    share = (gpus - learning.trainer_gpus(config)) / config.target.num_replicas
+    taken = learning.trainer_gpus(config) + experts.pool_gpus(config)
+    if taken >= gpus:
+        raise ConfigError(
+            f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "
+            "none to the target"
+        )
+    share = (gpus - taken) / config.target.num_replicas
     return int(share) if share >= 1 else int(share * 100) / 100
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.actors.decoding.pool.ahead import DraftAhead
+from paceline.actors.decoding.settings import DraftPlacement
 from paceline.actors.routing.policy import GENERAL
 from paceline.deploy.errors import ConfigError
 
@@ -66,6 +68,9 @@ class DraftsConfig(_Section):
     ``paths`` gives a topic's expert another starting point than ``general``.
     ``num_speculative_tokens`` "auto" drafts as many, up to ``max_speculative_tokens``, as give
     the most tokens per second by what is measured, and none where that does not pay.
+
+    ``placement`` pool makes every expert a deployment of its own; the keys after it are for that
+    alone.
     """
 
     general: str = EMBEDDED
@@ -74,6 +79,18 @@ class DraftsConfig(_Section):
     num_speculative_tokens: Literal["auto"] | int = "auto"
     max_speculative_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 8
     top_k: Count = 64
+    placement: DraftPlacement = "colocated"
+    round_timeout_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 100.0
+    draft_ahead: DraftAhead = "auto"
+    num_replicas: Count = 1
+    num_threads: Count = 1
+    num_gpus: Fraction = 0.0
+    across_nodes: bool = False
+
+    @field_validator("draft_ahead", mode="before")
+    @classmethod
+    def _yaml_switch(cls, switch: object) -> object:
+        return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod
@@ -100,6 +117,11 @@ class DraftsConfig(_Section):
         if unknown:
             raise ValueError(f"paths names {unknown[0]!r}, which is not among topics")
         return self
+
+    @property
+    def pool_processes(self) -> int:
+        """Replicas of all experts together; 0 where drafts are colocated."""
+        return len(self.experts) * self.num_replicas if self.placement == "pool" else 0
 
     @property
     def experts(self) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
     """
     threads = config.target.num_threads or default_threads(cores)
     serving = threads * config.target.num_replicas
+    serving += config.drafts.pool_processes * config.drafts.num_threads
     shares_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
     if shares_gpu or serving + config.training.num_threads > cores:
         return 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,12 +41,28 @@ def check(config: PacelineConfig) -> None:
         )
     _check_memory(config)
     _check_device(config.target.device)
+    _check_pool(config)
     _check_state(config.state_path)
     _check_port(config.host, config.port)
 
 
 def warnings(config: PacelineConfig) -> list[str]:
     """What can be served, but not as one may think; one line each, for a checked config."""
+    return _router_warnings(config) + _pool_warnings(config)
+
+
+def _pool_warnings(config: PacelineConfig) -> list[str]:
+    drafts = config.drafts
+    processes, cores = drafts.pool_processes, os.cpu_count() or 1
+    if drafts.num_gpus or processes * drafts.num_threads < cores:
+        return []
+    return [
+        f"drafts.placement pool starts {processes} processes on {cores} cores: drafts that wait "
+        "for a core cost more than colocated ones"
+    ]
+
+
+def _router_warnings(config: PacelineConfig) -> list[str]:
     if not config.router.enabled:
         return []
     missing = [topic for topic in config.drafts.topics if topic not in router_labels(config)]
@@ -101,6 +119,11 @@ def _check_device(device: str) -> None:
         raise ConfigError(
             f"target.device: {device} is not there ({torch.cuda.device_count()} GPUs are seen)"
         )
+
+
+def _check_pool(config: PacelineConfig) -> None:
+    if config.drafts.placement == "pool" and sys.platform != "linux":
+        raise ConfigError("drafts.placement: pool needs Linux; colocated runs everywhere")
 
 
 def _check_state(folder: Path) -> None:

@@ -24,7 +24,9 @@ from paceline.actors.decoding.loading import (
     resolve_device,
     resolve_dtype,
 )
-from paceline.actors.decoding.proposer import INITIAL_SUFFIX
+from paceline.actors.decoding.pool.profile import profile_pool
+from paceline.actors.decoding.pool.proposer import PoolProposer
+from paceline.actors.decoding.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.decoding.runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.decoding.settings import TargetSettings
 
@@ -95,12 +97,12 @@ def build_stacks(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    positions: int,
+    positions: int | None = None,
 ) -> list[ExpertStack]:
     """One stack per architecture; beside the drafts, their ``@0`` twins of fixed weights.
 
     Drafts that start from the same folder share one twin. Every stack has key/value memory for
-    ``positions`` positions.
+    ``positions`` positions, None for every request's full context.
     """
     twins: dict[str, str] = {}
     for name, path in settings.drafts.items():
@@ -123,13 +125,17 @@ def build_stacks(
 
 
 def build_controller(
-    settings: TargetSettings, runner: ModelRunner, stacks: Sequence[ExpertStack]
+    settings: TargetSettings,
+    runner: ModelRunner,
+    stacks: Sequence[ExpertStack],
+    pool: PoolProposer | None = None,
 ) -> GoodputController | None:
     """The controller over costs profiled here and now; None where k is fixed.
 
-    Drafts of several architectures are taken to cost what those of the first do.
+    Drafts of several architectures are taken to cost what those of the first do. Those of a pool
+    are asked through it: their costs include the way there and back.
     """
-    if settings.num_speculative_tokens is not None or not stacks:
+    if settings.num_speculative_tokens is not None or not (stacks or pool):
         return None
     torch.set_num_threads(settings.num_threads)
     rows = grid_points(settings.max_num_seqs)
@@ -146,18 +152,28 @@ def build_controller(
         logits = models.forward(range(batch), ids, positions, start + count, grid=grid)
         logits.float().topk(1).indices.tolist()  # waits for the device
 
-    draft = stacks[0].runner
     target_costs = profile(lambda b, t: run(runner, b, t, 1), rows, tokens, time.perf_counter)
+    for row in range(settings.max_num_seqs):
+        runner.kv.release(row)
+    if pool is not None:
+        draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
+        return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
+    draft = stacks[0].runner
     experts = grid_points(min(len(draft.models), settings.max_num_seqs))
     draft_costs = profile(lambda b, e: run(draft, b, 1, e), rows, experts, time.perf_counter)
     for row in range(settings.max_num_seqs):
-        runner.kv.release(row)
         draft.kv.release(row)
     return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
 
 
-def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]:
+def build_engine(
+    settings: TargetSettings, pool: PoolProposer | None = None
+) -> tuple[Engine, Any, dict[str, Any]]:
     """Load the models and put the engine together.
+
+    Args:
+        settings: see TargetSettings.
+        pool: proposes where the drafts are placed in a pool; None loads them here.
 
     Returns:
         the engine, the target's tokenizer, and facts for ``describe``.
@@ -175,9 +191,11 @@ def build_engine(settings: TargetSettings) -> tuple[Engine, Any, dict[str, Any]]
     runner = ModelRunner([target], settings.max_num_seqs, max_model_len, positions)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
-    stacks = build_stacks(settings, dtype, device, max_model_len, positions)
-    proposer = ColocatedProposer(stacks, settings.draft_top_k, generator)
-    controller = build_controller(settings, runner, stacks)
+    stacks = (
+        [] if pool is not None else build_stacks(settings, dtype, device, max_model_len, positions)
+    )
+    proposer: Proposer = pool or ColocatedProposer(stacks, settings.draft_top_k, generator)
+    controller = build_controller(settings, runner, stacks, pool)
     engine = Engine(
         runner=runner,
         drafting=Drafting(proposer, controller, device, time.perf_counter),

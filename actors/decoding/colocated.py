@@ -121,6 +121,22 @@ class ExpertStack:
         self._computed.pop(request_id, None)
         self._drafted.pop(request_id, None)
 
+    def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
+        """Take a sequence back to what is certain, after drafting beyond it.
+
+        What was computed for the assumed tokens stays of use where they come true.
+
+        Args:
+            request_id: unknown ones are fine.
+            length: tokens of the sequence that are certain.
+            assumed: the tokens behind them with which it was last proposed for.
+        """
+        computed = self._computed.get(request_id, 0)
+        if computed > length:
+            drafted = self._drafted.get(request_id, ())
+            self._drafted[request_id] = [*assumed[: computed - length], *drafted]
+            self._computed[request_id] = length
+
     def _known(self, row: DraftRow) -> int:
         """How many positions of a sequence are right: computed ones and drafts that came true."""
         known = self._computed[row.request_id]

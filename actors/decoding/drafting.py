@@ -50,6 +50,7 @@ class Drafting:
         self.failures = 0
         self._rest = 0  # rounds until a proposer that failed is asked again
         self._next_rest = 1
+        self._versions: dict[str, int] = {}
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
@@ -66,6 +67,7 @@ class Drafting:
         except (KeyError, ValueError):
             logger.exception("draft %s: version %d was not taken", expert, weight_version)
             return
+        self._versions[expert] = weight_version
         if self._controller is not None:
             self._controller.swapped(expert)
 
@@ -78,6 +80,7 @@ class Drafting:
         if indices and not self._resting():
             rows = [self._row(batch[i], wanted[i]) for i in indices]
             proposal = self._ask(rows, proposal, indices, len(batch))
+            self._note_versions([batch[i] for i in indices])
         self._drafting_s = self._clock() - self._began
         return proposal
 
@@ -118,7 +121,6 @@ class Drafting:
         return self._rest > 0
 
     def _row(self, sequence: RunningSequence, k: int) -> DraftRow:
-        sequence.weight_version = self._proposer.version(sequence.request.draft)
         return DraftRow(
             request_id=sequence.request_id,
             draft=sequence.request.draft,
@@ -127,6 +129,15 @@ class Drafting:
             num_draft_tokens=k,
             sampling=sequence.request.sampling,
         )
+
+    def _note_versions(self, sequences: Sequence[RunningSequence]) -> None:
+        """Note with which weights was proposed: a proposer may take new ones by itself."""
+        for sequence in sequences:
+            draft = sequence.request.draft
+            sequence.weight_version = version = self._proposer.version(draft)
+            if self._controller is not None and self._versions.get(draft, version) != version:
+                self._controller.swapped(draft)
+            self._versions[draft] = version
 
     def _ask(
         self, rows: list[DraftRow], nothing: Proposal, indices: list[int], size: int

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+DraftPlacement = Literal["colocated", "pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,8 @@ class TargetSettings:
     what measured goodput says, up to ``max_speculative_tokens``. ``max_model_len`` None takes
     the target's own limit. ``kv_cache_mb`` MiB hold the target's keys and values, None is enough
     for ``max_num_seqs`` full contexts (on GPUs at most a part of the free memory); drafts have
-    room for as many positions, on top.
+    room for as many positions, on top. ``placement`` pool has every expert in a process of its
+    own, for which a round waits at most ``round_timeout_ms``.
     """
 
     model_path: str
@@ -34,3 +38,5 @@ class TargetSettings:
     prefill_chunk: int = 256
     prefix_cache: bool = True
     seed: int | None = None
+    placement: DraftPlacement = "colocated"
+    round_timeout_ms: float = 100.0

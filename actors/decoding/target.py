@@ -13,7 +13,11 @@ from typing import Any
 import ray
 
 from paceline.actors.decoding.build import build_engine
+from paceline.actors.decoding.compatibility import read_config
+from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
+from paceline.actors.decoding.pool.leases import Leases
+from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, encode
@@ -39,6 +43,7 @@ class TargetReplica:
         shards: Mapping[str, Any] | None = None,
         registry: Any = None,
         board: Any = None,
+        experts: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the models and start the engine.
 
@@ -47,6 +52,7 @@ class TargetReplica:
             shards: actor handle of the replay shard of every topic; None keeps no records.
             registry: actor handle of the weight registry; None never swaps.
             board: actor handle of the load board; None reports nothing.
+            experts: Serve handle of every expert's deployment, where drafts are placed in a pool.
         """
         self._shards = dict(shards or {})
         self._registry = registry
@@ -54,7 +60,10 @@ class TargetReplica:
         self._replica_id = uuid.uuid4().hex[:12]
         self._reported: tuple[int, int] | None = None
         self._reported_at = 0.0
-        engine, _, self._facts = build_engine(settings)
+        self._pool = _pool(settings) if settings.placement == "pool" else None
+        if self._pool is not None:  # experts load meanwhile
+            Leases(self._pool, experts or {}, self._replica_id)
+        engine, _, self._facts = build_engine(settings, self._pool)
         self._loop = EngineLoop(
             engine,
             num_threads=settings.num_threads,
@@ -62,7 +71,7 @@ class TargetReplica:
             on_load=self._report if board is not None else None,
         )
         self._closed = threading.Event()
-        if registry is not None:
+        if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
@@ -110,16 +119,21 @@ class TargetReplica:
         """What runs here and how busy it is."""
         running, waiting = self._loop.load()
         blocks, available = self._loop.kv_blocks
-        return self._facts | {
-            "replica_id": self._replica_id,
-            "drafts": self._loop.drafts(),
-            "draft_failures": self._loop.draft_failures,
-            "running": running,
-            "waiting": waiting,
-            "kv_blocks_total": blocks,
-            "kv_blocks_available": available,
-            "preemptions": self._loop.preemptions,
-        }
+        pool = {} if self._pool is None else {"experts": self._pool.describe()}
+        return (
+            self._facts
+            | pool
+            | {
+                "replica_id": self._replica_id,
+                "drafts": self._loop.drafts(),
+                "draft_failures": self._loop.draft_failures,
+                "running": running,
+                "waiting": waiting,
+                "kv_blocks_total": blocks,
+                "kv_blocks_available": available,
+                "preemptions": self._loop.preemptions,
+            }
+        )
 
     def check_health(self) -> None:
         """Serve's health check; RuntimeError has Serve replace this replica."""
@@ -161,6 +175,17 @@ class TargetReplica:
             except Exception as error:
                 logger.info("no weights from the registry (%s), trying again", error)
                 self._closed.wait(_RETRY_S)
+
+
+def _pool(settings: TargetSettings) -> PoolProposer:
+    """The proposer over experts of their own, without connections yet."""
+    return PoolProposer(
+        list(settings.drafts),
+        device=resolve_device(settings.device),
+        vocab_size=int(read_config(settings.model_path, "target")["vocab_size"]),
+        round_timeout_s=settings.round_timeout_ms / 1e3,
+        clock=time.monotonic,
+    )
 
 
 def join(parts: list[GenerationChunk]) -> GenerationChunk:

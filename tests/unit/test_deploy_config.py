@@ -59,6 +59,12 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         ("drafts:\n  topics: ['off']", "drafts.topics: 'off' cannot be"),
         ("drafts:\n  topics: ['a@0']", "drafts.topics: 'a@0' cannot be"),
         ("drafts:\n  paths: {poetry: x}", "drafts: paths names 'poetry'"),
+        ("drafts:\n  placement: pol", "drafts.placement: "),
+        ("drafts:\n  placment: pool", "drafts.placment: no such key; did you mean placement?"),
+        ("drafts:\n  round_timeout_ms: 0", "drafts.round_timeout_ms: "),
+        ("drafts:\n  round_timeout_ms: soon", "drafts.round_timeout_ms: "),
+        ("drafts:\n  draft_ahead: maybe", "drafts.draft_ahead: "),
+        ("drafts:\n  num_gpus: 2", "drafts.num_gpus: "),
         ("router:\n  min_confidence: 1.5", "router.min_confidence: "),
         ("replay:\n  held_out_fraction: .nan", "replay.held_out_fraction: "),
         ("[1, 2]", "must be a mapping"),
@@ -103,3 +109,11 @@ def test_the_shipped_config_lists_every_key_with_its_default() -> None:
 
     shipped = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert keys(shipped) == keys(load_config().model_dump())
+
+
+def test_the_pool_is_configured_in_words_and_in_yamls_switches(tmp_path: Path) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text("drafts: {placement: pool, round_timeout_ms: 20, draft_ahead: off}\n")
+    drafts = load_config(file).drafts
+    assert (drafts.placement, drafts.round_timeout_ms, drafts.draft_ahead) == ("pool", 20.0, "off")
+    assert load_config().drafts.placement == "colocated"

@@ -11,6 +11,7 @@ import torch
 from free_ports import find_port
 
 from paceline.actors.weights.lock import LOCK_NAME
+from paceline.deploy import app
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.preflight import check, warnings
@@ -157,3 +158,29 @@ def test_a_state_folder_of_a_running_server_is_refused(config: PacelineConfig) -
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "in use by another server" in refusal(config)
     check(config)
+
+
+def test_a_pool_without_cores_for_it_is_warned_of(
+    config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = changed(config, {"drafts.placement": "pool"})
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert any("5 processes on 4 cores" in line for line in warnings(pool))
+    assert warnings(config) == []
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert warnings(pool) == []
+
+
+def test_a_pool_needs_linux(config: PacelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert "drafts.placement" in refusal(changed(config, {"drafts.placement": "pool"}))
+
+
+def test_experts_leave_the_target_a_gpu_or_are_refused(
+    config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})
+    pool = {"drafts.placement": "pool", "training.enabled": False}
+    assert app._gpu_share(changed(config, pool | {"drafts.num_gpus": 0.1})) == 0.5
+    with pytest.raises(ConfigError, match=r"drafts\.num_gpus: .* take 1 of 1 GPUs"):
+        app._gpu_share(changed(config, pool | {"drafts.num_gpus": 0.2}))

@@ -1,0 +1,1 @@
+"""Experts as processes of their own: a pool that several targets share."""

@@ -1,0 +1,256 @@
+"""One expert's sequences of all targets: what an expert's server does between two frames.
+
+Drafting ahead. While the target verifies k drafts, the expert goes on as if all of them came
+true: it guesses the bonus token and drafts k more behind it. If the sequence then arrives exactly
+so, the answer is there at once; otherwise it is dropped. This changes no output law. Greedy and
+seeded proposals are functions of the prefix. An unseeded proposal is a fresh sample from
+q(. | assumed prefix), drawn by the expert's own generator after the assumed prefix was fixed;
+whether the assumption comes true depends on the assumed tokens and on the target's own
+randomness, never on the sample behind them. So given that it is used, it still is a sample from
+q(. | prefix), independent of the target's later accept/reject draws, which is all that
+speculative sampling asks for. A proposal ahead is offered to the very next question about its
+sequence and then forgotten, and new weights drop all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.colocated import ExpertStack
+from paceline.actors.decoding.pool.ahead import AheadPolicy
+from paceline.actors.decoding.pool.sequences import Drafts, Known, split
+from paceline.actors.decoding.pool.wire import Answer, Ask, AskRow
+from paceline.actors.decoding.proposer import DraftRow
+
+logger = logging.getLogger(__name__)
+
+
+class SharedDrafter:
+    """Answers the questions of several targets with one stack. Knows no sockets and no clock."""
+
+    def __init__(
+        self,
+        stack: ExpertStack,
+        expert: str,
+        *,
+        support: int,
+        generator: torch.Generator,
+        max_sequences: int,
+        epoch: int,
+        ahead: AheadPolicy,
+    ) -> None:
+        """Take the expert.
+
+        Args:
+            stack: of the expert and its initial weights.
+            expert: the name whose weights may be swapped.
+            support: the most tokens that a distribution may hold.
+            generator: randomness of unseeded drafts.
+            max_sequences: the stack's rows; a sequence beyond them drafts nothing.
+            epoch: names this life of the process.
+            ahead: whether drafting ahead pays.
+        """
+        self._stack = stack
+        self._expert = expert
+        self._support = support
+        self._generator = generator
+        self._max_sequences = max_sequences
+        self._max_tokens = stack.runner.max_model_len
+        self.epoch = epoch
+        self.ahead = ahead
+        self._known: dict[int, dict[str, Known]] = {}
+        self._awaiting: list[Known] = []  # answered, and not yet drafted ahead
+        self.failures = 0
+
+    @property
+    def weight_versions(self) -> dict[str, int]:
+        """Of the expert and of its initial weights."""
+        return dict(self._stack.versions)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all clients."""
+        return sum(map(len, list(self._known.values())))  # also asked by other threads
+
+    @property
+    def may_draft_ahead(self) -> bool:
+        """True where :meth:`draft_ahead` has something to do."""
+        return bool(self._awaiting)
+
+    def swap(self, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Take new weights of the expert.
+
+        Raises:
+            ValueError: for weights of another shape.
+        """
+        self._stack.swap(self._expert, weight_version, state)
+        self._awaiting.clear()
+        for known in self._all():
+            known.ahead = None
+
+    def release(self, client: int, request_ids: Sequence[str]) -> None:
+        """Forget sequences; unknown ones are fine."""
+        for request_id in request_ids:
+            known = self._known.get(client, {}).pop(request_id, None)
+            if known is not None:
+                self._drop(known)
+
+    def forget(self, client: int) -> None:
+        """Free everything that a client held."""
+        self.release(client, list(self._known.get(client, ())))
+        self._known.pop(client, None)
+
+    def absorb(self, client: int, ask: Ask) -> None:
+        """Take the tokens of a question whose answer nobody waits for any more."""
+        for row in ask.rows:
+            known = self._take(client, row)
+            if known is not None:
+                known.ahead = None  # it was for this question alone
+
+    def answer(self, asks: Sequence[tuple[int, Ask]]) -> list[Answer]:
+        """Draft for the questions of several clients in one batch.
+
+        Args:
+            asks: (client, question), one per client.
+
+        Returns:
+            the answers, in the same order.
+        """
+        self._awaiting.clear()
+        asked = [[self._take(client, row) for row in ask.rows] for client, ask in asks]
+        drafts: dict[str, Drafts] = {}
+        rows: list[DraftRow] = []
+        for (_, ask), sequences in zip(asks, asked, strict=True):
+            for row, known in zip(ask.rows, sequences, strict=True):
+                if known is None:
+                    continue
+                if known.ahead is not None:
+                    drafts[known.key] = known.ahead.part(0, row.num_draft_tokens)
+                else:
+                    rows.append(known.row(row.num_draft_tokens))
+        hits = set(drafts)
+        drafts |= self._propose(rows)
+        answers = []
+        for (_, ask), sequences in zip(asks, asked, strict=True):
+            self._expect(sequences, drafts, ask.ahead)
+            answers.append(self._word(ask, sequences, drafts, hits))
+        return answers
+
+    def draft_ahead(self) -> None:
+        """Draft behind the last answers, as if all of them came true."""
+        waiting = [known for known in self._awaiting if known.guess]
+        self._awaiting = []
+        rows = [known.row(len(known.guess) + 1, known.guess) for known in waiting]
+        drafts = self._propose(rows)
+        for known in waiting:
+            self._stack.presume(known.key, len(known.tokens), known.guess)
+            found = drafts.get(known.key)
+            if found is not None and len(found.token_ids) > 1:
+                known.assumed = (*known.guess, int(found.token_ids[0]))
+                known.ahead = found.part(1, len(found.token_ids))
+
+    def _take(self, client: int, row: AskRow) -> Known | None:
+        """Bring a sequence up to date; None where it has to be sent whole, or has no room."""
+        own = self._known.setdefault(client, {})
+        known = own.get(row.request_id)
+        if row.base == 0 and row.sampling is not None:
+            self.release(client, [row.request_id])
+            if self.num_sequences >= self._max_sequences:
+                return None
+            key = f"{client}/{row.request_id}"
+            known = own[row.request_id] = Known(key, row.draft, row.sampling)
+        if known is None or len(known.tokens) != row.base or row.draft != known.draft:
+            return None
+        if known.ahead is not None:
+            came_true = known.assumed == row.tokens
+            self.ahead.outcome(came_true)
+            if not came_true:
+                known.ahead = None
+        known.tokens.extend(row.tokens)
+        known.num_output = row.num_output
+        known.guess = ()
+        return known
+
+    def _propose(self, rows: list[DraftRow]) -> dict[str, Drafts]:
+        """Drafts by key; without those that have none yet. A failure costs drafts, no more."""
+        if not rows:
+            return {}
+        try:
+            proposal = self._stack.propose(rows, self._support, self._generator)
+        except Exception:
+            self.failures += 1
+            logger.exception("%s drafts nothing this round", self._expert)
+            self._forget_rows({row.request_id for row in rows})
+            return {}
+        return split(rows, proposal)
+
+    def _forget_rows(self, keys: set[str]) -> None:
+        """After a failure nothing is known of these sequences: they must be sent whole."""
+        for own in self._known.values():
+            for request_id in [name for name, known in own.items() if known.key in keys]:
+                self._drop(own.pop(request_id))
+
+    def _expect(
+        self, sequences: Sequence[Known | None], drafts: Mapping[str, Drafts], ahead: bool
+    ) -> None:
+        """Note what was answered, for drafting ahead."""
+        worthwhile = ahead and self.ahead.worthwhile()
+        for known in sequences:
+            if known is None:
+                continue
+            known.ahead = None
+            found = drafts.get(known.key)
+            if found is None or not len(found.token_ids) or not worthwhile:
+                continue
+            guess = tuple(found.token_ids.tolist())
+            if len(known.tokens) + 2 * len(guess) + 1 <= self._max_tokens:
+                known.guess = guess
+                self._awaiting.append(known)
+
+    def _word(
+        self,
+        ask: Ask,
+        sequences: Sequence[Known | None],
+        drafts: Mapping[str, Drafts],
+        hits: set[str],
+    ) -> Answer:
+        """The answer to one client, padded to its longest row."""
+        alive = {known.key for known in self._all()}
+        found = [None if known is None else drafts.get(known.key) for known in sequences]
+        lengths = [0 if part is None else len(part.token_ids) for part in found]
+        width = max((part.support_ids.shape[1] for part in found if part is not None), default=0)
+        rows, steps = len(ask.rows), max(lengths, default=0)
+        answer = Answer(
+            epoch=self.epoch,
+            round=ask.round,
+            weight_versions=self.weight_versions,
+            unknown=tuple(
+                i for i, known in enumerate(sequences) if known is None or known.key not in alive
+            ),
+            ahead=sum(known is not None and known.key in hits for known in sequences),
+            num_drafted=np.asarray(lengths, dtype=np.int32),
+            token_ids=np.zeros((rows, steps), np.int32),
+            token_probs=np.zeros((rows, steps), np.float32),
+            support_ids=np.zeros((rows, steps, width), np.int32),
+            support_probs=np.zeros((rows, steps, width), np.float32),
+        )
+        for i, part in enumerate(found):
+            if part is not None:
+                count, own = part.support_ids.shape
+                answer.token_ids[i, :count] = part.token_ids
+                answer.token_probs[i, :count] = part.token_probs
+                answer.support_ids[i, :count, :own] = part.support_ids
+                answer.support_probs[i, :count, :own] = part.support_probs
+        return answer
+
+    def _all(self) -> list[Known]:
+        return [known for own in self._known.values() for known in own.values()]
+
+    def _drop(self, known: Known) -> None:
+        self._stack.release(known.key)
+        self._awaiting = [other for other in self._awaiting if other is not known]

@@ -1,0 +1,100 @@
+"""An expert behind Serve: placed, scaled and watched by it, asked past it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+
+from paceline.actors.decoding.pool.build import build_server
+from paceline.actors.decoding.pool.server import Lease
+from paceline.actors.decoding.pool.settings import ExpertSettings
+from paceline.actors.weights.flat import unflatten
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+_UNUSED_S = 30.0
+_PING_S = 10.0
+_POLL_S = 10.0
+_RETRY_S = 0.5
+_FIRST_PULL_S = 5.0
+
+
+class ExpertReplica:
+    """One expert and its initial weights for all targets, on a socket of its own.
+
+    The registry may be dead or slow at any time: the weights then stay as they are.
+    """
+
+    def __init__(self, settings: ExpertSettings, registry: Any = None) -> None:
+        """Load the expert, take the newest weights and begin to serve.
+
+        Args:
+            settings: see ExpertSettings.
+            registry: actor handle of the weight registry; None never swaps.
+        """
+        self._expert = settings.expert
+        self._registry = registry
+        host = ray.util.get_node_ip_address() if settings.across_nodes else None
+        self._server = build_server(settings, host)
+        self._names = itertools.count()
+        self._known: dict[str, int] = {}
+        self._closed = threading.Event()
+        if registry is not None:
+            self._try_to_pull(0.0, _FIRST_PULL_S)
+            threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
+
+    async def open(self, client: str) -> AsyncIterator[Lease | None]:
+        """A target's lease: what it connects by, then a heartbeat every few seconds.
+
+        It ends, and what the target held is freed, when the target closes the stream, or has
+        had no connection for half a minute (Serve does not tell of a caller that died).
+
+        Args:
+            client: names the target, for people.
+        """
+        name = f"{client}/{next(self._names)}"
+        unused = 0.0
+        try:
+            yield self._server.lease(name)
+            while unused < _UNUSED_S:
+                await asyncio.sleep(HEARTBEAT_S)
+                unused = 0.0 if self._server.connected(name) else unused + HEARTBEAT_S
+                yield None
+        finally:
+            self._server.dismiss(name)
+
+    async def describe(self) -> dict[str, Any]:
+        """What is drafted here and for how many."""
+        return {"expert": self._expert, **self._server.stats()}
+
+    async def check_health(self) -> None:
+        """Serve's health check; RuntimeError has Serve replace this replica."""
+        if not await asyncio.to_thread(self._server.ping, _PING_S):
+            raise RuntimeError("the expert's thread has stopped or hangs")
+
+    def _watch(self) -> None:
+        """Long-poll the registry for new weights, for ever."""
+        while not self._closed.is_set():
+            if not self._try_to_pull(_POLL_S, 3 * _POLL_S):
+                self._closed.wait(_RETRY_S)
+
+    def _try_to_pull(self, wait_s: float, timeout_s: float) -> bool:
+        """Take this expert's news, if there are any within ``wait_s``; False where that failed."""
+        try:
+            asked = self._registry.wait_newer.remote(self._known, wait_s)
+            for topic, (version, refs) in ray.get(asked, timeout=timeout_s).items():
+                if topic == self._expert:
+                    # unflatten copies: the object dies with the registry that put it.
+                    self._server.swap(version, unflatten(ray.get(refs[0], timeout=_POLL_S)))
+                self._known[topic] = version
+        except Exception as error:
+            logger.info("no weights from the registry (%s), trying again", error)
+            return False
+        return True

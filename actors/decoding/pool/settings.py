@@ -1,0 +1,27 @@
+"""Settings of the pool: plain data that crosses process borders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.actors.decoding.pool.ahead import DraftAhead
+from paceline.actors.decoding.settings import TargetSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSettings:
+    """How one replica of an expert drafts.
+
+    ``target`` are the settings of the targets that it drafts for, among whose drafts is
+    ``expert``. ``max_sequences`` is over all targets, which together compute on ``target_cores``.
+    ``across_nodes`` lets targets of other nodes connect too.
+    """
+
+    expert: str
+    target: TargetSettings
+    max_sequences: int
+    target_cores: int
+    device: str = "auto"
+    num_threads: int = 1
+    draft_ahead: DraftAhead = "auto"
+    across_nodes: bool = False

@@ -1,0 +1,284 @@
+"""Drafts in the target's process against drafts in a pool, drafting ahead or not.
+
+    make bench-placement ARGS="--quick"
+
+Every expert of the pool is a process of its own, as Serve would place it, without Serve. All
+variants answer the same prompts, block by block in turns, and choose k by measured goodput, or
+draft ``--tokens``. Figures go to out/bench/placement.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import select
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+from expert_cache import TARGET, experts_dir, facts_of
+from measure import Timing, geometric_mean, paired_ratio, rotation, topic_rates
+from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
+from rich.console import Console
+from rich.table import Table
+from served import Served
+
+from paceline.actors.decoding.build import build_engine
+from paceline.actors.decoding.loading import load_tokenizer
+from paceline.actors.decoding.pool.build import build_server
+from paceline.actors.decoding.pool.link import ExpertLink, connect
+from paceline.actors.decoding.pool.proposer import PoolProposer
+from paceline.actors.decoding.pool.server import Lease
+from paceline.actors.decoding.pool.settings import ExpertSettings
+from paceline.actors.decoding.pool.wire import Ping
+from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.decoding.verification import Proposal
+from paceline.deploy.config import MODELS_DIR
+
+PLAIN, COLOCATED, POOL, AHEAD = "plain", "colocated", "pool", "pool, ahead"
+_START_S, _CONNECT_S, _ROUND_S = 120.0, 10.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is run: ``blocks`` per topic, each of as many prompts as rows, at least 4."""
+
+    topics: int
+    batches: tuple[int, ...]
+    blocks: int
+    max_tokens: int
+    pings: int
+
+
+class NeverAhead(PoolProposer):
+    """Asks the experts not to draft beyond their answers."""
+
+    def propose(
+        self, rows: Sequence[DraftRow], *, ahead: bool = False, timeout_s: float | None = None
+    ) -> Proposal:
+        """See PoolProposer."""
+        del ahead
+        return super().propose(rows, ahead=False, timeout_s=timeout_s)
+
+
+def serve_expert(settings: ExpertSettings, leases: Any) -> None:
+    """The expert's process: tells what connects to it, and serves until the parent is gone."""
+    server = build_server(settings, "127.0.0.1")
+    leases.send([server.lease(name) for name in (POOL, AHEAD, "unix", "tcp")])
+    leases.poll(None)  # the parent closes its end
+    server.close()
+
+
+@contextmanager
+def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Lease]]]:
+    """An expert's process per draft; yields expert to its leases by name."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for expert in target.drafts:
+        settings = ExpertSettings(
+            expert=expert,
+            target=target,
+            max_sequences=2 * target.max_num_seqs,
+            target_cores=target.num_threads,
+            device="cpu",
+            draft_ahead="on",
+        )
+        pipes[expert], theirs = spawn.Pipe()
+        process = spawn.Process(target=serve_expert, args=(settings, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+    try:
+        found = {}
+        for expert, pipe in pipes.items():
+            if not pipe.poll(_START_S):
+                raise RuntimeError(f"the expert {expert} does not come up")
+            found[expert] = {lease.name: lease for lease in pipe.recv()}
+        yield found
+    finally:
+        for pipe in pipes.values():
+            pipe.close()
+        for process in processes:
+            process.join(10)
+
+
+def attached(proposer: PoolProposer, leases: Mapping[str, Mapping[str, Lease]], name: str) -> Any:
+    """The proposer, connected to every expert."""
+    for expert, own in leases.items():
+        proposer.attach(expert, connect(own[name], _CONNECT_S))
+    return proposer
+
+
+def make_proposer(cls: type[PoolProposer], settings: TargetSettings) -> PoolProposer:
+    """One that waits long: a busy machine must not decide what is compared."""
+    config = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
+    return cls(
+        list(settings.drafts),
+        device=torch.device("cpu"),
+        vocab_size=int(config["vocab_size"]),
+        round_timeout_s=_ROUND_S,
+        clock=time.monotonic,
+    )
+
+
+def round_trips(lease: Lease, count: int) -> dict[str, float]:
+    """Microseconds from ping to pong, p50 and p99."""
+    link, times = connect(lease, _CONNECT_S), []
+    try:
+        for number in range(count):
+            began = time.perf_counter()
+            link.send(Ping(number))
+            _await_pong(link)
+            times.append(1e6 * (time.perf_counter() - began))
+    finally:
+        link.close()
+    times.sort()
+    return {
+        "p50_us": round(times[count // 2], 1),
+        "p99_us": round(times[min(count - 1, count * 99 // 100)], 1),
+    }
+
+
+def _await_pong(link: ExpertLink) -> None:
+    while True:
+        if not select.select([link], [], [], _CONNECT_S)[0]:
+            raise RuntimeError("an expert does not answer a ping")
+        if link.receive():
+            return
+
+
+def blocks_of(
+    prompts: Mapping[str, Sequence[Prompt]], plan: Plan, batch: int
+) -> list[tuple[str, Sequence[Prompt]]]:
+    """(topic, prompts) of every block, topics in turn."""
+    size = max(4, batch)
+    return [
+        (topic, own[at * size : (at + 1) * size])
+        for at in range(plan.blocks)
+        for topic, own in prompts.items()
+    ]
+
+
+def run_batch(
+    variants: Sequence[Served],
+    prompts: Mapping[str, Sequence[Prompt]],
+    plan: Plan,
+    batch: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Tokens per second of every variant at one batch size, and ratios to colocated."""
+    blocks = blocks_of(prompts, plan, batch)
+    for variant in variants:  # warms up, and teaches the controller
+        variant.run(blocks[0][1], batch, 0.0, plan.max_tokens)
+    timings, accepted, differing = [], {v.name: 0 for v in variants}, 0
+    for number, (topic, own) in enumerate(blocks):
+        outputs = {}
+        for variant in rotation(variants, number):
+            run = variant.run(own, batch, 0.0, plan.max_tokens)
+            timings.append(Timing(variant.name, number, topic, run.num_tokens, run.seconds))
+            accepted[variant.name] += run.drafted.accepted
+            outputs[variant.name] = run.outputs
+        differing += sum(
+            any(outputs[v.name][i] != outputs[PLAIN][i] for v in variants) for i in range(len(own))
+        )
+    table = Table("batch " + str(batch), "tokens/s", "to colocated", "accepted tokens")
+    figures: dict[str, Any] = {"answers_that_differ": differing, "variants": {}}
+    for variant in variants:
+        rate = geometric_mean(list(topic_rates(timings, variant.name).values()))
+        ratio = asdict(paired_ratio(timings, variant.name, COLOCATED))
+        own = {"tokens_per_s": rate, "to_colocated": ratio, "accepted": accepted[variant.name]}
+        figures["variants"][variant.name] = own
+        table.add_row(
+            variant.name, f"{rate:.0f}", f"{ratio['ratio']:.2f}", str(accepted[variant.name])
+        )
+    console.print(table)
+    return figures
+
+
+def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str, Any]:
+    """Everything; returns the figures."""
+    texts = dict(list(bench_texts().items())[: plan.topics])
+    prompts = encode(load_tokenizer(TARGET), texts)
+    folder = experts_dir(options.out, None)
+    trained = all(facts_of(folder / topic) is not None for topic in prompts)
+    drafts = {
+        topic: str(folder / topic if trained else MODELS_DIR / "draft-general") for topic in prompts
+    }
+    settings = TargetSettings(
+        str(TARGET),
+        drafts,
+        dtype=options.dtype,
+        device="cpu",
+        num_threads=options.threads,
+        max_num_seqs=max(plan.batches),
+        num_speculative_tokens=options.tokens,
+        max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
+        prefix_cache=False,
+        seed=1,
+    )
+    console.print(f"drafts: {'trained experts' if trained else 'the embedded general one'}")
+    plain, _, _ = build_engine(replace(settings, drafts={}, num_speculative_tokens=0))
+    colocated, _, _ = build_engine(settings)
+    torch.set_num_threads(options.threads)
+    with pool_of(settings) as leases:
+        trips = {
+            "unix": round_trips(next(iter(leases.values()))["unix"], plan.pings),
+            "tcp": round_trips(_by_tcp(next(iter(leases.values()))["tcp"]), plan.pings),
+        }
+        console.print(trips)
+        proposers = {POOL: make_proposer(NeverAhead, settings)}
+        proposers[AHEAD] = make_proposer(PoolProposer, settings)
+        variants = [Served(PLAIN, plain, 0), Served(COLOCATED, colocated, None)]
+        for name, proposer in proposers.items():
+            engine, _, _ = build_engine(settings, attached(proposer, leases, name))
+            variants.append(Served(name, engine, None))
+        batches = {
+            str(batch): run_batch(variants, prompts, plan, batch, console) for batch in plan.batches
+        }
+        experts = {name: proposer.describe() for name, proposer in proposers.items()}
+    return {
+        "machine": machine.facts(),
+        "plan": asdict(plan),
+        "tokens": options.tokens,
+        "trained_experts": trained,
+        "round_trips": trips,
+        "batches": batches,
+        "experts": experts,
+    }
+
+
+def _by_tcp(lease: Lease) -> Lease:
+    return Lease(lease.name, lease.key, b"\0nowhere", lease.host, lease.port)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two topics, short answers")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--tokens", type=int, help="draft so many; left out: by goodput")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    plan = (
+        Plan(topics=2, batches=(1, 8), blocks=1, max_tokens=24, pings=300)
+        if options.quick
+        else Plan(topics=4, batches=(1, 8), blocks=6, max_tokens=64, pings=5000)
+    )
+    figures = bench(options, plan, Console())
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "placement.json"
+    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    Console().print(f"figures: {file}")
+
+
+if __name__ == "__main__":
+    main()

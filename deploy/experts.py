@@ -1,0 +1,68 @@
+"""The pool: every expert a Serve deployment of its own.
+
+No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
+"""
+
+from typing import Any
+
+from ray import serve
+
+from paceline.actors.decoding.pool.settings import ExpertSettings
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.deploy.config import PacelineConfig
+
+_PREFIX = "expert-"
+# By name: the driver then need not import torch and transformers.
+_EXPERT_CLASS: Any = "paceline.actors.decoding.pool.replica.ExpertReplica"
+# Leases are requests that last as long as their target; their number must not be capped.
+_UNBOUNDED = 100_000
+
+
+def deployments(
+    config: PacelineConfig, target: TargetSettings, registry: Any
+) -> dict[str, serve.Application]:
+    """Expert to its deployment; empty where drafts are colocated.
+
+    Args:
+        config: see PacelineConfig.
+        target: settings of the targets that the experts draft for.
+        registry: actor handle of the weight registry.
+    """
+    if config.drafts.placement != "pool":
+        return {}
+    return {
+        expert: _deployment(config, expert).bind(_settings(config, target, expert), registry)
+        for expert in config.drafts.experts
+    }
+
+
+def pool_gpus(config: PacelineConfig) -> float:
+    """GPUs that all experts of a pool take together."""
+    return config.drafts.num_gpus * config.drafts.pool_processes
+
+
+def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> ExpertSettings:
+    return ExpertSettings(
+        expert=expert,
+        target=target,
+        max_sequences=config.target.max_num_seqs * config.target.num_replicas,
+        target_cores=target.num_threads * config.target.num_replicas,
+        device=config.target.device if config.drafts.num_gpus else "cpu",
+        num_threads=config.drafts.num_threads,
+        draft_ahead=config.drafts.draft_ahead,
+        across_nodes=config.drafts.across_nodes,
+    )
+
+
+def _deployment(config: PacelineConfig, expert: str) -> serve.Deployment:
+    return serve.deployment(
+        name=_PREFIX + expert,
+        num_replicas=config.drafts.num_replicas,
+        max_ongoing_requests=_UNBOUNDED,
+        ray_actor_options={"num_cpus": 0, "num_gpus": config.drafts.num_gpus},
+        # A lease ends only with its target: there is nothing to wait for.
+        graceful_shutdown_timeout_s=1,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=5,
+        health_check_timeout_s=20,
+    )(_EXPERT_CLASS)

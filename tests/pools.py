@@ -1,0 +1,143 @@
+"""Experts behind real sockets, and engines that draft with them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import MAX_LEN, TOKENIZER, served
+from tiny_models import tiny_llama
+
+from paceline.actors.decoding.colocated import ExpertStack
+from paceline.actors.decoding.drafting import Drafting
+from paceline.actors.decoding.engine import Engine, EngineSettings
+from paceline.actors.decoding.pool.ahead import AheadPolicy, DraftAhead
+from paceline.actors.decoding.pool.drafter import SharedDrafter
+from paceline.actors.decoding.pool.link import connect
+from paceline.actors.decoding.pool.proposer import PoolProposer
+from paceline.actors.decoding.pool.server import ExpertServer, Lease
+from paceline.actors.decoding.runner import ModelRunner
+
+VOCAB = 300
+DRAFT_SEEDS = {"a": 2, "b": 3}  # those of engines.make_engine
+
+
+def make_drafter(
+    expert: str = "a", *, ahead: DraftAhead = "off", rows: int = 8, support: int = 16, seed: int = 0
+) -> SharedDrafter:
+    models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=VOCAB)) for _ in range(2)]
+    stack = ExpertStack(ModelRunner(models, rows, MAX_LEN), [expert, f"{expert}@0"], rows)
+    return SharedDrafter(
+        stack,
+        expert,
+        support=support,
+        generator=torch.Generator().manual_seed(seed),
+        max_sequences=rows,
+        epoch=seed + 1,
+        ahead=AheadPolicy(ahead, 2, 1),
+    )
+
+
+@contextlib.contextmanager
+def serving(
+    experts: tuple[str, ...] = ("a", "b"), *, host: str | None = None, **options: Any
+) -> Iterator[dict[str, ExpertServer]]:
+    """Servers of this process, one per expert."""
+    servers = {
+        name: ExpertServer(make_drafter(name, **options), num_threads=1, host=host)
+        for name in experts
+    }
+    try:
+        yield servers
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def make_proposer(experts: tuple[str, ...] = ("a", "b"), timeout_s: float = 10.0) -> PoolProposer:
+    return PoolProposer(
+        experts,
+        device=torch.device("cpu"),
+        vocab_size=VOCAB,
+        round_timeout_s=timeout_s,
+        clock=time.monotonic,
+    )
+
+
+def attached(
+    servers: Mapping[str, ExpertServer], client: str = "test", timeout_s: float = 10.0
+) -> PoolProposer:
+    """A proposer with a connection to every server."""
+    proposer = make_proposer(tuple(servers), timeout_s)
+    for name, server in servers.items():
+        proposer.attach(name, connect(server.lease(client), 10.0))
+    return proposer
+
+
+def pool_engine(
+    proposer: PoolProposer, *, k: int = 4, target_seed: int = 1, target_layers: int = 2
+) -> Engine:
+    """engines.make_engine, but for where the drafts are."""
+    target = served(tiny_llama(target_seed, layers=target_layers, vocab=VOCAB))
+    return Engine(
+        runner=ModelRunner([target], 4, MAX_LEN),
+        drafting=Drafting(proposer, None, target.device, time.perf_counter),
+        tokenizer=TOKENIZER,
+        settings=EngineSettings(4, MAX_LEN, k, 8, 8, frozenset({2})),
+        generator=torch.Generator().manual_seed(0),
+        now=lambda: 1234.5,
+    )
+
+
+def wait_until(check: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.01)
+
+
+class ExpertProcess:
+    """An expert's server in a process of its own; tells its lease on its standard output."""
+
+    def __init__(self, expert: str = "a") -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, expert],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        assert self._process.stdout is not None
+        facts = json.loads(self._process.stdout.readline())
+        self.lease = Lease(
+            facts["name"], bytes.fromhex(facts["key"]), bytes.fromhex(facts["unix"]), None, None
+        )
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=30)
+
+
+def _main(expert: str) -> None:
+    with serving((expert,)) as servers:
+        lease = servers[expert].lease("parent")
+        facts = {"name": lease.name, "key": lease.key.hex(), "unix": lease.unix.hex()}
+        print(json.dumps(facts), flush=True)  # noqa: T201
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _main(sys.argv[1])
