@@ -211,6 +211,8 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         replay_top_k=config.replay.top_k,
         prefill_chunk=config.target.prefill_chunk,
         prefix_cache=config.target.prefix_cache,
+        numerics=config.target.numerics,
+        cuda_graphs=config.target.cuda_graphs,
         placement=config.drafts.placement,
         round_timeout_ms=config.drafts.round_timeout_ms,
     )

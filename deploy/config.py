@@ -38,6 +38,7 @@ class TargetConfig(_Section):
     ``num_threads`` None takes half of the cores: a forward whose threads wait for a core that
     another process holds is many times slower than one on fewer threads. ``kv_cache_mb`` bounds
     the MiB of the target's keys and values, per replica; a request waits until there is room.
+    ``numerics`` invariant has a token's logits be the same bits in every batch, or the start fail.
     """
 
     path: str = EMBEDDED
@@ -53,6 +54,8 @@ class TargetConfig(_Section):
     num_replicas: Count = 1
     prefill_chunk: Count = 256
     prefix_cache: bool = True
+    numerics: Literal["auto", "invariant"] = "auto"
+    cuda_graphs: bool = False
 
     @field_validator("device")
     @classmethod

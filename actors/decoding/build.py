@@ -24,6 +24,7 @@ from paceline.actors.decoding.loading import (
     resolve_device,
     resolve_dtype,
 )
+from paceline.actors.decoding.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.decoding.pool.profile import profile_pool
 from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, Proposer
@@ -115,7 +116,13 @@ def build_stacks(
     stacks = []
     for experts in members.values():
         names, models = zip(*experts, strict=True)
-        runner = ModelRunner(models, settings.max_num_seqs, max_model_len, positions)
+        runner = ModelRunner(
+            models,
+            settings.max_num_seqs,
+            max_model_len,
+            positions,
+            graph_tokens=_graph_tokens(settings),
+        )
         stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
         for name, path in settings.drafts.items():
             if twins[path] in names:
@@ -137,7 +144,6 @@ def build_controller(
     """
     if settings.num_speculative_tokens is not None or not (stacks or pool):
         return None
-    torch.set_num_threads(settings.num_threads)
     rows = grid_points(settings.max_num_seqs)
     most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
     tokens = sorted({1, 2, (most + 2) // 2, most + 1})
@@ -166,6 +172,11 @@ def build_controller(
     return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
 
 
+def _graph_tokens(settings: TargetSettings) -> int:
+    """Tokens per row of the forwards worth a graph: a round's, but for what a request asks for."""
+    return settings.max_speculative_tokens + 1 if settings.cuda_graphs else 0
+
+
 def build_engine(
     settings: TargetSettings, pool: PoolProposer | None = None
 ) -> tuple[Engine, Any, dict[str, Any]]:
@@ -179,7 +190,8 @@ def build_engine(
         the engine, the target's tokenizer, and facts for ``describe``.
 
     Raises:
-        ValueError: for an unknown dtype, or key/value memory for less than one request.
+        ValueError: for an unknown dtype, key/value memory for less than one request, or
+            numerics that cannot be had.
         OSError: for a model folder that cannot be read.
     """
     device = resolve_device(settings.device)
@@ -188,7 +200,21 @@ def build_engine(
     target = load_causal_lm(settings.model_path, dtype, device)
     max_model_len = context_length(target.config, settings.max_model_len)
     positions = kv_positions(settings, target.config, dtype, device, max_model_len)
-    runner = ModelRunner([target], settings.max_num_seqs, max_model_len, positions)
+    runner = ModelRunner(
+        [target],
+        settings.max_num_seqs,
+        max_model_len,
+        positions,
+        invariant=settings.numerics == INVARIANT,
+        graph_tokens=_graph_tokens(settings),
+    )
+    torch.set_num_threads(settings.num_threads)
+    numerics = INVARIANT if batch_invariant(runner) else VARYING
+    if numerics == VARYING and settings.numerics == INVARIANT:
+        raise ValueError(
+            f"target.numerics: invariant cannot be had for {target.config.model_type} in {dtype} "
+            f"on {device}: a token's logits depend on what else is computed; set auto"
+        )
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
     stacks = (
@@ -219,6 +245,7 @@ def build_engine(
         "device": str(device),
         "max_model_len": max_model_len,
         "num_speculative_tokens": settings.num_speculative_tokens,
+        "numerics": numerics,
         "kv_block_size": runner.kv.block_size,
     }
     return engine, tokenizer, facts

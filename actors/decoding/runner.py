@@ -12,6 +12,8 @@ from torch import Tensor
 from paceline.actors.decoding import paged
 from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.decoders import make_decoder, unservable
+from paceline.actors.decoding.fused import FusedDecoder
+from paceline.actors.decoding.graphs import CudaCapture, GraphedDecoder
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
 
@@ -62,6 +64,7 @@ class ModelRunner:
         kv_positions: int | None = None,
         *,
         invariant: bool = False,
+        graph_tokens: int = 0,
     ) -> None:
         """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
 
@@ -72,6 +75,8 @@ class ModelRunner:
             kv_positions: how many there is memory for, over all requests; None is enough for
                 ``rows`` times ``max_model_len``.
             invariant: see FusedDecoder.
+            graph_tokens: on GPUs, forwards of at most so many tokens per row are replayed from
+                CUDA graphs; only what is run fused.
 
         Raises:
             ValueError: for a model that cannot be served, or memory for less than one request.
@@ -82,6 +87,8 @@ class ModelRunner:
         config, dtype = self.models[0].config, self.models[0].dtype
         shapes = kv_shapes(config)
         self.decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
+        if graph_tokens and self.device.type == "cuda" and isinstance(self.decoder, FusedDecoder):
+            self.decoder = GraphedDecoder(self.decoder, CudaCapture(), graph_tokens)
         size = kv_block_size(config, dtype, self.device)
         where = dtype, self.device
         self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)

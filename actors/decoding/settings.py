@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 DraftPlacement = Literal["colocated", "pool"]
+Numerics = Literal["auto", "invariant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,9 @@ class TargetSettings:
     the target's own limit. ``kv_cache_mb`` MiB hold the target's keys and values, None is enough
     for ``max_num_seqs`` full contexts (on GPUs at most a part of the free memory); drafts have
     room for as many positions, on top. ``placement`` pool has every expert in a process of its
-    own, for which a round waits at most ``round_timeout_ms``.
+    own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
+    has a token's logits be the same bits in every batch, or the start fail; auto takes what is
+    fastest. ``cuda_graphs`` replays short forwards on GPUs.
     """
 
     model_path: str
@@ -37,6 +40,8 @@ class TargetSettings:
     replay_top_k: int = 32
     prefill_chunk: int = 256
     prefix_cache: bool = True
+    numerics: Numerics = "auto"
+    cuda_graphs: bool = False
     seed: int | None = None
     placement: DraftPlacement = "colocated"
     round_timeout_ms: float = 100.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from engines import request, run, tokens_of
 from tiny_models import save_tiny
 
 from paceline.actors.decoding.build import build_engine
+from paceline.actors.decoding.native.library import kernels_for
 from paceline.actors.decoding.settings import TargetSettings
 
 
@@ -71,3 +73,27 @@ def test_memory_for_less_than_one_request_names_the_setting(tmp_path: Path) -> N
     settings = TargetSettings(str(target), dtype="float32", num_threads=1, kv_cache_mb=2)
     with pytest.raises(ValueError, match=r"target.kv_cache_mb: there is room for 240 .* least 3, "):
         build_engine(settings)
+
+
+def test_bits_that_depend_on_the_batch_are_named_and_refused_where_they_must_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)
+    settings = TargetSettings(
+        str(target),
+        {"general": str(draft)},
+        dtype="float32",
+        num_threads=1,
+        max_num_seqs=3,
+        numerics="invariant",
+    )
+    if kernels_for(torch.device("cpu"), torch.float32) is None:
+        pytest.skip("no compiler made the kernels")
+    assert build_engine(settings)[2]["numerics"] == "invariant"
+    # Products by the library's own choice of path, as where it packs nothing.
+    monkeypatch.setattr("paceline.actors.decoding.linear.packable", lambda _: False)
+    monkeypatch.setattr("paceline.actors.decoding.fused.kernels_for", lambda *_: None)
+    auto = dataclasses.replace(settings, numerics="auto")
+    if build_engine(auto)[2]["numerics"] == "varying":
+        with pytest.raises(ValueError, match=r"target\.numerics.*float32"):
+            build_engine(settings)

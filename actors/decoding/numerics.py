@@ -1,0 +1,54 @@
+"""Whether a token's logits are the same bits whatever it is computed beside.
+
+A forward over one row and one over several may round differently; where two tokens are nearly as
+probable, greedy answers then depend on speculation, on the batch and on the replica.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.runner import ModelRunner
+
+INVARIANT, VARYING = "invariant", "varying"
+_LENGTH = 12
+_WAYS = ((1,) * _LENGTH, (5, 1, 2, 4), (_LENGTH,))
+
+
+@torch.inference_mode()
+def batch_invariant(runner: ModelRunner) -> bool:
+    """Compute tokens one by one, some at a time, and beside other rows, and compare the bits.
+
+    Args:
+        runner: nothing must run in it; its key/value memory is used and freed again.
+    """
+    length = min(_LENGTH, runner.max_model_len - 1)
+    rows = range(min(4, runner.kv.tables.shape[0]))
+    vocab = int(runner.models[0].config.vocab_size)
+    tokens = torch.arange(len(rows) * length, device=runner.device).view(-1, length)
+    tokens = (tokens * 7919 + 13) % vocab
+    if not all(runner.kv.reserve(row, length) for row in rows):
+        rows = range(1)
+    try:
+        alone = [_computed(runner, tokens[:1], range(1), way) for way in _WAYS]
+        crowd = [_computed(runner, tokens[: len(rows)], rows, way)[:1] for way in _WAYS]
+    finally:
+        for row in rows:
+            runner.kv.release(row)
+    return all(torch.equal(a, b) for a, b in pairwise(alone + crowd))
+
+
+def _computed(runner: ModelRunner, tokens: Tensor, rows: range, way: tuple[int, ...]) -> Tensor:
+    """Logits ``[B, T, V]`` of int64 ``[B, T]``, so many tokens at a time as ``way`` says."""
+    parts, start = [], 0
+    for count in way:
+        part = tokens[:, start : start + count]
+        if part.shape[1]:
+            end = start + part.shape[1]
+            positions = torch.arange(start, end, device=runner.device).expand(len(rows), -1)
+            parts.append(runner.forward(rows, part, positions, end))
+            start = end
+    return torch.cat(parts, dim=1)
