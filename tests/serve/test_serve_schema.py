@@ -66,9 +66,9 @@ def test_whatever_is_sent_no_5xx_comes_back(
         codes[answer.status_code] += 1
 
     send()
-    # What is legal is mostly answered, what is not never is.
+    # Much of what is legal is answered (not token ids that no vocabulary has), nothing else is.
     answered = codes[200] / codes.total()
-    assert answered > 0.3 if mode is GenerationMode.POSITIVE else answered == 0, codes
+    assert answered > 0.1 if mode is GenerationMode.POSITIVE else answered == 0, codes
 
 
 def _keep_short(case: schemathesis.Case) -> None:
