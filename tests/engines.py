@@ -10,9 +10,10 @@ import torch
 from tiny_models import tiny_llama, tiny_tokenizer
 
 from paceline.actors.decoding.attention import ATTENTION_NAME
-from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.actors.decoding.runner import ModelRunner
 

@@ -16,9 +16,9 @@ import torch
 from engines import MAX_LEN, TOKENIZER, served
 from tiny_models import tiny_llama
 
-from paceline.actors.decoding.colocated import ExpertStack
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.pool.ahead import AheadPolicy, DraftAhead
 from paceline.actors.decoding.pool.drafter import SharedDrafter
 from paceline.actors.decoding.pool.link import connect

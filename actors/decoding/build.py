@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.costs import StepCosts, grid_points, profile
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import position_bytes

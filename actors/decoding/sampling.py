@@ -29,10 +29,12 @@ class SamplingBatch:
     seeds: Tensor
     choices: Tensor
     greedy: Tensor
-    seeded: Tensor
+    seeded_rows: Tensor
+    unseeded_rows: Tensor
     all_greedy: bool
     any_seeded: bool
     any_unseeded: bool
+    all_unseeded: bool
     any_filter: bool
     rules: LogitRules | None
 
@@ -54,7 +56,9 @@ def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -
 @lru_cache(maxsize=64)  # a batch stays the same for many rounds
 def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> SamplingBatch:
     greedy = [p.greedy for p in params]
-    seeded = [p.seed is not None for p in params]
+
+    def sampled(own: SamplingParams, with_seed: bool) -> bool:
+        return not own.greedy and (own.seed is not None) == with_seed
 
     def tensor(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -67,10 +71,12 @@ def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> Sampli
         seeds=tensor([_signed(p.seed or 0) for p in params], torch.int64),
         choices=tensor([p.choice for p in params], torch.int64),
         greedy=tensor(greedy, torch.bool),
-        seeded=tensor(seeded, torch.bool),
         all_greedy=all(greedy),
-        any_seeded=any(s and not g for s, g in zip(seeded, greedy, strict=True)),
-        any_unseeded=any(not s and not g for s, g in zip(seeded, greedy, strict=True)),
+        seeded_rows=tensor([i for i, p in enumerate(params) if sampled(p, True)], torch.int64),
+        unseeded_rows=tensor([i for i, p in enumerate(params) if sampled(p, False)], torch.int64),
+        any_seeded=any(sampled(p, True) for p in params),
+        any_unseeded=any(sampled(p, False) for p in params),
+        all_unseeded=all(sampled(p, False) for p in params),
         any_filter=any(
             not p.greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0) for p in params
         ),
@@ -134,19 +140,22 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.where(whole[:, None, None], probs, filtered)
 
 
-def exponential_race(weights: Tensor, generator: torch.Generator) -> Tensor:
+def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     """Draw an index with probability proportional to its weight.
 
-    The first arrival among independent exponential clocks with these rates; it needs no
-    normalisation, and an entry of weight 0 is never drawn while another is positive.
+    By inversion of the running sum in double precision: one random number per row, no
+    normalisation, and an entry of weight 0 is never drawn.
 
     Args:
-        weights: float32 ``[..., V]``, not negative.
+        weights: float32 ``[..., V]``, not negative, one of them positive.
         generator: source of randomness.
 
     Returns:
         int64 ``[...]``.
     """
-    clocks = torch.empty_like(weights, dtype=torch.float64)
-    clocks.exponential_(generator=generator)
-    return (weights.double() / clocks).argmax(dim=-1)
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[..., -1:]
+    at = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=weights.device)
+    # A product that rounds up to the total would lie beyond the last entry.
+    at = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, at, right=True).squeeze(-1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.noise import gumbel, stream_key
 from paceline.actors.decoding.rules import TokenCounts, ruled_logits
-from paceline.actors.decoding.sampling import SamplingBatch, exponential_race, processed_probs
+from paceline.actors.decoding.sampling import SamplingBatch, draw, processed_probs
 from paceline.actors.decoding.top_tokens import accept_greedy, leading_true, most_probable
 
 
@@ -130,7 +130,7 @@ def _determined_tokens(
     tokens = most_probable(logits)
     if not batch.any_seeded:
         return tokens
-    rows = (batch.seeded & ~batch.greedy).nonzero()[:, 0]
+    rows = batch.seeded_rows
     steps, vocab = logits.shape[1:]
     positions = output_positions[rows, None] + torch.arange(steps, device=logits.device)
     keys = stream_key(batch.seeds[rows, None], positions, batch.choices[rows, None])
@@ -146,7 +146,7 @@ def _rejection_sample(
     rows, drafted = proposal.token_ids.shape
     index = torch.arange(rows, device=probs.device)
     if drafted == 0:
-        return torch.zeros_like(index), exponential_race(probs[:, 0], generator)
+        return torch.zeros_like(index), draw(probs[:, 0], generator)
     p_draft = probs[:, :drafted].gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1)
     uniform = torch.rand(
         (rows, drafted), generator=generator, device=probs.device, dtype=torch.float64
@@ -161,7 +161,7 @@ def _rejection_sample(
     last = num_accepted.clamp(max=drafted - 1)
     recovered = residual(at, proposal.support_ids[index, last], proposal.support_probs[index, last])
     weights = torch.where(rejected[:, None], recovered, at)
-    return num_accepted, exponential_race(weights, generator)
+    return num_accepted, draw(weights, generator)
 
 
 def verify(
@@ -189,12 +189,14 @@ def verify(
         return Verdict(num_accepted=taken, final_tokens=final, probs=None)
     drafted = proposal.token_ids.shape[1]
     probs = processed_probs(logits, batch)
+    if batch.all_unseeded:
+        return Verdict(*_rejection_sample(probs, proposal, generator), probs=probs)
     tokens = _determined_tokens(logits, probs, batch, output_positions)
     inside = torch.arange(drafted, device=logits.device) < proposal.num_drafted[:, None]
     num_accepted = leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
     final = tokens.gather(-1, num_accepted[:, None]).squeeze(-1)
     if batch.any_unseeded:
-        rows = (~batch.seeded & ~batch.greedy).nonzero()[:, 0]
+        rows = batch.unseeded_rows
         subset = Proposal(
             token_ids=proposal.token_ids[rows],
             num_drafted=proposal.num_drafted[rows],

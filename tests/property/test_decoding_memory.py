@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_llama
 
-from paceline.actors.decoding.colocated import ExpertStack
 from paceline.actors.decoding.engine import Engine
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.kv import BLOCK_SIZE
 from paceline.actors.decoding.proposer import DraftRow
 from paceline.actors.decoding.request import SamplingParams

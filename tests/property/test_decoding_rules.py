@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.actors.decoding.colocated import draft_support
+from paceline.actors.decoding.drawing import draft_support
 from paceline.actors.decoding.request import SamplingParams
 from paceline.actors.decoding.rules import RulesAhead, count_tokens, ruled_logits
 from paceline.actors.decoding.sampling import batch_params, processed_probs

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.noise import gumbel, stream_key
 from paceline.actors.decoding.request import SamplingParams
-from paceline.actors.decoding.sampling import batch_params, exponential_race
+from paceline.actors.decoding.sampling import batch_params, draw
 from paceline.actors.decoding.verification import (
     Proposal,
     acceptance_probability,
@@ -130,7 +130,7 @@ def test_vectorised_verify_follows_the_law(seeded: bool, temperature: float) -> 
         keys = stream_key(batch.seeds[:, None], positions)
         tokens = (probs.double().log() + gumbel(keys, torch.arange(vocab))).argmax(-1)
     else:
-        tokens = exponential_race(probs.contiguous(), generator)
+        tokens = draw(probs.contiguous(), generator)
     proposal = Proposal(tokens, torch.full((rows,), k), q[tokens], ids, probs)
     logits = target.expand(rows, k + 1, vocab)
     verdict = verify(logits, proposal, batch, torch.zeros(rows, dtype=torch.int64), generator)

@@ -10,8 +10,9 @@ from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, token
 from tiny_models import tiny_llama
 from torch import Tensor
 
-from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.engine import StepOutput
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.proposer import DraftRow
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.verification import Proposal

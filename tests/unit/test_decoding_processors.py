@@ -12,8 +12,9 @@ from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, token
 from laws import chi_square
 from tiny_models import tiny_llama
 
-from paceline.actors.decoding.colocated import ColocatedProposer, ExpertStack
+from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.engine import StepOutput
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.request import TokenLogprob
 from paceline.actors.decoding.runner import ModelRunner
 

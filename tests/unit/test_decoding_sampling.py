@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.actors.decoding.request import SamplingParams
-from paceline.actors.decoding.sampling import batch_params, exponential_race, processed_probs
+from paceline.actors.decoding.sampling import batch_params, draw, processed_probs
 
 CASES = [
     (1.0, 1.0, 0, 0.0),
@@ -58,9 +58,9 @@ def test_rows_keep_their_own_parameters() -> None:
     assert probs[2, 0].max() == 1.0
 
 
-def test_exponential_race_never_draws_a_zero() -> None:
+def test_draw_never_draws_a_zero() -> None:
     weights = torch.tensor([0.0, 1e-30, 0.0]).expand(1000, 3)
-    drawn = exponential_race(weights, torch.Generator().manual_seed(0))
+    drawn = draw(weights, torch.Generator().manual_seed(0))
     assert (drawn == 1).all()
 
 

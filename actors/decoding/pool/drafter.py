@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.actors.decoding.colocated import ExpertStack
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.pool.ahead import AheadPolicy
 from paceline.actors.decoding.pool.sequences import Drafts, Known, split
 from paceline.actors.decoding.pool.wire import Answer, Ask, AskRow

@@ -1,0 +1,57 @@
+"""What a draft proposes from, and the token that it proposes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.noise import gumbel, stream_key
+from paceline.actors.decoding.sampling import SamplingBatch, draw, keep_mask
+from paceline.actors.decoding.top_tokens import top_logits
+
+
+def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor]:
+    """The truncated distribution that a draft proposes from.
+
+    Args:
+        logits: float ``[B, V]``, after the rows' rules.
+        batch: sampling parameters of the B rows.
+        size: S, the most tokens that may be proposed.
+
+    Returns:
+        ids int64 ``[B, S]`` in descending order of probability and float32 ``[B, S]`` that
+        sum to 1. A greedy row puts everything on its most probable token.
+    """
+    top, ids, _ = top_logits(logits, size)
+    probs = torch.softmax(top / batch.temperature[:, None], dim=-1)
+    if batch.any_filter:
+        kept = keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
+        probs = probs * (kept | batch.greedy[:, None])
+        probs = probs / probs.sum(-1, keepdim=True)
+    return ids, probs
+
+
+def pick_tokens(
+    ids: Tensor,
+    probs: Tensor,
+    batch: SamplingBatch,
+    output_positions: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """Column of the token that each row proposes, int64 ``[B]``.
+
+    Greedy rows take the first; seeded rows add the very noise that verification adds;
+    unseeded rows draw.
+    """
+    columns = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
+    if batch.any_unseeded:
+        if batch.all_unseeded:
+            return draw(probs, generator)
+        rows = batch.unseeded_rows
+        columns[rows] = draw(probs[rows], generator)
+    if batch.any_seeded:
+        rows = batch.seeded_rows
+        keys = stream_key(batch.seeds[rows], output_positions[rows], batch.choices[rows])
+        noise = gumbel(keys, ids[rows])
+        columns[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
+    return columns

@@ -1,0 +1,244 @@
+"""Experts of one architecture: one forward per drafted position for the rows of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.actors.decoding.drawing import draft_support, pick_tokens
+from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.kv import RowTable
+from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.rules import RulesAhead
+from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.decoding.sampling import SamplingBatch, batch_params
+from paceline.actors.decoding.top_tokens import most_probable_into
+from paceline.actors.decoding.verification import Proposal
+
+
+class ExpertStack:
+    """Experts of one architecture: their weights, shared rows, and how far each row is computed."""
+
+    def __init__(
+        self, runner: ModelRunner, names: Sequence[str], rows: int, prefill_chunk: int = 256
+    ) -> None:
+        """Take the models.
+
+        Args:
+            runner: of ``len(names)`` models, for ``rows`` requests.
+            names: one per model, in order.
+            rows: most requests at once, over all experts.
+            prefill_chunk: most prompt tokens that one round reads.
+        """
+        self.runner = runner
+        self._prefill_chunk = prefill_chunk
+        self.versions = dict.fromkeys(names, 0)
+        self._index = {name: i for i, name in enumerate(names)}
+        self._table = RowTable(rows)
+        # Per sequence: its expert, the positions whose keys and values are right, and the
+        # drafts after them.
+        self._expert: dict[str, str] = {}
+        self._computed: dict[str, int] = {}
+        self._drafted: dict[str, list[int]] = {}
+        self._grid: tuple[list[int], Grid] | None = None
+
+    def alias(self, name: str, expert: str) -> None:
+        """Give an expert a further name; the expert's own is fine too."""
+        self._index[name] = self._index[expert]
+        self.versions[name] = self.versions[expert]
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Take new weights; keys and values made by the old ones get recomputed.
+
+        Raises:
+            ValueError: for weights of another shape.
+        """
+        self.runner.load_weights(state, self._index[expert])
+        self.versions[expert] = weight_version
+        for request_id, own in self._expert.items():
+            if own == expert:
+                self._computed[request_id] = 0
+                self._drafted.pop(request_id, None)
+
+    def release(self, request_id: str) -> None:
+        """Free a sequence's row."""
+        if request_id not in self._table:
+            return
+        self.runner.kv.release(self._table.release(request_id))
+        del self._expert[request_id]
+        self._computed.pop(request_id, None)
+        self._drafted.pop(request_id, None)
+
+    def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
+        """Take a sequence back to what is certain, after drafting beyond it.
+
+        What was computed for the assumed tokens stays of use where they come true.
+
+        Args:
+            request_id: unknown ones are fine.
+            length: tokens of the sequence that are certain.
+            assumed: the tokens behind them with which it was last proposed for.
+        """
+        computed = self._computed.get(request_id, 0)
+        if computed > length:
+            drafted = self._drafted.get(request_id, ())
+            self._drafted[request_id] = [*assumed[: computed - length], *drafted]
+            self._computed[request_id] = length
+
+    def _known(self, row: DraftRow) -> int:
+        """How many positions of a sequence are right: computed ones and drafts that came true."""
+        known = self._computed[row.request_id]
+        for token in self._drafted.pop(row.request_id, [])[:-1]:  # the last was never fed back
+            if known >= len(row.tokens) or row.tokens[known] != token:
+                break
+            known += 1
+        return known
+
+    def _catch_up(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Bring sequences to within two tokens of their ends, within the prefill budget.
+
+        One for which there is no memory drafts nothing in this round.
+
+        Every round starts with the last two tokens, because after full acceptance the last
+        draft token has not been through the draft yet.
+
+        Returns:
+            indices of the rows that are there; the others go on in the next round.
+        """
+        ready, budget = [], self._prefill_chunk
+        victims: set[str] = set()
+        for i, row in enumerate(rows):
+            if row.request_id not in self._table:
+                self._table.add(row.request_id)
+                self._expert[row.request_id] = row.draft
+                self._computed[row.request_id] = 0
+            slot = self._table.row(row.request_id)
+            known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
+            self._computed[row.request_id] = known
+            if not self._reserve(row, victims):
+                continue
+            end = min(wanted, known + budget)
+            if known < end:
+                self.runner.prefill(slot, row.tokens[known:end], known, self._index[row.draft])
+                budget -= end - known
+            self._computed[row.request_id] = max(known, end)
+            if end >= wanted:
+                ready.append(i)
+        return [i for i in ready if rows[i].request_id not in victims]
+
+    def _reserve(self, row: DraftRow, victims: set[str]) -> bool:
+        """Have blocks for a sequence's drafts; those that came after it give up theirs for it.
+
+        Were nobody to give way, all could wait for the last block with none to draft.
+        """
+        kv, slot = self.runner.kv, self._table.row(row.request_id)
+        while not kv.reserve(slot, len(row.tokens) + row.num_draft_tokens):
+            for other in reversed(self._expert):
+                if other == row.request_id:
+                    return False
+                if kv.blocks(self._table.row(other)):
+                    break
+            kv.release(self._table.row(other))
+            self._computed[other] = 0
+            self._drafted.pop(other, None)
+            victims.add(other)
+        return True
+
+    def _layout(self, rows: Sequence[DraftRow]) -> Grid:
+        """The grid of a batch, made anew only when the batch has changed."""
+        experts = [self._index[row.draft] for row in rows]
+        if self._grid is None or self._grid[0] != experts:
+            self._grid = experts, Grid(experts, self.runner.device)
+        return self._grid[1]
+
+    @torch.inference_mode()
+    def propose(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        """Draft for rows of these experts, one forward per position for all of them.
+
+        Rows whose prompt is still being read draft nothing yet.
+        """
+        ready = self._catch_up(rows)
+        if not ready:
+            return Proposal.empty(len(rows), self.runner.device)
+        drafts = self._draft([rows[i] for i in ready], support, generator)
+        return drafts.spread(ready, len(rows))
+
+    def _draft(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        device = self.runner.device
+        batch = batch_params([row.sampling for row in rows], device)
+        if batch.all_greedy and batch.rules is None:
+            chosen, chosen_probs = self._draft_greedy(rows)
+            ids, probs = chosen[..., None], chosen_probs[..., None]
+        else:
+            chosen, chosen_probs, ids, probs = self._draft_sampled(rows, batch, support, generator)
+        for row, guesses in zip(rows, chosen.tolist(), strict=True):
+            self._computed[row.request_id] = len(row.tokens)
+            # A row that drafts less than its neighbours has no blocks for the rest.
+            self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
+        counts = torch.tensor([row.num_draft_tokens for row in rows], device=device)
+        return Proposal(chosen, counts, chosen_probs, ids, probs)
+
+    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
+        """Tokens int64 and their probabilities float32, ``[B, k]`` each."""
+        steps = max(row.num_draft_tokens for row in rows)
+        shape = (steps, len(rows), 1)
+        ids = torch.empty(shape, dtype=torch.int64, device=self.runner.device)
+        probs = torch.empty(shape, device=self.runner.device)
+        forward, tokens = self._forwards(rows, steps), None
+        for step_ids, step_probs in zip(ids, probs, strict=True):
+            most_probable_into(forward(tokens), step_ids, step_probs)
+            tokens = step_ids
+        return ids.squeeze(-1).T, probs.squeeze(-1).T
+
+    def _draft_sampled(
+        self,
+        rows: Sequence[DraftRow],
+        batch: SamplingBatch,
+        support: int,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, ...]:
+        """Tokens and q of them, ``[B, k]``; support and q of it, ``[B, k, S]``."""
+        steps = max(row.num_draft_tokens for row in rows)
+        outputs = torch.tensor([row.num_output for row in rows], device=self.runner.device)
+        ahead = RulesAhead(batch.rules, [(row.tokens, row.num_output) for row in rows], outputs)
+        forward, tokens = self._forwards(rows, steps), None
+        drafted: list[tuple[Tensor, ...]] = []
+        for step in range(steps):
+            ids, probs = draft_support(ahead.apply(forward(tokens)[:, -1]), batch, support)
+            column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
+            tokens = ids.gather(1, column)
+            ahead.took(tokens[:, 0])
+            drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
+        return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))
+
+    def _forwards(self, rows: Sequence[DraftRow], steps: int) -> Callable[[Tensor | None], Tensor]:
+        """The round's forwards, one per call: int64 ``[B, 1]`` drafted before it, None at first.
+
+        Each gives logits ``[B, 1, V]``.
+        """
+        slots = [self._table.row(row.request_id) for row in rows]
+        grid, span = self._layout(rows), max(len(row.tokens) for row in rows)
+        # A prompt of one token feeds it twice at position 0: the same write, done twice.
+        given = [
+            [*(2 * list(row.tokens[-2:]))[-2:], max(n - 2, 0), *range(n - 1, n - 1 + steps)]
+            for row in rows
+            if (n := len(row.tokens))
+        ]
+        start = torch.tensor(given, device=self.runner.device)
+        columns = iter(start.unsqueeze(-1).unbind(1)[4:])
+
+        def forward(drafted: Tensor | None) -> Tensor:
+            nonlocal span
+            if drafted is None:
+                tokens, positions = start[:, :2], start[:, 2:4]
+            else:
+                tokens, positions, span = drafted, next(columns), span + 1
+            return self.runner.forward(slots, tokens, positions, span, keep=1, grid=grid)
+
+        return forward
