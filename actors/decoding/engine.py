@@ -35,6 +35,7 @@ from paceline.actors.decoding.sampling import batch_params
 from paceline.actors.decoding.schedule import Schedule
 from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.text import TextStream
+from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal, Verdict, verify
 from paceline.actors.replay.record import ReplayRecord
 
@@ -236,7 +237,7 @@ class Engine:
         proposal = self._drafting.propose(batch)
         device = self._runner.device
         now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
-        state = torch.tensor(now, device=device)
+        state = device_tensor(now, device)
         tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
         positions = state[:, 1:2] + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1

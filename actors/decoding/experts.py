@@ -15,6 +15,7 @@ from paceline.actors.decoding.rules import RulesAhead
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import SamplingBatch, batch_params
 from paceline.actors.decoding.top_tokens import most_probable_into
+from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal
 
 
@@ -181,7 +182,7 @@ class ExpertStack:
             self._computed[row.request_id] = len(row.tokens)
             # A row that drafts less than its neighbours has no blocks for the rest.
             self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
-        counts = torch.tensor([row.num_draft_tokens for row in rows], device=device)
+        counts = device_tensor([row.num_draft_tokens for row in rows], device)
         return Proposal(chosen, counts, chosen_probs, ids, probs)
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
@@ -205,7 +206,7 @@ class ExpertStack:
     ) -> tuple[Tensor, ...]:
         """Tokens and q of them, ``[B, k]``; support and q of it, ``[B, k, S]``."""
         steps = max(row.num_draft_tokens for row in rows)
-        outputs = torch.tensor([row.num_output for row in rows], device=self.runner.device)
+        outputs = device_tensor([row.num_output for row in rows], self.runner.device)
         ahead = RulesAhead(batch.rules, [(row.tokens, row.num_output) for row in rows], outputs)
         forward, tokens = self._forwards(rows, steps), None
         drafted: list[tuple[Tensor, ...]] = []
@@ -230,7 +231,7 @@ class ExpertStack:
             for row in rows
             if (n := len(row.tokens))
         ]
-        start = torch.tensor(given, device=self.runner.device)
+        start = device_tensor(given, self.runner.device)
         columns = iter(start.unsqueeze(-1).unbind(1)[4:])
 
         def forward(drafted: Tensor | None) -> Tensor:
