@@ -17,6 +17,7 @@ from paceline.actors.decoding.runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=50, temperature=0.9, seed=5)
+PENALISED = SamplingParams(max_tokens=50, temperature=0.0, frequency_penalty=1.5)
 PROMPT = (1, 17, 33, 60, 61, 7, 120)
 
 
@@ -56,7 +57,7 @@ def fresh(tokens: Sequence[int], sampling: SamplingParams = GREEDY, k: int = 4) 
     return tokens_of(ask(make_drafter(), row(tokens, sampling=sampling, k=k)))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
 @pytest.mark.parametrize("ahead", ["on", "off"])
 def test_proposals_are_those_of_an_expert_that_sees_the_sequence_anew(
     sampling: SamplingParams, ahead: str

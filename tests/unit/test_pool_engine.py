@@ -55,7 +55,14 @@ def sound(proposer: PoolProposer) -> None:
 
 
 @pytest.mark.parametrize("ahead", ["off", "on"])
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.8, "seed": 11, "top_p": 0.9},
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((7, 3.0),)},
+    ],
+)
 def test_texts_and_statistics_are_the_colocated_ones(ahead: str, fields: dict[str, Any]) -> None:
     here = run(make_engine(draft_seed=2), requests(**fields))
     with serving(ahead=ahead) as servers:

@@ -26,6 +26,11 @@ SAMPLING = st.builds(
     seed=st.none() | st.integers() | st.integers(-(1 << 80), 1 << 80),
     stop=st.lists(st.sampled_from(["", "\n", "漢"]), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    repetition_penalty=st.floats(0.5, 2.0),
+    logit_bias=st.lists(st.tuples(st.integers(0, 300), st.floats(-100.0, 100.0)), max_size=3).map(
+        tuple
+    ),
+    ending_token_ids=st.lists(st.integers(0, 300), max_size=3).map(tuple),
 )
 ROWS = st.builds(
     wire.AskRow,
@@ -57,7 +62,9 @@ def test_every_message_comes_back_as_it_was(message: wire.Message) -> None:
 
 def test_sampling_parameters_come_back_hashable() -> None:
     """They are keys of a cache."""
-    row = wire.AskRow("r", "a", 0, (1,), 0, 1, SamplingParams(max_tokens=3, stop=("x", "y")))
+    row = wire.AskRow(
+        "r", "a", 0, (1,), 0, 1, SamplingParams(max_tokens=3, logit_bias=((1, 0.5), (2, -1.0)))
+    )
     back = wire.decode(wire.encode(wire.Ask(1, (row,))))
     assert isinstance(back, wire.Ask)
     assert hash(back.rows[0].sampling) == hash(row.sampling)
