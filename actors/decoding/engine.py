@@ -31,7 +31,7 @@ from paceline.actors.decoding.request import (
 )
 from paceline.actors.decoding.rules import count_tokens
 from paceline.actors.decoding.runner import ModelRunner
-from paceline.actors.decoding.sampling import batch_params
+from paceline.actors.decoding.sampling import LatestBatch
 from paceline.actors.decoding.schedule import Schedule
 from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.text import TextStream
@@ -96,6 +96,7 @@ class Engine:
         self._settings = settings
         self._generator = generator
         self._log = RoundLog(settings.replay_top_k)
+        self._params = LatestBatch(runner.device)
         self._now = now
         self._schedule = Schedule(
             kv=runner.kv,
@@ -233,7 +234,6 @@ class Engine:
 
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence]) -> list[StepOutput]:
-        batch.sort(key=lambda s: self._rows.row(s.request_id))
         proposal = self._drafting.propose(batch)
         device = self._runner.device
         now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
@@ -243,23 +243,30 @@ class Engine:
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
         rows = [self._rows.row(s.request_id) for s in batch]
         logits = self._runner.forward(rows, tokens, positions, span)
-        params = batch_params([s.request.sampling for s in batch], device)
-        histories = [(s.tokens, s.num_output) for s in batch]
-        counts = count_tokens(params.rules, histories, logits.shape[-1], device)
+        params, counts = self._params.of([s.request.sampling for s in batch]), None
+        if params.rules is not None:
+            histories = [(s.tokens, s.num_output) for s in batch]
+            counts = count_tokens(params.rules, histories, logits.shape[-1], device)
         verdict = verify(logits, proposal, params, state[:, 2], self._generator, counts)
-        return self._emit(batch, proposal, verdict, logits)
+        wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
+        return self._emit(batch, proposal, verdict, logits, wanted)
 
     def _emit(
-        self, batch: list[Sequence], proposal: Proposal, verdict: Verdict, logits: Tensor
+        self,
+        batch: list[Sequence],
+        proposal: Proposal,
+        verdict: Verdict,
+        logits: Tensor,
+        wanted: list[int | None] | None,
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
         self._record(batch, proposal, verdict, logits)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
-        wanted = [s.request.sampling.logprobs for s in batch]
-        logprobs = token_logprobs(logits, emitted, wanted)
+        logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
         for i, sequence in enumerate(batch):
-            self._accept(sequence, drafted[i], accepted[i], emitted[i], logprobs[i])
+            own = logprobs[i] if logprobs else []
+            self._accept(sequence, drafted[i], accepted[i], emitted[i], own)
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs

@@ -13,7 +13,7 @@ from paceline.actors.decoding.kv import RowTable
 from paceline.actors.decoding.proposer import DraftRow
 from paceline.actors.decoding.rules import RulesAhead
 from paceline.actors.decoding.runner import ModelRunner
-from paceline.actors.decoding.sampling import SamplingBatch, batch_params
+from paceline.actors.decoding.sampling import LatestBatch, SamplingBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
 from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal
@@ -44,6 +44,7 @@ class ExpertStack:
         self._computed: dict[str, int] = {}
         self._drafted: dict[str, list[int]] = {}
         self._grid: tuple[list[int], Grid] | None = None
+        self._params = LatestBatch(runner.device)
 
     def alias(self, name: str, expert: str) -> None:
         """Give an expert a further name; the expert's own is fine too."""
@@ -172,7 +173,7 @@ class ExpertStack:
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
         device = self.runner.device
-        batch = batch_params([row.sampling for row in rows], device)
+        batch = self._params.of([row.sampling for row in rows])
         if batch.all_greedy and batch.rules is None:
             chosen, chosen_probs = self._draft_greedy(rows)
             ids, probs = chosen[..., None], chosen_probs[..., None]

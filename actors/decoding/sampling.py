@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class SamplingBatch:
     any_unseeded: bool
     all_unseeded: bool
     any_filter: bool
+    any_logprobs: bool
     rules: LogitRules | None
 
 
@@ -48,13 +49,25 @@ def _signed(seed: int) -> int:
     return folded - (1 << 64) if folded >= 1 << 63 else folded
 
 
+class LatestBatch:
+    """The parameters of a batch that mostly stays the same from round to round."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with none; ``device`` is where the tensors go."""
+        self._device = device
+        self._params: list[SamplingParams] = []
+        self._batch = batch_params([], device)
+
+    def of(self, params: list[SamplingParams]) -> SamplingBatch:
+        """The parameters of B requests, stacked anew only where one is another object."""
+        same = len(params) == len(self._params) and all(map(is_, params, self._params))
+        if not same:
+            self._params, self._batch = params, batch_params(params, self._device)
+        return self._batch
+
+
 def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
     """Stack the parameters of B requests; the tensors are shared and never changed."""
-    return _stacked(tuple(params), torch.device(device))
-
-
-@lru_cache(maxsize=64)  # a batch stays the same for many rounds
-def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> SamplingBatch:
     greedy = [p.greedy for p in params]
 
     def sampled(own: SamplingParams, with_seed: bool) -> bool:
@@ -80,7 +93,8 @@ def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> Sampli
         any_filter=any(
             not p.greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0) for p in params
         ),
-        rules=make_rules(params, device),
+        any_logprobs=any(p.logprobs is not None for p in params),
+        rules=make_rules(params, torch.device(device)),
     )
 
 
