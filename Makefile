@@ -1,6 +1,7 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
 #   make experts | make bench-decode ARGS="--quick" | make bench-memory | make bench-placement
+#   make bench-faults | make soak
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -23,11 +24,11 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement \
+.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
 	test test-full check format links clean
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 setup: $(STAMPS)/ops
 	@:
@@ -84,6 +85,13 @@ bench-memory: setup
 
 bench-placement: setup
 	@$(PY) benchmarks/placement.py $(ARGS)
+
+# What clients see when a part dies, and whether anything grows under half an hour of traffic.
+bench-faults: setup
+	@$(PY) benchmarks/faults.py $(ARGS)
+
+soak: setup
+	@$(PY) benchmarks/soak.py $(ARGS)
 
 links:
 	@mkdir -p .typing/paceline

@@ -13,12 +13,14 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.cluster import session
 from paceline.deploy import experts, learning
 from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
+from paceline.deploy.failover import FailoverPolicy
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.preflight import check
 from paceline.deploy.signals import kept, undisturbed
@@ -32,6 +34,7 @@ _UNBOUNDED = 100_000
 # By name: the driver then need not import torch and transformers, seconds of one core each.
 _TARGET_CLASS: Any = "paceline.actors.decoding.target.TargetReplica"
 _ROUTER_CLASS: Any = "paceline.actors.routing.router.TopicRouter"
+_REPLICA_CHOICE = "paceline.deploy.replicas.ReplicaChoice"
 _ANSWER_S = 60.0
 _STOP_S = 15.0
 # Read by Serve's processes when they start.
@@ -185,12 +188,22 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         experts=config.drafts.experts,
         router_timeout_s=config.router.timeout_s,
         min_confidence=config.router.min_confidence,
-        max_in_flight=config.target.num_replicas * config.target.max_num_seqs
-        + config.target.max_queued_requests,
+        max_in_flight=_in_flight(config),
+        failover=FailoverPolicy(
+            stall_timeout_s=config.target.stall_timeout_s,
+            give_up_after_s=config.target.give_up_after_s,
+        ),
         max_per_client=config.target.max_seqs_per_client,
         request_timeout_s=config.target.request_timeout_s,
     )
-    return _ingress().bind(settings, target, router, actors)
+    return _ingress(config).bind(settings, target, router, actors)
+
+
+def _in_flight(config: PacelineConfig) -> int:
+    """Sequences that one ingress replica lets in: its part of what the target takes."""
+    target = config.target
+    total = target.num_replicas * target.max_num_seqs + target.max_queued_requests
+    return -(-total // config.ingress.num_replicas)
 
 
 def target_settings(config: PacelineConfig) -> TargetSettings:
@@ -215,6 +228,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         cuda_graphs=config.target.cuda_graphs,
         placement=config.drafts.placement,
         round_timeout_ms=config.drafts.round_timeout_ms,
+        stall_timeout_s=config.target.stall_timeout_s,
     )
 
 
@@ -236,7 +250,8 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
-        health_check_timeout_s=60,
+        health_check_timeout_s=max(config.target.stall_timeout_s, 5.0),
+        request_router_config=RequestRouterConfig(request_router_class=_REPLICA_CHOICE),
     )(_TARGET_CLASS)
 
 
@@ -260,14 +275,17 @@ def _router() -> serve.Deployment:
         name="router",
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=_actor_options(),
+        health_check_period_s=5,
+        health_check_timeout_s=10,
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,
     )(_ROUTER_CLASS)
 
 
-def _ingress() -> serve.Deployment:
+def _ingress(config: PacelineConfig) -> serve.Deployment:
     return serve.deployment(
         name="ingress",
+        num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=_actor_options(),
         graceful_shutdown_timeout_s=5,

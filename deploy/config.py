@@ -39,6 +39,9 @@ class TargetConfig(_Section):
     another process holds is many times slower than one on fewer threads. ``kv_cache_mb`` bounds
     the MiB of the target's keys and values, per replica; a request waits until there is room.
     ``numerics`` invariant has a token's logits be the same bits in every batch, or the start fail.
+
+    A replica without a sign of life for ``stall_timeout_s`` counts as hung, and another goes on
+    with its requests; one that finds none for ``give_up_after_s`` fails.
     """
 
     path: str = EMBEDDED
@@ -56,6 +59,8 @@ class TargetConfig(_Section):
     prefix_cache: bool = True
     numerics: Literal["auto", "invariant"] = "auto"
     cuda_graphs: bool = False
+    stall_timeout_s: Seconds = 20.0
+    give_up_after_s: Seconds = 120.0
 
     @field_validator("device")
     @classmethod
@@ -166,6 +171,12 @@ class TrainingConfig(_Section):
     keep_versions: Count = 3
 
 
+class IngressConfig(_Section):
+    """The front door; the death of a replica breaks the connections that it holds."""
+
+    num_replicas: Count = 1
+
+
 class RayConfig(_Section):
     """The local Ray session that ``paceline serve`` starts and ends."""
 
@@ -188,6 +199,7 @@ class PacelineConfig(_Section):
     router: RouterConfig = Field(default_factory=RouterConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @property

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from paceline.actors.decoding.request import GenerationRequest
 from paceline.deploy import answers, translate
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
+from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
 from paceline.deploy.openai_types import (
     ChatCompletionRequest,
@@ -58,6 +59,7 @@ class IngressSettings:
     max_in_flight: int
     max_per_client: int | None = None
     request_timeout_s: float = 600.0
+    failover: FailoverPolicy = field(default_factory=FailoverPolicy)
 
 
 class Ingress:
@@ -77,6 +79,7 @@ class Ingress:
         self._settings = settings
         self._target = target
         self._streams = streaming(target)
+        self._failover = Failover(settings.failover)
         self._actors = actors
         self._topics = TopicFinder(
             router,
@@ -140,7 +143,8 @@ class Ingress:
 
     async def status(self) -> Response:
         """What target, drafts, replay and trainer are doing."""
-        return JSONResponse(await gather_status(self._target, self._actors))
+        status = await gather_status(self._target, self._actors)
+        return JSONResponse(status | {"failover": self._failover.counts()})
 
     async def openapi(self) -> Response:
         """This API in OpenAPI's words."""
@@ -198,14 +202,14 @@ class Ingress:
             answer = self._head(job, topics)
             requests = _requests(job, answer.id, topics)
             if asked.stream:
-                pieces = timed(stream_all(self._streams, requests), deadline)
+                pieces = timed(stream_all(self._streams, requests, self._failover), deadline)
                 pieces = await started(pieces)
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 response = EventStream(events(answer, pieces, usage), pieces, release)
                 release = _nothing  # the stream releases when it ends
                 return response
             async with _until(deadline):
-                chunks = await complete_all(self._target, requests)
+                chunks = await complete_all(self._streams, requests, self._failover)
             return Response(answers.whole(answer, chunks), media_type="application/json")
         finally:
             release()

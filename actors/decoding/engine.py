@@ -108,6 +108,7 @@ class Engine:
         self._rows = self._schedule.rows
         self._running = self._schedule.running
         self._waiting = self._schedule.waiting
+        self._ended: list[Sequence] = []
         self._swaps: deque[tuple[str, int, Mapping[str, Tensor]]] = deque()
 
     @property
@@ -139,14 +140,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True where :meth:`step` has something to do."""
-        return bool(self._running or self._waiting or self._swaps)
+        return bool(self._running or self._waiting or self._ended or self._swaps)
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
         return self._drafting.drafts()
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request.
+        """Queue a request; one that has output already goes on from there.
 
         Raises:
             ValueError: for an empty prompt, or one that leaves no room for a token.
@@ -163,16 +164,20 @@ class Engine:
         drafts = self._drafting.drafts()
         if request.draft == DRAFT_OFF or request.draft not in drafts:
             k = 0
-        self._waiting.append(
-            Sequence(
-                request=request,
-                text=TextStream(self._tokenizer, request.sampling.stop),
-                max_tokens=min(request.sampling.max_tokens, room),
-                num_speculative_tokens=k,
-                weight_version=drafts.get(request.draft, 0),
-                recorder=Recorder() if request.store else None,
-            )
+        recorded = request.store and not request.output_token_ids  # whole answers only
+        sequence = Sequence(
+            request=request,
+            text=TextStream(self._tokenizer, request.sampling.stop, request.sent_chars),
+            max_tokens=min(request.sampling.max_tokens, room),
+            num_speculative_tokens=k,
+            weight_version=drafts.get(request.draft, 0),
+            recorder=Recorder() if recorded else None,
         )
+        sequence.resume(self._settings.eos_token_ids)
+        if sequence.finish_reason is None:
+            self._waiting.append(sequence)
+        else:
+            self._ended.append(sequence)
 
     def abort(self, request_id: str) -> None:
         """Drop a request, running or waiting, and free what it holds; unknown ids are fine."""
@@ -181,6 +186,7 @@ class Engine:
             self._release(request_id)
         for sequence in [s for s in self._waiting if s.request_id == request_id]:
             self._waiting.remove(sequence)
+        self._ended = [s for s in self._ended if s.request_id != request_id]
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Queue new draft weights; they take effect between two rounds."""
@@ -188,12 +194,14 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one round; returns what every request got."""
+        ended, self._ended = self._ended, []
+        outputs = [StepOutput(s.request_id, s.chunk()) for s in ended]
         self._apply_swaps()
         self._schedule.grow()
         self._schedule.admit()
         self._prefill()
         ready = [s for s in self._running.values() if s.prefilled]
-        return self._decode(ready) if ready else []
+        return outputs + self._decode(ready) if ready else outputs
 
     def fail_all(self) -> list[StepOutput]:
         """End every request with an error, after a fault of the target itself."""

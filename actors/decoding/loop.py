@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -50,6 +51,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
         self._faults = 0
+        self._turned_at = time.monotonic()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._thread.start()
@@ -59,12 +61,16 @@ class EngineLoop:
         """False where the thread has ended or the target keeps failing."""
         return self._thread.is_alive() and self._faults < _MAX_FAULTS
 
+    def silent_s(self) -> float:
+        """Seconds that the present round has taken so far; 0 where there is nothing to do."""
+        return time.monotonic() - self._turned_at if self._deliver else 0.0
+
     def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
         """Queue a request; ``deliver`` gets its chunks, the last with a finish reason."""
         self._inbox.put(lambda: self._add(request, deliver))
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; it delivers nothing more."""
+        """Drop a request by its ``run_id``; it delivers nothing more."""
         self._inbox.put(lambda: self._drop(request_id))
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
@@ -103,11 +109,11 @@ class EngineLoop:
     def _add(self, request: GenerationRequest, deliver: Deliver) -> None:
         try:
             self._engine.add(request)
-        except ValueError:
+        except Exception:
             logger.exception("request %s was refused", request.request_id)
             deliver(GenerationChunk(text="", token_ids=(), finish_reason=FINISH_ERROR))
             return
-        self._deliver[request.request_id] = deliver
+        self._deliver[request.run_id] = deliver
 
     def _drop(self, request_id: str) -> None:
         self._deliver.pop(request_id, None)
@@ -118,6 +124,7 @@ class EngineLoop:
         try:
             while True:
                 command = self._inbox.get(block=wait)
+                self._turned_at = time.monotonic()
                 wait = False
                 if command is not None:
                     command()
@@ -128,6 +135,7 @@ class EngineLoop:
         torch.set_num_threads(self._num_threads)
         while not self._closed:
             self._take(wait=not self._engine.has_work)
+            self._turned_at = time.monotonic()
             if self._closed or not self._engine.has_work:
                 self._report()
                 continue

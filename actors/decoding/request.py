@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 DRAFT_OFF = "off"
@@ -67,6 +68,11 @@ class GenerationRequest:
     ``draft`` names an expert (a topic, ``general``), an expert's initial weights
     (``sql@0``), or ``off``. ``num_speculative_tokens`` None takes the engine's own value;
     0 is plain decoding. ``store`` False keeps everything of the request out of replay.
+
+    A request that another replica has begun carries the output which it has already, as
+    ``output_token_ids``, and how many characters of its text the client has, ``sent_chars``:
+    the engine goes on from there and gives only what comes after. ``attempt`` counts the
+    replicas that it has been sent to before.
     """
 
     request_id: str
@@ -76,6 +82,14 @@ class GenerationRequest:
     draft: str = "general"
     num_speculative_tokens: int | None = None
     store: bool = True
+    output_token_ids: tuple[int, ...] = ()
+    sent_chars: int = 0
+    attempt: int = 0
+
+    @property
+    def run_id(self) -> str:
+        """The id of this attempt: two of one request may meet on a replica, the first dying."""
+        return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
 
 
 def ended_late(request: GenerationRequest, eos_token_ids: frozenset[int]) -> GenerationRequest:
@@ -136,6 +150,9 @@ class GenerationChunk:
     is held back, or cut with a stop string, is not among them; ``num_cut_tokens`` says in the
     last chunk how many were cut. ``logprobs`` has an entry per token id, None where none are
     wanted. ``num_cached_tokens`` of the prompt were not computed again.
+
+    ``rounds`` are the speculative rounds since the chunk before, as (drafted, accepted): should
+    the replica die, no last chunk tells. A chunk with nothing in it says that the request lives.
     """
 
     text: str
@@ -145,3 +162,22 @@ class GenerationChunk:
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     num_cut_tokens: int = 0
+    rounds: tuple[tuple[int, int], ...] = ()
+
+
+def joined(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
+    """One chunk that says what these said, at least one of them; figures are the last one's."""
+    if len(chunks) == 1:
+        return chunks[0]
+    said = [c for c in chunks if c.token_ids or c.text or c.finish_reason is not None]
+    last = said[-1] if said else chunks[-1]
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = tuple(item for chunk in said for item in chunk.logprobs or ())
+    return replace(
+        last,
+        text="".join(chunk.text for chunk in said),
+        token_ids=tuple(token for chunk in said for token in chunk.token_ids),
+        logprobs=logprobs,
+        rounds=tuple(each for chunk in chunks for each in chunk.rounds),
+    )

@@ -45,14 +45,15 @@ class Sequence:
     histogram: list[int] = field(default_factory=list)
     _sent: int = 0  # output tokens that chunks have carried
     _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
-        return self.request.request_id
+        """The id of this attempt at the request."""
+        return self.request.run_id
 
     @property
     def num_output(self) -> int:
@@ -92,6 +93,7 @@ class Sequence:
         ``logprobs`` has an entry per emitted token where the request asks for them.
         """
         if drafted:
+            self._unsent_rounds.append((drafted, accepted))
             self.num_spec_steps += 1
             self.num_draft_tokens += drafted
             self.num_accepted += accepted
@@ -101,6 +103,11 @@ class Sequence:
         self._take(emitted, eos)
         self._logprobs.extend(logprobs[: self.num_output - before])
         self.num_computed = len(self.tokens) - 1
+
+    def resume(self, eos: frozenset[int]) -> None:
+        """Take the output that the request came with; nothing of it is handed out again."""
+        self._take(self.request.output_token_ids, eos)
+        self._sent = self.num_output
 
     def _take(self, emitted: Items[int], eos: frozenset[int]) -> None:
         for token in emitted:
@@ -129,14 +136,18 @@ class Sequence:
         end = self.num_output if whole else min(self.text.num_released(), self.num_output)
         start, self._sent = self._sent, max(end, self._sent)
         first = len(self.request.prompt_token_ids)
+        told = last or bool(text) or self._sent > start  # or the chunk goes to nobody
+        rounds = tuple(self._unsent_rounds) if told else ()
+        del self._unsent_rounds[: len(rounds)]
         return GenerationChunk(
             text=text,
             token_ids=tuple(self.tokens[first + start : first + self._sent]),
             finish_reason=self.finish_reason,
             speculative=self.stats() if last else None,
-            num_cached_tokens=self.num_cached or 0,
+            num_cached_tokens=min(self.num_cached or 0, first),
             logprobs=self._placed(start, self._sent),
             num_cut_tokens=self.num_output - self._sent if last else 0,
+            rounds=rounds,
         )
 
     def _placed(self, start: int, end: int) -> tuple[TokenLogprob, ...] | None:

@@ -23,7 +23,8 @@ class TargetSettings:
     room for as many positions, on top. ``placement`` pool has every expert in a process of its
     own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
     has a token's logits be the same bits in every batch, or the start fail; auto takes what is
-    fastest. ``cuda_graphs`` replays short forwards on GPUs.
+    fastest. ``cuda_graphs`` replays short forwards on GPUs. A replica that
+    gives no sign of life for ``stall_timeout_s`` counts as hung.
     """
 
     model_path: str
@@ -45,3 +46,4 @@ class TargetSettings:
     seed: int | None = None
     placement: DraftPlacement = "colocated"
     round_timeout_ms: float = 100.0
+    stall_timeout_s: float = 20.0

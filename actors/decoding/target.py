@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
-from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
+from paceline.actors.decoding.request import GenerationChunk, GenerationRequest, joined
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.weights.flat import unflatten
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 _REPORT_EVERY_S = 1.0
 _POLL_S = 10.0
 _RETRY_S = 0.5
+_BEATS_PER_TIMEOUT = 4
+_ROUNDS_HANG = 3  # in units of the timeout: then the replica is given up
+_BEAT = GenerationChunk(text="", token_ids=())
 
 
 class TargetReplica:
@@ -58,6 +62,9 @@ class TargetReplica:
         self._registry = registry
         self._board = board
         self._replica_id = uuid.uuid4().hex[:12]
+        self._stall_timeout_s = settings.stall_timeout_s
+        self._open: set[asyncio.Queue[GenerationChunk]] = set()
+        self._beating: asyncio.Task[None] | None = None
         self._reported: tuple[int, int] | None = None
         self._reported_at = 0.0
         self._pool = _pool(settings) if settings.placement == "pool" else None
@@ -74,8 +81,19 @@ class TargetReplica:
         if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
-        """Stream an answer; closing the iterator drops the request."""
+    async def generate(
+        self, request: GenerationRequest, whole: bool = False
+    ) -> AsyncIterator[GenerationChunk]:
+        """Stream an answer; closing the iterator drops the request.
+
+        While the engine works or the request waits, an empty chunk comes several times in every
+        ``stall_timeout_s``: where even that is missing, the replica hangs.
+
+        Args:
+            request: see GenerationRequest.
+            whole: True for an answer that nobody reads before its end: what has come is handed
+                out as one chunk with every sign of life, the rest at the end.
+        """
         chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
         events = asyncio.get_running_loop()
 
@@ -84,36 +102,38 @@ class TargetReplica:
 
         self._loop.submit(request, deliver)
         finished = False
+        parts: list[GenerationChunk] = []
         try:
-            while not finished:
-                chunk = await chunks.get()
-                finished = chunk.finish_reason is not None
-                yield chunk
+            with self._beats(chunks):
+                while not finished:
+                    chunk = await chunks.get()
+                    finished = chunk.finish_reason is not None
+                    parts.append(chunk)
+                    if finished or chunk is _BEAT or not whole:
+                        yield joined(parts)
+                        parts.clear()
         finally:
             if not finished:
-                self._loop.abort(request.request_id)
+                self._loop.abort(request.run_id)
 
-    async def complete(self, request: GenerationRequest) -> GenerationChunk:
-        """A whole answer in one chunk; cancelling the call drops the request."""
-        events = asyncio.get_running_loop()
-        answer: asyncio.Future[GenerationChunk] = events.create_future()
-        parts: list[GenerationChunk] = []
-
-        def resolve() -> None:
-            if not answer.done():
-                answer.set_result(join(parts))
-
-        def deliver(chunk: GenerationChunk) -> None:
-            parts.append(chunk)
-            if chunk.finish_reason is not None:
-                events.call_soon_threadsafe(resolve)
-
-        self._loop.submit(request, deliver)
+    @contextmanager
+    def _beats(self, chunks: asyncio.Queue[GenerationChunk]) -> Iterator[None]:
+        """Signs of life go into the queue meanwhile."""
+        self._open.add(chunks)
+        if self._beating is None or self._beating.done():
+            self._beating = asyncio.create_task(self._beat())
         try:
-            return await answer
+            yield
         finally:
-            if not parts or parts[-1].finish_reason is None:
-                self._loop.abort(request.request_id)
+            self._open.discard(chunks)
+
+    async def _beat(self) -> None:
+        """Tell every open stream that its request lives, as long as rounds come to their ends."""
+        while self._open:
+            await asyncio.sleep(self._stall_timeout_s / _BEATS_PER_TIMEOUT)
+            if self._loop.silent_s() < self._stall_timeout_s:
+                for chunks in self._open:
+                    chunks.put_nowait(_BEAT)
 
     async def describe(self) -> dict[str, Any]:
         """What runs here and how busy it is."""
@@ -139,6 +159,8 @@ class TargetReplica:
         """Serve's health check; RuntimeError has Serve replace this replica."""
         if not self._loop.healthy:
             raise RuntimeError("the engine has stopped or keeps failing")
+        if self._loop.silent_s() > _ROUNDS_HANG * self._stall_timeout_s:
+            raise RuntimeError("a round of the engine does not come to its end")
 
     def _store(self, record: ReplayRecord) -> None:
         shard = self._shards.get(record.topic)
@@ -185,20 +207,4 @@ def _pool(settings: TargetSettings) -> PoolProposer:
         vocab_size=int(read_config(settings.model_path, "target")["vocab_size"]),
         round_timeout_s=settings.round_timeout_ms / 1e3,
         clock=time.monotonic,
-    )
-
-
-def join(parts: list[GenerationChunk]) -> GenerationChunk:
-    """One chunk that says what a stream of them said."""
-    last = parts[-1]
-    return GenerationChunk(
-        text="".join(part.text for part in parts),
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        finish_reason=last.finish_reason,
-        speculative=last.speculative,
-        num_cached_tokens=last.num_cached_tokens,
-        logprobs=None
-        if last.logprobs is None
-        else tuple(item for part in parts for item in part.logprobs or ()),
-        num_cut_tokens=last.num_cut_tokens,
     )

@@ -21,12 +21,14 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 class TextStream:
     """Decodes one answer token by token and cuts it before a stop string."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), sent_chars: int = 0) -> None:
         """Start an answer.
 
         Args:
             tokenizer: a transformers fast tokenizer.
             stops: non-empty strings that end the answer; they are not part of the text.
+            sent_chars: length of the text that has been shown already, by another stream of
+                the same tokens; it is not released again.
         """
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -35,7 +37,7 @@ class TextStream:
         self._shown = 0  # tokens whose text has come out of the stream
         self._starts: list[int] = []  # where the text of each token begins
         self._decoded = ""
-        self._released = 0
+        self._released = sent_chars
         self.stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 from paceline.actors.replay.record import ReplayRecord
 
 _GROUP = 4  # micro-batches that are sorted by length together
+# Widths are rounded up to it: oneDNN keeps what it has prepared for each of its last thousand
+# shapes, a gigabyte where every batch has a shape of its own.
+_WIDTHS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ def make_batch(records: Sequence[ReplayRecord], max_length: int) -> Batch:
         rows.append(np.full(outputs, row))
         columns.append(np.arange(kept - 1, kept - 1 + outputs))
         counts.append(outputs)
-    width = max(map(len, sequences))
+    longest = max(map(len, sequences))
+    width = max(longest, min(-(-longest // _WIDTHS) * _WIDTHS, max_length))
     inputs = np.zeros((len(records), width), dtype=np.int64)
     for row, sequence in enumerate(sequences):
         inputs[row, : len(sequence)] = sequence

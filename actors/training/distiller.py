@@ -17,6 +17,7 @@ from paceline.actors.training.optimizer_state import OptimizerState, capture, re
 
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
+_POSITIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,10 @@ class MicroStep:
 def logits_at(draft: Any, batch: Batch) -> Tensor:
     """Logits ``[N, V]`` of the emitted positions; the head computes no other ones."""
     hidden = draft.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    logits: Tensor = draft.get_output_embeddings()(hidden[batch.rows, batch.columns])
+    picked = hidden[batch.rows, batch.columns]
+    # Few shapes for oneDNN's memory of them, see batches.py.
+    whole = nn.functional.pad(picked, (0, 0, 0, -len(picked) % _POSITIONS))
+    logits: Tensor = draft.get_output_embeddings()(whole)[: len(picked)]
     return logits
 
 

@@ -1,6 +1,7 @@
 """The guards of the front door: the time box around the router, and the slots."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import ChatCompletionRequest
 from paceline.deploy.prompts import question
 from paceline.deploy.status import LearningActors, gather_status
-from paceline.deploy.topics import TopicFinder
+from paceline.deploy.topics import RouterCircuit, TopicFinder
 
 
 class Remote:
@@ -63,12 +64,12 @@ def test_without_a_router_everything_is_general() -> None:
     assert asyncio.run(none.find("SELECT")) == "general"
 
 
-def test_a_router_that_keeps_failing_is_left_alone_for_a_moment() -> None:
+def test_a_router_that_fails_is_left_alone_for_a_moment() -> None:
     asked = []
 
     async def failing(text: str) -> dict[str, float]:
         asked.append(text)
-        if len(asked) <= 3:
+        if len(asked) <= 2:
             raise RuntimeError("dead")
         return {"sql": 1.0}
 
@@ -80,9 +81,56 @@ def test_a_router_that_keeps_failing_is_left_alone_for_a_moment() -> None:
 
     for _ in range(5):
         assert asyncio.run(find()) == "general"
-    assert len(asked) == 3
-    now[0] = 60.0
-    assert asyncio.run(find()) == "sql"
+    assert len(asked) == 1
+    now[0] = 0.6
+    assert asyncio.run(find()) == "general"
+    now[0] = 1.2  # the back-off has doubled
+    assert asyncio.run(find()) == "general"
+    assert len(asked) == 2
+    now[0] = 1.7
+    assert [asyncio.run(find()) for _ in range(3)] == ["sql"] * 3
+
+
+def test_a_hung_router_costs_one_time_box_per_back_off_and_the_rest_nothing() -> None:
+    """A hundred requests in a row, ten seconds of the router's silence: the clock is ours."""
+    now, boxes = [0.0], []
+
+    async def silent(_text: str) -> dict[str, float]:
+        boxes.append(now[0])
+        await asyncio.sleep(10)
+        return {}
+
+    topics = finder(silent, now)
+
+    async def hundred() -> None:
+        for _ in range(100):
+            assert await topics.find("SELECT") == "general"
+            now[0] += 0.1
+
+    asyncio.run(hundred())
+    gaps = [later - earlier for earlier, later in itertools.pairwise(boxes)]
+    assert 4 <= len(boxes) <= 5  # at 0 s, and after 0.5, 1, 2 and 4 s more
+    assert all(later >= 1.7 * earlier for earlier, later in itertools.pairwise(gaps))
+
+
+def test_requests_that_ask_together_open_the_circuit_once_and_one_alone_tries_again() -> None:
+    circuit = RouterCircuit(first_wait_s=1.0, longest_wait_s=4.0)
+    assert all(circuit.ask(now) for now in (0.0, 0.1, 0.2))
+    for now in (0.0, 0.1, 0.2):
+        circuit.failed(asked_at=now, now=now + 5.0)
+    assert not circuit.ask(5.9)
+    assert circuit.ask(6.1)
+    assert not circuit.ask(6.1)
+    circuit.gave_up()
+    assert circuit.ask(6.2)
+    waits = []
+    for _ in range(4):
+        circuit.failed(asked_at=100.0, now=100.0)
+        waits.append(next(w for w in range(1, 99) if circuit.ask(100.0 + w)))
+    assert waits == [2, 4, 4, 4]
+    circuit.succeeded()
+    assert circuit.ask(0.0)
+    assert circuit.ask(0.0)
 
 
 def test_slots_refuse_what_is_too_much_and_are_released_once() -> None:

@@ -29,8 +29,11 @@ class Stream:
     def __init__(self, chunks: AsyncIterator[GenerationChunk]) -> None:
         self._chunks = chunks
 
-    def __aiter__(self) -> AsyncIterator[GenerationChunk]:
-        return self._chunks
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> GenerationChunk:
+        return await anext(self._chunks)
 
     def cancel(self) -> None:
         """Closing, which cancellation has done already where there is no wire in between."""
@@ -46,12 +49,11 @@ class Handle:
 
     def __init__(self, target: TargetReplica) -> None:
         self._target = target
-        self.complete = Method(target.complete)
         self.describe = Method(target.describe)
         self.generate = Method(self._generate)
 
-    def _generate(self, request: GenerationRequest) -> Stream:
-        return Stream(self._target.generate(request))
+    def _generate(self, request: GenerationRequest, whole: bool) -> Stream:
+        return Stream(self._target.generate(request, whole))
 
     def options(self, **_: object) -> Handle:
         return self

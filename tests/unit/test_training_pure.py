@@ -212,10 +212,11 @@ def test_batch_has_every_emitted_position_behind_its_context() -> None:
     first = make_record(prompt=(5, 6, 7), length=4, seed=1)
     second = make_record(prompt=(9,), length=2, seed=2)
     batch = make_batch([first, second], max_length=32)
-    assert batch.input_ids.tolist() == [
+    assert batch.input_ids[:, :6].tolist() == [
         [5, 6, 7, *first.output_token_ids[:-1].tolist()],
         [9, int(second.output_token_ids[0]), 0, 0, 0, 0],
     ]
+    assert not batch.input_ids[:, 6:].any()
     assert batch.rows.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.columns.tolist() == [2, 3, 4, 5, 0, 1]
     assert batch.output_ids.tolist() == [
@@ -232,6 +233,13 @@ def test_long_prompts_lose_their_beginning_only() -> None:
     assert batch.input_ids.shape == (1, 16)
     assert batch.input_ids[0, :12].tolist() == list(range(89, 101))
     assert batch.columns.tolist() == [11, 12, 13, 14, 15]
+
+
+def test_batches_of_all_lengths_have_few_widths() -> None:
+    """What prepares a product for each shape would else keep something for every one of them."""
+    every = [make_record(prompt=tuple(range(size)), length=9) for size in range(1, 90)]
+    widths = {make_batch([record], max_length=90).input_ids.shape[1] for record in every}
+    assert widths == {32, 64, 90}
 
 
 def test_surplus_of_recorded_tokens_goes_into_the_tail() -> None:

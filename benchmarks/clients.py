@@ -1,0 +1,163 @@
+"""Clients over real HTTP that note all they see: tokens, text, pauses, how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from paceline.deploy.demo.prompts import TOPICS, generate
+
+CHAT = "/v1/chat/completions"
+_SEED = 4711
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one request brought.
+
+    ``error`` is None where it came to its end; ``finish`` is OpenAI's reason. ``pauses_s`` are
+    the waits for each event of a stream, the first one's included.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    error: str | None = None
+    pauses_s: list[float] = field(default_factory=list)
+
+    @property
+    def answer(self) -> tuple[tuple[int, ...], str, str | None]:
+        """What must be the same in two runs."""
+        return tuple(self.token_ids), self.text, self.finish
+
+    @property
+    def begun(self) -> bool:
+        """True where some of the answer is there."""
+        return bool(self.token_ids)
+
+
+def bodies(count: int, max_tokens: int, *, stream: bool = True) -> list[dict[str, Any]]:
+    """Chat requests over all topics, every other one sampled with a seed, the others greedy."""
+    per_topic = -(-count // len(TOPICS))
+    prompts = [p for group in zip(*(generate(t, per_topic, _SEED) for t in TOPICS)) for p in group]  # noqa: B905
+    return [
+        {
+            "model": "paceline",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "stream": stream,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            "store": False,
+            **({"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0}),
+        }
+        for index, prompt in enumerate(prompts[:count])
+    ]
+
+
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Reply:
+    """Send a chat request and fill in what comes; a failure is noted, never raised."""
+    try:
+        if body["stream"]:
+            await _read_stream(http, body, reply)
+        else:
+            await _read_whole(http, body, reply)
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        reply.error = f"{type(error).__name__}: {error}"
+    return reply
+
+
+async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
+    last = time.monotonic()
+    async with http.stream("POST", CHAT, json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            raise ValueError(f"HTTP {response.status_code}: {(await response.aread())[:200]!r}")
+        async for line in response.aiter_lines():
+            if not line:
+                continue
+            now = time.monotonic()
+            reply.pauses_s.append(now - last)
+            last = now
+            if line == "data: [DONE]":
+                break
+            _take(json.loads(line.removeprefix("data: ")), reply)
+        else:
+            raise ValueError("the stream ended without [DONE]")
+    if reply.finish is None:
+        raise ValueError(reply.error or "the stream ended without a finish reason")
+
+
+def _take(event: dict[str, Any], reply: Reply) -> None:
+    if "error" in event:
+        reply.error = event["error"]["message"]
+        return
+    for choice in event["choices"]:
+        reply.token_ids.extend(choice.get("token_ids") or ())
+        reply.text += choice["delta"].get("content") or ""
+        reply.finish = choice["finish_reason"] or reply.finish
+
+
+async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
+    began = time.monotonic()
+    response = await http.post(CHAT, json=body)
+    reply.pauses_s.append(time.monotonic() - began)
+    if response.status_code != httpx.codes.OK:
+        raise ValueError(f"HTTP {response.status_code}: {response.text[:200]}")
+    (choice,) = response.json()["choices"]
+    reply.token_ids.extend(choice["token_ids"])
+    reply.text, reply.finish = choice["message"]["content"], choice["finish_reason"]
+
+
+class Load:
+    """Many requests at once; look at :attr:`replies` while they run."""
+
+    def __init__(self, url: str, requests: Sequence[dict[str, Any]], at_once: int = 1000) -> None:
+        """Prepare requests to the server at ``url``, so many of them under way at a time."""
+        self.replies = [Reply() for _ in requests]
+        self._url = url
+        self._requests = requests
+        self._at_once = at_once
+        self._done = False
+
+    @property
+    def begun(self) -> int:
+        """Requests of which something has come."""
+        return sum(reply.begun for reply in self.replies)
+
+    @property
+    def open(self) -> int:
+        """Requests that have not come to their end."""
+        return sum(reply.finish is None and reply.error is None for reply in self.replies)
+
+    async def run(self) -> list[Reply]:
+        """Send them all; returns when the last one has ended."""
+        gate = asyncio.Semaphore(self._at_once)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as http:
+
+            async def one(body: dict[str, Any], reply: Reply) -> None:
+                async with gate:
+                    await ask(http, body, reply)
+
+            await asyncio.gather(*map(one, self._requests, self.replies))
+        return self.replies
+
+
+async def until(check: Callable[[], bool], what: str, seconds: float = 60.0) -> float:
+    """Wait for a condition; returns how long it took, seconds.
+
+    Raises:
+        TimeoutError: names what did not come.
+    """
+    began = time.monotonic()
+    while not await asyncio.to_thread(check):
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+        await asyncio.sleep(0.02)
+    return time.monotonic() - began

@@ -1,0 +1,45 @@
+"""The processes of a running application, found by what they are, below this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+
+# Ray writes what a process is into its title: ray::Class or ray::Class.method for an actor.
+TITLES = {
+    "target": "ray::ServeReplica:paceline:target",
+    "expert": "ray::ServeReplica:paceline:expert-",  # where drafts have deployments of their own
+    "router": "ray::ServeReplica:paceline:router",
+    "ingress": "ray::ServeReplica:paceline:ingress",
+    "proxy": "ray::ProxyActor",
+    "controller": "ray::ServeController",
+    "trainer": "ray::TrainerActor",
+    "registry": "ray::WeightRegistry",
+    "shard": "ray::ReplayShard",
+    "board": "ray::LoadBoard",
+}
+
+
+def ours() -> Iterator[tuple[str, psutil.Process]]:
+    """Every process below this one with what it is: a role, or its title's first word."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            words = process.cmdline()
+            if words and process.status() != psutil.STATUS_ZOMBIE:
+                yield _role(words[0]), process
+        except psutil.Error:
+            continue
+
+
+def _role(title: str) -> str:
+    for role, prefix in TITLES.items():
+        whole_word = prefix.endswith("-") or title[len(prefix) :][:1] in ("", ".", ":", " ")
+        if title.startswith(prefix) and whole_word:
+            return role
+    return title.split(" ")[0].rsplit("/", 1)[-1]
+
+
+def of(role: str) -> list[psutil.Process]:
+    """The processes of a role, the oldest first."""
+    return sorted((p for name, p in ours() if name == role), key=lambda p: (p.create_time(), p.pid))

@@ -1,0 +1,80 @@
+"""Which replica gets a request, before and after one was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from paceline.actors.decoding.request import GenerationRequest, SamplingParams
+from paceline.deploy import replicas
+from paceline.deploy.replicas import ReplicaChoice
+
+
+class Replica:
+    """What Serve hands to a choice: answers, fails or keeps silent when it is asked."""
+
+    def __init__(self, name: str, answer: str = "answers") -> None:
+        self.name, self.answer, self.asked = name, answer, 0
+        self.replica_id = name
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        self.asked += 1
+        if self.answer == "silent":
+            await asyncio.sleep(60 * deadline_s)
+        if self.answer == "fails":
+            raise ActorUnavailableError("gone", b"\0" * 16)
+        return 0
+
+
+def pending(attempt: int) -> Any:
+    request = GenerationRequest("r", (1,), SamplingParams(max_tokens=1), attempt=attempt)
+    return SimpleNamespace(args=[request, False])
+
+
+def choose(choice: ReplicaChoice, candidates: list[Replica], attempt: int) -> list[list[str]]:
+    ranks = asyncio.run(choice.choose_replicas(candidates, pending(attempt)))  # type: ignore[arg-type]
+    return [[replica.name for replica in rank] for rank in ranks]
+
+
+@pytest.fixture
+def choice() -> ReplicaChoice:
+    made = ReplicaChoice.__new__(ReplicaChoice)  # Serve's own part needs a running Serve
+    made.initialize_state()
+    return made
+
+
+def test_as_long_as_nothing_is_lost_nobody_is_asked_and_each_comes_first_in_turn(
+    choice: ReplicaChoice,
+) -> None:
+    every = [Replica("a"), Replica("b")]
+    seen = [choose(choice, every, attempt=0) for _ in range(4)]
+    assert [len(ranks) for ranks in seen] == [1] * 4
+    assert [ranks[0][0] for ranks in seen] in (["a", "b"] * 2, ["b", "a"] * 2)
+    assert all(sorted(ranks[0]) == ["a", "b"] for ranks in seen)
+    assert [replica.asked for replica in every] == [0, 0]
+
+
+@pytest.mark.parametrize("answer", ["silent", "fails"])
+def test_after_a_loss_those_that_answer_come_first_also_for_new_requests(
+    choice: ReplicaChoice, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    every = [Replica("bad", answer), Replica("good")]
+    for attempt in (1, 0, 0):
+        assert choose(choice, every, attempt) == [["good"], ["bad"]]
+    assert [replica.asked for replica in every] == [1, 3]
+    choice._silent_until.clear()  # some seconds later
+    assert choose(choice, every, attempt=0) == [["good"], ["bad"]]
+    assert every[0].asked == 2
+    choice._distrust_until = 0.0  # a minute later
+    assert sorted(choose(choice, every, attempt=0)[0]) == ["bad", "good"]
+
+
+def test_the_only_replica_is_taken_unasked(choice: ReplicaChoice) -> None:
+    only = Replica("only", "silent")
+    assert choose(choice, [only], attempt=3) == [["only"]]
+    assert only.asked == 0
