@@ -227,6 +227,8 @@ class Engine:
     def _prefill(self) -> None:
         """Compute at most ``prefill_chunk`` prompt tokens, so that no round takes long."""
         reading = [s for s in self._running.values() if not s.prefilled]
+        if not reading:
+            return
         lacking = [len(s.tokens) - 1 - s.num_computed for s in reading]
         shares = prefill_shares(lacking, self._settings.prefill_chunk)
         for sequence, share in zip(reading, shares, strict=True):

@@ -26,7 +26,8 @@ class Sequence:
     of the draft when it last proposed for this request (before: when the request came).
     ``num_computed`` positions have target keys and values; decoding starts when all but the
     last token have, so that every output token, the first too, comes from verification.
-    ``num_cached`` of them were there when it began for the first time.
+    ``num_cached`` of them were there when it began for the first time. ``request_id`` is that of
+    this attempt at the request.
     """
 
     request: GenerationRequest
@@ -46,24 +47,23 @@ class Sequence:
     _sent: int = 0  # output tokens that chunks have carried
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
+    request_id: str = field(init=False)
+    _num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
-
-    @property
-    def request_id(self) -> str:
-        """The id of this attempt at the request."""
-        return self.request.run_id
+        self.request_id = self.request.run_id
+        self._num_prompt = len(self.tokens)
 
     @property
     def num_output(self) -> int:
         """Output tokens so far."""
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - self._num_prompt
 
     @property
     def output(self) -> list[int]:
         """The output tokens."""
-        return self.tokens[len(self.request.prompt_token_ids) :]
+        return self.tokens[self._num_prompt :]
 
     @property
     def prefilled(self) -> bool:
@@ -99,9 +99,10 @@ class Sequence:
             self.num_accepted += accepted
             self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
-        before = self.num_output
+        before = len(self.tokens)
         self._take(emitted, eos)
-        self._logprobs.extend(logprobs[: self.num_output - before])
+        if logprobs:
+            self._logprobs.extend(logprobs[: len(self.tokens) - before])
         self.num_computed = len(self.tokens) - 1
 
     def resume(self, eos: frozenset[int]) -> None:
@@ -110,23 +111,21 @@ class Sequence:
         self._sent = self.num_output
 
     def _take(self, emitted: Items[int], eos: frozenset[int]) -> None:
+        """Add tokens and their text, up to the one that the answer ends with."""
+        sampling, text = self.request.sampling, self.text
         for token in emitted:
             self.tokens.append(token)
-            self._end_with(token, eos)
-            if self.finish_reason is not None:
+            count = len(self.tokens) - self._num_prompt
+            if token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos):
+                self.finish_reason = FINISH_STOP
                 return
-
-    def _end_with(self, token: int, eos: frozenset[int]) -> None:
-        """Add the last token's text, and note whether the answer ends with it."""
-        sampling = self.request.sampling
-        if token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos):
-            self.finish_reason = FINISH_STOP
-            return
-        self.text.push(token, may_stop=self.num_output >= sampling.min_tokens)
-        if self.text.stopped:
-            self.finish_reason = FINISH_STOP
-        elif self.num_output >= self.max_tokens:
-            self.finish_reason = FINISH_LENGTH
+            text.push(token, may_stop=count >= sampling.min_tokens)
+            if text.stopped:
+                self.finish_reason = FINISH_STOP
+                return
+            if count >= self.max_tokens:
+                self.finish_reason = FINISH_LENGTH
+                return
 
     def chunk(self) -> GenerationChunk:
         """What may be shown and has not been."""
@@ -135,7 +134,7 @@ class Sequence:
         whole = last and not self.text.stopped
         end = self.num_output if whole else min(self.text.num_released(), self.num_output)
         start, self._sent = self._sent, max(end, self._sent)
-        first = len(self.request.prompt_token_ids)
+        first = self._num_prompt
         told = last or bool(text) or self._sent > start  # or the chunk goes to nobody
         rounds = tuple(self._unsent_rounds) if told else ()
         del self._unsent_rounds[: len(rounds)]

@@ -72,7 +72,7 @@ class TextStream:
     def _extend(self, piece: str, may_stop: bool = True) -> None:
         before = len(self._decoded)
         self._decoded += piece
-        if not may_stop:
+        if not (may_stop and self._stops):
             return
         # A stop string that ends in the new piece begins at most its length before it.
         found = [
@@ -112,7 +112,8 @@ class TextStream:
             else:
                 rest = self._tokens[self._shown :]
                 self._extend(str(self._backend.decode(rest, skip_special_tokens=True)))
-        hold = 0 if last or self.stopped else held_back(self._decoded, self._stops)
+        free = last or self.stopped or not self._stops
+        hold = 0 if free else held_back(self._decoded, self._stops)
         # A stop string may begin in text that had to be released before it was complete;
         # held_back makes that impossible, max() only states it.
         end = max(len(self._decoded) - hold, self._released)

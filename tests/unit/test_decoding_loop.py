@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,8 +84,11 @@ def test_a_fault_of_the_target_ends_every_request_and_the_next_ones_are_served(
 
     monkeypatch.setattr(Sequence, "chunk", failing)
     # The first ends in the very round that fails: it has left the engine by then.
+    both = threading.Event()
+    loop._inbox.put(lambda: both.wait() and None)  # type: ignore[attr-defined]
     names = ("first", "last")
     answers = [send(loop, request(name, [5], max_tokens=1)) for name in names]
+    both.set()
     assert [reason(a) for a in answers] == ["error", "error"]
     assert reason(send(loop, request("next", [5], max_tokens=2, ignore_eos=True))) == "length"
     assert loop.healthy
