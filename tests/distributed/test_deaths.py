@@ -113,7 +113,6 @@ def rejoined(running: RunningApp) -> bool:
         ("target",),
         ("registry", "shard"),
         ("router", "trainer"),
-        ("controller", "router"),
         *(
             pytest.param(roles, marks=pytest.mark.full)
             for roles in [
@@ -123,6 +122,7 @@ def rejoined(running: RunningApp) -> bool:
                 ("shard",),
                 ("board",),
                 ("controller",),
+                ("controller", "router"),
                 ("target", "router"),
                 ("target", "controller"),
             ]
@@ -165,7 +165,7 @@ async def retried(running: RunningApp, role: str) -> tuple[list[Reply], int]:
             return await answers, broken
 
 
-@pytest.mark.parametrize("role", ["ingress", "proxy"])
+@pytest.mark.parametrize("role", [pytest.param("ingress", marks=pytest.mark.full), "proxy"])
 def test_connections_of_the_front_door_break_and_a_retry_gives_the_same_text(
     running: RunningApp, undisturbed: list[Reply], role: str
 ) -> None:
