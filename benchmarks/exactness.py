@@ -175,7 +175,7 @@ def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[
 
 
 def main() -> int:
-    """Compare and print one JSON object per dtype."""
+    """Compare and print one JSON object per dtype and numerics."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=104)

@@ -29,6 +29,12 @@ _REF = "#/components/schemas/{model}"
 _NULL: Schema = {"type": "null"}
 _FLAG: Schema = {"anyOf": [{"type": "boolean"}, _NULL]}
 _STRING: Schema = {"type": "string"}
+_EVENT: Schema = {
+    "type": "object",
+    "description": "One event: data is a chunk of the answer in JSON, an error, or [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 _STOP: Schema = {"type": "string", "minLength": 1}
 _TOKENS: Schema = {
     "type": "array",
@@ -136,7 +142,7 @@ def _get(summary: str, content: Schema, *codes: str, **more: Any) -> Schema:
 
 
 def _post(summary: str, model: str) -> Schema:
-    content = _json("Envelope") | {"text/event-stream": {"schema": _STRING}}
+    content = _json("Envelope") | {"text/event-stream": {"schema": _EVENT}}
     responses = {"200": {"description": "The answer, whole or as events.", "content": content}}
     return {
         "post": {

@@ -25,6 +25,7 @@ from paceline.actors.decoding.loading import (
     resolve_device,
     resolve_dtype,
 )
+from paceline.actors.decoding.memory import free_memory
 from paceline.actors.decoding.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.decoding.pool.profile import profile_pool
 from paceline.actors.decoding.pool.proposer import PoolProposer
@@ -56,6 +57,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 _PROFILED_CONTEXT = 128
 _MIB = 2**20
 _GPU_SHARE = 0.6  # of its free memory, for the target's keys and values
+_CPU_SHARE = 0.4
 _NOT_ARCHITECTURE = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 )
@@ -67,8 +69,8 @@ def kv_positions(
     """Positions that the target's key/value memory has room for, over all requests.
 
     Args:
-        settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, on
-            GPUs at most a share of the memory that is free now.
+        settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, but
+            at most a share of the memory that is free now.
         config: the target's.
         dtype: of keys and values.
         device: where they live.
@@ -85,6 +87,8 @@ def kv_positions(
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         blocks = min(blocks, int(free * _GPU_SHARE) // block - 1)
+    else:  # the system gives memory as it is written: one request may always try
+        blocks = max(columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - 1))
     if blocks < columns:
         least = math.ceil((columns + 1) * block / _MIB)
         raise ValueError(
@@ -178,6 +182,25 @@ def _graph_tokens(settings: TargetSettings) -> int:
     return settings.max_speculative_tokens + 1 if settings.cuda_graphs else 0
 
 
+def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
+    """Whether the target's bits depend on the batch: ``invariant`` or ``varying``.
+
+    Raises:
+        ValueError: where they do and must not.
+    """
+    torch.set_num_threads(settings.num_threads)
+    if batch_invariant(runner):
+        return INVARIANT
+    if settings.numerics == INVARIANT:
+        model = runner.models[0]
+        raise ValueError(
+            f"target.numerics: invariant cannot be had for {model.config.model_type} in "
+            f"{model.dtype} on {runner.device}: a token's logits depend on what else is computed; "
+            "set auto"
+        )
+    return VARYING
+
+
 def build_engine(
     settings: TargetSettings, pool: PoolProposer | None = None
 ) -> tuple[Engine, Any, dict[str, Any]]:
@@ -209,13 +232,7 @@ def build_engine(
         invariant=settings.numerics == INVARIANT,
         graph_tokens=_graph_tokens(settings),
     )
-    torch.set_num_threads(settings.num_threads)
-    numerics = INVARIANT if batch_invariant(runner) else VARYING
-    if numerics == VARYING and settings.numerics == INVARIANT:
-        raise ValueError(
-            f"target.numerics: invariant cannot be had for {target.config.model_type} in {dtype} "
-            f"on {device}: a token's logits depend on what else is computed; set auto"
-        )
+    numerics = _numerics(settings, runner)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
     stacks = (

@@ -20,7 +20,7 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
 
     Returns:
         ids int64 ``[B, S]`` in descending order of probability and float32 ``[B, S]`` that
-        sum to 1. A greedy row puts everything on its most probable token.
+        sum to 1. A greedy row, which takes the first, has its T = 1 distribution without filters.
     """
     top, ids, _ = top_logits(logits, size)
     probs = torch.softmax(top / batch.temperature[:, None], dim=-1)

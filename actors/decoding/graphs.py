@@ -5,15 +5,14 @@ holds one shape (rows, tokens per row, table columns, experts); its inputs are c
 tensors, its logits copied out, because the next replay writes over them. Prompts come in too many
 shapes and go without.
 
-This has run on CPUs alone, with a capture that records nothing (see the tests): no GPU was at
-hand when it was written.
+Never run on a GPU: the tests run it with a capture that records nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from torch import Tensor
 from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.decoders import Decoder
 from paceline.actors.decoding.grid import Grid
+
+Kept = TypeVar("Kept")
 
 _WARM_UP = 2
 _MOST_GRAPHS = 64
@@ -111,7 +112,8 @@ class GraphedDecoder:
         self.plain = decoder
         self._capture = capture
         self._most_tokens = most_tokens
-        self._graphs: OrderedDict[tuple[object, ...], _Graph | None] = OrderedDict()
+        self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
 
     def refresh(self, expert: int | None = None) -> None:
         """See Decoder."""
@@ -119,22 +121,27 @@ class GraphedDecoder:
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """See Decoder."""
-        if token_ids.shape[1] > self._most_tokens:
+        # Mixed experts come in too many layouts.
+        if token_ids.shape[1] > self._most_tokens or grid.single is None:
             return self.plain(token_ids, step, grid, keep)
         columns = columns_of(step.columns, step.kv.tables.shape[1])
         step = StepContext(step.kv, step.rows, step.positions, columns, step.asked)
-        key = (*token_ids.shape, columns, keep, grid.layout)
-        if key not in self._graphs:  # may well be the only time
-            self._remember(key, None)
+        key = (*token_ids.shape, columns, keep, grid.single)
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._seen:  # may well be the only time
+            _remember(self._seen, key, None, 4 * _MOST_GRAPHS)
             return self.plain(token_ids, step, grid, keep)
-        graph = self._graphs[key]
         if graph is None:
             graph = _Graph(self.plain, self._capture, token_ids, step, grid, keep)
-        self._remember(key, graph)
+        _remember(self._graphs, key, graph, _MOST_GRAPHS)
         return graph.run(token_ids, step)
 
-    def _remember(self, key: tuple[object, ...], graph: _Graph | None) -> None:
-        self._graphs[key] = graph
-        self._graphs.move_to_end(key)
-        if len(self._graphs) > _MOST_GRAPHS:
-            self._graphs.popitem(last=False)
+
+def _remember(
+    store: OrderedDict[tuple[object, ...], Kept], key: tuple[object, ...], item: Kept, most: int
+) -> None:
+    """Keep an item as the latest used of at most so many."""
+    store[key] = item
+    store.move_to_end(key)
+    if len(store) > most:
+        store.popitem(last=False)

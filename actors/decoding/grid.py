@@ -15,7 +15,6 @@ class Grid:
     it is stored. A batch of a single expert needs no layout at all.
 
     Attributes:
-        layout: the expert of every row, by which grids are equal.
         experts: indices into the stack, ascending, E' of them.
         single: the expert where there is only one, else None.
         run: the experts as a slice where they follow each other, else None.
@@ -29,7 +28,6 @@ class Grid:
             expert_of_row: index into the stack, of every one of B rows.
             device: of the index tensors.
         """
-        self.layout = tuple(expert_of_row)
         self.experts = sorted(set(expert_of_row))
         first, last = self.experts[0], self.experts[-1]
         self.single = first if first == last else None

@@ -116,8 +116,9 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor)
     ranks = torch.arange(sorted_probs.shape[-1], device=sorted_probs.device)
     within_k = ranks < top_k.unsqueeze(-1)
     kept = sorted_probs * within_k
-    kept = kept / kept.sum(-1, keepdim=True)
-    before = kept.cumsum(-1) - kept
+    # The last of a running sum: how sum() adds depends on the number of rows and threads.
+    sums = kept.cumsum(-1)
+    before = (sums - kept) / sums[..., -1:]
     # top_p = 1 must keep everything, whatever the cumulative sum rounds to.
     within_p = (before < top_p.unsqueeze(-1)) | (top_p.unsqueeze(-1) >= 1.0)
     within_p[..., 0] = True
@@ -147,7 +148,7 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
         batch.min_p[:, None].expand(-1, steps),
     )
     filtered = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
-    filtered = filtered / filtered.sum(-1, keepdim=True)
+    filtered = filtered / filtered.cumsum(-1)[..., -1:]
     # A row without a filter keeps its very bits, whoever else is in the batch.
     free = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) & (batch.min_p <= 0.0)
     whole = free | batch.greedy
@@ -172,4 +173,5 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     at = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=weights.device)
     # A product that rounds up to the total would lie beyond the last entry.
     at = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, at, right=True).squeeze(-1)
+    # Weights that are no numbers have no index; theirs must not end in an embedding.
+    return torch.searchsorted(sums, at, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)

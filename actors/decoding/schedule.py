@@ -40,6 +40,7 @@ class Schedule:
         self.running: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
+        self._refused: tuple[str, int, int] | None = None
         self._kv = kv
         self._longest_draft = max_speculative_tokens
         self._prefix_cache = prefix_cache
@@ -65,12 +66,16 @@ class Schedule:
         """
         while self.waiting and not self.rows.full:
             sequence = self.waiting[0]
+            state = (sequence.request_id, self._kv.pool.available, len(self.running))
+            if state == self._refused:  # nothing has been freed since
+                return
             row = self.rows.add(sequence.request_id)
             known = sequence.tokens[:-1] if self._prefix_cache else ()
             spare = sum(map(self._grows, self.running.values()))
             computed = self._kv.begin(row, known, self._needed(sequence), spare)
             if computed is None:
                 self.rows.release(sequence.request_id)
+                self._refused = state
                 return
             self.waiting.popleft()
             self.running[sequence.request_id] = sequence

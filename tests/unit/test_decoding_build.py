@@ -11,6 +11,7 @@ from engines import request, run, tokens_of
 from tiny_models import save_tiny
 
 from paceline.actors.decoding.build import build_engine
+from paceline.actors.decoding.memory import free_memory
 from paceline.actors.decoding.native.library import kernels_for
 from paceline.actors.decoding.settings import TargetSettings
 
@@ -90,10 +91,31 @@ def test_bits_that_depend_on_the_batch_are_named_and_refused_where_they_must_not
     if kernels_for(torch.device("cpu"), torch.float32) is None:
         pytest.skip("no compiler made the kernels")
     assert build_engine(settings)[2]["numerics"] == "invariant"
-    # Products by the library's own choice of path, as where it packs nothing.
-    monkeypatch.setattr("paceline.actors.decoding.linear.packable", lambda _: False)
-    monkeypatch.setattr("paceline.actors.decoding.fused.kernels_for", lambda *_: None)
+    monkeypatch.setattr("paceline.actors.decoding.build.batch_invariant", lambda _: False)
     auto = dataclasses.replace(settings, numerics="auto")
-    if build_engine(auto)[2]["numerics"] == "varying":
-        with pytest.raises(ValueError, match=r"target\.numerics.*float32"):
-            build_engine(settings)
+    assert build_engine(auto)[2]["numerics"] == "varying"
+    with pytest.raises(ValueError, match=r"target\.numerics.*float32"):
+        build_engine(settings)
+
+
+def test_memory_that_nobody_set_is_what_the_machine_can_give(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:      64 kB\n")
+    assert free_memory(meminfo, tmp_path) == 64 * 1024
+    (tmp_path / "memory.max").write_text("40000\n")
+    (tmp_path / "memory.current").write_text("30000\n")
+    assert free_memory(meminfo, tmp_path) == 10000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(meminfo, tmp_path) == 64 * 1024
+    assert free_memory(tmp_path / "none", tmp_path) > 2**20
+
+
+def test_a_crowded_machine_gets_fewer_blocks_but_room_for_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)
+    settings = TargetSettings(str(target), {"general": str(draft)}, num_threads=1, max_num_seqs=9)
+    whole, _ = build_engine(settings)[0].kv_blocks
+    monkeypatch.setattr("paceline.actors.decoding.build.free_memory", lambda: 0)
+    one, _ = build_engine(settings)[0].kv_blocks
+    assert whole == 9 * one > 0

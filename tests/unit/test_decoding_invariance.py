@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.fused import FusedDecoder
-from paceline.actors.decoding.linear import packable
+from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.linear import StackedLinear, packable
 from paceline.actors.decoding.loading import load_causal_lm
 from paceline.actors.decoding.native.library import kernels_for
 from paceline.actors.decoding.runner import ModelRunner
@@ -82,3 +83,25 @@ def test_a_longer_neighbour_changes_nothing(runner: ModelRunner) -> None:
     alone = runner.forward([0], tokens[:1], torch.arange(6)[None], 6)
     positions = torch.stack([torch.arange(6), torch.arange(100, 106)])
     assert torch.equal(runner.forward([0, 1], tokens, positions, 106)[:1], alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes", [(4864, 896), (1536, 1536), (384, 1152)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_alone_is_the_row_among_others(
+    dtype: torch.dtype, sizes: tuple[int, int], threads: int
+) -> None:
+    """At some of these sizes oneDNN multiplies a lone bfloat16 row in another way."""
+    if not packable(torch.zeros(1, dtype=dtype)):
+        pytest.skip("this CPU has no packed products")
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(1, sizes[1], sizes[0], generator=generator).to(dtype)
+    linear = StackedLinear(weight)
+    linear.invariant = True
+    linear.pack()
+    rows = torch.randn(1, 9, sizes[0], generator=generator).to(dtype)
+    grid = Grid([0], CPU)
+    many = linear(rows, grid)
+    assert torch.equal(torch.cat([linear(rows[:, i : i + 1], grid) for i in range(9)], 1), many)
+    assert torch.equal(linear(rows[:, :4], grid), many[:, :4])

@@ -73,3 +73,14 @@ def test_a_rows_law_does_not_depend_on_its_neighbours_filters() -> None:
     assert torch.equal(crowd[:1], alone)
     cut_alone = processed_probs(logits[1:2], batch_params([cut], "cpu"))
     assert torch.equal(crowd[1:2], cut_alone)
+
+
+def test_what_filters_keep_is_the_same_bits_in_every_batch() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # with which a sum over one row adds in another order
+    logits = torch.randn(4, 1, 50_304, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9, seed=1)
+    crowd = processed_probs(logits, batch_params([params] * 4, "cpu"))
+    alone = [processed_probs(row[None], batch_params([params], "cpu"))[0] for row in logits]
+    torch.set_num_threads(threads)
+    assert torch.equal(torch.stack(alone), crowd)
