@@ -193,7 +193,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
             stall_timeout_s=config.target.stall_timeout_s,
             give_up_after_s=config.target.give_up_after_s,
         ),
-        max_per_client=config.target.max_seqs_per_client,
+        max_per_client=_per_client(config),
         request_timeout_s=config.target.request_timeout_s,
     )
     return _ingress(config).bind(settings, target, router, actors)
@@ -204,6 +204,12 @@ def _in_flight(config: PacelineConfig) -> int:
     target = config.target
     total = target.num_replicas * target.max_num_seqs + target.max_queued_requests
     return -(-total // config.ingress.num_replicas)
+
+
+def _per_client(config: PacelineConfig) -> int | None:
+    """Sequences that one ingress replica lets in of one client: its part again."""
+    most = config.target.max_seqs_per_client
+    return None if most is None else -(-most // config.ingress.num_replicas)
 
 
 def target_settings(config: PacelineConfig) -> TargetSettings:

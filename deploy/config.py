@@ -69,6 +69,15 @@ class TargetConfig(_Section):
             raise ValueError(f"{device!r} is none of auto, cpu, cuda, cuda:0 ...")
         return device
 
+    @model_validator(mode="after")
+    def _looks_further(self) -> Self:
+        if self.give_up_after_s <= self.stall_timeout_s:
+            raise ValueError(
+                f"give_up_after_s ({self.give_up_after_s:g}) must be more than stall_timeout_s "
+                f"({self.stall_timeout_s:g}): no request would look for a second replica"
+            )
+        return self
+
 
 class DraftsConfig(_Section):
     """The models that propose: ``general`` and, per topic, an expert that starts as its copy.

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from zlib import crc32
 
 from paceline.actors.decoding.request import (
+    FAILED,
     FINISH_ABORT,
-    FINISH_ERROR,
+    FINISH_FAULT,
+    FINISH_REFUSED,
     GenerationChunk,
     GenerationRequest,
     SpeculativeStats,
@@ -29,7 +32,8 @@ class Failure(Enum):
     """Why an attempt ended before the answer did."""
 
     GONE = auto()  # the replica died, cannot be reached or gives no sign of life
-    BROKEN = auto()  # it lives, and gave up on this request
+    BROKEN = auto()  # it lives, and gave up on this request alone
+    FAULT = auto()  # its engine failed while it ran this request, perhaps for another's sake
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,9 @@ class FailoverPolicy:
         max_lost: replicas that may die under one request: one that kills whoever serves it
             must not go round.
         max_broken: replicas that may give up on it.
-        first_wait_s: before the first retry that follows another at once; it doubles.
+        max_faults: engines that may fail under it in a row without one more token: those that
+            merely ran beside the cause get on in between, the cause never does.
+        first_wait_s: before a retry, but for the first one after a loss; it doubles.
         longest_wait_s: where the doubling ends.
     """
 
@@ -50,6 +56,7 @@ class FailoverPolicy:
     give_up_after_s: float = 120.0
     max_lost: int = 5
     max_broken: int = 1
+    max_faults: int = 3
     first_wait_s: float = 0.1
     longest_wait_s: float = 2.0
 
@@ -58,13 +65,15 @@ class FailoverPolicy:
 class Failover:
     """The policy, and how often it was needed since the start.
 
-    ``gone`` and ``broken`` count attempts that failed, ``resumed`` those of them after which a
-    request went on from output that its client had, ``given_up`` requests that failed.
+    ``gone``, ``broken`` and ``faults`` count attempts that failed, ``resumed`` those of them
+    after which a request went on from output that its client had, ``given_up`` requests that
+    failed.
     """
 
     policy: FailoverPolicy
     gone: int = 0
     broken: int = 0
+    faults: int = 0
     resumed: int = 0
     given_up: int = 0
 
@@ -74,7 +83,7 @@ class Failover:
 
     def counts(self) -> dict[str, int]:
         """What was counted, by name."""
-        names = ("gone", "broken", "resumed", "given_up")
+        names = ("gone", "broken", "faults", "resumed", "given_up")
         return {name: getattr(self, name) for name in names}
 
 
@@ -104,6 +113,8 @@ class Resumption:
         self._present: list[tuple[int, int]] = []
         self._accepted = False  # the present attempt has given a sign of life
         self._attempt = self._lost = self._broken = self._in_vain = 0
+        self._faults = self._tokens_at_fault = 0
+        self._failed_on: list[str] = []
         self.finished = False
 
     @property
@@ -114,6 +125,7 @@ class Resumption:
             output_token_ids=tuple(self._token_ids),
             sent_chars=self._sent_chars,
             attempt=self._attempt,
+            failed_on=tuple(self._failed_on),
         )
 
     @property
@@ -132,8 +144,10 @@ class Resumption:
             what the client gets; None for a mere sign of life; a failure where the replica gave
             up, to be handed to :meth:`fail`.
         """
+        if chunk.finish_reason in FAILED:
+            return self._blame(chunk)
         self._alive_at, self._accepted, self._in_vain = now, True, 0
-        if chunk.finish_reason in (FINISH_ERROR, FINISH_ABORT):
+        if chunk.finish_reason == FINISH_ABORT:
             return Failure.BROKEN
         self._present.extend(chunk.rounds)
         last = chunk.finish_reason is not None
@@ -148,6 +162,16 @@ class Resumption:
         if figures is not None and self._past:
             figures = added(figures, self._past)
         return replace(chunk, speculative=figures, num_cached_tokens=self._cached)
+
+    def _blame(self, chunk: GenerationChunk) -> Failure:
+        """What the replica says that failed; it is no sign of life."""
+        if chunk.replica_id:
+            others = [name for name in self._failed_on if name != chunk.replica_id]
+            self._failed_on = [*others, chunk.replica_id]
+        if chunk.finish_reason == FINISH_REFUSED:
+            self._accepted = False  # it had no part in what happened there
+            return Failure.GONE
+        return Failure.FAULT if chunk.finish_reason == FINISH_FAULT else Failure.BROKEN
 
     def fail(self, failure: Failure, now: float) -> float:
         """The present attempt has ended without a last chunk: try again?
@@ -173,29 +197,43 @@ class Resumption:
     def _try_again(self, failure: Failure, now: float) -> float:
         self._failover.broken += failure is Failure.BROKEN
         self._failover.gone += failure is Failure.GONE
+        self._failover.faults += failure is Failure.FAULT
         self._broken += failure is Failure.BROKEN
         self._lost += failure is Failure.GONE and self._accepted
-        wait_s = self._wait_s()
+        if failure is Failure.FAULT:
+            got_on = len(self._token_ids) > self._tokens_at_fault
+            self._faults = 1 if got_on else self._faults + 1
+            self._tokens_at_fault = len(self._token_ids)
+        wait_s = self._wait_s(failure)
         self._attempt += 1
         self._accepted = False
         self._past.extend(self._present)
         self._present.clear()
         if self._broken > self._policy.max_broken:
             raise internal("The target gave up on this request.")
-        if self._lost > self._policy.max_lost:
+        if self._lost > self._policy.max_lost or self._faults > self._policy.max_faults:
             raise internal("The target keeps failing on this request.")
         late = now + wait_s - self._alive_at > self._policy.give_up_after_s
         if late or self._attempt >= _MAX_ATTEMPTS:
             raise overloaded("The target is not available just now; try again.")
         return wait_s
 
-    def _wait_s(self) -> float:
-        """None after a replica that had answered: another may well be there."""
-        if self._accepted:
-            return 0.0
-        self._in_vain += 1
-        doubled = self._policy.first_wait_s * 2.0 ** (self._in_vain - 1)
-        return min(doubled, self._policy.longest_wait_s)
+    def _wait_s(self, failure: Failure) -> float:
+        """None after the death of a replica that had answered: another may well be there.
+
+        After a fault up to twice as long, each request its own time: those that ran beside the
+        one that caused it part from it.
+        """
+        times, spread = self._broken + self._faults, 1.0
+        if failure is Failure.GONE:
+            if self._accepted:
+                return 0.0
+            self._in_vain += 1
+            times = self._in_vain
+        elif failure is Failure.FAULT:
+            spread += crc32(self.request.run_id.encode()) / 2**32
+        doubled = self._policy.first_wait_s * 2.0 ** (times - 1)
+        return min(doubled * spread, self._policy.longest_wait_s)
 
 
 def added(figures: SpeculativeStats, rounds: Sequence[tuple[int, int]]) -> SpeculativeStats:

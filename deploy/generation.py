@@ -40,11 +40,11 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def failure_of(error: Exception) -> Failure | None:
-    """What an exception of a call to a replica says of the replica; None: nothing.
+    """What an exception of a replica's stream says of the replica; None: nothing.
 
     Measured on Ray 2.60: a stream by gRPC ends with ActorUnavailableError within 20 ms of its
     replica's death, a stopped process gives nothing at all. The errors of gRPC itself, other
-    than "unavailable", come unwrapped.
+    than "unavailable", come unwrapped, and so does what the replica's own code raises.
     """
     if isinstance(error, RayTaskError):
         return Failure.BROKEN  # raised by the replica's own code
@@ -52,7 +52,7 @@ def failure_of(error: Exception) -> Failure | None:
         return None
     if isinstance(error, RayError | ReplicaUnavailableError | OSError):  # TimeoutError is one
         return Failure.GONE
-    return Failure.GONE if type(error).__name__ == "AioRpcError" else None
+    return Failure.GONE if type(error).__name__ == "AioRpcError" else Failure.BROKEN
 
 
 def streaming(target: Any) -> Any:
@@ -71,25 +71,36 @@ async def _attempt(
     """What one replica gives for a request; the failure, if there is one, comes last."""
     try:
         while not state.finished:
-            async with asyncio.timeout(state.stall_timeout_s):
-                chunk = await anext(response, None)
-            if chunk is None:
-                yield Failure.GONE
-                return
-            piece = state.take(chunk, time.monotonic())
+            piece: GenerationChunk | Failure | None = await _next(response, state.stall_timeout_s)
+            if isinstance(piece, GenerationChunk):
+                piece = state.take(piece, time.monotonic())
             if piece is not None:
                 yield piece
             if isinstance(piece, Failure):
                 return
+    finally:
+        if not state.finished:
+            response.cancel()
+
+
+async def _next(response: Any, timeout_s: float) -> GenerationChunk | Failure:
+    """The next chunk of a replica, or what its absence means."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            chunk: GenerationChunk | None = await anext(response, None)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        logger.warning("a replica has cancelled a stream")  # nobody here has
+        return Failure.GONE
     except Exception as error:
         failure = failure_of(error)
         if failure is None:
             raise
         logger.warning("a replica is %s: %r", failure.name.lower(), error)
-        yield failure
-    finally:
-        if not state.finished:
-            response.cancel()
+        return failure
+    return Failure.GONE if chunk is None else chunk
 
 
 async def _run_one(
@@ -189,13 +200,16 @@ async def _merged(
     queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, request: GenerationRequest) -> None:
+        end: Exception | None = internal("The server failed on this request.")
         try:
             async with aclosing(_run_one(streams, request, failover, False)) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait((index, chunk))
-            queue.put_nowait(None)
+            end = None
         except Exception as error:
-            queue.put_nowait(error)
+            end = error
+        finally:  # whatever ends it: the reader waits for this
+            queue.put_nowait(end)
 
     tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
     running = len(tasks)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +37,9 @@ from paceline.deploy.topics import TopicFinder
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
-_LONG_PROMPT_BYTES = 64 * 2**10
-_HEALTH_TIMEOUT_S = 10.0
+_LONG_BODY_BYTES = 64 * 2**10
+_HEALTH_TRIES = 3
+_HEALTH_TIMEOUT_S = 3.0  # of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,16 @@ class Ingress:
         return api
 
     async def health(self) -> Response:
-        """200 where the target answers, else 503."""
-        try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                await self._target.describe.remote()
-        except Exception as error:
-            raise overloaded("The target does not answer.") from error
-        return JSONResponse({"status": "ok"})
+        """200 where any replica of the target answers, else 503."""
+        for attempt in range(_HEALTH_TRIES):  # the choice of the next replica goes by it
+            try:
+                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                    await self._target.describe.remote(attempt=attempt)
+            except Exception as error:
+                logger.warning("a replica of the target does not answer: %r", error)
+            else:
+                return JSONResponse({"status": "ok"})
+        raise overloaded("The target does not answer.")
 
     async def models(self) -> Response:
         """The one model that is served, in a list."""
@@ -152,40 +156,37 @@ class Ingress:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's legacy completions: n choices per prompt."""
-        body = await _read(request)
-        asked = translate.parse(body, CompletionRequest, self._settings.model_name)
-        if len(body) > _LONG_PROMPT_BYTES:
-            prompts = await asyncio.to_thread(self._encoder.completion, asked)
-        else:
-            prompts = self._encoder.completion(asked)
-        limit, field = translate.max_tokens_of(asked)
-        limits = [
-            translate.fit_limit(
-                limit,
-                field,
-                len(prompt),
-                self._context,
-                "prompt",
-                translate.DEFAULT_COMPLETION_TOKENS,
-            )
-            for prompt in prompts
-        ]
-        texts = [self._encoder.plain_text(prompt) for prompt in prompts]
-        job = _Job(asked, prompts, texts, limits, chat=False, client=_client(request))
-        return await self._answer(job)
+        return await self._answer(await self._job(request, self._completion))
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
+        return await self._answer(await self._job(request, self._chat))
+
+    async def _job(self, request: Request, make: "Callable[[bytes, str], _Job]") -> "_Job":
+        """Read and check a request; a long one on a thread of its own."""
         body = await _read(request)
+        if len(body) > _LONG_BODY_BYTES:
+            return await asyncio.to_thread(make, body, _client(request))
+        return make(body, _client(request))
+
+    def _completion(self, body: bytes, client: str) -> "_Job":
+        asked = translate.parse(body, CompletionRequest, self._settings.model_name, self._context)
+        prompts = self._encoder.completion(asked)
+        limit, field = translate.max_tokens_of(asked)
+        default = translate.DEFAULT_COMPLETION_TOKENS
+        limits = [
+            translate.fit_limit(limit, field, len(prompt), self._context, "prompt", default)
+            for prompt in prompts
+        ]
+        texts = [self._encoder.plain_text(prompt) for prompt in prompts]
+        return _Job(asked, prompts, texts, limits, chat=False, client=client)
+
+    def _chat(self, body: bytes, client: str) -> "_Job":
         asked = translate.parse(body, ChatCompletionRequest, self._settings.model_name)
-        if len(body) > _LONG_PROMPT_BYTES:
-            prompt = await asyncio.to_thread(self._encoder.chat, asked)
-        else:
-            prompt = self._encoder.chat(asked)
+        prompt = self._encoder.chat(asked)
         limit, field = translate.max_tokens_of(asked)
         limit = translate.fit_limit(limit, field, len(prompt), self._context, "messages")
-        job = _Job(asked, [prompt], [question(asked)], [limit], chat=True, client=_client(request))
-        return await self._answer(job)
+        return _Job(asked, [prompt], [question(asked)], [limit], chat=True, client=client)
 
     async def _answer(self, job: "_Job") -> Response:
         """Route the prompts, run them and word the answer."""
@@ -269,7 +270,9 @@ async def _until(deadline: float) -> AsyncIterator[None]:
         async with limit:
             yield
     except TimeoutError as error:
-        raise (timed_out() if limit.expired() else error) from error
+        if not limit.expired():
+            raise
+        raise timed_out() from error
 
 
 def _client(request: Request) -> str:

@@ -17,15 +17,20 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_PROMPTS = 128
 MAX_STOPS = 4
+MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+
+CONTEXT = "context"  # in pydantic's validation context: the model's context length
+TOO_LONG = "context_length_exceeded"
 
 # Fields that OpenAI knows and Paceline serves at these values only.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -125,6 +130,8 @@ class GenerationOptions(_Request):
             raise ValueError("must be a string or a list of strings, none of them empty")
         if len(strings) > MAX_STOPS:
             raise ValueError(f"must be at most {MAX_STOPS} strings")
+        if max(map(len, strings), default=0) > MAX_STOP_CHARS:
+            raise ValueError(f"must be strings of at most {MAX_STOP_CHARS} characters")
         return strings
 
     @field_validator("logit_bias", mode="plain")
@@ -163,16 +170,28 @@ def _is_bias(item: tuple[Any, Any]) -> bool:
     return known and str(int(token)) == token and number and abs(value) <= 100
 
 
-def _is_tokens(value: Any) -> bool:
+def too_long(context: int, prompt_tokens: int) -> str:
+    """What is said of a prompt that leaves no room for a token."""
     return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(item) is int and 0 <= item < 2**31 for item in value)
+        f"This model's maximum context length is {context} tokens, with at least one for "
+        f"the answer; the prompt has {prompt_tokens}."
     )
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(s, str) for s in value)
+def _is_tokens(value: Any, context: int | None) -> bool:
+    """Whether it is a list of token ids; one that cannot be served is not walked through."""
+    if not (isinstance(value, list) and value and type(value[0]) is int):
+        return False
+    if context is not None and len(value) >= context:
+        raise PydanticCustomError(TOO_LONG, "{text}", {"text": too_long(context, len(value))})
+    return all(type(item) is int and 0 <= item < 2**31 for item in value)
+
+
+def _is_prompts(value: list[Any], context: int | None) -> bool:
+    """Whether it is a list of texts, or of lists of token ids."""
+    if isinstance(value[0], str):
+        return all(isinstance(item, str) for item in value)
+    return all(_is_tokens(item, context) for item in value)
 
 
 class CompletionRequest(GenerationOptions):
@@ -186,15 +205,18 @@ class CompletionRequest(GenerationOptions):
 
     @field_validator("prompt", mode="plain")
     @classmethod
-    def _prompt(cls, prompt: Any) -> Any:
-        several = isinstance(prompt, list) and bool(prompt) and all(map(_is_tokens, prompt))
-        if not (isinstance(prompt, str) or _is_texts(prompt) or _is_tokens(prompt) or several):
+    def _prompt(cls, prompt: Any, info: ValidationInfo) -> Any:
+        if isinstance(prompt, str):
+            return prompt
+        context = (info.context or {}).get(CONTEXT)
+        several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        if several and len(prompt) > MAX_PROMPTS:
+            raise ValueError(f"must be at most {MAX_PROMPTS} prompts")
+        if not (_is_prompts(prompt, context) if several else _is_tokens(prompt, context)):
             raise ValueError(
                 "must be a string, a list of strings, a list of token ids "
                 "or a list of lists of token ids, none of the lists empty"
             )
-        if isinstance(prompt, list) and not _is_tokens(prompt) and len(prompt) > MAX_PROMPTS:
-            raise ValueError(f"must be at most {MAX_PROMPTS} prompts")
         return prompt
 
     @field_validator("best_of")
@@ -212,9 +234,9 @@ class CompletionRequest(GenerationOptions):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, in order."""
-        if isinstance(self.prompt, str) or _is_tokens(self.prompt):
-            return [self.prompt]  # type: ignore[list-item]  # a str or a list[int], just seen
-        return list(self.prompt)  # type: ignore[arg-type]
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
 
 
 class TextPart(_Request):

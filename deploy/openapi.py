@@ -17,6 +17,7 @@ from paceline.deploy.openai_types import (
     INT32_MAX,
     MAX_BIASES,
     MAX_PROMPTS,
+    MAX_STOP_CHARS,
     MAX_STOPS,
     NEUTRAL,
     ChatCompletionRequest,
@@ -35,7 +36,7 @@ _EVENT: Schema = {
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
-_STOP: Schema = {"type": "string", "minLength": 1}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _TOKENS: Schema = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},

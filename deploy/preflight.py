@@ -124,6 +124,20 @@ def _check_device(device: str) -> None:
 def _check_pool(config: PacelineConfig) -> None:
     if config.drafts.placement == "pool" and sys.platform != "linux":
         raise ConfigError("drafts.placement: pool needs Linux; colocated runs everywhere")
+    if config.drafts.placement != "pool" or not config.drafts.num_gpus:
+        return
+    if config.target.device == "cpu":
+        raise ConfigError(
+            "drafts.num_gpus: experts draft on target.device, which is cpu; set drafts.num_gpus "
+            "to 0 or another target.device"
+        )
+    import torch  # a second of work that only this setting needs
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"drafts.num_gpus: {config.drafts.num_gpus:g} of a GPU is asked for, and none is seen; "
+            "set it to 0"
+        )
 
 
 def _check_state(folder: Path) -> None:

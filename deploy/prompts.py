@@ -27,9 +27,10 @@ def context_length(model_path: str | Path, max_model_len: int | None) -> int:
 
 
 def vocabulary_size(model_path: str | Path, tokenizer: Any) -> int:
-    """How many token ids both the tokenizer and the model know: a larger one fails in the model."""
+    """Token ids below it are known to the tokenizer and the model: another fails in the model."""
     own = _config(model_path).get("vocab_size")
-    return min(len(tokenizer), own) if isinstance(own, int) else len(tokenizer)
+    known: int = max(tokenizer.get_vocab().values()) + 1  # a vocabulary may have holes
+    return min(known, own) if isinstance(own, int) else known
 
 
 def _config(model_path: str | Path) -> dict[str, Any]:
@@ -45,7 +46,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Take a transformers fast tokenizer with the target's chat template.
 
-        Token ids of requests must be below ``vocab_size``.
+        Token ids must be below ``vocab_size``, those of texts too: a tokenizer may have got
+        tokens that the model has no embeddings for.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -70,8 +72,8 @@ class PromptEncoder:
             if isinstance(prompt, str):
                 token_ids = list(self._tokenizer(prompt)["input_ids"])
             else:
-                check_token_ids(prompt, self._vocab_size)
                 token_ids = prompt
+            check_token_ids(token_ids, self._vocab_size)
             if not token_ids:
                 raise ApiError(
                     400,
@@ -86,7 +88,8 @@ class PromptEncoder:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Raises:
-            ApiError: 400 naming ``messages`` where the template refuses them, or has no form.
+            ApiError: 400 naming ``messages`` where the template refuses them, has no form, or
+                gives an id beyond the vocabulary.
         """
         messages = [
             {"role": _ROLES.get(message.role, message.role), "content": message.text}
@@ -104,6 +107,7 @@ class PromptEncoder:
                 param="messages",
                 code="invalid_value",
             ) from error
+        check_token_ids(token_ids, self._vocab_size, "messages")
         return list(token_ids)
 
     def plain_text(self, token_ids: list[int]) -> str:

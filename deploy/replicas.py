@@ -9,19 +9,20 @@ import time
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 _DISTRUST_S = 60.0
 _ANSWER_S = 1.0
 _SILENT_S = 5.0
 
 
-class ReplicaChoice(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Serve is untyped
+class ReplicaChoice(RequestRouter):  # type: ignore[misc]  # Serve is untyped
     """Serve's least busy replica; for a minute after a request came back, of those that answer.
 
     A request that comes with an ``attempt`` above 0 has lost a replica. From then on every choice
     asks the replicas first; those that do not answer within a second are the last resort, and
-    are not asked again for some seconds.
+    are not asked again for some seconds. Before them come, for this request alone, those that
+    told it that they failed (``failed_on``): idle again, they would draw it back.
     """
 
     _distrust_until = 0.0
@@ -41,7 +42,7 @@ class ReplicaChoice(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Serve is
         self._turn += 1  # Serve takes the first of those that are equally busy
         at = self._turn % max(1, len(candidate_replicas))
         candidate_replicas = candidate_replicas[at:] + candidate_replicas[:at]
-        if pending_request is not None and _was_lost(pending_request.args):
+        if _was_lost(pending_request):
             self._distrust_until = now + _DISTRUST_S
         if now >= self._distrust_until or len(candidate_replicas) < 2:
             return [candidate_replicas]
@@ -55,11 +56,27 @@ class ReplicaChoice(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Serve is
             self._distrust_until = now + _DISTRUST_S
             fresh = {r.replica_id: now + _SILENT_S for r in last if r.replica_id not in silent}
             self._silent_until = silent | fresh
-        return [awake, last]
+        return [*_ranked(awake, _failed_on(pending_request)), last]
 
 
-def _was_lost(arguments: list[Any]) -> bool:
-    return bool(arguments) and getattr(arguments[0], "attempt", 0) > 0
+def _was_lost(pending: PendingRequest | None) -> bool:
+    if pending is None:
+        return False
+    first = pending.args[0] if pending.args else None
+    return bool(getattr(first, "attempt", pending.kwargs.get("attempt", 0)) > 0)
+
+
+def _failed_on(pending: PendingRequest | None) -> tuple[str, ...]:
+    first = pending.args[0] if pending is not None and pending.args else None
+    return getattr(first, "failed_on", ())
+
+
+def _ranked(awake: list[RunningReplica], failed_on: tuple[str, ...]) -> list[list[RunningReplica]]:
+    """Those that did not fail, then those that did, the latest last."""
+    ranks = [[r for r in awake if r.replica_id.unique_id not in failed_on]]
+    for name in failed_on:
+        ranks.append([r for r in awake if r.replica_id.unique_id == name])
+    return [rank for rank in ranks if rank]
 
 
 async def _answers(replica: RunningReplica) -> bool:

@@ -82,7 +82,9 @@ async def timed(pieces: Pieces, deadline: float) -> Pieces:
             except StopAsyncIteration:
                 return
             except TimeoutError as error:
-                raise (timed_out() if limit.expired() else error) from error
+                if not limit.expired():
+                    raise
+                raise timed_out() from error
             yield piece
     finally:
         await pieces.aclose()

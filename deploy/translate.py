@@ -14,11 +14,14 @@ from pydantic_core import ErrorDetails
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import (
+    CONTEXT,
     NEUTRAL,
+    TOO_LONG,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationOptions,
     Speculative,
+    too_long,
 )
 
 DRAFT_AUTO = "auto"
@@ -33,20 +36,24 @@ LEAST_TOP_P = 1e-6
 RequestT = TypeVar("RequestT", bound=GenerationOptions)
 
 
-def parse(body: bytes, kind: type[RequestT], model_name: str) -> RequestT:
+def parse(
+    body: bytes, kind: type[RequestT], model_name: str, context: int | None = None
+) -> RequestT:
     """Read and check a request body.
 
     Args:
         body: JSON as it came.
         kind: :class:`CompletionRequest` or :class:`ChatCompletionRequest`.
         model_name: the one model that is served.
+        context: tokens that prompt and answer may have together; a longer list of token ids is
+            refused unread.
 
     Raises:
         ApiError: 400 for what is malformed, unknown, out of range or not served yet; 404 for
             another model.
     """
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(body, context={CONTEXT: context})
     except ValidationError as error:
         raise _explain(error) from error
     _refuse_unsupported(request)
@@ -80,6 +87,8 @@ def _explain(error: ValidationError) -> ApiError:
     if not first["loc"] and kind == "model_type":
         return ApiError(400, "The body must be a JSON object.", code="invalid_type")
     param = _field(first["loc"])
+    if kind == TOO_LONG:
+        return ApiError(400, message, param=param, code=TOO_LONG)
     if kind == "extra_forbidden":
         text, code = f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     elif kind == "missing":
@@ -160,10 +169,9 @@ def fit_limit(
     if room < 1:
         raise ApiError(
             400,
-            f"This model's maximum context length is {context} tokens, with at least one for "
-            f"the answer; the prompt has {prompt_tokens}.",
+            too_long(context, prompt_tokens),
             param=param,
-            code="context_length_exceeded",
+            code=TOO_LONG,
         )
     if asked is None:
         return room if default is None else min(default, room)
@@ -184,10 +192,11 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
     Raises:
         ApiError: 400 naming ``param``.
     """
-    if token_ids and max(token_ids) >= vocab_size:
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
         raise ApiError(
             400,
-            f"Invalid value for {param}: token id {max(token_ids)} is not below the vocabulary's "
+            f"Invalid value for {param}: token id {largest} is not below the vocabulary's "
             f"{vocab_size}.",
             param=param,
             code="invalid_value",

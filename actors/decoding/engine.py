@@ -24,6 +24,8 @@ from paceline.actors.decoding.request import (
     DRAFT_OFF,
     FINISH_ABORT,
     FINISH_ERROR,
+    FINISH_FAULT,
+    FINISH_REFUSED,
     GenerationChunk,
     GenerationRequest,
     TokenLogprob,
@@ -150,7 +152,8 @@ class Engine:
         """Queue a request; one that has output already goes on from there.
 
         Raises:
-            ValueError: for an empty prompt, or one that leaves no room for a token.
+            ValueError: for an empty prompt, one that leaves no room for a token, or a token that
+                the target does not have: in a forward it would fail all requests.
         """
         room = self._settings.max_model_len - len(request.prompt_token_ids)
         if not request.prompt_token_ids or room < 1:
@@ -158,6 +161,7 @@ class Engine:
                 f"the prompt has {len(request.prompt_token_ids)} tokens; "
                 f"1 to {self._settings.max_model_len - 1} can be served"
             )
+        self._check_tokens(request)
         request = ended_late(request, self._settings.eos_token_ids)
         wanted = request.num_speculative_tokens
         k = self._settings.num_speculative_tokens if wanted is None else wanted
@@ -178,6 +182,12 @@ class Engine:
             self._waiting.append(sequence)
         else:
             self._ended.append(sequence)
+
+    def _check_tokens(self, request: GenerationRequest) -> None:
+        size = self._runner.vocab_size
+        for token_ids in (request.prompt_token_ids, request.output_token_ids):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+                raise ValueError(f"a token id is not in the target's vocabulary of {size}")
 
     def abort(self, request_id: str) -> None:
         """Drop a request, running or waiting, and free what it holds; unknown ids are fine."""
@@ -204,10 +214,11 @@ class Engine:
         return outputs + self._decode(ready) if ready else outputs
 
     def fail_all(self) -> list[StepOutput]:
-        """End every request with an error, after a fault of the target itself."""
+        """End every request, after a fault of the target itself; those that wait have no part."""
         outputs = []
         for sequence in [*self._running.values(), *self._waiting]:
-            sequence.finish_reason = FINISH_ERROR
+            running = sequence.request_id in self._running
+            sequence.finish_reason = FINISH_FAULT if running else FINISH_REFUSED
             outputs.append(StepOutput(sequence.request_id, sequence.chunk()))
         self._forget_records()
         for request_id in list(self._running):

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.engine import Engine, StepOutput
-from paceline.actors.decoding.request import FINISH_ERROR, GenerationChunk, GenerationRequest
+from paceline.actors.decoding.request import (
+    FINISH_ERROR,
+    FINISH_FAULT,
+    FINISH_REFUSED,
+    GenerationChunk,
+    GenerationRequest,
+)
 from paceline.actors.replay.record import ReplayRecord
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[GenerationChunk], None]
-_MAX_FAULTS = 3
+_MAX_FAULTS = 5  # in a row; more than one request may cause alone
 
 
 class EngineLoop:
@@ -66,7 +72,13 @@ class EngineLoop:
         return time.monotonic() - self._turned_at if self._deliver else 0.0
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
-        """Queue a request; ``deliver`` gets its chunks, the last with a finish reason."""
+        """Queue a request; ``deliver`` gets its chunks, the last with a finish reason.
+
+        Where the loop is not healthy, it is refused at once, on the caller's thread.
+        """
+        if not self.healthy:
+            deliver(_ended(FINISH_REFUSED))
+            return
         self._inbox.put(lambda: self._add(request, deliver))
 
     def abort(self, request_id: str) -> None:
@@ -111,7 +123,7 @@ class EngineLoop:
             self._engine.add(request)
         except Exception:
             logger.exception("request %s was refused", request.request_id)
-            deliver(GenerationChunk(text="", token_ids=(), finish_reason=FINISH_ERROR))
+            deliver(_ended(FINISH_ERROR))
             return
         self._deliver[request.run_id] = deliver
 
@@ -156,8 +168,8 @@ class EngineLoop:
         """End every request, also one that the failed round had taken out of the engine."""
         outputs = self._engine.fail_all()
         known = {output.request_id for output in outputs}
-        error = GenerationChunk(text="", token_ids=(), finish_reason=FINISH_ERROR)
-        return outputs + [StepOutput(name, error) for name in self._deliver if name not in known]
+        fault = _ended(FINISH_FAULT)
+        return outputs + [StepOutput(name, fault) for name in self._deliver if name not in known]
 
     def _report(self) -> None:
         if self._on_load is not None:
@@ -173,3 +185,7 @@ class EngineLoop:
             deliver(output.chunk)
         if output.record is not None and self._on_record is not None:
             self._on_record(output.record)
+
+
+def _ended(reason: str) -> GenerationChunk:
+    return GenerationChunk(text="", token_ids=(), finish_reason=reason)

@@ -9,7 +9,10 @@ DRAFT_OFF = "off"
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
-FINISH_ERROR = "error"
+FINISH_ERROR = "error"  # this request failed, alone
+FINISH_FAULT = "fault"  # the engine failed while it ran this request, perhaps among others
+FINISH_REFUSED = "refused"  # the engine failed, and had not begun with this request
+FAILED = frozenset({FINISH_ERROR, FINISH_FAULT, FINISH_REFUSED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ class GenerationRequest:
     A request that another replica has begun carries the output which it has already, as
     ``output_token_ids``, and how many characters of its text the client has, ``sent_chars``:
     the engine goes on from there and gives only what comes after. ``attempt`` counts the
-    replicas that it has been sent to before.
+    replicas that it has been sent to before, and ``failed_on`` names those that said themselves
+    that they failed, the last one last.
     """
 
     request_id: str
@@ -85,6 +89,7 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()
     sent_chars: int = 0
     attempt: int = 0
+    failed_on: tuple[str, ...] = ()
 
     @property
     def run_id(self) -> str:
@@ -153,6 +158,7 @@ class GenerationChunk:
 
     ``rounds`` are the speculative rounds since the chunk before, as (drafted, accepted): should
     the replica die, no last chunk tells. A chunk with nothing in it says that the request lives.
+    Where ``finish_reason`` is one of `FAILED`, ``replica_id`` names the replica.
     """
 
     text: str
@@ -163,6 +169,7 @@ class GenerationChunk:
     logprobs: tuple[TokenLogprob, ...] | None = None
     num_cut_tokens: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
+    replica_id: str = ""
 
 
 def joined(chunks: Sequence[GenerationChunk]) -> GenerationChunk:

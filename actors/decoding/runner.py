@@ -86,6 +86,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         config, dtype = self.models[0].config, self.models[0].dtype
         shapes = kv_shapes(config)
+        self.vocab_size = int(self.models[0].get_input_embeddings().num_embeddings)
         self.decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
         if graph_tokens and self.device.type == "cuda" and isinstance(self.decoder, FusedDecoder):
             self.decoder = GraphedDecoder(self.decoder, CudaCapture(), graph_tokens)

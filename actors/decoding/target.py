@@ -9,9 +9,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from paceline.actors.decoding.build import build_engine
 from paceline.actors.decoding.compatibility import read_config
@@ -19,7 +22,7 @@ from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
-from paceline.actors.decoding.request import GenerationChunk, GenerationRequest, joined
+from paceline.actors.decoding.request import FAILED, GenerationChunk, GenerationRequest, joined
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.weights.flat import unflatten
@@ -61,7 +64,7 @@ class TargetReplica:
         self._shards = dict(shards or {})
         self._registry = registry
         self._board = board
-        self._replica_id = uuid.uuid4().hex[:12]
+        self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -107,6 +110,8 @@ class TargetReplica:
             with self._beats(chunks):
                 while not finished:
                     chunk = await chunks.get()
+                    if chunk.finish_reason in FAILED:
+                        chunk = replace(chunk, replica_id=self._replica_id)
                     finished = chunk.finish_reason is not None
                     parts.append(chunk)
                     if finished or chunk is _BEAT or not whole:
@@ -131,12 +136,16 @@ class TargetReplica:
         """Tell every open stream that its request lives, as long as rounds come to their ends."""
         while self._open:
             await asyncio.sleep(self._stall_timeout_s / _BEATS_PER_TIMEOUT)
-            if self._loop.silent_s() < self._stall_timeout_s:
+            if self._loop.healthy and self._loop.silent_s() < self._stall_timeout_s:
                 for chunks in self._open:
                     chunks.put_nowait(_BEAT)
 
-    async def describe(self) -> dict[str, Any]:
-        """What runs here and how busy it is."""
+    async def describe(self, attempt: int = 0) -> dict[str, Any]:  # noqa: ARG002 (see below)
+        """What runs here and how busy it is.
+
+        Args:
+            attempt: how many replicas gave no answer before; the choice of this one went by it.
+        """
         running, waiting = self._loop.load()
         blocks, available = self._loop.kv_blocks
         pool = {} if self._pool is None else {"experts": self._pool.describe()}
@@ -197,6 +206,14 @@ class TargetReplica:
             except Exception as error:
                 logger.info("no weights from the registry (%s), trying again", error)
                 self._closed.wait(_RETRY_S)
+
+
+def _replica_id() -> str:
+    """Serve's own name of this replica, which the choice of replicas knows; else one like it."""
+    try:
+        return str(serve.get_replica_context().replica_id.unique_id)
+    except RayServeException:  # not in Serve
+        return uuid.uuid4().hex[:12]
 
 
 def _pool(settings: TargetSettings) -> PoolProposer:

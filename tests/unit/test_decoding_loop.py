@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,48 @@ def test_a_fault_of_the_target_ends_every_request_and_the_next_ones_are_served(
     names = ("first", "last")
     answers = [send(loop, request(name, [5], max_tokens=1)) for name in names]
     both.set()
-    assert [reason(a) for a in answers] == ["error", "error"]
+    assert [reason(a) for a in answers] == ["fault", "fault"]
     assert reason(send(loop, request("next", [5], max_tokens=2, ignore_eos=True))) == "length"
     assert loop.healthy
+
+
+@pytest.mark.parametrize("token", [-1, 300])
+@pytest.mark.parametrize("place", ["prompt", "output"])
+def test_a_token_that_the_target_does_not_have_fails_its_own_request(
+    loop: EngineLoop, token: int, place: str
+) -> None:
+    bad = request("bad", [5, token] if place == "prompt" else [5])
+    bad = replace(bad, output_token_ids=(token,) if place == "output" else ())
+    answers = [send(loop, request("good", [5], ignore_eos=True)), send(loop, bad)]
+    assert [reason(a) for a in answers] == ["length", "error"]
+
+
+def test_a_target_that_keeps_failing_refuses_what_comes_next(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(loop._engine, "_decode", failing)
+    for i in range(5):
+        assert loop.healthy
+        assert reason(send(loop, request(f"r{i}", [5]))) == "fault"
+    assert not loop.healthy
+    assert reason(send(loop, request("next", [5]))) == "refused"
+    monkeypatch.undo()
+
+
+def test_those_that_wait_have_no_part_in_a_fault(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four rows: the fifth has not begun when the round fails."""
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(loop._engine, "_decode", failing)
+    all_there = threading.Event()
+    loop._inbox.put(lambda: all_there.wait() and None)  # type: ignore[attr-defined]
+    answers = [send(loop, request(f"r{i}", [5])) for i in range(5)]
+    all_there.set()
+    assert [reason(a) for a in answers] == ["fault"] * 4 + ["refused"]

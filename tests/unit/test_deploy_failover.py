@@ -66,7 +66,7 @@ ATTEMPTS = st.lists(
 def test_the_client_sees_the_undisturbed_text_whatever_fails(
     attempts: list[tuple[list[int], Failure]], last_size: int
 ) -> None:
-    state = Failover(FailoverPolicy(max_broken=9, max_lost=9)).begin(REQUEST, now=0.0)
+    state = Failover(FailoverPolicy(max_broken=9, max_lost=9, max_faults=9)).begin(REQUEST, now=0.0)
     seen: list[GenerationChunk] = []
     rounds, names = 0, set()
     for sizes, failure in [*attempts, ([last_size] * 8, None)]:
@@ -131,12 +131,73 @@ def test_a_replica_that_gives_up_is_replaced_once() -> None:
     error = GenerationChunk("half", (9,), finish_reason="error")
     for _ in range(POLICY.max_broken):
         assert state.take(error, 1.0) is Failure.BROKEN
-        assert state.fail(Failure.BROKEN, 1.0) == 0.0
+        assert state.fail(Failure.BROKEN, 1.0) == POLICY.first_wait_s
     assert state.request.output_token_ids == ()  # what came with the error is not the client's
     assert state.take(error, 2.0) is Failure.BROKEN
     with pytest.raises(ApiError) as caught:
         state.fail(Failure.BROKEN, 2.0)
     assert caught.value.status == 500
+
+
+FAULT = GenerationChunk("", (), finish_reason="fault", replica_id="a")
+REFUSED = GenerationChunk("", (), finish_reason="refused", replica_id="b")
+TOKEN = GenerationChunk("x", (7,))
+
+
+def test_an_engine_that_fails_under_a_request_that_gets_on_is_not_charged_to_it() -> None:
+    failover = Failover(POLICY)
+    state = failover.begin(REQUEST, now=0.0)
+    for _ in range(4 * POLICY.max_faults):
+        assert state.take(TOKEN, 1.0) is not None
+        assert state.take(FAULT, 1.0) is Failure.FAULT
+        wait = state.fail(Failure.FAULT, 1.0)
+        assert POLICY.first_wait_s <= wait < 2 * POLICY.first_wait_s
+    assert failover.counts() | {"faults": 0, "resumed": 0} == dict.fromkeys(failover.counts(), 0)
+
+
+def test_a_request_under_which_every_engine_fails_comes_to_its_end() -> None:
+    state = Failover(POLICY).begin(REQUEST, now=0.0)
+    waits = []
+    for _ in range(POLICY.max_faults):
+        assert state.take(FAULT, 1.0) is Failure.FAULT
+        waits.append(state.fail(Failure.FAULT, 1.0))
+    assert all(2**i <= 10 * wait < 2 ** (i + 1) for i, wait in enumerate(waits))
+    with pytest.raises(ApiError) as caught:
+        state.fail(Failure.FAULT, 1.0)
+    assert caught.value.status == 500
+
+
+def test_those_that_a_fault_hits_together_come_back_at_times_of_their_own() -> None:
+    waits = set()
+    for i in range(20):
+        state = Failover(POLICY).begin(GenerationRequest(f"r{i}", (1,), REQUEST.sampling), 0.0)
+        waits.add(state.fail(Failure.FAULT, 1.0))
+    assert len(waits) == 20
+
+
+def test_a_replica_that_refuses_counts_as_gone_and_never_as_lost() -> None:
+    failover = Failover(POLICY)
+    state = failover.begin(REQUEST, now=0.0)
+    state.take(BEAT, 0.0)  # it waited there
+    waits = []
+    for _ in range(2 * POLICY.max_lost):
+        assert state.take(REFUSED, 1.0) is Failure.GONE
+        waits.append(state.fail(Failure.GONE, 1.0))
+    assert waits[:3] == [0.1, 0.2, 0.4]
+    assert (failover.gone, failover.broken) == (2 * POLICY.max_lost, 0)
+    assert state.take(REFUSED, 200.0) is Failure.GONE  # a refusal is no sign of life
+    with pytest.raises(ApiError) as caught:
+        state.fail(Failure.GONE, 200.0)
+    assert caught.value.status == 503
+
+
+def test_the_next_replica_is_told_which_ones_failed_the_latest_last() -> None:
+    state = Failover(POLICY).begin(REQUEST, now=0.0)
+    for chunk in (FAULT, REFUSED, FAULT):
+        failure = state.take(chunk, 1.0)
+        assert isinstance(failure, Failure)
+        state.fail(failure, 1.0)
+    assert state.request.failed_on == ("b", "a")
 
 
 def test_the_next_replica_is_asked_at_once_after_one_that_answered_and_later_after_none() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 from tiny_models import save_tiny
 
+from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.request import GenerationChunk, GenerationRequest, SamplingParams
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
@@ -40,7 +43,9 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TargetRe
 class Response:
     """Serve's response: the replica's stream until the fault, if there is one."""
 
-    def __init__(self, chunks: AsyncIterator[GenerationChunk], cut: int, fault: Exception) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[GenerationChunk], cut: int, fault: BaseException
+    ) -> None:
         self._chunks, self._left, self._fault = chunks, cut, fault
 
     def __aiter__(self) -> Response:
@@ -62,7 +67,9 @@ class Response:
 class Streams:
     """Serve's handle: replicas in turn; ``faults`` says after how many chunks each call ends."""
 
-    def __init__(self, replicas: list[TargetReplica], faults: list[tuple[int, Exception]]) -> None:
+    def __init__(
+        self, replicas: list[TargetReplica], faults: list[tuple[int, BaseException]]
+    ) -> None:
         self._replicas, self._faults = replicas, list(faults)
         self.requests: list[GenerationRequest] = []
         self.generate = self
@@ -131,12 +138,110 @@ def test_what_the_request_itself_causes_is_not_tried_again(replicas: list[Target
     for fault, tries, status in [
         (RayTaskError("generate", "trace", ValueError("bad")), 2, 500),
         (BackPressureError(1, 1), 1, 503),
-        (TypeError("cannot pickle"), 1, 500),
+        (ValueError("raised by the replica, and not wrapped"), 2, 500),
     ]:
         streams = Streams(replicas, [(0, fault)] * 9)
         with pytest.raises(ApiError) as caught:
             asyncio.run(complete_all(streams, [asked("x")], Failover(POLICY)))
         assert (len(streams.requests), caught.value.status) == (tries, status)
+
+
+def test_one_raw_exception_of_a_replica_fails_nobody(replicas: list[TargetReplica]) -> None:
+    streams = Streams(replicas, [(2, ValueError("bad"))])
+    assert len(tokens(asyncio.run(streamed(streams, asked("v"))))) == 30
+    assert len(streams.requests) == 2
+
+
+def test_what_fails_on_our_own_side_is_not_tried_again() -> None:
+    calls = []
+
+    class Handle:
+        generate = SimpleNamespace(remote=lambda *_: calls.append(1) or 1 / 0)
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(complete_all(Handle(), [asked("x")], Failover(POLICY)))
+    assert (len(calls), caught.value.status) == (1, 500)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stream_that_a_replica_cancels_goes_on_elsewhere(
+    replicas: list[TargetReplica], count: int
+) -> None:
+    requests = [asked(f"c{i}") for i in range(count)]
+    streams = Streams(replicas, [(1, asyncio.CancelledError())])
+
+    async def every() -> list[list[int]]:
+        parts: list[list[int]] = [[] for _ in requests]
+        async with asyncio.timeout(20):
+            async for index, chunk in stream_all(streams, requests, Failover(POLICY)):
+                parts[index].extend(chunk.token_ids)
+        return parts
+
+    assert [len(part) for part in asyncio.run(every())] == [30] * count
+    assert len(streams.requests) == count + 1
+
+
+def test_our_own_cancellation_is_none_of_the_replica_s(replicas: list[TargetReplica]) -> None:
+    streams = Streams(replicas, [(0, HANG)])
+    failover = Failover(POLICY)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(complete_all(streams, [asked("x")], failover))
+        while not streams.requests:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert failover.gone == 0
+
+
+def test_a_fault_of_the_engine_costs_those_that_ran_there_nothing(
+    replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, which two faults of requests alone would not forgive."""
+    engine = replicas[0]._loop._engine
+    emit, rounds = engine._emit, itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if next(rounds) in (2, 6):
+            raise RuntimeError("the device is gone")
+        return emit(*args)
+
+    monkeypatch.setattr(engine, "_emit", failing)
+    failover = Failover(POLICY)
+    requests = [asked("a"), asked("b")]
+
+    class Same(Streams):
+        def remote(self, request: GenerationRequest, whole: bool) -> Response:
+            self._replicas = [replicas[0]] * 2
+            return super().remote(request, whole)
+
+    streams = Same(replicas, [])
+    found = asyncio.run(complete_all(streams, requests, failover))
+    assert [len(c.token_ids) for c in found] == [30, 30]
+    assert failover.counts()["faults"] >= 2
+    assert (failover.broken, failover.given_up) == (0, 0)
+    assert streams.requests[-1].failed_on == (replicas[0]._replica_id,)
+
+
+def test_a_replica_whose_engine_has_stopped_beats_no_more_and_refuses(
+    replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas[0]._loop._engine._schedule, "admit", lambda: None)
+    healthy = iter([True])  # as it is submitted, and then no more
+    monkeypatch.setattr(EngineLoop, "healthy", property(lambda _: next(healthy, False)))
+
+    async def first() -> GenerationChunk:
+        async with asyncio.timeout(1.0):
+            return await anext(replicas[0].generate(asked("s")))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(first())
+    chunk = asyncio.run(first())
+    assert (chunk.finish_reason, chunk.replica_id) == ("refused", replicas[0]._replica_id)
 
 
 def test_no_replica_at_all_is_a_503_in_the_end(replicas: list[TargetReplica]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tiny_models import save_tiny, tiny_tokenizer
 from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
+from paceline.deploy import ingress, translate
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.status import LearningActors
+from paceline.deploy.streams import timed
 
 CONTEXT = 4096
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -47,7 +50,7 @@ class Method:
 class Handle:
     """Serve's handle of a target that runs here."""
 
-    def __init__(self, target: TargetReplica) -> None:
+    def __init__(self, target: Any) -> None:
         self._target = target
         self.describe = Method(target.describe)
         self.generate = Method(self._generate)
@@ -77,7 +80,7 @@ def target(target_folder: Path) -> Iterator[TargetReplica]:
     replica._loop.close()
 
 
-def front_door(target: TargetReplica, folder: Path, **more: Any) -> httpx.AsyncClient:
+def front_door(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
     nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
     api = Ingress(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
@@ -150,3 +153,99 @@ def test_a_client_has_its_share_and_comes_back_later(
     assert refused.headers["Retry-After"] == "1"
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert (other.status_code, later.status_code) == (200, 200)
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused(
+    target: TargetReplica, tmp_path: Path
+) -> None:
+    """A tokenizer that got a token, and embeddings that nobody resized."""
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path, 1, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+
+    async def ask() -> list[httpx.Response]:
+        async with front_door(target, tmp_path) as http:
+            chat = {"model": "m", "messages": [{"role": "user", "content": "a <new>"}]}
+            return [
+                await http.post("/v1/completions", json=LONG | {"prompt": "a <new>"}),
+                await http.post("/v1/chat/completions", json=chat),
+                await http.post("/v1/completions", json=LONG | {"max_tokens": 1}),
+            ]
+
+    *refused, served = asyncio.run(ask())
+    assert [r.status_code for r in refused] == [400, 400]
+    assert [r.json()["error"]["param"] for r in refused] == ["prompt", "messages"]
+    assert served.status_code == 200
+
+
+def test_a_long_body_is_read_on_another_thread(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    parse = translate.parse
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse(*arguments)
+
+    monkeypatch.setattr(translate, "parse", watched)
+
+    async def ask() -> list[int]:
+        async with front_door(target, target_folder) as http:
+            bodies = (LONG | {"max_tokens": 1}, LONG | {"prompt": [1] * 50_000})
+            return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
+
+    assert asyncio.run(ask()) == [200, 400]
+    assert threads == [True, False]
+
+
+def test_health_is_that_of_any_replica(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress, "_HEALTH_TIMEOUT_S", 0.05)
+
+    class Hung:
+        """Hangs as often as it is told to, and then another replica answers."""
+
+        def __init__(self, times: int) -> None:
+            self.times, self.attempts = times, list[int]()
+            self.generate = target.generate
+
+        async def describe(self, attempt: int = 0) -> dict[str, Any]:
+            self.attempts.append(attempt)
+            if attempt < self.times:
+                await asyncio.sleep(3600)
+            return {}
+
+    async def ask(replicas: Hung) -> int:
+        async with front_door(replicas, target_folder) as http:
+            return (await http.get("/health")).status_code
+
+    assert asyncio.run(ask(Hung(0))) == 200
+    assert asyncio.run(ask(Hung(1))) == 200
+    nobody = Hung(99)
+    assert asyncio.run(ask(nobody)) == 503
+    assert nobody.attempts == [0, 1, 2]
+
+
+def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:
+    async def pieces() -> AsyncGenerator[Any, None]:
+        raise TimeoutError("not the deadline's")
+        yield
+
+    async def read() -> list[TimeoutError]:
+        later, caught = asyncio.get_running_loop().time() + 60, []
+        try:
+            await anext(timed(pieces(), later))
+        except TimeoutError as error:
+            caught.append(error)
+        try:
+            async with ingress._until(later):
+                raise TimeoutError("not the deadline's")
+        except TimeoutError as error:
+            caught.append(error)
+        return caught
+
+    assert [error.__cause__ for error in asyncio.run(read())] == [None, None]

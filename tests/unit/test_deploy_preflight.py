@@ -176,6 +176,24 @@ def test_a_pool_needs_linux(config: PacelineConfig, monkeypatch: pytest.MonkeyPa
     assert "drafts.placement" in refusal(changed(config, {"drafts.placement": "pool"}))
 
 
+def test_experts_on_a_gpu_need_one(config: PacelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    pool = {"drafts.placement": "pool", "drafts.num_gpus": 0.1}
+    check(changed(config, pool))
+    on_cpu = refusal(changed(config, pool | {"target.device": "cpu"}))
+    assert "drafts.num_gpus" in on_cpu
+    assert "target.device" in on_cpu
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "drafts.num_gpus: 0.1 of a GPU" in refusal(changed(config, pool))
+    check(changed(config, pool | {"drafts.placement": "colocated"}))  # the key is the pool's
+
+
+def test_a_client_s_share_is_divided_among_the_ingress_replicas(config: PacelineConfig) -> None:
+    shared = {"ingress.num_replicas": 3, "target.max_seqs_per_client": 8}
+    assert app._per_client(changed(config, shared)) == 3
+    assert app._per_client(changed(config, {"ingress.num_replicas": 3})) is None
+
+
 def test_experts_leave_the_target_a_gpu_or_are_refused(
     config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError
+from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
 
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.deploy import replicas
@@ -19,7 +22,7 @@ class Replica:
 
     def __init__(self, name: str, answer: str = "answers") -> None:
         self.name, self.answer, self.asked = name, answer, 0
-        self.replica_id = name
+        self.replica_id = ReplicaID(name, DeploymentID("target"))
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
         self.asked += 1
@@ -30,13 +33,17 @@ class Replica:
         return 0
 
 
-def pending(attempt: int) -> Any:
-    request = GenerationRequest("r", (1,), SamplingParams(max_tokens=1), attempt=attempt)
-    return SimpleNamespace(args=[request, False])
+def pending(attempt: int, failed_on: tuple[str, ...] = ()) -> Any:
+    sampling = SamplingParams(max_tokens=1)
+    request = GenerationRequest("r", (1,), sampling, attempt=attempt, failed_on=failed_on)
+    return SimpleNamespace(args=[request, False], kwargs={})
 
 
-def choose(choice: ReplicaChoice, candidates: list[Replica], attempt: int) -> list[list[str]]:
-    ranks = asyncio.run(choice.choose_replicas(candidates, pending(attempt)))  # type: ignore[arg-type]
+def choose(
+    choice: ReplicaChoice, candidates: list[Replica], attempt: int, *failed_on: str
+) -> list[list[str]]:
+    asked = pending(attempt, failed_on)
+    ranks = asyncio.run(choice.choose_replicas(candidates, asked))  # type: ignore[arg-type]
     return [[replica.name for replica in rank] for rank in ranks]
 
 
@@ -78,3 +85,40 @@ def test_the_only_replica_is_taken_unasked(choice: ReplicaChoice) -> None:
     only = Replica("only", "silent")
     assert choose(choice, [only], attempt=3) == [["only"]]
     assert only.asked == 0
+
+
+def test_a_replica_that_said_it_failed_is_the_last_of_the_living(
+    choice: ReplicaChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    every = [Replica("a"), Replica("b"), Replica("c"), Replica("dead", "fails")]
+    assert choose(choice, every, 2, "b", "a") == [["c"], ["b"], ["a"], ["dead"]]
+    assert choose(choice, every[:2], 1, "a", "gone") == [["b"], ["a"], []]
+    others = choose(choice, every[:3], 0)  # it is this request's alone
+    assert [sorted(rank) for rank in others] == [["a", "b", "c"], []]
+
+
+def test_a_question_that_got_no_answer_has_the_replicas_asked(choice: ReplicaChoice) -> None:
+    every = [Replica("bad", "fails"), Replica("good")]
+    question = SimpleNamespace(args=[], kwargs={"attempt": 1})
+    ranks = asyncio.run(choice.choose_replicas(every, question))  # type: ignore[arg-type]
+    assert [[replica.name for replica in rank] for rank in ranks] == [["good"], ["bad"]]
+
+
+def test_a_choice_is_kept_for_the_request_that_it_was_made_for(choice: ReplicaChoice) -> None:
+    """Another that has waited longer does not get it."""
+
+    async def give() -> list[bool]:
+        first, second = (
+            PendingRequest([], {}, RequestMetadata(name, name, call_method="generate"))
+            for name in ("first", "second")
+        )
+        # What Serve's own constructor, which needs a running Serve, leaves there.
+        choice._pending_requests_to_fulfill = deque([first, second])
+        choice._pending_requests_by_id = {"first": first, "second": second}
+        choice._routing_task_by_pending_request_future = {}
+        choice.queue_wait_time_ms_histogram = SimpleNamespace(observe=lambda _: None)
+        choice._fulfill_next_pending_request(Replica("good"), second.metadata)
+        return [first.future.done(), second.future.done()]
+
+    assert asyncio.run(give()) == [False, True]

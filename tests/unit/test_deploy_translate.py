@@ -1,14 +1,21 @@
 """Requests: what is served, what is refused, and which field is named."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paceline.deploy.errors import ApiError
-from paceline.deploy.openai_types import ChatCompletionRequest, CompletionRequest, Speculative
+from paceline.deploy.openai_types import (
+    CONTEXT,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Speculative,
+)
 from paceline.deploy.translate import (
     check_draft,
     check_token_ids,
@@ -86,6 +93,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"stop": ""}, "stop", "invalid_value"),
         ({"stop": ["a", 1]}, "stop", "invalid_value"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ["a", "b" * 257]}, "stop", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (
@@ -438,3 +446,39 @@ def test_no_bytes_get_past_the_parser_unrefused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse(body, ChatCompletionRequest, "paceline")
     assert caught.value.status == 400
+
+
+def test_a_stop_string_may_be_so_long() -> None:
+    assert completion(stop="b" * 256).stop == ["b" * 256]
+
+
+class Unread(list[int]):
+    """A list that nobody may walk through."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("walked through")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_list_longer_than_the_context_is_refused_unread(several: bool) -> None:
+    tokens: list[Any] = Unread([1] * 10)
+    body = {"model": "m", "prompt": [tokens] if several else tokens}
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(body, context={CONTEXT: 10})
+    assert caught.value.errors()[0]["type"] == "context_length_exceeded"
+    with pytest.raises(ValidationError, match="walked through"):
+        CompletionRequest.model_validate(body, context={CONTEXT: 11})
+
+
+def test_a_prompt_of_too_many_tokens_is_named_as_one_of_too_much_text_is() -> None:
+    said = []
+    for fails in (
+        lambda: parse(b'{"model": "m", "prompt": [1, 2, 3]}', CompletionRequest, "m", 3),
+        lambda: fit_limit(None, "max_tokens", 3, 3, "prompt"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            fails()
+        said.append(caught.value.body())
+    assert said[0] == said[1]
+    assert said[0]["error"]["code"] == "context_length_exceeded"
+    assert said[0]["error"]["param"] == "prompt"
