@@ -21,15 +21,20 @@ _SEED = 4711
 class Reply:
     """What one request brought.
 
-    ``error`` is None where it came to its end; ``finish`` is OpenAI's reason. ``pauses_s`` are
-    the waits for each event of a stream, the first one's included.
+    ``error`` is None where it came to its end, and ``broken`` True where the connection, not the
+    server's word, ended it; ``finish`` is OpenAI's reason. ``pauses_s`` are the waits for each
+    event of a stream, the first one's included, and the one that an error ended. ``last_at`` is
+    when the last event came, or before the first when the request was sent: given, the first
+    wait is counted from there.
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
     error: str | None = None
+    broken: bool = False
     pauses_s: list[float] = field(default_factory=list)
+    last_at: float | None = None
 
     @property
     def answer(self) -> tuple[tuple[int, ...], str, str | None]:
@@ -40,6 +45,10 @@ class Reply:
     def begun(self) -> bool:
         """True where some of the answer is there."""
         return bool(self.token_ids)
+
+    def waited(self, now: float) -> None:
+        """Note the wait that is over at ``now``, a time of ``time.monotonic``."""
+        self.pauses_s.append(now - (now if self.last_at is None else self.last_at))
 
 
 def bodies(count: int, max_tokens: int, *, stream: bool = True) -> list[dict[str, Any]]:
@@ -63,18 +72,22 @@ def bodies(count: int, max_tokens: int, *, stream: bool = True) -> list[dict[str
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Reply:
     """Send a chat request and fill in what comes; a failure is noted, never raised."""
+    if reply.last_at is None:
+        reply.last_at = time.monotonic()
     try:
         if body["stream"]:
             await _read_stream(http, body, reply)
         else:
             await _read_whole(http, body, reply)
     except (httpx.HTTPError, ValueError, KeyError) as error:
+        # a connection that ends after the server has said what is wrong adds nothing
+        reply.broken = isinstance(error, httpx.TransportError) and reply.error is None
         reply.error = f"{type(error).__name__}: {error}"
+        reply.waited(time.monotonic())
     return reply
 
 
 async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
-    last = time.monotonic()
     async with http.stream("POST", CHAT, json=body) as response:
         if response.status_code != httpx.codes.OK:
             raise ValueError(f"HTTP {response.status_code}: {(await response.aread())[:200]!r}")
@@ -82,8 +95,8 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Rep
             if not line:
                 continue
             now = time.monotonic()
-            reply.pauses_s.append(now - last)
-            last = now
+            reply.waited(now)
+            reply.last_at = now
             if line == "data: [DONE]":
                 break
             _take(json.loads(line.removeprefix("data: ")), reply)
@@ -104,11 +117,10 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
 
 
 async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
-    began = time.monotonic()
     response = await http.post(CHAT, json=body)
-    reply.pauses_s.append(time.monotonic() - began)
     if response.status_code != httpx.codes.OK:
         raise ValueError(f"HTTP {response.status_code}: {response.text[:200]}")
+    reply.waited(time.monotonic())
     (choice,) = response.json()["choices"]
     reply.token_ids.extend(choice["token_ids"])
     reply.text, reply.finish = choice["message"]["content"], choice["finish_reason"]
@@ -147,6 +159,75 @@ class Load:
 
             await asyncio.gather(*map(one, self._requests, self.replies))
         return self.replies
+
+
+class RetryingLoad:
+    """Many requests, some at a time; one whose connection breaks is sent again, as it was.
+
+    An answer that the server gives, an HTTP status or an error in a stream, is the answer.
+    ``seen`` are all attempts, ``broken`` counts those that were followed by another.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        requests: Sequence[dict[str, Any]],
+        at_once: int,
+        patience_s: float = 300.0,
+        back_off_s: float = 0.2,
+    ) -> None:
+        """Prepare requests to the server at ``url``.
+
+        Args:
+            url: scheme, host and port.
+            requests: bodies of chat requests.
+            at_once: how many are under way at a time.
+            patience_s: how long one is sent again, and how long a read may take.
+            back_off_s: rest before it is.
+        """
+        self.seen: list[Reply] = []
+        self.broken = 0
+        self._url = url
+        self._requests = requests
+        self._at_once = at_once
+        self._patience_s = patience_s
+        self._back_off_s = back_off_s
+
+    @property
+    def begun(self) -> int:
+        """Attempts of which something has come."""
+        return sum(reply.begun for reply in self.seen)
+
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest wait of a request for its next event, over all its attempts."""
+        return max((pause for reply in self.seen for pause in reply.pauses_s), default=0.0)
+
+    async def run(self) -> list[Reply]:
+        """The last reply to each request, in order."""
+        gate = asyncio.Semaphore(self._at_once)
+        limits = httpx.Limits(max_connections=None)
+        timeout = self._patience_s
+        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as http:
+
+            async def one(body: dict[str, Any]) -> Reply:
+                async with gate:
+                    return await self._one(http, body)
+
+            return list(await asyncio.gather(*map(one, self._requests)))
+
+    async def _one(self, http: httpx.AsyncClient, body: dict[str, Any]) -> Reply:
+        deadline = time.monotonic() + self._patience_s
+        last_at = None
+        while True:
+            reply = Reply(last_at=last_at)
+            self.seen.append(reply)
+            await ask(http, body, reply)
+            if not reply.broken or time.monotonic() > deadline:
+                return reply
+            self.broken += 1
+            last_at = reply.last_at
+            await asyncio.sleep(self._back_off_s)
 
 
 async def until(check: Callable[[], bool], what: str, seconds: float = 60.0) -> float:

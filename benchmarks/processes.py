@@ -34,12 +34,28 @@ def ours() -> Iterator[tuple[str, psutil.Process]]:
 
 def _role(title: str) -> str:
     for role, prefix in TITLES.items():
-        whole_word = prefix.endswith("-") or title[len(prefix) :][:1] in ("", ".", ":", " ")
-        if title.startswith(prefix) and whole_word:
+        if _begins(title, prefix):
             return role
     return title.split(" ")[0].rsplit("/", 1)[-1]
+
+
+def _begins(title: str, prefix: str) -> bool:
+    whole_word = prefix.endswith("-") or title[len(prefix) :][:1] in ("", ".", ":", " ")
+    return title.startswith(prefix) and whole_word
 
 
 def of(role: str) -> list[psutil.Process]:
     """The processes of a role, the oldest first."""
     return sorted((p for name, p in ours() if name == role), key=lambda p: (p.create_time(), p.pid))
+
+
+def of_expert(expert: str) -> list[psutil.Process]:
+    """The processes of one expert of a pool, in no order."""
+    found = []
+    for process in of("expert"):
+        try:
+            if _begins(process.cmdline()[0], TITLES["expert"] + expert):
+                found.append(process)
+        except (psutil.Error, IndexError):  # it has just ended
+            continue
+    return found

@@ -37,7 +37,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at everything, ``at`` seconds; ``object_store`` are bytes in use."""
+    """One look at everything, ``at`` seconds; ``object_store`` are bytes in use.
+
+    ``blocks_held`` are blocks of the target's key/value memory that a request owns. Those that the
+    prefix cache only remembers are not among them: any request may take them.
+    """
 
     at: float
     processes: tuple[Held, ...]
@@ -45,10 +49,23 @@ class Reading:
     running: int
     waiting: int
     versions: int
+    blocks_held: int
+
+    @property
+    def pss(self) -> int:
+        """Proportional bytes of all processes together."""
+        return sum(held.pss for held in self.processes)
 
     def values(self) -> dict[str, float]:
-        """Every figure that must not grow, by its name."""
-        found: dict[str, float] = {"Ray's object_store": float(self.object_store)}
+        """Every figure that must not grow, by its name.
+
+        The sums see what the series of single processes cannot: a new process each time.
+        """
+        found: dict[str, float] = {
+            "Ray's object_store": float(self.object_store),
+            "all processes": float(len(self.processes)),
+            "all pss": float(self.pss),
+        }
         for held in self.processes:
             for measure in ("rss", "pss", "files", "sockets", "threads"):
                 found[f"{held.name} {measure}"] = float(getattr(held, measure))
@@ -71,7 +88,15 @@ async def read(url: str, at: float) -> Reading:
         running=target.get("running", -1),
         waiting=target.get("waiting", -1),
         versions=sum(count for count in versions.values() if isinstance(count, int)),
+        blocks_held=blocks_held(target),
     )
+
+
+def blocks_held(target: dict[str, Any]) -> int:
+    """Blocks that requests own, from a target's description of itself; -1 where it gives none."""
+    if "kv_blocks_total" not in target:
+        return -1
+    return int(target["kv_blocks_total"] - target["kv_blocks_available"])
 
 
 def _every_process() -> tuple[Held, ...]:

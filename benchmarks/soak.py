@@ -4,9 +4,11 @@
 
 Streams and whole answers, chats and completions, greedy, seeded and sampled, clients that go away,
 bad requests, and drafts that train on it and are swapped. Every minute: memory (RSS and PSS), open
-files and sockets of every process, requests that run or wait in the engine, bytes in Ray's object
-store. A series that rises over the last two thirds by more than its tolerance grows. Exit status 1
-where one does, a request fails, or a process has been restarted. Figures: out/bench/soak.json.
+files and sockets of every process, how many there are and their PSS together, requests that run or
+wait in the engine, blocks of keys and values that they hold, bytes in Ray's object store. A series
+that rises over the last two thirds by more than its tolerance grows. Exit status 1 where one does,
+a request fails, a process has been restarted, or a block is held when no request is left. Figures:
+out/bench/soak.json.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import httpx
 import machine
 from growth import Tolerance, Verdict, judge
 from mixed import Mixed
-from readings import Reading, read
+from readings import Reading, blocks_held, read
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +43,7 @@ TOLERANCES = {
     "files": Tolerance(0.05, 6),
     "sockets": Tolerance(0.05, 4),
     "threads": Tolerance(0.05, 4),
+    "processes": Tolerance(0.05, 2),
     "object_store": Tolerance(0.05, 16 * _MIB),
 }
 
@@ -69,6 +72,8 @@ def faults_of(readings: list[Reading], verdicts: dict[str, Verdict], mixed: Mixe
     end = readings[-1]
     if end.running or end.waiting:
         faults.append(f"{end.running} requests run and {end.waiting} wait after the end")
+    if end.blocks_held:
+        faults.append(f"{end.blocks_held} blocks of keys and values are held after the end")
     faults += [f"{count} x {what}" for what, count in mixed.failures.items()]
     return faults
 
@@ -78,7 +83,8 @@ async def drained(url: str) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         for _ in range(300):
             target = (await http.get("/v1/paceline/status")).json()["target"]
-            if not target.get("running", 1) and not target.get("waiting", 1):
+            busy = target.get("running", 1) or target.get("waiting", 1)
+            if not busy and not blocks_held(target):
                 return
             await asyncio.sleep(0.1)
 
@@ -106,10 +112,9 @@ async def soak(url: str, minutes: float, every_s: float, warm_up_s: float) -> tu
 
 
 def _line(reading: Reading, mixed: Mixed) -> str:
-    total = sum(process.pss for process in reading.processes) / _MIB
     return (
         f"{reading.at:6.0f} s: {mixed.sent.total()} requests, {mixed.failures.total()} failures, "
-        f"PSS {total:.0f} MiB, object store {reading.object_store / _MIB:.0f} MiB, "
+        f"PSS {reading.pss / _MIB:.0f} MiB, object store {reading.object_store / _MIB:.0f} MiB, "
         f"versions {reading.versions}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -24,6 +25,8 @@ _RUN = uuid.uuid4().hex
 _TESTS = Path(__file__).parent
 _WITHOUT_RAY = (_TESTS / "unit", _TESTS / "property")
 _GRACE_S = 20.0
+# Its scripts import each other as siblings, and so do tests of them.
+sys.path.append(str(_TESTS.parent / "benchmarks"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,25 +6,18 @@ One application for the module, with one target replica. Answers are greedy or s
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
+import processes
 import pytest
+from clients import Load, Reply, ask, bodies, until
 from free_ports import find_port
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config import load_config
-
-_BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-if _BENCHMARKS not in sys.path:  # its scripts import each other as siblings, and so do we
-    sys.path.append(_BENCHMARKS)
-
-import processes  # noqa: E402
-from clients import Load, Reply, ask, bodies, until  # noqa: E402
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

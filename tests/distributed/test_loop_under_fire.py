@@ -20,6 +20,7 @@ import psutil
 import pytest
 import ray
 import torch
+from waiting import wait_until
 
 from paceline.actors.decoding.loading import load_causal_lm
 from paceline.actors.weights.flat import flatten
@@ -121,13 +122,6 @@ def served_versions(running: RunningApp) -> dict[str, int]:
     return drafts
 
 
-def wait_for(what: str, check: Any, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.3)
-
-
 def test_greedy_answers_are_the_targets_own_with_speculation_and_after_swaps(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
@@ -138,7 +132,7 @@ def test_greedy_answers_are_the_targets_own_with_speculation_and_after_swaps(
     drafted = [a["metrics"]["speculative_decoding"]["num_draft_tokens"] for _, a in first]
     assert sum(d > 0 for d in drafted) >= 100
     versions = {topic: publish_noise(running, topic, seed=i) for i, topic in enumerate(TOPICS)}
-    wait_for("the swap", lambda: served_versions(running).items() >= versions.items(), 30)
+    wait_until(lambda: served_versions(running).items() >= versions.items(), "the swap", 30)
     assert tokens(asyncio.run(ask_all(running.base_url, on))) == plain
 
 
@@ -195,7 +189,7 @@ def pid_of(handle: Any) -> int:
             return False
         return True
 
-    wait_for("an actor's pid", answers, 60)
+    wait_until(answers, "an actor's pid", 60)
     return found[-1]
 
 
@@ -233,7 +227,7 @@ def test_kill_9_of_learners_fails_no_request_and_versions_only_grow(
         seen.append(served_versions(running))
         return seen[-1]["sql"] > before["sql"]
 
-    wait_for("a version learned after the kills", learned, 240)
+    wait_until(learned, "a version learned after the kills", 240)
     for earlier, later in itertools.pairwise(seen):
         assert all(later[topic] >= version for topic, version in earlier.items())
 
@@ -249,7 +243,7 @@ def wait_for_registry(running: RunningApp) -> dict[str, int]:
             return False
         return True
 
-    wait_for("the registry", answers, 60)
+    wait_until(answers, "the registry", 60)
     return versions
 
 
@@ -259,7 +253,7 @@ def test_the_last_version_survives_a_restart(running: RunningApp) -> None:
     for _ in range(2):
         pid = pid_of(running.registry)
         os.kill(pid, signal.SIGKILL)
-        wait_for("the end of the registry", lambda pid=pid: not psutil.pid_exists(pid), 30)
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid), "the end of the registry", 30)
         assert wait_for_registry(running)["shell"] >= version
     history = ray.get(running.registry.history.remote("shell"))
     assert any(decision.get("test") for decision in history)

@@ -10,17 +10,17 @@ import contextlib
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import psutil
+import processes
 import pytest
 import ray
 import torch
 from free_ports import find_port
+from waiting import wait_until
 
 from paceline.actors.decoding.loading import load_causal_lm
 from paceline.actors.weights.flat import flatten
@@ -102,21 +102,9 @@ def target(running: RunningApp) -> dict[str, Any]:
     return found
 
 
-def wait_for(what: str, check: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.2)
-
-
 def pids(expert: str) -> set[int]:
-    """The processes of an expert's replicas."""
-    return {
-        process.pid
-        for process in psutil.process_iter(["cmdline", "status"])
-        if process.info["status"] != psutil.STATUS_ZOMBIE
-        and any(f"expert-{expert}" in part for part in process.info["cmdline"] or ())
-    }
+    """The processes of an expert's replicas, among those that this run has started."""
+    return {process.pid for process in processes.of_expert(expert)}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +147,7 @@ def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
         assert answer["choices"][0]["token_ids"] == plain[1]
         return target(running)["drafts"]["sql"] == version
 
-    wait_for("the new weights", pulled, 30)
+    wait_until(pulled, "the new weights", 30)
     assert target(running)["drafts"]["sql@0"] == 0
     old = {"draft": "sql@0", "num_speculative_tokens": 4}
     answers = ask_all(running, speculative=old)
@@ -190,7 +178,7 @@ def test_a_stopped_expert_costs_speed_only_and_rejoins_by_itself(
         facts = target(running)["experts"]["sql"]
         return bool(facts["circuit"] == "closed" and facts["answered"] > stopped["answered"] + 5)
 
-    wait_for("the stopped expert", rejoined, 60)
+    wait_until(rejoined, "the stopped expert", 60)
     assert pids("sql") == {pid}
 
 
@@ -240,16 +228,16 @@ def test_kill_9_of_experts_fails_no_request_and_they_propose_again(
     versions = target(running)["drafts"]
     lost = {expert: count(expert, "lost") for expert in EXPERTS}
     with load(running, plain):
-        wait_for("load", lambda: target(running)["running"] > 0)
+        wait_until(lambda: target(running)["running"] > 0, "load")
         dead = kill("sql")
-        wait_for("the loss of sql", lambda: count("sql", "lost") > lost["sql"])
+        wait_until(lambda: count("sql", "lost") > lost["sql"], "the loss of sql")
         dead |= set().union(*(kill(expert) for expert in EXPERTS))
-        wait_for("the loss of general", lambda: count("general", "lost") > lost["general"])
+        wait_until(lambda: count("general", "lost") > lost["general"], "the loss of general")
         answered = {expert: count(expert, "answered") for expert in EXPERTS}
         for expert in EXPERTS:
-            wait_for(
-                f"the return of {expert}",
+            wait_until(
                 lambda expert=expert: count(expert, "answered") > answered[expert] + 5,
+                f"the return of {expert}",
             )
         assert len(dead) >= 2
         assert all(len(pids(e)) == 1 and not pids(e) & dead for e in EXPERTS)

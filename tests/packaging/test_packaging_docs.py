@@ -15,6 +15,14 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [t for t in targets if not (document.parent / t).exists()] == []
 
 
+def test_the_readme_is_wrapped_and_no_default_ends_in_a_blank() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    prose = [line for line in readme if not line.startswith("|")]
+    assert [line for line in prose if len(line) > 100 and " " in line.strip()] == []
+    defaults = (ROOT / "deploy" / "configs" / "default.yaml").read_text(encoding="utf-8")
+    assert [line for line in defaults.splitlines() if line != line.rstrip()] == []
+
+
 def test_readme_names_make_targets_that_exist() -> None:
     named = set(re.findall(r"^make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from pathlib import Path
 
+import cells
+import expert_cache
+import measure
+import peers
+import phases
+import prompts
 import pytest
+import served
 import torch
 from engines import make_engine
 from tiny_models import tiny_llama
-
-_BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-if _BENCHMARKS not in sys.path:  # its scripts import each other as siblings, and so do we
-    sys.path.append(_BENCHMARKS)
-
-import cells  # noqa: E402
-import expert_cache  # noqa: E402
-import measure  # noqa: E402
-import peers  # noqa: E402
-import phases  # noqa: E402
-import prompts  # noqa: E402
-import served  # noqa: E402
 
 
 def timings(rates: dict[str, list[tuple[str, float]]]) -> list[measure.Timing]:

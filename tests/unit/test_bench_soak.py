@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
+from engines import make_engine, request, run
+from growth import Tolerance, judge
 from hypothesis import given
 from hypothesis import strategies as st
-
-_BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-if _BENCHMARKS not in sys.path:  # its scripts import each other as siblings, and so do we
-    sys.path.append(_BENCHMARKS)
-
-from growth import Tolerance, judge  # noqa: E402
-from readings import Held, Reading  # noqa: E402
-from soak import faults_of, verdicts_of  # noqa: E402
+from readings import Held, Reading, blocks_held
+from soak import faults_of, verdicts_of
 
 MINUTES = [60.0 * i for i in range(31)]
 TOLERANCE = Tolerance(0.05, 10.0)
@@ -53,9 +48,14 @@ def test_two_measurements_are_no_series() -> None:
         judge([0.0, 1.0], [1.0, 2.0], TOLERANCE)
 
 
+def held(pid: int, memory: int) -> Held:
+    return Held("target", pid, rss=memory, pss=memory, files=20, sockets=5, threads=9)
+
+
 def reading(at: float, pss: int, pid: int = 7, running: int = 0) -> Reading:
-    held = Held("target", pid, rss=pss, pss=pss, files=20, sockets=5, threads=9)
-    return Reading(at, (held,), object_store=0, running=running, waiting=0, versions=3)
+    return Reading(
+        at, (held(pid, pss),), object_store=0, running=running, waiting=0, versions=3, blocks_held=0
+    )
 
 
 class Quiet:
@@ -72,8 +72,42 @@ def test_the_soak_says_what_is_wrong() -> None:
     assert faults_of(flat, verdicts_of(flat), Quiet()) == []  # type: ignore[arg-type]
     climbing = [reading(60.0 * i, 10**9 + i * 10**8) for i in range(10)]
     faults = faults_of(climbing, verdicts_of(climbing), Quiet())  # type: ignore[arg-type]
-    assert faults == ["target/7 pss grows", "target/7 rss grows"]
+    assert faults == ["all pss grows", "target/7 pss grows", "target/7 rss grows"]
     restarted = [*flat[:5], *(reading(60.0 * i, 10**9, pid=8, running=1) for i in range(5, 10))]
     faults = faults_of(restarted, verdicts_of(restarted), Quiet())  # type: ignore[arg-type]
     assert faults[0] == "target/7 is gone or was restarted"
     assert "1 requests run" in faults[1]
+
+
+def test_blocks_that_nobody_gives_back_are_found() -> None:
+    flat = [reading(60.0 * i, 10**9) for i in range(10)]
+    leaking = [*flat[:-1], replace(flat[-1], blocks_held=3)]
+    faults = faults_of(leaking, verdicts_of(leaking), Quiet())  # type: ignore[arg-type]
+    assert faults == ["3 blocks of keys and values are held after the end"]
+    assert blocks_held({"kv_blocks_total": 24, "kv_blocks_available": 21}) == 3
+    assert blocks_held({"error": "ActorDiedError"}) == -1
+
+
+def test_what_the_prefix_cache_remembers_is_not_held() -> None:
+    engine, prompt = make_engine(), list(range(3, 43))
+
+    def now_held() -> int:
+        total, available = engine.kv_blocks
+        return blocks_held({"kv_blocks_total": total, "kv_blocks_available": available})
+
+    engine.add(request("a", prompt))
+    engine.step()
+    assert now_held() > 0
+    run(engine)
+    assert now_held() == 0
+    assert run(engine, [request("b", prompt)])["b"][-1].chunk.num_cached_tokens > 0
+    assert now_held() == 0
+
+
+def test_processes_that_come_and_stay_are_found_though_none_of_them_grows() -> None:
+    breeding = [
+        replace(reading(60.0 * i, 10**9), processes=tuple(held(7 + j, 10**8) for j in range(i + 1)))
+        for i in range(10)
+    ]
+    faults = faults_of(breeding, verdicts_of(breeding), Quiet())  # type: ignore[arg-type]
+    assert faults == ["all processes grows", "all pss grows"]

@@ -2,13 +2,13 @@
 
 import json
 import random
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import steps as step_bench
 from planner_models import LARGE, SMALL
 
 from paceline.deploy.config import MODELS_DIR
@@ -24,12 +24,6 @@ from paceline.deploy.planner.measured import (
     read_steps,
     step_works,
 )
-
-_BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-if _BENCHMARKS not in sys.path:  # its scripts import each other as siblings
-    sys.path.append(_BENCHMARKS)
-
-import steps as step_bench  # noqa: E402
 
 TRUE = Hardware("true", bandwidth=2.5e11, flops=4e13, overhead_s=3e-5)
 

@@ -18,9 +18,9 @@ from pools import (
     make_proposer,
     pool_engine,
     serving,
-    wait_until,
 )
 from tiny_models import tiny_llama
+from waiting import wait_until
 
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.pool.channel import Channel, ChannelError
