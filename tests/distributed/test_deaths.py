@@ -19,7 +19,8 @@ from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config import load_config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+# Failover, the pool and the learners' deaths have files of their own, part of every `make test`.
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 
 REQUESTS, AT_ONCE, MAX_TOKENS, BACK_S = 24, 8, 40, 180.0
 ROUTER_S = 2.0
@@ -106,20 +107,15 @@ def rejoined(running: RunningApp) -> bool:
         ("target",),
         ("registry", "shard"),
         ("router", "trainer"),
-        *(
-            pytest.param(roles, marks=pytest.mark.full)
-            for roles in [
-                ("router",),
-                ("trainer",),
-                ("registry",),
-                ("shard",),
-                ("board",),
-                ("controller",),
-                ("controller", "router"),
-                ("target", "router"),
-                ("target", "controller"),
-            ]
-        ),
+        ("router",),
+        ("trainer",),
+        ("registry",),
+        ("shard",),
+        ("board",),
+        ("controller",),
+        ("controller", "router"),
+        ("target", "router"),
+        ("target", "controller"),
     ],
     ids="+".join,
 )
@@ -158,7 +154,7 @@ async def retried(running: RunningApp, role: str) -> tuple[list[Reply], int]:
             return await answers, broken
 
 
-@pytest.mark.parametrize("role", [pytest.param("ingress", marks=pytest.mark.full), "proxy"])
+@pytest.mark.parametrize("role", ["ingress", "proxy"])
 def test_connections_of_the_front_door_break_and_a_retry_gives_the_same_text(
     running: RunningApp, undisturbed: list[Reply], role: str
 ) -> None:

@@ -129,6 +129,7 @@ def test_answers_are_the_targets_own_and_drafts_come_from_the_pool(
         assert facts["experts"][expert]["answered"] > 10
 
 
+@pytest.mark.full
 def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
@@ -155,6 +156,7 @@ def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
     assert sum(accepted(answers).values()) > 0
 
 
+@pytest.mark.full
 def test_a_stopped_expert_costs_speed_only_and_rejoins_by_itself(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
