@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.actors.decoding.pool import wire
-from paceline.actors.decoding.pool.channel import Channel, ChannelError
+from paceline.actors.decoding.pool.channel import MAX_GREETING, Channel, ChannelError
 from paceline.actors.decoding.request import SamplingParams
 
 NAMES = st.sampled_from(["a", "a@0", "sql", "naïve 漢字", "chatcmpl-1f-0", "x" * 60])
@@ -164,3 +164,32 @@ def test_a_frame_beyond_the_limit_ends_the_channel() -> None:
         receiver.take()
     sender.close()
     receiver.close()
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(1000, 1002), (MAX_GREETING, MAX_GREETING + 2)])
+def test_a_frame_of_the_largest_size_comes_whole_wherever_it_is_cut(limit: int, cut: int) -> None:
+    """The four bytes of its length come on top of the limit."""
+    left, right = socket.socketpair()
+    payload = (bytes(range(250)) * 5)[:limit]
+    frame = limit.to_bytes(4, "little") + payload
+    receiver = Channel(right, max_frame=limit)
+    with left:
+        left.sendall(frame[:cut])
+        assert receiver.take() == []
+        left.sendall(frame[cut:] + frame)
+        assert [*receiver.take(), *receiver.take()] == [payload] * 2
+    receiver.close()
+
+
+def test_a_tcp_peer_whose_machine_is_gone_is_noticed_within_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        channel = Channel(socket.create_connection(listener.getsockname()))
+        sock = channel._socket
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+        probes, idle, apart = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPCNT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+        )
+        assert idle + probes * apart <= 20
+        channel.close()

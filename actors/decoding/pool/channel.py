@@ -10,6 +10,15 @@ _READ = 1 << 18
 MAX_FRAME = 1 << 26
 MAX_GREETING = 1 << 10
 _MAX_UNSENT = 1 << 27
+# A peer whose machine is gone says nothing more: probe it, and do not wait for it for minutes.
+_TCP_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),  # seconds
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),  # milliseconds
+)
 
 
 class ChannelError(ConnectionError):
@@ -27,12 +36,14 @@ class Channel:
         """Take over a connected socket.
 
         Args:
-            sock: unix or tcp; closed by :meth:`close`.
+            sock: unix or tcp; closed by :meth:`close`. A tcp peer whose machine is gone is
+                noticed after about 20 seconds.
             max_frame: bytes that a received frame may have; the limit may be changed later.
         """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option in _TCP_OPTIONS:
+                sock.setsockopt(*option)
         self._socket = sock
         self.max_frame = max_frame
         self._unread = bytearray()
@@ -97,7 +108,7 @@ class Channel:
 
     def _fill(self) -> bool:
         """Read what is there; True where nothing more will come."""
-        while len(self._unread) <= self.max_frame:
+        while len(self._unread) < _LENGTH.size + self.max_frame:
             try:
                 data = self._socket.recv(_READ)
             except BlockingIOError:
