@@ -31,10 +31,18 @@ DRAFT_SEEDS = {"a": 2, "b": 3}  # those of engines.make_engine
 
 
 def make_drafter(
-    expert: str = "a", *, ahead: DraftAhead = "off", rows: int = 8, support: int = 16, seed: int = 0
+    expert: str = "a",
+    *,
+    ahead: DraftAhead = "off",
+    rows: int = 8,
+    support: int = 16,
+    seed: int = 0,
+    chunk: int = 256,
+    positions: int | None = None,
 ) -> SharedDrafter:
     models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=VOCAB)) for _ in range(2)]
-    stack = ExpertStack(ModelRunner(models, rows, MAX_LEN), [expert, f"{expert}@0"], rows)
+    runner = ModelRunner(models, rows, MAX_LEN, positions)
+    stack = ExpertStack(runner, [expert, f"{expert}@0"], rows, chunk)
     return SharedDrafter(
         stack,
         expert,

@@ -148,6 +148,16 @@ class ExpertStack:
             victims.add(other)
         return True
 
+    @torch.inference_mode()
+    def read(self, row: DraftRow) -> bool:
+        """Read a further part of a prompt, ``prefill_chunk`` tokens at most.
+
+        Returns:
+            True where more is left to read, and this call has got further.
+        """
+        before = self._computed.get(row.request_id, 0)
+        return not self._catch_up([row]) and self._computed[row.request_id] > before
+
     def _layout(self, rows: Sequence[DraftRow]) -> Grid:
         """The grid of a batch, made anew only when the batch has changed."""
         experts = [self._index[row.draft] for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,3 +228,73 @@ def test_drafts_never_reach_beyond_the_context() -> None:
     tokens = [*PROMPT, *[5] * (96 - len(PROMPT) - 5)]
     assert len(tokens_of(ask(drafter, row(tokens)))) == 4
     assert not drafter.may_draft_ahead
+
+
+LONG = tuple(3 + i % 290 for i in range(41))
+
+
+def test_a_question_reads_one_chunk_and_the_rest_is_read_after_the_answer() -> None:
+    """39 tokens are to be read, 8 at a time; the last two are fed with the drafting."""
+    drafter = make_drafter(chunk=8)
+    read: list[int] = []
+    prefill = drafter._stack.runner.prefill
+
+    def noted(slot: int, tokens: Sequence[int], *further: Any) -> None:
+        read.append(len(tokens))
+        prefill(slot, tokens, *further)
+
+    drafter._stack.runner.prefill = noted  # type: ignore[method-assign]
+    answer = ask(drafter, row(LONG))
+    assert (answer.num_drafted.tolist(), answer.unknown, read) == ([0], (), [8])
+    works = 0
+    while drafter.has_work:
+        drafter.work()
+        works += 1
+        assert len(read) == works + 1
+    assert read == [8, 8, 8, 8, 7]
+    tokens = [*LONG, 5]
+    answer = ask(drafter, row(tokens, len(LONG)))
+    assert tokens_of(answer) == fresh(tokens)
+    assert max(read) == 8
+    assert not drafter.has_work
+
+
+def test_new_weights_read_what_is_known_again_between_the_questions() -> None:
+    drafter = make_drafter(chunk=8)
+    ask(drafter, row(LONG), row(LONG, name="old", draft="a@0"))
+    while drafter.has_work:
+        drafter.work()
+    drafter.swap(5, served(tiny_llama(77, layers=1, vocab=VOCAB)).state_dict())
+    works = 0
+    while drafter.has_work:
+        drafter.work()
+        works += 1
+    assert works == 5
+    tokens = [*LONG, 5]
+    answer = ask(drafter, row(tokens, 41), row(tokens, 41, name="old", draft="a@0"))
+    assert answer.num_drafted.tolist() == [4, 4]
+
+
+def test_reading_ends_without_memory_with_a_failure_and_with_the_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = make_drafter(chunk=8, positions=96)  # two of 48 with their drafts
+    ask(drafter, *(row(LONG, name=str(i)) for i in range(3)))
+    for _ in range(20):
+        drafter.work()
+    assert not drafter.has_work
+    tokens = [*LONG, 5]
+    answer = ask(drafter, *(row(tokens, 41, name=str(i)) for i in range(3)))
+    assert answer.num_drafted.tolist()[:2] == [4, 4]
+    assert tokens_of(answer) == fresh(tokens)
+    assert drafter.failures == 0
+    drafter = make_drafter(chunk=8)
+    ask(drafter, row(LONG))
+    drafter.release(0, ["r"])
+    assert not drafter.has_work
+    ask(drafter, row(LONG))
+    with monkeypatch.context() as broken:
+        broken.setattr(ModelRunner, "prefill", None)
+        drafter.work()
+    assert (drafter.failures, drafter.has_work, drafter.num_sequences) == (1, False, 0)
+    assert ask(drafter, row(tokens, 41)).unknown == (0,)

@@ -95,11 +95,13 @@ def test_a_draft_that_is_the_target_is_accepted_whole(fields: dict[str, Any]) ->
     assert speculative.draft_acceptance_rate > 0.97  # rounding may differ in the last bit
 
 
+@pytest.mark.parametrize("chunk", [256, 8])
 def test_costs_are_measured_through_the_pool_and_nothing_of_it_stays(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, chunk: int
 ) -> None:
+    """Also where the prompts are read in many pieces."""
     settings = TargetSettings("", {"a": "", "b": ""}, max_num_seqs=4)
-    with serving() as servers:
+    with serving(chunk=chunk) as servers:
         proposer = attached(servers)
         costs = profile_pool(proposer, settings, [1, 2, 4], target_s=1e6)
         sound(proposer)

@@ -10,12 +10,16 @@ randomness, never on the sample behind them. So given that it is used, it still 
 q(. | prefix), independent of the target's later accept/reject draws, which is all that
 speculative sampling asks for. A proposal ahead is offered to the very next question about its
 sequence and then forgotten, and new weights drop all of them.
+
+Prompts are read between the questions too: a question reads one small chunk and is answered, with
+no drafts for those that are not read to the end, because a round waits for the answer.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -47,7 +51,8 @@ class SharedDrafter:
         """Take the expert.
 
         Args:
-            stack: of the expert and its initial weights.
+            stack: of the expert and its initial weights; its prefill chunk is what a question
+                may have to wait for.
             expert: the name whose weights may be swapped.
             support: the most tokens that a distribution may hold.
             generator: randomness of unseeded drafts.
@@ -65,6 +70,7 @@ class SharedDrafter:
         self.ahead = ahead
         self._known: dict[int, dict[str, Known]] = {}
         self._awaiting: list[Known] = []  # answered, and not yet drafted ahead
+        self._unread: list[Known] = []  # their prompts are not read to the end
         self.failures = 0
 
     @property
@@ -82,6 +88,18 @@ class SharedDrafter:
         """True where :meth:`draft_ahead` has something to do."""
         return bool(self._awaiting)
 
+    @property
+    def has_work(self) -> bool:
+        """True where :meth:`work` has something to do."""
+        return bool(self._awaiting or self._unread)
+
+    def work(self) -> None:
+        """Something useful while nobody asks, for a short while."""
+        if self._awaiting:
+            self.draft_ahead()
+        else:
+            self.read()
+
     def swap(self, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Take new weights of the expert.
 
@@ -92,6 +110,7 @@ class SharedDrafter:
         self._awaiting.clear()
         for known in self._all():
             known.ahead = None
+        self._unread = [known for known in self._all() if known.draft == self._expert]
 
     def release(self, client: int, request_ids: Sequence[str]) -> None:
         """Forget sequences; unknown ones are fine."""
@@ -135,6 +154,7 @@ class SharedDrafter:
                     rows.append(known.row(row.num_draft_tokens))
         hits = set(drafts)
         drafts |= self._propose(rows)
+        self._leave_unread([known for known in chain(*asked) if known is not None], drafts)
         answers = []
         for (_, ask), sequences in zip(asks, asked, strict=True):
             self._expect(sequences, drafts, ask.ahead)
@@ -153,6 +173,19 @@ class SharedDrafter:
             if found is not None and len(found.token_ids) > 1:
                 known.assumed = (*known.guess, int(found.token_ids[0]))
                 known.ahead = found.part(1, len(found.token_ids))
+
+    def read(self) -> None:
+        """Read a chunk of a prompt for which there was no time in a question."""
+        if not self._unread:
+            return
+        known = self._unread[0]
+        try:
+            unread = self._stack.read(known.row(1))
+        except Exception:
+            self._fail({known.key})
+            return
+        if not unread:
+            self._unread.pop(0)
 
     def _take(self, client: int, row: AskRow) -> Known | None:
         """Bring a sequence up to date; None where it has to be sent whole, or has no room."""
@@ -183,17 +216,23 @@ class SharedDrafter:
         try:
             proposal = self._stack.propose(rows, self._support, self._generator)
         except Exception:
-            self.failures += 1
-            logger.exception("%s drafts nothing this round", self._expert)
-            self._forget_rows({row.request_id for row in rows})
+            self._fail({row.request_id for row in rows})
             return {}
         return split(rows, proposal)
 
-    def _forget_rows(self, keys: set[str]) -> None:
+    def _fail(self, keys: set[str]) -> None:
         """After a failure nothing is known of these sequences: they must be sent whole."""
+        self.failures += 1
+        logger.exception("%s drafts nothing this round", self._expert)
         for own in self._known.values():
             for request_id in [name for name, known in own.items() if known.key in keys]:
                 self._drop(own.pop(request_id))
+
+    def _leave_unread(self, asked: Sequence[Known], drafts: Mapping[str, Drafts]) -> None:
+        """Note whose prompts are to be read on: of those asked for, who has no drafts."""
+        keys, alive = {known.key for known in asked}, {known.key for known in self._all()}
+        self._unread = [known for known in self._unread if known.key not in keys]
+        self._unread += [k for k in asked if k.key in alive and k.key not in drafts]
 
     def _expect(
         self, sequences: Sequence[Known | None], drafts: Mapping[str, Drafts], ahead: bool
@@ -254,3 +293,4 @@ class SharedDrafter:
     def _drop(self, known: Known) -> None:
         self._stack.release(known.key)
         self._awaiting = [other for other in self._awaiting if other is not known]
+        self._unread = [other for other in self._unread if other is not known]

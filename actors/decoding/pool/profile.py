@@ -18,6 +18,7 @@ _WAIT_S = 20.0
 _ROUND_S = 2.0
 _CONTEXT = 128
 _STEPS = 4
+_MOST_READS = 256  # questions until an expert has read the prompts
 _GUESS = 0.5  # of a target's step, where no expert answers
 
 
@@ -65,18 +66,26 @@ class _Rounds:
         self._rows: list[DraftRow] = []
 
     def run(self, batch: int, experts: int) -> None:
-        """One round over so many experts, its prompts one prefill chunk together.
+        """One round over so many experts; the first of a size, which warms up, has prompts read.
 
         Raises:
             _NotDraftedError: an expert was silent.
         """
+        reads = 0
         if self._size != (batch, experts):
             self.release()
             self._size = (batch, experts)
             self._rows = [self._row(i, self._experts[i % experts], batch) for i in range(batch)]
+            reads = _MOST_READS
+        while not self._drafted():
+            if not reads:
+                raise _NotDraftedError
+            reads -= 1
+
+    def _drafted(self) -> bool:
+        """Whether a round had its drafts; it waits for a silent expert no more than once."""
         drafted = self._pool.propose(self._rows, ahead=False, timeout_s=_ROUND_S).num_drafted
-        if int(drafted.min()) < _STEPS:
-            raise _NotDraftedError
+        return int(drafted.min()) >= _STEPS
 
     def release(self) -> None:
         """End the sequences."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,7 +46,6 @@ class ExpertReplica:
         self._server = build_server(settings, host)
         self._names = itertools.count()
         self._known: dict[str, int] = {}
-        self._closed = threading.Event()
         if registry is not None:
             self._try_to_pull(0.0, _FIRST_PULL_S)
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
@@ -81,9 +81,9 @@ class ExpertReplica:
 
     def _watch(self) -> None:
         """Long-poll the registry for new weights, for ever."""
-        while not self._closed.is_set():
+        while True:
             if not self._try_to_pull(_POLL_S, 3 * _POLL_S):
-                self._closed.wait(_RETRY_S)
+                time.sleep(_RETRY_S)
 
     def _try_to_pull(self, wait_s: float, timeout_s: float) -> bool:
         """Take this expert's news, if there are any within ``wait_s``; False where that failed."""
