@@ -45,6 +45,8 @@ def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
 class ColocatedProposer:
     """All experts in the target's process, those of one architecture in one stack."""
 
+    waited_in_vain = False
+
     def __init__(
         self, stacks: Sequence[ExpertStack], support: int, generator: torch.Generator
     ) -> None:

@@ -94,12 +94,13 @@ class Drafting:
             self._controller.accepted(sequence.request.draft, tried, taken)
         active = [s.request.draft for s, tried in zip(batch, drafted, strict=True) if tried]
         steps = max(drafted)
+        timed_steps = 0 if self._proposer.waited_in_vain else steps
         total = self._clock() - self._began
         self._controller.took(
             len(batch),
             steps + 1,
             total - self._drafting_s,
-            (len(active), len(set(active)), steps),
+            (len(active), len(set(active)), timed_steps),
             self._drafting_s,
         )
 

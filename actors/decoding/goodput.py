@@ -156,7 +156,8 @@ class GoodputController:
             rows: B.
             tokens: tokens per row in the target's forward, k + 1.
             verify_s: seconds of all but drafting.
-            drafting: (rows, experts, steps) of the drafting.
+            drafting: (rows, experts, steps) of the drafting; 0 steps where there was none, or
+                its time says nothing of what steps cost.
             draft_s: its seconds.
         """
         self._target.observe(rows, tokens, verify_s)

@@ -38,6 +38,11 @@ class DraftRow:
 class Proposer(Protocol):
     """Proposes tokens for a batch; it may be slow, wrong or fail, and never changes an answer."""
 
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether the latest round waited for drafts that never came: its time says nothing."""
+        ...
+
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, in the rows' order, padded to the longest."""
         ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import selectors
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -68,14 +67,18 @@ class PoolProposer:
         self._rounds = itertools.count(1)
         self._expert_of: dict[str, str] = {}
         self._attached = threading.Condition()
-        self._links: queue.SimpleQueue[tuple[str, ExpertLink]] = queue.SimpleQueue()
+        self._links: dict[str, ExpertLink] = {}  # not taken yet; guarded by the condition
+        self.waited_in_vain = False
 
     def attach(self, expert: str, link: ExpertLink) -> None:
         """Use a connection from the next round on, in place of an earlier one."""
-        self._links.put((expert, link))
         with self._attached:
+            replaced = self._links.pop(expert, None)
+            self._links[expert] = link
             self._peers[expert].wanting = False
             self._attached.notify_all()
+        if replaced is not None:
+            replaced.close()
 
     def wants_link(self, expert: str) -> bool:
         """True where an expert has no connection, or has lost it."""
@@ -145,11 +148,9 @@ class PoolProposer:
 
     def _look(self) -> None:
         """Take new connections, late frames and pongs; ping those that may be back."""
-        while True:
-            try:
-                expert, link = self._links.get_nowait()
-            except queue.Empty:
-                break
+        with self._attached:
+            links, self._links = self._links, {}
+        for expert, link in links.items():
             self._peers[expert].take(link)
         now = self._clock()
         for peer in self._peers.values():
@@ -200,10 +201,7 @@ class PoolProposer:
                 selector.register(descriptor, selectors.EVENT_READ | writing, question)
             while selector.get_map():
                 left = deadline - self._clock()
-                ready = selector.select(max(left, 0.0))
-                if not ready and left <= 0:
-                    break
-                for key, _ in ready:
+                for key, _ in selector.select(max(left, 0.0)):
                     question = key.data
                     done, answer = self._read(number, question)
                     if done:
@@ -212,8 +210,12 @@ class PoolProposer:
                         selector.modify(key.fd, selectors.EVENT_READ, question)
                     if answer is not None:
                         parts.append((question.indices, answer))
-            for key in list(selector.get_map().values()):
-                key.data.peer.silent(self._clock())
+                if left <= 0:  # even where bytes go on coming, one by one
+                    break
+            silent = [key.data.peer for key in selector.get_map().values()]
+        for peer in silent:
+            peer.silent(self._clock())
+        self.waited_in_vain = bool(silent)
         return parts
 
     def _read(self, number: int, asked: _Asked) -> tuple[bool, Proposal | None]:
