@@ -88,6 +88,7 @@ def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Lease]]]:
             target=target,
             max_sequences=2 * target.max_num_seqs,
             target_cores=target.num_threads,
+            other_cores=len(target.drafts) - 1,
             device="cpu",
             draft_ahead="on",
         )

@@ -47,6 +47,7 @@ def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> Ex
         target=target,
         max_sequences=config.target.max_num_seqs * config.target.num_replicas,
         target_cores=target.num_threads * config.target.num_replicas,
+        other_cores=(config.drafts.pool_processes - 1) * config.drafts.num_threads,
         device=config.target.device if config.drafts.num_gpus else "cpu",
         num_threads=config.drafts.num_threads,
         draft_ahead=config.drafts.draft_ahead,

@@ -14,13 +14,15 @@ class ExpertSettings:
 
     ``target`` are the settings of the targets that it drafts for, among whose drafts is
     ``expert``. ``max_sequences`` is over all targets, which together compute on ``target_cores``.
-    ``across_nodes`` lets targets of other nodes connect too.
+    ``other_cores`` are what the pool's other processes draft on. ``across_nodes`` lets targets of
+    other nodes connect too.
     """
 
     expert: str
     target: TargetSettings
     max_sequences: int
     target_cores: int
+    other_cores: int = 0
     device: str = "auto"
     num_threads: int = 1
     draft_ahead: DraftAhead = "auto"
