@@ -9,20 +9,22 @@ import time
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 _DISTRUST_S = 60.0
 _ANSWER_S = 1.0
 _SILENT_S = 5.0
 
 
-class ReplicaChoice(RequestRouter):  # type: ignore[misc]  # Serve is untyped
+class ReplicaChoice(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Serve is untyped
     """Serve's least busy replica; for a minute after a request came back, of those that answer.
 
     A request that comes with an ``attempt`` above 0 has lost a replica. From then on every choice
     asks the replicas first; those that do not answer within a second are the last resort, and
     are not asked again for some seconds. Before them come, for this request alone, those that
-    told it that they failed (``failed_on``): idle again, they would draw it back.
+    told it that they failed (``failed_on``): idle again, they would draw it back. (Where several
+    wait at once, Serve may give a choice to the one that waits longest. The mixin is needed: the
+    choices of one client request share the id by which Serve would tell them apart without it.)
     """
 
     _distrust_until = 0.0

@@ -105,20 +105,19 @@ def test_a_question_that_got_no_answer_has_the_replicas_asked(choice: ReplicaCho
     assert [[replica.name for replica in rank] for rank in ranks] == [["good"], ["bad"]]
 
 
-def test_a_choice_is_kept_for_the_request_that_it_was_made_for(choice: ReplicaChoice) -> None:
-    """Another that has waited longer does not get it."""
+def test_the_choices_of_one_client_request_all_get_a_replica(choice: ReplicaChoice) -> None:
+    """They share the id of the client's request, by which Serve's plain router tells them apart."""
 
     async def give() -> list[bool]:
-        first, second = (
-            PendingRequest([], {}, RequestMetadata(name, name, call_method="generate"))
-            for name in ("first", "second")
-        )
+        one = RequestMetadata("one", "one", call_method="generate")
+        first, second = (PendingRequest([], {}, one) for _ in range(2))
         # What Serve's own constructor, which needs a running Serve, leaves there.
         choice._pending_requests_to_fulfill = deque([first, second])
-        choice._pending_requests_by_id = {"first": first, "second": second}
+        choice._pending_requests_by_id = {"one": second}
         choice._routing_task_by_pending_request_future = {}
         choice.queue_wait_time_ms_histogram = SimpleNamespace(observe=lambda _: None)
-        choice._fulfill_next_pending_request(Replica("good"), second.metadata)
+        for name in ("good", "better"):
+            choice._fulfill_next_pending_request(Replica(name), one)
         return [first.future.done(), second.future.done()]
 
-    assert asyncio.run(give()) == [False, True]
+    assert asyncio.run(give()) == [True, True]
