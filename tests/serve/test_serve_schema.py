@@ -35,7 +35,7 @@ _MODEL = "paceline"
 described = schemathesis.openapi.from_dict(document(_MODEL))
 OPERATIONS = [result.ok() for result in described.get_all_operations()]
 QUIET = settings(
-    max_examples=80,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
@@ -66,9 +66,8 @@ def test_whatever_is_sent_no_5xx_comes_back(
         codes[answer.status_code] += 1
 
     send()
-    # Much of what is legal is answered (not token ids that no vocabulary has), nothing else is.
-    answered = codes[200] / codes.total()
-    assert answered > 0.1 if mode is GenerationMode.POSITIVE else answered == 0, codes
+    # Some of what is legal is answered (not token ids that no vocabulary has), nothing else is.
+    assert codes[200] >= 5 if mode is GenerationMode.POSITIVE else codes[200] == 0, codes
 
 
 def _keep_short(case: schemathesis.Case) -> None:
