@@ -261,7 +261,7 @@ def test_k_falls_as_load_grows() -> None:
 
 
 def test_what_long_rounds_cost_besides_is_not_charged_to_short_ones() -> None:
-    """Rounds of five tokens take half as long again as their forwards, plain ones do not."""
+    """Measured rounds of five tokens take half as long again as their forwards, plain ones do not."""
     known = costs(target_s, (1, 5, 9))
     for _ in range(4):
         known.observe(8, 1, target_s(8, 1))
