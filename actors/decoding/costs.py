@@ -13,8 +13,8 @@ _FORGOTTEN_AFTER = 500
 
 
 @dataclass(slots=True)
-class _Mean:
-    value: float  # seconds, or a ratio of such
+class _Measured:
+    seconds: float
     count: int
     at: int  # observations of any size until the last one of this
 
@@ -23,10 +23,8 @@ class StepCosts:
     """Seconds of a step by two sizes (batch rows, and tokens or experts).
 
     A size that was measured often and lately has its own smoothed time. Any other is interpolated
-    from the profile and scaled by how the latest measured ones of its column compare to it, or of
-    all where the column is new: neither what was never tried nor what was last seen on a slower
-    machine must look cheap or dear, and what a longer column costs besides its forward (more tokens
-    to hand out) must not be charged to a shorter one.
+    from the profile and scaled by how the latest measured ones compare to it: neither what was
+    never tried nor what was last seen on a slower machine must look cheap or dear.
     """
 
     def __init__(self, profile: Mapping[tuple[int, int], float]) -> None:
@@ -35,46 +33,32 @@ class StepCosts:
         self._columns = sorted({column for _, column in profile})
         self._profile = dict(profile)
         self._lines: dict[tuple[int, int], float] = {}  # interpolated once
-        self._measured: dict[tuple[int, int], _Mean] = {}
+        self._measured: dict[tuple[int, int], _Measured] = {}
         self._ratio = 1.0
-        self._ratios: dict[int, _Mean] = {}
         self._observed = 0
 
     def seconds(self, rows: int, column: int) -> float:
         """The expected time of a step."""
         known = self._measured.get((rows, column))
-        if known is None or not self._trusted(known):
-            return self._profiled(rows, column) * self._ratio_of(column)
-        return known.value
-
-    def knows(self, column: int) -> bool:
-        """Whether a column has been measured often enough, and lately."""
-        own = self._ratios.get(column)
-        return own is not None and self._trusted(own)
-
-    def _trusted(self, known: _Mean) -> bool:
-        lately = self._observed - known.at <= _FORGOTTEN_AFTER
-        return lately and known.count >= _TRUSTED_AFTER
-
-    def _ratio_of(self, column: int) -> float:
-        return self._ratios[column].value if self.knows(column) else self._ratio
+        if known is None or known.count < _TRUSTED_AFTER:
+            return self._profiled(rows, column) * self._ratio
+        if self._observed - known.at > _FORGOTTEN_AFTER:
+            return self._profiled(rows, column) * self._ratio
+        return known.seconds
 
     def observe(self, rows: int, column: int, seconds: float) -> None:
         """Take a measured time; a single stall does not move the estimate far."""
         seconds = min(seconds, _OUTLIER * self.seconds(rows, column))
         self._observed += 1
-        known = self._measured.setdefault((rows, column), _Mean(seconds, 0, self._observed))
+        known = self._measured.setdefault((rows, column), _Measured(seconds, 0, self._observed))
         # The longer ago the last one, the less it says.
         age = min((self._observed - known.at) * _SMOOTHING, 5.0)
         share = max(1.0 - (1.0 - _SMOOTHING) ** max(age, 1.0), 1.0 / (known.count + 1))
-        known.value += share * (seconds - known.value)
+        known.seconds += share * (seconds - known.seconds)
         known.count, known.at = known.count + 1, self._observed
         if rows <= self._rows[-1] and column <= self._columns[-1]:
             ratio = seconds / self._profiled(rows, column)
             self._ratio += _SMOOTHING * (ratio - self._ratio)
-            own = self._ratios.setdefault(column, _Mean(ratio, 0, self._observed))
-            own.value += max(_SMOOTHING, 1.0 / (own.count + 1)) * (ratio - own.value)
-            own.count, own.at = own.count + 1, self._observed
 
     def _profiled(self, rows: int, column: int) -> float:
         known = self._lines.get((rows, column))

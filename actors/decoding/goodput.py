@@ -28,7 +28,6 @@ _PROBE_TOKENS = 2
 _PATIENCE = 64
 _MOST_CREDIT_S = 0.5
 _PLAIN_EVERY = 100
-_PLAIN_FIRST = 8  # until it is known
 
 
 @dataclass(slots=True)
@@ -126,8 +125,7 @@ class GoodputController:
         """
         key = tuple(sorted(rows.items()))
         self._rounds += 1
-        often = _PLAIN_EVERY if self._target.knows(1) else _PLAIN_FIRST
-        if self._rounds % often == 0:
+        if self._rounds % _PLAIN_EVERY == 0:
             return dict.fromkeys(rows, 0)  # what plain decoding costs must stay known
         if key != self._planned_for or self._rounds % _PLAN_EVERY == 0:
             self._plan = self._best(rows, others)

@@ -258,25 +258,3 @@ def test_k_falls_as_load_grows() -> None:
     assert chosen[0] >= 3
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[-1] == 0
-
-
-def test_what_long_rounds_cost_besides_is_not_charged_to_short_ones() -> None:
-    """Measured rounds of five tokens take half as long again as their forwards, plain ones do not."""
-    known = costs(target_s, (1, 5, 9))
-    for _ in range(4):
-        known.observe(8, 1, target_s(8, 1))
-    for _ in range(40):
-        known.observe(8, 5, 1.5 * target_s(8, 5))
-    assert known.seconds(16, 1) == pytest.approx(target_s(16, 1))
-    assert known.seconds(16, 5) == pytest.approx(1.5 * target_s(16, 5), rel=0.05)
-
-
-def test_plain_rounds_come_early_until_their_cost_is_known() -> None:
-    chooser = controller()
-    plain = 0
-    for _ in range(40):
-        k = chooser.plan({"sql": 4})["sql"]
-        plain += k == 0
-        chooser.accepted("sql", k, k)
-        chooser.took(4, k + 1, target_s(4, k + 1), (4, 1, k), k * draft_s(4, 1))
-    assert plain == 3
