@@ -67,7 +67,8 @@ def test_whatever_is_sent_no_5xx_comes_back(
 
     send()
     # Some of what is legal is answered (not token ids that no vocabulary has), nothing else is.
-    assert codes[200] >= 5 if mode is GenerationMode.POSITIVE else codes[200] == 0, codes
+    least = min(5, codes.total())
+    assert codes[200] >= least if mode is GenerationMode.POSITIVE else codes[200] == 0, codes
 
 
 def _keep_short(case: schemathesis.Case) -> None:
