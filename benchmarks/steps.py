@@ -15,35 +15,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import machine
 import torch
 
+from paceline.actors.decoding.build import stepper
 from paceline.actors.decoding.costs import grid_points, profile
-from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.deploy.config import MODELS_DIR
 
 TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
-
-
-def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
-    """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
-
-    def run(rows: int, tokens: int, experts: int) -> None:
-        for row in range(rows):
-            runner.kv.reserve(row, context + tokens)
-        positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
-        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
-        grid = Grid([i % experts for i in range(rows)], runner.device)
-        logits = runner.forward(range(rows), ids, positions, context + tokens, grid=grid)
-        logits.float().topk(1).indices.tolist()  # waits for the device
-
-    return run
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

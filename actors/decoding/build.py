@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -136,6 +136,21 @@ def build_stacks(
     return stacks
 
 
+def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
+    """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
+
+    def run(rows: int, tokens: int, experts: int) -> None:
+        for row in range(rows):  # where memory is short, some read the block of nobody
+            runner.kv.reserve(row, context + tokens)
+        positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
+        grid = Grid([i % experts for i in range(rows)], runner.device)
+        logits = runner.forward(range(rows), ids, positions, context + tokens, grid=grid)
+        logits.float().topk(1).indices.tolist()  # waits for the device
+
+    return run
+
+
 def build_controller(
     settings: TargetSettings,
     runner: ModelRunner,
@@ -153,17 +168,8 @@ def build_controller(
     most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
     tokens = sorted({1, 2, (most + 2) // 2, most + 1})
     start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1]))
-
-    def run(models: ModelRunner, batch: int, count: int, experts: int) -> None:
-        for row in range(batch):  # where memory is short, some read the block of nobody
-            models.kv.reserve(row, start + count)
-        positions = (start + torch.arange(count, device=models.device)).expand(batch, -1)
-        ids = torch.zeros(batch, count, dtype=torch.int64, device=models.device)
-        grid = Grid([i % experts for i in range(batch)], models.device)
-        logits = models.forward(range(batch), ids, positions, start + count, grid=grid)
-        logits.float().topk(1).indices.tolist()  # waits for the device
-
-    target_costs = profile(lambda b, t: run(runner, b, t, 1), rows, tokens, time.perf_counter)
+    run = stepper(runner, start)
+    target_costs = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter)
     for row in range(settings.max_num_seqs):
         runner.kv.release(row)
     if pool is not None:
@@ -171,7 +177,8 @@ def build_controller(
         return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
     draft = stacks[0].runner
     experts = grid_points(min(len(draft.models), settings.max_num_seqs))
-    draft_costs = profile(lambda b, e: run(draft, b, 1, e), rows, experts, time.perf_counter)
+    run = stepper(draft, start)
+    draft_costs = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
     for row in range(settings.max_num_seqs):
         draft.kv.release(row)
     return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)

@@ -80,7 +80,6 @@ class TargetReplica:
             on_record=self._store if self._shards else None,
             on_load=self._report if board is not None else None,
         )
-        self._closed = threading.Event()
         if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
 
@@ -194,7 +193,7 @@ class TargetReplica:
     def _watch(self) -> None:
         """Long-poll the registry for new weights, for ever."""
         known: dict[str, int] = {}
-        while not self._closed.is_set():
+        while True:
             try:
                 news = ray.get(
                     self._registry.wait_newer.remote(known, _POLL_S), timeout=3 * _POLL_S
@@ -205,7 +204,7 @@ class TargetReplica:
                     known[topic] = version
             except Exception as error:
                 logger.info("no weights from the registry (%s), trying again", error)
-                self._closed.wait(_RETRY_S)
+                time.sleep(_RETRY_S)
 
 
 def _replica_id() -> str:
