@@ -1,0 +1,191 @@
+"""The sections of the configuration: a frozen model each, whose misspelt keys are errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from paceline.actors.decoding.pool.ahead import DraftAhead
+from paceline.actors.decoding.settings import DraftPlacement
+from paceline.actors.routing.policy import GENERAL
+
+EMBEDDED = "embedded"
+_TOPIC = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
+_MAX_TOKENS = 32  # drafted in a round
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class TargetConfig(Section):
+    """The model that answers; ``path`` is a folder or ``embedded``.
+
+    ``num_threads`` None takes half of the cores: a forward whose threads wait for a core that
+    another process holds is many times slower than one on fewer threads. ``kv_cache_mb`` bounds
+    the MiB of the target's keys and values, per replica; a request waits until there is room.
+    ``numerics`` invariant has a token's logits be the same bits in every batch, or the start fail.
+
+    A replica without a sign of life for ``stall_timeout_s`` counts as hung, and another goes on
+    with its requests; one that finds none for ``give_up_after_s`` fails.
+    """
+
+    path: str = EMBEDDED
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    device: str = "auto"
+    num_threads: Count | None = None
+    max_num_seqs: Count = 16
+    max_model_len: Count | None = None
+    kv_cache_mb: Count | None = None
+    max_queued_requests: Count = 256
+    max_seqs_per_client: Count | None = None
+    request_timeout_s: Seconds = 600.0
+    num_replicas: Count = 1
+    prefill_chunk: Count = 256
+    prefix_cache: bool = True
+    numerics: Literal["auto", "invariant"] = "auto"
+    cuda_graphs: bool = False
+    stall_timeout_s: Seconds = 20.0
+    give_up_after_s: Seconds = 120.0
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(f"{device!r} is none of auto, cpu, cuda, cuda:0 ...")
+        return device
+
+    @model_validator(mode="after")
+    def _looks_further(self) -> Self:
+        if self.give_up_after_s <= self.stall_timeout_s:
+            raise ValueError(
+                f"give_up_after_s ({self.give_up_after_s:g}) must be more than stall_timeout_s "
+                f"({self.stall_timeout_s:g}): no request would look for a second replica"
+            )
+        return self
+
+
+class DraftsConfig(Section):
+    """The models that propose: ``general`` and, per topic, an expert that starts as its copy.
+
+    ``paths`` gives a topic's expert another starting point than ``general``.
+    ``num_speculative_tokens`` "auto" drafts as many, up to ``max_speculative_tokens``, as give
+    the most tokens per second by what is measured, and none where that does not pay.
+
+    ``placement`` pool makes every expert a deployment of its own; the keys after it are for that
+    alone.
+    """
+
+    general: str = EMBEDDED
+    topics: tuple[str, ...] = ("math", "code", "sql", "shell")
+    paths: dict[str, str] = Field(default_factory=dict)
+    num_speculative_tokens: Literal["auto"] | int = "auto"
+    max_speculative_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 8
+    top_k: Count = 64
+    placement: DraftPlacement = "colocated"
+    round_timeout_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 100.0
+    draft_ahead: DraftAhead = "auto"
+    num_replicas: Count = 1
+    num_threads: Count = 1
+    num_gpus: Fraction = 0.0
+    across_nodes: bool = False
+
+    @field_validator("draft_ahead", mode="before")
+    @classmethod
+    def _yaml_switch(cls, switch: object) -> object:
+        return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
+
+    @field_validator("num_speculative_tokens", mode="before")
+    @classmethod
+    def _auto_or_number(cls, tokens: object) -> object:
+        # Not a union of constraints: its errors would name parts that no config has.
+        number = isinstance(tokens, int) and not isinstance(tokens, bool)
+        if tokens != "auto" and not (number and 0 <= int(str(tokens)) <= _MAX_TOKENS):
+            raise ValueError(f"{tokens!r} is neither auto nor a number from 0 to {_MAX_TOKENS}")
+        return tokens
+
+    @field_validator("topics")
+    @classmethod
+    def _names(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
+        for topic in topics:
+            if topic in (GENERAL, "off", "auto") or not _TOPIC.fullmatch(topic):
+                raise ValueError(f"{topic!r} cannot be the name of a topic")
+        if len(set(topics)) != len(topics):
+            raise ValueError("a topic is named twice")
+        return topics
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        unknown = sorted(set(self.paths) - set(self.topics))
+        if unknown:
+            raise ValueError(f"paths names {unknown[0]!r}, which is not among topics")
+        return self
+
+    @property
+    def pool_processes(self) -> int:
+        """Replicas of all experts together; 0 where drafts are colocated."""
+        return len(self.experts) * self.num_replicas if self.placement == "pool" else 0
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Every expert: ``general`` first, then the topics."""
+        return (GENERAL, *self.topics)
+
+
+class RouterConfig(Section):
+    """The classifier that finds a request's topic; late or unsure means ``general``."""
+
+    enabled: bool = True
+    path: str = EMBEDDED
+    num_threads: Count = 1
+    timeout_s: Seconds = 1.0
+    min_confidence: Fraction = 0.5
+
+
+class ReplayConfig(Section):
+    """What is kept of the served requests, per topic; on disk only with ``persist``."""
+
+    capacity_mb: Count = 64
+    retention_hours: Seconds = 24.0
+    remover: Literal["fifo", "reservoir"] = "fifo"
+    held_out_fraction: Fraction = 0.2
+    top_k: Count = 32
+    persist: bool = False
+
+
+class TrainingConfig(Section):
+    """How the drafts learn while serving is idle."""
+
+    enabled: bool = True
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
+    num_threads: Count = 1
+    micro_batch: Count = 8
+    round_seconds: Seconds = 8.0
+    idle_after_s: Seconds = 0.08
+    max_occupancy: Fraction = 0.25
+    keep_versions: Count = 3
+
+
+class IngressConfig(Section):
+    """The front door; the death of a replica breaks the connections that it holds."""
+
+    num_replicas: Count = 1
+
+
+class RayConfig(Section):
+    """The local Ray session that ``paceline serve`` starts and ends."""
+
+    num_cpus: Count | None = None
+    dashboard: bool = True
+    dashboard_port: Annotated[int, Field(ge=1, le=65535)] = 8265
+    object_store_mb: Annotated[int, Field(ge=80)] | None = None
+    logs: bool = False
