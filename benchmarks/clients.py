@@ -87,10 +87,30 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Re
     return reply
 
 
+def refusal(status: int, text: str) -> Exception:
+    """What an HTTP status says: an answer of the server's, or that a connection ended.
+
+    The front door puts every error into OpenAI's shape. A bare 5xx is the proxy's word for an
+    ingress replica that died before its answer had begun.
+
+    Args:
+        status: not 200.
+        text: the body.
+    """
+    try:
+        ours = "error" in json.loads(text)
+    except (ValueError, TypeError):
+        ours = False
+    said = f"HTTP {status}: {text[:200]}"
+    if status >= httpx.codes.INTERNAL_SERVER_ERROR and not ours:
+        return httpx.RemoteProtocolError(said)
+    return ValueError(said)
+
+
 async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
     async with http.stream("POST", CHAT, json=body) as response:
         if response.status_code != httpx.codes.OK:
-            raise ValueError(f"HTTP {response.status_code}: {(await response.aread())[:200]!r}")
+            raise refusal(response.status_code, (await response.aread()).decode("utf-8", "replace"))
         async for line in response.aiter_lines():
             if not line:
                 continue
@@ -119,7 +139,7 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
 async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
     response = await http.post(CHAT, json=body)
     if response.status_code != httpx.codes.OK:
-        raise ValueError(f"HTTP {response.status_code}: {response.text[:200]}")
+        raise refusal(response.status_code, response.text)
     reply.waited(time.monotonic())
     (choice,) = response.json()["choices"]
     reply.token_ids.extend(choice["token_ids"])
@@ -164,7 +184,8 @@ class Load:
 class RetryingLoad:
     """Many requests, some at a time; one whose connection breaks is sent again, as it was.
 
-    An answer that the server gives, an HTTP status or an error in a stream, is the answer.
+    An answer that the server gives, an HTTP status in OpenAI's shape or an error in a stream, is
+    the answer; a bare 5xx is a broken connection, see :func:`refusal`.
     ``seen`` are all attempts, ``broken`` counts those that were followed by another.
     """
 

@@ -97,6 +97,12 @@ async def breaks(server: Scripted, writer: asyncio.StreamWriter) -> None:
 
 
 async def refuses(_: Scripted, writer: asyncio.StreamWriter) -> None:
+    body = b'{"error": {"message": "the target is gone"}}'
+    writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body))
+    writer.write(body)
+
+
+async def is_lost_by_the_proxy(_: Scripted, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno")
 
 
@@ -164,6 +170,17 @@ def test_what_the_server_answers_is_not_asked_for_again_and_counts_as_lost(answe
     found = figures(load, reply, Fault(("target",)))
     assert (found.lost, found.altered, found.broken) == (1, 0, 0)
     assert wrongs_of(Fault(("target",)), found) == ["kill target: 1 lost"]
+
+
+def test_a_bare_500_is_a_connection_that_the_proxy_lost() -> None:
+    """Fine where the front door was killed, wrong where it was not."""
+    server, load, reply = asyncio.run(asked(is_lost_by_the_proxy, whole))
+    assert (server.asked, load.broken, reply.error) == (2, 1, None)
+    found = figures(load, reply, Fault(("ingress",)))
+    assert wrongs_of(Fault(("ingress",)), found) == []
+    (wrong,) = wrongs_of(Fault(("target",)), found)
+    # named after the fault that the figures are of
+    assert wrong == "kill ingress: 1 broken, though the front door lived"
 
 
 def test_a_fault_may_cost_a_pause_and_nothing_else() -> None:
