@@ -61,6 +61,7 @@ class ColocatedProposer:
         self._support = support
         self._generator = generator
         self._stack_of: dict[str, ExpertStack] = {}
+        self.read_tokens = 0
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, batched per stack."""
@@ -72,6 +73,7 @@ class ColocatedProposer:
         for stack, indices in groups.values():
             batch = [rows[i] for i in indices]
             parts.append((indices, stack.propose(batch, self._support, self._generator)))
+        self.read_tokens = sum(stack.read_tokens for stack, _ in groups.values())
         return merge(parts, len(rows))
 
     def release(self, request_id: str) -> None:

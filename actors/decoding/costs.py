@@ -37,6 +37,11 @@ class StepCosts:
         self._ratio = 1.0
         self._observed = 0
 
+    @property
+    def most_rows(self) -> int:
+        """The largest batch of the profile."""
+        return self._rows[-1]
+
     def seconds(self, rows: int, column: int) -> float:
         """The expected time of a step."""
         known = self._measured.get((rows, column))

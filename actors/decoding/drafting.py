@@ -47,6 +47,7 @@ class Drafting:
         self._clock = clock
         self._began = 0.0
         self._drafting_s = 0.0
+        self._asked = False
         self.failures = 0
         self._rest = 0  # rounds until a proposer that failed is asked again
         self._next_rest = 1
@@ -77,7 +78,8 @@ class Drafting:
         wanted = self._wanted(batch)
         indices = [i for i, k in enumerate(wanted) if k > 0]
         proposal = Proposal.empty(len(batch), self._device)
-        if indices and not self._resting():
+        self._asked = bool(indices) and not self._resting()
+        if self._asked:
             rows = [self._row(batch[i], wanted[i]) for i in indices]
             proposal = self._ask(rows, proposal, indices, len(batch))
             self._note_versions([batch[i] for i in indices])
@@ -102,7 +104,13 @@ class Drafting:
             total - self._drafting_s,
             (len(active), len(set(active)), timed_steps),
             self._drafting_s,
+            self._proposer.read_tokens if self._asked else 0,
         )
+
+    def ended(self, sequence: RunningSequence) -> None:
+        """Note a request that has come to its end."""
+        if self._controller is not None and sequence.num_speculative_tokens is None:
+            self._controller.ended(len(sequence.request.prompt_token_ids), sequence.num_output)
 
     def _wanted(self, batch: Sequence[RunningSequence]) -> list[int]:
         """Tokens to draft per row: the request's own number, or the controller's choice."""

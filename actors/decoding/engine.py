@@ -330,6 +330,7 @@ class Engine:
             return None
         if sequence.finish_reason != FINISH_ERROR:
             self._keep(sequence)
+            self._drafting.ended(sequence)
         self._release(sequence.request_id)
         if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:
             return None

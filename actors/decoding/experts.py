@@ -45,6 +45,7 @@ class ExpertStack:
         self._drafted: dict[str, list[int]] = {}
         self._grid: tuple[list[int], Grid] | None = None
         self._params = LatestBatch(runner.device)
+        self.read_tokens = 0  # by the latest call
 
     def alias(self, name: str, expert: str) -> None:
         """Give an expert a further name; the expert's own is fine too."""
@@ -110,6 +111,7 @@ class ExpertStack:
             indices of the rows that are there; the others go on in the next round.
         """
         ready, budget = [], self._prefill_chunk
+        self.read_tokens = 0
         victims: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
@@ -125,6 +127,7 @@ class ExpertStack:
             if known < end:
                 self.runner.prefill(slot, row.tokens[known:end], known, self._index[row.draft])
                 budget -= end - known
+                self.read_tokens += end - known
             self._computed[row.request_id] = max(known, end)
             if end >= wanted:
                 ready.append(i)

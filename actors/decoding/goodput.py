@@ -5,6 +5,8 @@ several experts that share one target forward):
 
     sum over rows r with expert e of [1 + sum_{i<=k_e} prod_{j<=i} a_{e,j}]  /  T(k_1 ... k_E)
 
+T counts what drafts spend on reading prompts, spread over the tokens of an answer.
+
 All rows that draft go through the same number of draft steps and are verified by one padded
 forward, so experts that take part draft the same k; the choice is k and who takes part.
 """
@@ -15,12 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.actors.decoding.costs import StepCosts
+from paceline.actors.decoding.reading import ReadingCosts
 
 _PRIOR_TRIALS = 4.0
 _PRIOR_ACCEPTANCE = 0.6
 _WINDOW = 200.0
 _KEPT_AFTER_SWAP = 0.1
 _HYSTERESIS = 1.03
+# What drafting must promise over plain decoding to be taken up, and to be kept: estimates err, and
+# where the two are about even nothing is lost by decoding plainly.
+_WORTH_STARTING = 1.06
+_WORTH_KEEPING = 1.02
 _PLAN_EVERY = 8
 _PROBE_SHARE = 0.01
 _PROBE_ROUNDS = 4
@@ -107,6 +114,8 @@ class GoodputController:
         """
         self._target = target
         self._draft = draft
+        rows = draft.most_rows
+        self._reading = ReadingCosts(draft.seconds(rows, 1) / rows)
         self._max_tokens = max_tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._probes: dict[str, _Probe] = {}
@@ -149,6 +158,7 @@ class GoodputController:
         verify_s: float,
         drafting: tuple[int, int, int],
         draft_s: float,
+        read_tokens: int = 0,
     ) -> None:
         """How long a round took.
 
@@ -159,16 +169,24 @@ class GoodputController:
             drafting: (rows, experts, steps) of the drafting; 0 steps where there was none, or
                 its time says nothing of what steps cost.
             draft_s: its seconds.
+            read_tokens: prompt tokens that drafts read in them.
         """
         self._target.observe(rows, tokens, verify_s)
         drafted_rows, experts, steps = drafting
-        if steps:
+        if read_tokens:
+            known = steps * self._draft.seconds(drafted_rows, experts) if steps else 0.0
+            self._reading.read(read_tokens, draft_s - known)
+        elif steps:
             self._draft.observe(drafted_rows, experts, draft_s / steps)
         self._credit = min(self._credit + _PROBE_SHARE * (verify_s + draft_s), _MOST_CREDIT_S)
         for expert in self._drafted:
             probe = self._probe(expert)
             probe.rounds_left = max(0, probe.rounds_left - 1)
         self._drafted.clear()
+
+    def ended(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A request that leaves the choice to the controller has ended: its lengths."""
+        self._reading.ended(prompt_tokens, output_tokens)
 
     def swapped(self, expert: str) -> None:
         """New weights: look at them soon."""
@@ -189,6 +207,7 @@ class GoodputController:
         seconds = self._target.seconds(batch, plan.k + 1)
         if plan.k and drafting:
             seconds += plan.k * self._draft.seconds(sum(drafting.values()), len(drafting))
+            seconds += self._reading.emitted_s * (sum(drafting.values()) + gained)
         return (batch + gained) / seconds
 
     def _candidates(self, rows: Mapping[str, int]) -> Sequence[Plan]:
@@ -204,8 +223,11 @@ class GoodputController:
         present = Plan(self._plan.k, self._plan.experts & set(rows))
         if not present.experts:
             present = Plan()
-        gain = self._goodput(best, rows, others)
-        return best if gain > _HYSTERESIS * self._goodput(present, rows, others) else present
+        promised = self._goodput(best, rows, others)
+        worth = _WORTH_KEEPING if present.k else _WORTH_STARTING
+        if promised < worth * self._goodput(Plan(), rows, others):
+            return Plan()
+        return best if promised > _HYSTERESIS * self._goodput(present, rows, others) else present
 
     def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int, oldest: str) -> int:
         """Draft further now and then than it pays, so that acceptance stays known there."""
@@ -234,5 +256,5 @@ class GoodputController:
         further = k + _PROBE_TOKENS + 1
         verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
         step = self._draft.seconds(own, 1)
-        reading = 0.0 if k else 4.0 * own * step
+        reading = 0.0 if k else own * self._reading.request_s
         return _PROBE_ROUNDS * (max(verify, 0.0) + _PROBE_TOKENS * step) + reading

@@ -43,6 +43,11 @@ class Proposer(Protocol):
         """Whether the latest round waited for drafts that never came: its time says nothing."""
         ...
 
+    @property
+    def read_tokens(self) -> int:
+        """Prompt tokens that the latest round's time went to, beside drafting."""
+        ...
+
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, in the rows' order, padded to the longest."""
         ...

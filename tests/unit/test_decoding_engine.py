@@ -270,3 +270,19 @@ def test_a_record_that_cannot_be_kept_costs_no_answer(monkeypatch: pytest.Monkey
         assert outputs[f"r{i}"][-1].record is None
     monkeypatch.undo()
     assert run(engine, [request("s", PROMPTS[3])])["s"][-1].record is not None
+
+
+def test_what_a_draft_reads_is_counted_once() -> None:
+    model = served(tiny_llama(2, layers=1))
+    stack = ExpertStack(ModelRunner([model], 2, MAX_LEN), ["a"], 2)
+    proposer = ColocatedProposer([stack], 16, torch.Generator().manual_seed(0))
+    prompt = [3 + i for i in range(20)]
+
+    def rows(*extra: int) -> list[DraftRow]:
+        sampling = request("r", prompt).sampling
+        return [DraftRow("r", "a", [*prompt, *extra], len(extra), 3, sampling)]
+
+    first = proposer.propose(rows())
+    assert proposer.read_tokens == len(prompt) - 2  # the last two begin the round
+    proposer.propose(rows(*first.token_ids[0].tolist()))
+    assert proposer.read_tokens == 0

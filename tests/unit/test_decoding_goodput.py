@@ -45,6 +45,8 @@ class World:
         self.tokens = 0
         self.slowness = 1.0
         self.silent = 0  # rounds in which drafts read their prompts instead of drafting
+        self.prompt, self.answer = 0, 64  # tokens of every request
+        self.controller.ended(self.prompt, self.answer)
 
     def round(self) -> dict[str, int]:
         plan = dict(self.controller.plan(self.rows))
@@ -72,6 +74,40 @@ class World:
         self.seconds += verify + drafted
         self.plain_seconds += self.slowness * target_s(batch, 1)
         return plan
+
+
+def test_a_long_prompt_with_a_short_answer_is_not_worth_reading() -> None:
+    """Steps alone promise a gain of a third; the reading costs more than that."""
+
+    def settled(prompt: int, answer: int) -> list[int]:
+        world = World({"a": 1}, {"a": 0.8})
+        for _ in range(50):
+            world.controller.took(1, 1, target_s(1, 1), (0, 0, 0), 0.1, read_tokens=100)
+            world.controller.ended(prompt, answer)
+        return [world.round()["a"] for _ in range(400)][200:]
+
+    assert sorted(settled(prompt=30, answer=300))[100] >= 3
+    assert sum(k > 0 for k in settled(prompt=600, answer=20)) < 20
+
+
+def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None:
+    def even(_rows: int, tokens: int) -> float:
+        return 0.010 * (1.0 + 0.55 * (tokens - 1))
+
+    world = World({"a": 4}, {"a": 0.6})
+    world.controller = GoodputController(
+        costs(even, (1, 2, 5, 9)), costs(lambda _r, _e: 1e-5, (1, 2, 4)), MAX
+    )
+    world.controller.ended(0, 64)
+    plans = []
+    for _ in range(600):
+        k = world.controller.plan({"a": 4})["a"]
+        for _ in range(4):
+            tries = (world.random.random() < 0.6 for _ in range(k))
+            world.controller.accepted("a", k, sum(1 for _ in itertools.takewhile(bool, tries)))
+        world.controller.took(4, k + 1, even(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 1e-5)
+        plans.append(k)
+    assert sum(k > 0 for k in plans[100:]) < 50
 
 
 @given(

@@ -69,6 +69,7 @@ class PoolProposer:
         self._attached = threading.Condition()
         self._links: dict[str, ExpertLink] = {}  # not taken yet; guarded by the condition
         self.waited_in_vain = False
+        self.read_tokens = 0  # experts read while the target works
 
     def attach(self, expert: str, link: ExpertLink) -> None:
         """Use a connection from the next round on, in place of an earlier one."""
