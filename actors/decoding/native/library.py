@@ -25,6 +25,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_HEADERS = ("numbers.h", "layers.h", "attention.h", "tokens.h")
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -47,7 +48,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-# As in kernels.cpp: queries of a tile, and the lanes of the widest vectors.
+# As in attention.h: queries of a tile, and the lanes of the widest vectors.
 _TILE, _LANES = 16, 16
 
 
@@ -259,7 +260,9 @@ def _build() -> Path:
     Raises:
         RuntimeError: without a compiler, or where compiling fails.
     """
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, _processor()]).encode())
+    files = [_SOURCE, *map(_SOURCE.with_name, _HEADERS)]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    key = hashlib.sha256("\0".join([*texts, *_FLAGS, _processor()]).encode())
     folder = _folder()
     library = folder / f"kernels-{key.hexdigest()[:16]}.so"
     if library.is_file():

@@ -1,0 +1,118 @@
+"""Two front doors, two targets, one pool: what is shared serves both, and either may die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import processes
+import pytest
+from clients import Load, Reply, RetryingLoad, bodies, until
+from free_ports import find_port
+
+from paceline.deploy import app
+from paceline.deploy.app import RunningApp
+from paceline.deploy.config import load_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
+
+REQUESTS, AT_ONCE, MAX_TOKENS, BACK_S = 24, 8, 40, 180.0
+EXPERTS = ("general", "sql")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
+    config = load_config(
+        None,
+        {
+            "port": find_port(),
+            "state_dir": str(tmp_path_factory.mktemp("state")),
+            "ingress.num_replicas": 2,
+            "target.num_replicas": 2,
+            "target.dtype": "float32",
+            "target.num_threads": 1,
+            "drafts.placement": "pool",
+            "drafts.topics": ["sql"],
+            "drafts.num_speculative_tokens": 3,
+            "drafts.round_timeout_ms": 1000.0,
+            "training.enabled": False,
+            "ray.num_cpus": 2,
+            "ray.dashboard": False,
+        },
+    )
+    with app.start(config) as application:
+        yield application
+
+
+def answered(replies: list[Reply]) -> list[Any]:
+    assert [reply.error for reply in replies] == [None] * len(replies)
+    return [reply.answer for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: RunningApp) -> list[Any]:
+    """The answers without speculation."""
+    plain = [body | {"speculative": {"draft": "off"}} for body in bodies(REQUESTS, MAX_TOKENS)]
+    return answered(asyncio.run(Load(running.base_url, plain, AT_ONCE).run()))
+
+
+def drafted(url: str) -> int:
+    """Tokens drafted for one answer."""
+    body = bodies(1, MAX_TOKENS, stream=False)[0]
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
+    tokens: int = answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
+    return tokens
+
+
+def test_both_targets_draft_with_the_same_experts(
+    running: RunningApp, undisturbed: list[Any]
+) -> None:
+    assert len(processes.of("target")) == len(processes.of("ingress")) == 2
+    assert len(processes.of("expert")) == len(EXPERTS)
+    asyncio.run(until(lambda: drafted(running.base_url) > 0, "experts to draft", BACK_S))
+    load = Load(running.base_url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE)
+    assert answered(asyncio.run(load.run())) == undisturbed
+    seen = set()
+    for _ in range(40):  # Serve picks a replica for every request
+        target = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()["target"]
+        assert all(part["connected"] for part in target["experts"].values()), target["experts"]
+        seen.add(target["replica_id"])
+        if len(seen) == 2:
+            return
+    pytest.fail(f"only {seen} ever answered")
+
+
+def test_one_front_door_dies_and_the_other_lets_requests_in(
+    running: RunningApp, undisturbed: list[Any]
+) -> None:
+    async def one_dies() -> tuple[list[Reply], list[Reply], int]:
+        load = RetryingLoad(running.base_url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE, BACK_S)
+        answers = asyncio.create_task(load.run())
+        await until(lambda: load.begun >= AT_ONCE // 2, "the first tokens", 120)
+        processes.of("ingress")[0].kill()
+        late = RetryingLoad(running.base_url, bodies(2, 4), 2, BACK_S)
+        met = await late.run()
+        return await answers, met, len(processes.of("ingress"))
+
+    replies, met, _ = asyncio.run(one_dies())
+    assert answered(replies) == undisturbed
+    assert [reply.error for reply in met] == [None, None]
+    asyncio.run(until(lambda: len(processes.of("ingress")) == 2, "the front door", BACK_S))
+
+
+def test_one_target_dies_and_the_other_goes_on_with_the_pool(
+    running: RunningApp, undisturbed: list[Any]
+) -> None:
+    async def one_dies() -> list[Reply]:
+        load = Load(running.base_url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE)
+        answers = asyncio.create_task(load.run())
+        await until(lambda: load.begun >= AT_ONCE // 2, "the first tokens", 120)
+        processes.of("target")[0].kill()
+        return await answers
+
+    experts = {process.pid for process in processes.of("expert")}
+    assert answered(asyncio.run(one_dies())) == undisturbed
+    asyncio.run(until(lambda: drafted(running.base_url) > 0, "experts to draft", BACK_S))
+    assert {process.pid for process in processes.of("expert")} == experts
