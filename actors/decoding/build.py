@@ -13,6 +13,7 @@ import torch
 
 from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.costs import StepCosts, grid_points, profile
+from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings
 from paceline.actors.decoding.experts import ExpertStack
@@ -174,14 +175,15 @@ def build_controller(
         runner.kv.release(row)
     if pool is not None:
         draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
-        return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
+        costs = DraftCosts(draft_costs, reads_elsewhere=True)
+        return GoodputController(StepCosts(target_costs), costs, most)
     draft = stacks[0].runner
     experts = grid_points(min(len(draft.models), settings.max_num_seqs))
     run = stepper(draft, start)
     draft_costs = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
     for row in range(settings.max_num_seqs):
         draft.kv.release(row)
-    return GoodputController(StepCosts(target_costs), StepCosts(draft_costs), most)
+    return GoodputController(StepCosts(target_costs), DraftCosts(draft_costs), most)
 
 
 def _graph_tokens(settings: TargetSettings) -> int:

@@ -7,16 +7,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _SMOOTHING = 0.1
-_OUTLIER = 3.0
+OUTLIER = 3.0
 _TRUSTED_AFTER = 3
 _FORGOTTEN_AFTER = 500
 
 
 @dataclass(slots=True)
-class _Measured:
+class Measured:
+    """Smoothed seconds of one size.
+
+    Attributes:
+        seconds: that it takes.
+        count: how often it was measured.
+        at: observations of any size until the last one of this.
+    """
+
     seconds: float
     count: int
-    at: int  # observations of any size until the last one of this
+    at: int
+
+    def trusted(self, now: int) -> bool:
+        """Whether it was measured often and lately; ``now`` counts observations of any size."""
+        return self.count >= _TRUSTED_AFTER and now - self.at <= _FORGOTTEN_AFTER
+
+    def take(self, seconds: float, now: int) -> None:
+        """A further measurement; the longer ago the last one, the less that says."""
+        age = min((now - self.at) * _SMOOTHING, 5.0)
+        share = max(1.0 - (1.0 - _SMOOTHING) ** max(age, 1.0), 1.0 / (self.count + 1))
+        self.seconds += share * (seconds - self.seconds)
+        self.count, self.at = self.count + 1, now
 
 
 class StepCosts:
@@ -33,39 +52,29 @@ class StepCosts:
         self._columns = sorted({column for _, column in profile})
         self._profile = dict(profile)
         self._lines: dict[tuple[int, int], float] = {}  # interpolated once
-        self._measured: dict[tuple[int, int], _Measured] = {}
+        self._measured: dict[tuple[int, int], Measured] = {}
         self._ratio = 1.0
         self._observed = 0
-
-    @property
-    def most_rows(self) -> int:
-        """The largest batch of the profile."""
-        return self._rows[-1]
 
     def seconds(self, rows: int, column: int) -> float:
         """The expected time of a step."""
         known = self._measured.get((rows, column))
-        if known is None or known.count < _TRUSTED_AFTER:
-            return self._profiled(rows, column) * self._ratio
-        if self._observed - known.at > _FORGOTTEN_AFTER:
-            return self._profiled(rows, column) * self._ratio
-        return known.seconds
+        if known is not None and known.trusted(self._observed):
+            return known.seconds
+        return self.profiled(rows, column) * self._ratio
 
     def observe(self, rows: int, column: int, seconds: float) -> None:
         """Take a measured time; a single stall does not move the estimate far."""
-        seconds = min(seconds, _OUTLIER * self.seconds(rows, column))
+        seconds = min(seconds, OUTLIER * self.seconds(rows, column))
         self._observed += 1
-        known = self._measured.setdefault((rows, column), _Measured(seconds, 0, self._observed))
-        # The longer ago the last one, the less it says.
-        age = min((self._observed - known.at) * _SMOOTHING, 5.0)
-        share = max(1.0 - (1.0 - _SMOOTHING) ** max(age, 1.0), 1.0 / (known.count + 1))
-        known.seconds += share * (seconds - known.seconds)
-        known.count, known.at = known.count + 1, self._observed
+        first = Measured(seconds, 0, self._observed)
+        self._measured.setdefault((rows, column), first).take(seconds, self._observed)
         if rows <= self._rows[-1] and column <= self._columns[-1]:
-            ratio = seconds / self._profiled(rows, column)
+            ratio = seconds / self.profiled(rows, column)
             self._ratio += _SMOOTHING * (ratio - self._ratio)
 
-    def _profiled(self, rows: int, column: int) -> float:
+    def profiled(self, rows: int, column: int) -> float:
+        """The profile's time of a step, interpolated, nothing measured since."""
         known = self._lines.get((rows, column))
         if known is None:
             low, high, weight = _between(self._rows, rows)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.actors.decoding.costs import StepCosts
-from paceline.actors.decoding.reading import ReadingCosts
+from paceline.actors.decoding.draft_costs import DraftCosts
 
 _PRIOR_TRIALS = 4.0
 _PRIOR_ACCEPTANCE = 0.6
@@ -104,18 +104,16 @@ class _Probe:
 class GoodputController:
     """Chooses k round by round. Pure: it is told what happened and how long it took."""
 
-    def __init__(self, target: StepCosts, draft: StepCosts, max_tokens: int) -> None:
+    def __init__(self, target: StepCosts, draft: DraftCosts, max_tokens: int) -> None:
         """Start without knowledge of acceptance: the prior makes every expert worth a try.
 
         Args:
             target: seconds of a round without its drafting, by (rows, tokens per row).
-            draft: seconds of one draft step, by (rows, experts).
+            draft: seconds of drafting, by rows, experts and steps.
             max_tokens: largest k.
         """
         self._target = target
         self._draft = draft
-        rows = draft.most_rows
-        self._reading = ReadingCosts(draft.seconds(rows, 1) / rows)
         self._max_tokens = max_tokens
         self._acceptance: dict[str, Acceptance] = {}
         self._probes: dict[str, _Probe] = {}
@@ -173,11 +171,7 @@ class GoodputController:
         """
         self._target.observe(rows, tokens, verify_s)
         drafted_rows, experts, steps = drafting
-        if read_tokens:
-            known = steps * self._draft.seconds(drafted_rows, experts) if steps else 0.0
-            self._reading.read(read_tokens, draft_s - known)
-        elif steps:
-            self._draft.observe(drafted_rows, experts, draft_s / steps)
+        self._draft.observe(drafted_rows, experts, steps, draft_s, read_tokens)
         self._credit = min(self._credit + _PROBE_SHARE * (verify_s + draft_s), _MOST_CREDIT_S)
         for expert in self._drafted:
             probe = self._probe(expert)
@@ -186,7 +180,7 @@ class GoodputController:
 
     def ended(self, prompt_tokens: int, output_tokens: int) -> None:
         """A request that leaves the choice to the controller has ended: its lengths."""
-        self._reading.ended(prompt_tokens, output_tokens)
+        self._draft.reading.ended(prompt_tokens, output_tokens)
 
     def swapped(self, expert: str) -> None:
         """New weights: look at them soon."""
@@ -206,8 +200,9 @@ class GoodputController:
         gained = sum(n * self._of(e).expected_lengths()[plan.k] for e, n in drafting.items())
         seconds = self._target.seconds(batch, plan.k + 1)
         if plan.k and drafting:
-            seconds += plan.k * self._draft.seconds(sum(drafting.values()), len(drafting))
-            seconds += self._reading.emitted_s * (sum(drafting.values()) + gained)
+            own = sum(drafting.values())
+            seconds += self._draft.seconds(own, len(drafting), plan.k)
+            seconds += self._draft.reading.emitted_s * (own + gained)
         return (batch + gained) / seconds
 
     def _candidates(self, rows: Mapping[str, int]) -> Sequence[Plan]:
@@ -255,6 +250,6 @@ class GoodputController:
         batch, own = others + sum(rows.values()), rows[expert]
         further = k + _PROBE_TOKENS + 1
         verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
-        step = self._draft.seconds(own, 1)
-        reading = 0.0 if k else own * self._reading.request_s
-        return _PROBE_ROUNDS * (max(verify, 0.0) + _PROBE_TOKENS * step) + reading
+        draft = self._draft.seconds(own, 1, k + _PROBE_TOKENS) - self._draft.seconds(own, 1, k)
+        reading = 0.0 if k else own * self._draft.reading.request_s
+        return _PROBE_ROUNDS * (max(verify, 0.0) + max(draft, 0.0)) + reading

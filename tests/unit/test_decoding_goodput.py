@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.actors.decoding.costs import StepCosts, grid_points, profile
+from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.goodput import Acceptance, GoodputController
 
 MAX = 8
@@ -30,8 +31,12 @@ def costs(seconds: Callable[[int, int], float], columns: tuple[int, ...]) -> Ste
     return StepCosts({(r, c): seconds(r, c) for r in ROWS for c in columns})
 
 
+def draft_costs(seconds: Callable[[int, int], float] = draft_s) -> DraftCosts:
+    return DraftCosts({(r, e): seconds(r, e) for r in ROWS for e in (1, 2, 4)})
+
+
 def controller() -> GoodputController:
-    return GoodputController(costs(target_s, (1, 2, 5, 9)), costs(draft_s, (1, 2, 4)), MAX)
+    return GoodputController(costs(target_s, (1, 2, 5, 9)), draft_costs(), MAX)
 
 
 class World:
@@ -45,8 +50,8 @@ class World:
         self.tokens = 0
         self.slowness = 1.0
         self.silent = 0  # rounds in which drafts read their prompts instead of drafting
-        self.prompt, self.answer = 0, 64  # tokens of every request
-        self.controller.ended(self.prompt, self.answer)
+        self.fixed_s = 0.0  # of every round that drafts, beside its steps
+        self.controller.ended(0, 64)  # prompts of no length to speak of
 
     def round(self) -> dict[str, int]:
         plan = dict(self.controller.plan(self.rows))
@@ -58,7 +63,9 @@ class World:
         steps = max(plan.values())
         verify = self.slowness * target_s(batch, steps + 1)
         drafted = self.slowness * (
-            steps * draft_s(sum(drafting.values()), len(drafting)) if drafting else 0.0
+            self.fixed_s + steps * draft_s(sum(drafting.values()), len(drafting))
+            if drafting
+            else 0.0
         )
         for expert, n in self.rows.items():
             for _ in range(n):
@@ -96,7 +103,7 @@ def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None
 
     world = World({"a": 4}, {"a": 0.6})
     world.controller = GoodputController(
-        costs(even, (1, 2, 5, 9)), costs(lambda _r, _e: 1e-5, (1, 2, 4)), MAX
+        costs(even, (1, 2, 5, 9)), draft_costs(lambda _r, _e: 1e-5), MAX
     )
     world.controller.ended(0, 64)
     plans = []
@@ -167,6 +174,62 @@ def test_the_choice_is_near_the_best_fixed_number(acceptance: float, batch: int)
 
     best = max(fixed(k) for k in range(MAX + 1))
     assert world.tokens / world.seconds > 0.95 * best
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_a_round_costs_beside_its_steps_is_not_charged_to_further_steps(batch: int) -> None:
+    """Else, after short drafts, long ones look dear for ever, and are never tried."""
+    world = World({"a": batch}, {"a": 0.5}, seed=5)
+    world.fixed_s = 0.004
+    for _ in range(400):
+        world.round()
+    world.acceptance["a"] = 0.85
+    for _ in range(1500):
+        world.round()
+    world.seconds = world.tokens = 0
+    for _ in range(2000):
+        world.round()
+
+    def fixed(k: int) -> float:
+        tokens = batch * sum(0.85**i for i in range(k + 1))
+        drafting = world.fixed_s + k * draft_s(batch, 1) if k else 0.0
+        return tokens / (target_s(batch, k + 1) + drafting)
+
+    assert world.tokens / world.seconds > 0.95 * max(fixed(k) for k in range(MAX + 1))
+
+
+def test_the_cost_of_steps_never_tried_follows_from_those_that_were() -> None:
+    table = draft_costs()
+    step = draft_s(4, 1)
+    for _ in range(100):
+        table.observe(4, 1, 1, 0.003 + step)
+    assert table.seconds(4, 1, 1) == pytest.approx(0.003 + step, rel=0.02)
+    assert table.seconds(4, 1, 6) == pytest.approx(0.003 + 6 * step, rel=0.02)
+    assert table.seconds(4, 1, 0) == 0.0
+    for _ in range(100):  # steps that cost twice what the profile says
+        table.observe(4, 1, 5, 0.003 + 10 * step)
+    assert table.seconds(4, 1, 8) == pytest.approx(0.003 + 16 * step, rel=0.1)
+    table.observe(4, 1, 5, 1e3)
+    assert table.seconds(4, 1, 8) < 2 * (0.003 + 16 * step)
+
+
+@given(
+    rounds=st.lists(
+        st.tuples(st.integers(1, 16), st.integers(1, 4), st.integers(1, 8), st.floats(0.0, 1.0)),
+        max_size=60,
+    )
+)
+def test_drafting_never_looks_free_nor_less_than_nothing(
+    rounds: list[tuple[int, int, int, float]],
+) -> None:
+    table = draft_costs()
+    for rows, experts, steps, seconds in rounds:
+        table.observe(rows, experts, steps, seconds)
+    for rows in ROWS:
+        for k in range(1, MAX + 1):
+            assert table.seconds(rows, 1, k) >= 0.0
+        assert table._line.fixed >= 0.0
+        assert table._line.slope > 0.0
 
 
 def test_experts_are_judged_one_by_one() -> None:
@@ -281,7 +344,7 @@ def test_k_falls_as_load_grows() -> None:
 
     chosen = []
     for batch in (1, 2, 4, 8, 16):
-        tables = costs(busy, tuple(range(1, MAX + 2))), costs(draft_s, (1, 2, 4))
+        tables = costs(busy, tuple(range(1, MAX + 2))), draft_costs()
         plans = GoodputController(*tables, MAX)
         for _ in range(300):
             plans.accepted("a", MAX, 3)

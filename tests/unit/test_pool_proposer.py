@@ -10,6 +10,7 @@ from engines import request, run
 from pools import make_proposer, pool_engine, serving
 
 from paceline.actors.decoding.costs import StepCosts
+from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.pool.channel import Channel
 from paceline.actors.decoding.pool.link import ExpertLink, connect
@@ -66,16 +67,19 @@ def test_connections_do_not_pile_up_while_nothing_is_drafted() -> None:
         closing.close()
 
 
-class NotedCosts(StepCosts):
+class NotedCosts(DraftCosts):
     """Notes what it is told."""
 
     def __init__(self) -> None:
         super().__init__({(1, 1): 0.01, (2, 2): 0.01, (1, 2): 0.01, (2, 1): 0.01})
-        self.seen: list[tuple[int, int]] = []
+        self.seen: list[tuple[int, int, int]] = []
 
-    def observe(self, rows: int, column: int, seconds: float) -> None:
-        self.seen.append((rows, column))
-        super().observe(rows, column, seconds)
+    def observe(
+        self, rows: int, experts: int, steps: int, seconds: float, read_tokens: int = 0
+    ) -> None:
+        if steps:
+            self.seen.append((rows, experts, steps))
+        super().observe(rows, experts, steps, seconds, read_tokens)
 
 
 @pytest.mark.parametrize("silent", [False, True])
