@@ -28,6 +28,9 @@ _HYSTERESIS = 1.03
 # where the two are about even nothing is lost by decoding plainly.
 _WORTH_STARTING = 1.06
 _WORTH_KEEPING = 1.02
+# Taking it up has every draft read its prompt: a small promise must be made several times in a row.
+_SURELY_WORTH = 1.2
+_TIMES_PROMISED = 4
 _PLAN_EVERY = 8
 _PROBE_SHARE = 0.01
 _PROBE_ROUNDS = 4
@@ -120,6 +123,7 @@ class GoodputController:
         self._drafted: set[str] = set()
         self._credit = 0.0  # seconds that looks may cost, over all experts
         self._plan = Plan()
+        self._promised = 0  # times in a row that drafting seemed to be worth taking up
         self._planned_for: tuple[tuple[str, int], ...] = ()
         self._rounds = 0
 
@@ -219,10 +223,17 @@ class GoodputController:
         if not present.experts:
             present = Plan()
         promised = self._goodput(best, rows, others)
-        worth = _WORTH_KEEPING if present.k else _WORTH_STARTING
-        if promised < worth * self._goodput(Plan(), rows, others):
+        if not self._worth(promised / self._goodput(Plan(), rows, others), bool(present.k)):
             return Plan()
         return best if promised > _HYSTERESIS * self._goodput(present, rows, others) else present
+
+    def _worth(self, gain: float, drafting: bool) -> bool:
+        """Whether to draft at all, for what it promises over plain decoding."""
+        if drafting:
+            self._promised = 0
+            return gain >= _WORTH_KEEPING
+        self._promised = self._promised + 1 if gain >= _WORTH_STARTING else 0
+        return gain >= _SURELY_WORTH or self._promised >= _TIMES_PROMISED
 
     def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int, oldest: str) -> int:
         """Draft further now and then than it pays, so that acceptance stays known there."""
