@@ -36,6 +36,7 @@ from paceline.deploy.config import load_config
 
 _OUT = Path("out") / "bench" / "soak.json"
 _MIB = 2.0**20
+_TAUGHT_IN_S = 900.0
 # What may rise over the judged time, per series: a share of its level, or so much.
 TOLERANCES = {
     "rss": Tolerance(0.05, 24 * _MIB),
@@ -89,12 +90,28 @@ async def drained(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
+async def all_taught(url: str, seconds: float) -> None:
+    """Return when every draft has been trained once, or after so long.
+
+    A topic's first round loads its engine for good: before that a trainer grows as it should.
+    """
+    deadline = time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        while time.monotonic() < deadline:
+            status = (await http.get("/v1/paceline/status")).json()
+            versions = status.get("weight_versions", {"": 0})
+            if all(isinstance(v, int) and v > 0 for v in versions.values()):
+                return
+            await asyncio.sleep(5.0)
+
+
 async def soak(url: str, minutes: float, every_s: float, warm_up_s: float) -> tuple[Any, Any]:
-    """Traffic all the time, a reading now and then; the last one after the traffic."""
+    """Traffic all the time; readings once all is warm, the last one after the traffic."""
     mixed = Mixed(url)
     traffic = asyncio.create_task(mixed.run())
     try:
         await asyncio.sleep(warm_up_s)
+        await all_taught(url, _TAUGHT_IN_S)
         began = time.monotonic()
         readings = [await read(url, 0.0)]
         while (at := time.monotonic() - began) < minutes * 60.0:
