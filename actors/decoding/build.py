@@ -258,6 +258,7 @@ def build_engine(
             max_model_len=max_model_len,
             num_speculative_tokens=settings.num_speculative_tokens,
             replay_top_k=settings.replay_top_k,
+            replay_branches=settings.replay_branches,
             prefill_chunk=settings.prefill_chunk,
             eos_token_ids=eos_token_ids(target, tokenizer),
             prefix_cache=settings.prefix_cache,

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 class EngineSettings:
     """Limits of an engine; see TargetSettings for the words.
 
-    ``max_speculative_tokens`` bounds what a round may draft for a request that names no number.
+    ``max_speculative_tokens`` bounds what a round may draft for a request that names no number;
+    ``replay_branches`` records what follows rejected tokens, too.
     """
 
     max_num_seqs: int
@@ -59,6 +60,7 @@ class EngineSettings:
     eos_token_ids: frozenset[int]
     prefix_cache: bool = True
     max_speculative_tokens: int = 32
+    replay_branches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._settings = settings
         self._generator = generator
-        self._log = RoundLog(settings.replay_top_k)
+        self._log = self._new_log()
         self._params = LatestBatch(runner.device)
         self._now = now
         self._schedule = Schedule(
@@ -302,9 +304,13 @@ class Engine:
             logger.exception("the records of a round are lost")
             self._forget_records()
 
+    def _new_log(self) -> RoundLog:
+        settings = self._settings
+        return RoundLog(settings.replay_top_k, branches=settings.replay_branches)
+
     def _forget_records(self) -> None:
         """No running request has a whole record any more."""
-        self._log = RoundLog(self._settings.replay_top_k)
+        self._log = self._new_log()
         for sequence in self._running.values():
             sequence.recorder = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +55,20 @@ def target_log(logits: Tensor, probs: Tensor | None, size: int) -> TargetLog:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What a draft went on with from a rejected token on, and what the target said behind it.
+
+    ``position`` is the rejected one among the emitted; ``tokens`` are the draft's, the rejected
+    one first; ``at`` are the rows of ``log`` that follow each of them.
+    """
+
+    position: int
+    tokens: list[int]
+    log: TargetLog
+    at: slice
+
+
 @dataclass(slots=True)
 class Recorder:
     """Emitted positions of one request, in order."""
@@ -65,6 +80,7 @@ class Recorder:
     _draft_ids: list[int] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
     _draft_logprobs: list[float] = field(default_factory=list)
+    _branches: list[Branch] = field(default_factory=list)
 
     def add(
         self,
@@ -73,22 +89,28 @@ class Recorder:
         drafts: list[int],
         draft_probs: list[float],
         num_accepted: int,
+        behind: slice | None = None,
     ) -> None:
         """Take one round.
 
         Args:
             log: of all rows of the round.
             at: the emitted positions of this request in it, ``num_accepted + 1`` of them.
-            drafts: the drafted tokens; those after the first rejection are not kept, they
-                are continuations of a rejected prefix.
+            drafts: the drafted tokens.
             draft_probs: q of every drafted token.
             num_accepted: how many were accepted.
+            behind: the positions that follow the drafted tokens from the first rejected one on,
+                one each; None or empty keeps nothing of these continuations of a rejected prefix.
         """
         self._ids.append(log.top_ids[at])
         self._logprobs.append(log.top_logprobs[at])
         self._tail.append(log.tail_mass[at])
         if log.processed is not None:
             self._processed.append(log.processed[at])
+        if behind is not None and behind.stop > behind.start:
+            self._branches.append(
+                Branch(len(self._draft_ids) + num_accepted, drafts[num_accepted:], log, behind)
+            )
         for position in range(num_accepted + 1):
             drafted = position < len(drafts)
             self._draft_ids.append(drafts[position] if drafted else -1)
@@ -128,7 +150,22 @@ class Recorder:
             accepted=np.asarray(self._accepted[:count], dtype=np.int8),
             draft_logprobs=np.asarray(self._draft_logprobs[:count], dtype=np.float16),
             processed_top_probs=processed,
+            **stacked([b for b in self._branches if b.position < count]),
         )
+
+
+def stacked(branches: Sequence[Branch]) -> dict[str, NDArray[Any]]:
+    """The ``branch_*`` arrays of a record; none where there are no branches."""
+    if not branches:
+        return {}
+    return {
+        "branch_positions": np.array([b.position for b in branches], dtype=np.int32),
+        "branch_lengths": np.array([len(b.tokens) for b in branches], dtype=np.int32),
+        "branch_token_ids": np.array([t for b in branches for t in b.tokens], dtype=np.int32),
+        "branch_top_ids": np.concatenate([b.log.top_ids[b.at] for b in branches]),
+        "branch_top_logprobs": np.concatenate([b.log.top_logprobs[b.at] for b in branches]),
+        "branch_tail_mass": np.concatenate([b.log.tail_mass[b.at] for b in branches]),
+    }
 
 
 class RoundLog:
@@ -138,13 +175,14 @@ class RoundLog:
     operations: they are kept until there are enough of them, or a request ends.
     """
 
-    def __init__(self, size: int) -> None:
-        """Keep ``size`` top probabilities per position."""
+    def __init__(self, size: int, *, branches: bool = False) -> None:
+        """Keep ``size`` top probabilities per position, with ``branches`` rejected ones' too."""
         self._size = size
+        self._branches = branches
         self._logits: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._held = 0  # numbers that the views keep in memory
-        self._waiting: list[tuple[Recorder, list[int], list[float], int]] = []
+        self._waiting: list[tuple[Recorder, list[int], list[float], int, int]] = []
 
     def add(
         self,
@@ -169,13 +207,16 @@ class RoundLog:
         accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
         drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
         for i in kept:
-            # Views: what they look at is new in every round and stays theirs.
-            self._logits.append(logits[i, : accepted[i] + 1])
-            if verdict.probs is not None:
-                self._probs.append(verdict.probs[i, : accepted[i] + 1])
             recorder, count = recorders[i], drafted[i]
             assert recorder is not None
-            self._waiting.append((recorder, drafts[i][:count], draft_probs[i][:count], accepted[i]))
+            logged = (count if self._branches else accepted[i]) + 1
+            # Views: what they look at is new in every round and stays theirs.
+            self._logits.append(logits[i, :logged])
+            if verdict.probs is not None:
+                self._probs.append(verdict.probs[i, :logged])
+            self._waiting.append(
+                (recorder, drafts[i][:count], draft_probs[i][:count], accepted[i], logged)
+            )
         self._held += logits.numel()
         if self._held >= _WAITING_LOGITS:
             self.flush()
@@ -188,7 +229,8 @@ class RoundLog:
         self._logits, self._probs, self._waiting, self._held = [], [], [], 0
         log = target_log(torch.cat(logits), torch.cat(probs) if probs else None, self._size)
         start = 0
-        for recorder, drafts, draft_probs, accepted in waiting:
-            end = start + accepted + 1
-            recorder.add(log, slice(start, end), drafts, draft_probs, accepted)
+        for recorder, drafts, draft_probs, accepted, logged in waiting:
+            emitted, end = start + accepted + 1, start + logged
+            at, behind = slice(start, emitted), slice(emitted, end)
+            recorder.add(log, at, drafts, draft_probs, accepted, behind)
             start = end

@@ -15,11 +15,11 @@ class TargetSettings:
 
     ``drafts`` maps every expert (all topics and ``general``) to a model folder; the frozen
     initial weights of each are reachable as ``<expert>@0`` without an entry of their own.
-    ``replay_top_k`` target probabilities are logged per position; ``draft_top_k`` bounds the
-    support that a draft proposes from. ``num_speculative_tokens`` None has every round draft
-    what measured goodput says, up to ``max_speculative_tokens``. ``max_model_len`` None takes
-    the target's own limit. ``kv_cache_mb`` MiB hold the target's keys and values, None is enough
-    for ``max_num_seqs`` full contexts (on GPUs at most a part of the free memory); drafts have
+    ``replay_top_k`` target probabilities are logged per position, with ``replay_branches`` behind
+    rejected tokens too; ``draft_top_k`` bounds the support that a draft proposes from.
+    ``num_speculative_tokens`` None has every round draft what measured goodput says, up to
+    ``max_speculative_tokens``. ``max_model_len`` None takes the target's own limit.
+    ``kv_cache_mb`` MiB hold the target's keys and values, None is enough for ``max_num_seqs`` full contexts (on GPUs at most a part of the free memory); drafts have
     room for as many positions, on top, each expert of a pool for as many as all targets together
     (again at most a part of a GPU's free memory). ``placement`` pool has every expert in a process
     of its own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
@@ -40,6 +40,7 @@ class TargetSettings:
     max_speculative_tokens: int = 8
     draft_top_k: int = 64
     replay_top_k: int = 32
+    replay_branches: bool = False
     prefill_chunk: int = 256
     prefix_cache: bool = True
     numerics: Numerics = "auto"

@@ -2,14 +2,15 @@
 
 For every emitted position (accepted, recovered, bonus or plainly decoded alike) it holds the
 target's top-K distribution, so that a draft learns without running the target again, and a
-draft that is switched off still has something to learn from.
+draft that is switched off still has something to learn from. Where it was asked for, it also holds
+what the target said behind each rejected draft token: contexts that the draft itself led to.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_READABLE = (1, 2)  # 1 knew no branches
 
 _SCALARS: dict[str, type] = {
     "request_id": str,
@@ -40,13 +42,22 @@ _ARRAYS: dict[str, tuple[str, str]] = {
     "accepted": ("<i1", "N"),
     "draft_logprobs": ("<f2", "N"),
     "processed_top_probs": ("<f2", "NK"),
+    "branch_positions": ("<i4", "R"),
+    "branch_lengths": ("<i4", "R"),
+    "branch_token_ids": ("<i4", "M"),
+    "branch_top_ids": ("<i4", "MK"),
+    "branch_top_logprobs": ("<f2", "MK"),
+    "branch_tail_mass": ("<f4", "M"),
 }
-_OPTIONAL = frozenset({"processed_top_probs"})
+_BRANCH = tuple(name for name in _ARRAYS if name.startswith("branch_"))
+_OPTIONAL = frozenset({"processed_top_probs", *_BRANCH})
 # What these may hold; the slack is float16's. A draft's own figures may be as broken as it is.
 _RANGES: dict[str, tuple[float, float]] = {
     "target_top_logprobs": (-math.inf, 0.01),
     "target_tail_mass": (-0.01, 1.01),
     "processed_top_probs": (-0.01, 1.01),
+    "branch_top_logprobs": (-math.inf, 0.01),
+    "branch_tail_mass": (-0.01, 1.01),
 }
 
 
@@ -81,6 +92,15 @@ class ReplayRecord:
         draft_logprobs: float16 ``[N]``, log q of the drafted token, nan where none.
         processed_top_probs: float16 ``[N, K]``, p after temperature, top_k and top_p at
             ``target_top_ids``; None for a greedy request.
+        branch_positions: int32 ``[R]``, ascending, the rejected positions that have a branch;
+            None, as all of ``branch_*``, where none was recorded.
+        branch_lengths: int32 ``[R]``, tokens of each branch, at least 1.
+        branch_token_ids: int32 ``[M]``, the draft's tokens from each rejected one on, one branch
+            after the other; M is the sum of the lengths.
+        branch_top_ids: int32 ``[M, K]``, the target's view of what follows each of these tokens
+            (not of the rejected position itself, which is among the emitted ones),
+        branch_top_logprobs: float16 ``[M, K]``, and
+        branch_tail_mass: float32 ``[M]``, as those of emitted positions.
     """
 
     request_id: str
@@ -100,11 +120,28 @@ class ReplayRecord:
     accepted: NDArray[np.int8]
     draft_logprobs: NDArray[np.float16]
     processed_top_probs: NDArray[np.float16] | None = None
+    branch_positions: NDArray[np.int32] | None = None
+    branch_lengths: NDArray[np.int32] | None = None
+    branch_token_ids: NDArray[np.int32] | None = None
+    branch_top_ids: NDArray[np.int32] | None = None
+    branch_top_logprobs: NDArray[np.float16] | None = None
+    branch_tail_mass: NDArray[np.float32] | None = None
 
     @property
     def greedy(self) -> bool:
         """Whether the request took the most likely token everywhere."""
         return self.temperature == 0.0
+
+    def branches(self) -> Iterator[tuple[int, slice]]:
+        """The rejected position of each branch, and its rows of the ``branch_*`` arrays."""
+        if self.branch_positions is None or self.branch_lengths is None:
+            return
+        end = 0
+        for position, length in zip(
+            self.branch_positions.tolist(), self.branch_lengths.tolist(), strict=True
+        ):
+            end += length
+            yield position, slice(end - length, end)
 
 
 def encode(record: ReplayRecord) -> bytes:
@@ -120,7 +157,7 @@ def encode(record: ReplayRecord) -> bytes:
     for name, (dtype, axes) in _ARRAYS.items():
         value = getattr(record, name)
         if value is None and name in _OPTIONAL:
-            arrays[name], fields[name] = None, None
+            arrays[name] = None
             continue
         array = np.ascontiguousarray(value, dtype=dtype)
         if array.ndim != len(axes):
@@ -146,8 +183,8 @@ def decode(data: bytes) -> ReplayRecord:
     if not isinstance(fields, dict):
         raise RecordError("record: not a map")
     version = fields.get("schema")
-    if version != SCHEMA_VERSION:
-        raise RecordError(f"record: schema {version!r}, this code reads {SCHEMA_VERSION}")
+    if type(version) is not int or version not in _READABLE:
+        raise RecordError(f"record: schema {version!r}, this code reads up to {SCHEMA_VERSION}")
     top = fields.get("top")
     if type(top) is not int or top < 1:
         raise RecordError("record: top must be a positive integer")
@@ -172,24 +209,43 @@ def _array(fields: Mapping[str, Any], name: str, top: int) -> NDArray[Any] | Non
         return None
     if not isinstance(value, bytes):
         raise RecordError(f"record: {name} must be bytes")
-    width = np.dtype(dtype).itemsize * (top if axes == "NK" else 1)
+    width = np.dtype(dtype).itemsize * (top if len(axes) == 2 else 1)
     if len(value) % width:
         raise RecordError(f"record: {name} has a broken length")
     array = np.frombuffer(value, dtype=dtype)
-    return array.reshape(-1, top) if axes == "NK" else array
+    return array.reshape(-1, top) if len(axes) == 2 else array
 
 
 def _check_shapes(arrays: Mapping[str, NDArray[Any] | None]) -> None:
-    """Every array must agree on N, and every wide one on K."""
+    """Every array must agree on N, and every wide one on K; branches on R and M."""
     reference = arrays["target_top_ids"]
     assert reference is not None
+    sizes = dict(zip("NK", reference.shape, strict=True))
     for name, array in arrays.items():
-        axes = _ARRAYS[name][1]
-        if array is None or axes == "P":
+        if array is None:
             continue
-        expected = reference.shape[: len(axes)]
+        # what names an axis first decides its length
+        expected = tuple(
+            sizes.setdefault(axis, length)
+            for axis, length in zip(_ARRAYS[name][1], array.shape, strict=True)
+        )
         if array.shape != expected:
             raise RecordError(f"record: {name} has shape {array.shape}, not {expected}")
+    _check_branches([arrays[name] for name in _BRANCH], sizes)
+
+
+def _check_branches(parts: Sequence[NDArray[Any] | None], sizes: Mapping[str, int]) -> None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return
+    if len(present) < len(parts):
+        raise RecordError("record: branch_* arrays come all together")
+    positions, lengths = present[:2]
+    inside = bool(((positions >= 0) & (positions < sizes["N"])).all())
+    if not inside or not bool((np.diff(positions) > 0).all()):
+        raise RecordError("record: branch_positions must ascend among the emitted ones")
+    if not bool((lengths > 0).all()) or int(lengths.sum()) != sizes["M"]:
+        raise RecordError("record: branch_lengths must be positive and sum to all tokens")
 
 
 def _check_values(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] | None]) -> None:
