@@ -80,9 +80,18 @@ class ReplayShard:
             self._rewrite_when_due()
 
     def sample(self, n: int, split: Split) -> list[bytes]:
-        """At most ``n`` different encoded records of a split, recent ones favoured."""
+        """At most ``n`` different encoded records of a split, as the settings' sampler draws."""
         with self._lock:
             return self._table.sample(n, split, self._clock(), self._rng)
+
+    def update_losses(self, losses: dict[str, float]) -> None:
+        """Note how badly a draft in training did on records, in nats, by request id.
+
+        They order what is drawn and removed by priority. They are not persisted: a shard that
+        comes back takes every record for unknown.
+        """
+        with self._lock:
+            self._table.update_losses(losses)
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or with None all, from memory and disk; returns how many."""

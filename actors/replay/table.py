@@ -1,20 +1,28 @@
-"""The replay table: what is kept, what is removed, what is drawn. Pure; time and RNG come in."""
+"""The replay table: what is kept, what is removed, what is drawn. Pure; time and RNG come in.
+
+Priorities are losses that a trainer reported (prioritized experience replay, Schaul et al.
+1511.05952, without its importance weights: a draft is to be good where it is bad now). A record
+that no trainer has seen yet comes before all others.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 Split = Literal["train", "held_out"]
-Remover = Literal["fifo", "reservoir"]
+Remover = Literal["fifo", "reservoir", "priority"]
+Sampler = Literal["recency", "priority"]
 
 _SLACK_SHARE = 0.02
 _LONGEST_SLACK_S = 600.0
+_LEAST_LEVEL = 1e-3  # of a loss, against the highest one: no record's weight is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +34,14 @@ class ReplaySettings:
         retention_s: age at which a record is dropped, seconds; from disk at most
             :attr:`disk_slack_s` later.
         remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample of
-            all that ever came.
+            all that ever came; ``priority`` drops those of the least loss, the oldest of equals.
+        sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
+            split is always drawn by recency: what judges must not follow what was learnt.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
-        recent_share: share of a sample that favours recent records; the rest is uniform.
+        recent_share: share of a sample that favours some records; the rest is uniform, so that
+            none is forgotten.
         recent_half_life: records after which a record's recency weight has halved.
+        priority_exponent: of the loss in a record's weight; 0 is uniform.
     """
 
     capacity_bytes: int = 64 * 2**20
@@ -38,11 +50,17 @@ class ReplaySettings:
     held_out_fraction: float = 0.2
     recent_share: float = 0.5
     recent_half_life: float = 200.0
+    sampler: Sampler = "recency"
+    priority_exponent: float = 0.6
 
     def __post_init__(self) -> None:
         """Refuse settings that keep nothing or make no sense."""
-        if self.remover not in ("fifo", "reservoir"):
-            raise ValueError(f"remover must be fifo or reservoir, not {self.remover!r}")
+        if self.remover not in get_args(Remover):
+            raise ValueError(f"remover must be fifo, reservoir or priority, not {self.remover!r}")
+        if self.sampler not in get_args(Sampler):
+            raise ValueError(f"sampler must be recency or priority, not {self.sampler!r}")
+        if self.priority_exponent < 0.0:
+            raise ValueError("priority_exponent must not be negative")
         if not 0.0 <= self.held_out_fraction <= 1.0 or not 0.0 <= self.recent_share <= 1.0:
             raise ValueError("held_out_fraction and recent_share lie between 0 and 1")
         if self.capacity_bytes <= 0 or self.retention_s <= 0 or self.recent_half_life <= 0:
@@ -74,6 +92,7 @@ class Partition:
         self._capacity = capacity_bytes
         self._remover = remover
         self._entries: deque[Entry] = deque()
+        self._losses: dict[str, float] = {}  # by request, of what is kept
         self._oldest = math.inf  # a lower bound of what is kept: no need to look below it
         self.bytes = 0
         self.inserted = 0
@@ -97,11 +116,24 @@ class Partition:
                 return
             while self.bytes + len(entry.data) > self._capacity:
                 self._drop(int(rng.integers(len(self._entries))))
+        if full and self._remover == "priority":
+            self._make_room(len(entry.data))
         self._entries.append(entry)
         self._oldest = min(self._oldest, entry.created)
         self.bytes += len(entry.data)
         while self.bytes > self._capacity:
             self._drop(0)
+
+    def losses(self) -> NDArray[np.float64]:
+        """The latest loss of each record, oldest first; inf where no trainer has seen it."""
+        return np.array([self._losses.get(e.request_id, math.inf) for e in self._entries])
+
+    def update_losses(self, losses: Mapping[str, float]) -> None:
+        """Take losses by request; of records that are gone, or not finite, nothing is noted."""
+        kept = {entry.request_id for entry in self._entries}
+        self._losses.update(
+            (name, loss) for name, loss in losses.items() if name in kept and math.isfinite(loss)
+        )
 
     def expire(self, before: float) -> None:
         """Drop records created before a unix time."""
@@ -126,12 +158,26 @@ class Partition:
         chosen = rng.choice(len(self._entries), size=count, replace=False, p=weights)
         return [self._entries[int(index)].data for index in chosen]
 
+    def _make_room(self, size: int) -> None:
+        """Drop records of the least loss until ``size`` bytes fit."""
+        gone: set[int] = set()
+        room = self._capacity - self.bytes
+        for index in np.argsort(self.losses(), kind="stable").tolist():
+            if room >= size:
+                break
+            gone.add(index)
+            room += len(self._entries[index].data)
+        self._keep([entry for i, entry in enumerate(self._entries) if i not in gone])
+
     def _drop(self, index: int) -> None:
         self.bytes -= len(self._entries[index].data)
+        self._losses.pop(self._entries[index].request_id, None)
         del self._entries[index]
 
     def _keep(self, entries: list[Entry]) -> None:
         self._entries = deque(entries)
+        kept = {entry.request_id for entry in entries}
+        self._losses = {name: loss for name, loss in self._losses.items() if name in kept}
         self._oldest = min((entry.created for entry in entries), default=math.inf)
         self.bytes = sum(len(entry.data) for entry in entries)
 
@@ -165,6 +211,29 @@ def sampling_weights(count: int, recent_share: float, half_life: float) -> NDArr
     return normal
 
 
+def priority_weights(
+    losses: NDArray[np.float64], favoured_share: float, exponent: float
+) -> NDArray[np.float64]:
+    """Probability of each record where a high loss is favoured; they sum to 1.
+
+    Args:
+        losses: float64 ``[R]``, nats; inf where it is not known, which counts as the highest one.
+            What lies below a thousandth of the highest one counts as that much.
+        favoured_share: weight of the part that goes with loss ** exponent; the rest is uniform.
+        exponent: at least 0.
+    """
+    if len(losses) == 0:
+        return np.zeros(0)
+    known = np.isfinite(losses)
+    highest = float(losses[known].max()) if known.any() else 0.0
+    highest = highest if highest > 0.0 else 1.0
+    levels = np.where(known, losses, highest) / highest
+    levels = np.power(levels.clip(min=_LEAST_LEVEL), exponent)
+    weights = favoured_share * levels / levels.sum() + (1.0 - favoured_share) / len(losses)
+    normal: NDArray[np.float64] = weights / weights.sum()
+    return normal
+
+
 class ReplayTable:
     """Both splits of one topic."""
 
@@ -186,12 +255,19 @@ class ReplayTable:
         return True
 
     def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
-        """At most ``n`` different records of a split, recent ones favoured."""
+        """At most ``n`` different records of a split, as the settings' sampler draws."""
         self.expire(now)
-        partition = self._splits[split]
-        settings = self._settings
-        weights = sampling_weights(len(partition), settings.recent_share, settings.recent_half_life)
+        partition, settings = self._splits[split], self._settings
+        share = settings.recent_share
+        if settings.sampler == "priority" and split == "train":
+            weights = priority_weights(partition.losses(), share, settings.priority_exponent)
+        else:
+            weights = sampling_weights(len(partition), share, settings.recent_half_life)
         return partition.sample(n, weights, rng)
+
+    def update_losses(self, losses: Mapping[str, float]) -> None:
+        """Take the latest losses by request, in nats, of records to learn from."""
+        self._splits["train"].update_losses(losses)
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or all; returns how many."""
