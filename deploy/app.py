@@ -228,6 +228,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         max_speculative_tokens=config.drafts.max_speculative_tokens,
         draft_top_k=config.drafts.top_k,
         replay_top_k=config.replay.top_k,
+        replay_branches=config.training.enabled and config.training.objective.needs_branches,
         prefill_chunk=config.target.prefill_chunk,
         prefix_cache=config.target.prefix_cache,
         numerics=config.target.numerics,

@@ -100,6 +100,7 @@ def _shard(config: PacelineConfig, expert: str) -> Any:
         capacity_bytes=config.replay.capacity_mb * _MEBIBYTE,
         retention_s=config.replay.retention_hours * _HOUR_S,
         remover=config.replay.remover,
+        sampler=config.replay.sampler,
         held_out_fraction=config.replay.held_out_fraction,
     )
     folder = str(config.state_path / "replay") if config.replay.persist else None
@@ -130,12 +131,15 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     return TrainerSettings(
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
-            learning_rate=config.training.learning_rate, device=config.target.device
+            learning_rate=config.training.learning_rate,
+            device=config.target.device,
+            objective=config.training.objective,
         ),
         num_threads=config.training.num_threads,
         micro_batch=config.training.micro_batch,
         round_seconds=config.training.round_seconds,
         draft_top_k=config.drafts.top_k,
+        report_losses="priority" in (config.replay.remover, config.replay.sampler),
         optimizer_dir=str(config.state_path / "optimizer"),
     )
 

@@ -9,7 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from paceline.actors.decoding.pool.ahead import DraftAhead
 from paceline.actors.decoding.settings import DraftPlacement
+from paceline.actors.replay.table import Remover, Sampler
 from paceline.actors.routing.policy import GENERAL
+from paceline.actors.training.objective_settings import (
+    Loss,
+    ObjectiveSettings,
+    Sampling,
+    Weighting,
+)
 
 EMBEDDED = "embedded"
 _TOPIC = re.compile(r"[a-z][a-z0-9_-]{0,31}")
@@ -152,20 +159,34 @@ class RouterConfig(Section):
 
 
 class ReplayConfig(Section):
-    """What is kept of the served requests, per topic; on disk only with ``persist``."""
+    """What is kept of the served requests, per topic; on disk only with ``persist``.
+
+    ``remover`` drops records when ``capacity_mb`` is full, ``sampler`` draws those that a round
+    learns from; ``priority`` goes by the loss that the trainer last saw on a record.
+    """
 
     capacity_mb: Count = 64
     retention_hours: Seconds = 24.0
-    remover: Literal["fifo", "reservoir"] = "fifo"
+    remover: Remover = "fifo"
+    sampler: Sampler = "recency"
     held_out_fraction: Fraction = 0.2
     top_k: Count = 32
     persist: bool = False
 
 
 class TrainingConfig(Section):
-    """How the drafts learn while serving is idle."""
+    """How the drafts learn while serving is idle.
+
+    ``loss``, ``weighting`` and ``sampling`` are what training minimises, at which positions, in
+    whose contexts; ``jsd_beta`` is for the loss jsd, ``student_share`` for mixed sampling alone.
+    """
 
     enabled: bool = True
+    loss: Loss = "forward_kl"
+    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    weighting: Weighting = "uniform"
+    sampling: Sampling = "target"
+    student_share: Fraction = 0.5
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
     num_threads: Count = 1
     micro_batch: Count = 8
@@ -173,6 +194,17 @@ class TrainingConfig(Section):
     idle_after_s: Seconds = 0.08
     max_occupancy: Fraction = 0.25
     keep_versions: Count = 3
+
+    @property
+    def objective(self) -> ObjectiveSettings:
+        """What training minimises."""
+        return ObjectiveSettings(
+            loss=self.loss,
+            jsd_beta=self.jsd_beta,
+            weighting=self.weighting,
+            sampling=self.sampling,
+            student_share=self.student_share,
+        )
 
 
 class IngressConfig(Section):

@@ -41,6 +41,9 @@ class LocalWorld:
     def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
         return [decode(data) for data in self.shards[topic].sample(count, split)]
 
+    def update_losses(self, topic: str, losses: dict[str, float]) -> None:
+        self.shards[topic].update_losses(losses)
+
     def may_train(self) -> bool:
         return self.leave()
 

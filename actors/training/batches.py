@@ -1,15 +1,18 @@
-"""Replay records to padded tensors. Every emitted position is a loss position."""
+"""Replay records to padded tensors. Every emitted position may be learnt from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.training.branches import Packed, layout, pack
 
 _GROUP = 4  # micro-batches that are sorted by length together
 # Widths are rounded up to it: oneDNN keeps what it has prepared for each of its last thousand
@@ -19,20 +22,26 @@ _WIDTHS = 32
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B records of at most T tokens, N emitted positions in all.
+    """B records of at most T tokens, N positions in all: the emitted ones, and of branches.
 
     Attributes:
         input_ids: int64 ``[B, T]``, padded on the right, where causal attention keeps the
             padding from mattering.
-        rows: int64 ``[N]``, the record of each emitted position.
+        rows: int64 ``[N]``, the record of each position.
         columns: int64 ``[N]``, the place in ``input_ids`` whose logits predict it.
-        output_ids: int64 ``[N]``, the token that was emitted.
+        output_ids: int64 ``[N]``, the token that was emitted; in a branch, where none was, the
+            target's most probable one.
         top_ids: int64 ``[N, K]``.
         top_logprobs: float32 ``[N, K]``.
         tail_mass: float32 ``[N]``.
         processed_probs: float32 ``[N, K]``, what the token was really drawn from; for a greedy
             request its T = 1 probabilities.
         temperature: float32 ``[N]``, 0 where greedy.
+        accepted: int64 ``[N]``, 1 accepted, 0 rejected, -1 not drafted; in a branch -1.
+        branch: bool ``[N]``, whether the position lies behind a rejected token, see branches.py.
+        position_ids: int64 ``[B, T]``, and
+        mask: bool ``[B, T, T]``, what each token sees; both None without branches, where tokens
+            stand at their places and see all before them.
     """
 
     input_ids: Tensor
@@ -44,6 +53,10 @@ class Batch:
     tail_mass: Tensor
     processed_probs: Tensor
     temperature: Tensor
+    accepted: Tensor
+    branch: Tensor
+    position_ids: Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def num_records(self) -> int:
@@ -57,14 +70,17 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on another device."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__slots__))
+        parts: list[Any] = [getattr(self, name) for name in self.__slots__]
+        moved: list[Any] = [None if part is None else part.to(device) for part in parts]
+        return Batch(*moved)
 
 
 def usable(record: ReplayRecord, vocab_size: int) -> bool:
     """Whether a record can teach: it has a prompt and output, of tokens that the model knows."""
     if len(record.output_token_ids) == 0 or len(record.prompt_token_ids) == 0:
         return False
-    ids = (record.prompt_token_ids, record.output_token_ids, record.target_top_ids)
+    ids = [record.prompt_token_ids, record.output_token_ids, record.target_top_ids]
+    ids += [p for p in (record.branch_token_ids, record.branch_top_ids) if p is not None and p.size]
     return all(int(part.min()) >= 0 and int(part.max()) < vocab_size for part in ids)
 
 
@@ -104,59 +120,138 @@ def micro_batches(
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def make_batch(records: Sequence[ReplayRecord], max_length: int) -> Batch:
+def make_batch(
+    records: Sequence[ReplayRecord], max_length: int, *, branches: bool = False
+) -> Batch:
     """Stack records that are :func:`usable`, cut as :func:`fit` says.
 
     Records with more recorded tokens than others have the surplus moved into their tail.
 
     Args:
         records: at least one.
-        max_length: T at most.
+        max_length: tokens of a record's text at most.
+        branches: whether to add the positions behind rejected tokens, where records have them.
     """
     top = min(record.target_top_ids.shape[1] for record in records)
-    sequences, rows, columns, counts = [], [], [], []
+    texts, packed, parts = [], [], []
     for row, record in enumerate(records):
         kept, outputs = fit(len(record.prompt_token_ids), len(record.output_token_ids), max_length)
         prompt = record.prompt_token_ids[len(record.prompt_token_ids) - kept :]
         # the last output token predicts nothing that was recorded
-        sequences.append(np.concatenate([prompt, record.output_token_ids[: outputs - 1]]))
-        rows.append(np.full(outputs, row))
-        columns.append(np.arange(kept - 1, kept - 1 + outputs))
-        counts.append(outputs)
-    longest = max(map(len, sequences))
-    width = max(longest, min(-(-longest // _WIDTHS) * _WIDTHS, max_length))
-    inputs = np.zeros((len(records), width), dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        inputs[row, : len(sequence)] = sequence
-    cut = list(zip(records, counts, strict=True))
-    return Batch(
-        input_ids=torch.from_numpy(inputs),
-        rows=_tensor(rows, np.int64),
-        columns=_tensor(columns, np.int64),
-        output_ids=_tensor([r.output_token_ids[:n] for r, n in cut], np.int64),
-        top_ids=_tensor([r.target_top_ids[:n, :top] for r, n in cut], np.int64),
-        top_logprobs=_tensor([r.target_top_logprobs[:n, :top] for r, n in cut], np.float32),
-        tail_mass=_tensor([_tail(r, top)[:n] for r, n in cut], np.float32),
-        processed_probs=_tensor([_processed(r)[:n, :top] for r, n in cut], np.float32),
-        temperature=_tensor([np.full(n, r.temperature) for r, n in cut], np.float32),
+        texts.append(np.concatenate([prompt, record.output_token_ids[: outputs - 1]]))
+        parts.append(_emitted(record, row, np.arange(kept - 1, kept - 1 + outputs), top))
+        if branches:
+            packed.append(pack(record, kept, outputs, max_length))
+            parts.append(_behind(record, row, len(texts[-1]), packed[-1], top))
+    return _padded(texts, packed if any(map(len, packed)) else [], parts, max_length)
+
+
+def _padded(
+    texts: Sequence[NDArray[Any]],
+    packed: Sequence[Packed],
+    parts: Sequence[dict[str, NDArray[Any]]],
+    max_length: int,
+) -> Batch:
+    """Rows of the texts, each with its branches behind it where there are any."""
+    rows = list(texts)
+    if packed:
+        own = [branches.token_ids for branches in packed]
+        rows = [np.concatenate(pair) for pair in zip(texts, own, strict=True)]
+    longest = max(map(len, rows))
+    width = -(-longest // _WIDTHS) * _WIDTHS
+    if not packed:
+        width = max(longest, min(width, max_length))
+    inputs = np.zeros((len(rows), width), dtype=np.int64)
+    for row, tokens in enumerate(rows):
+        inputs[row, : len(tokens)] = tokens
+    batch = Batch(torch.from_numpy(inputs), **{name: _stacked(parts, name) for name in _LABELS})
+    if not packed:
+        return batch
+    positions, mask = layout([len(text) for text in texts], packed, width)
+    return replace(batch, position_ids=torch.from_numpy(positions), mask=torch.from_numpy(mask))
+
+
+# Of a position, with what it is held in.
+_LABELS: dict[str, type] = {
+    "rows": np.int64,
+    "columns": np.int64,
+    "output_ids": np.int64,
+    "top_ids": np.int64,
+    "top_logprobs": np.float32,
+    "tail_mass": np.float32,
+    "processed_probs": np.float32,
+    "temperature": np.float32,
+    "accepted": np.int64,
+    "branch": np.bool_,
+}
+
+
+def _emitted(
+    record: ReplayRecord, row: int, columns: NDArray[np.int64], top: int
+) -> dict[str, NDArray[Any]]:
+    """The labels of a record's emitted positions, its first ones."""
+    n = len(columns)
+    logprobs = record.target_top_logprobs[:n]
+    return {
+        "rows": np.full(n, row),
+        "columns": columns,
+        "output_ids": record.output_token_ids[:n],
+        "top_ids": record.target_top_ids[:n, :top],
+        "top_logprobs": logprobs[:, :top],
+        "tail_mass": _tail(logprobs, record.target_tail_mass[:n], top),
+        "processed_probs": _processed(record)[:n, :top],
+        "temperature": np.full(n, record.temperature),
+        "accepted": record.accepted[:n],
+        "branch": np.zeros(n, dtype=bool),
+    }
+
+
+def _behind(
+    record: ReplayRecord, row: int, text: int, packed: Packed, top: int
+) -> dict[str, NDArray[Any]]:
+    """The labels of the positions in a record's branches, which follow ``text`` tokens."""
+    n, rows = len(packed), packed.sources
+    ids, logprobs, tail = (
+        record.target_top_ids[:0],
+        record.target_top_logprobs[:0],
+        record.target_tail_mass[:0],
     )
+    if record.branch_top_ids is not None:
+        assert record.branch_top_logprobs is not None
+        assert record.branch_tail_mass is not None
+        ids, logprobs = record.branch_top_ids[rows], record.branch_top_logprobs[rows]
+        tail = record.branch_tail_mass[rows]
+    return {
+        "rows": np.full(n, row),
+        "columns": np.arange(text, text + n),
+        "output_ids": ids[:, 0],
+        "top_ids": ids[:, :top],
+        "top_logprobs": logprobs[:, :top],
+        "tail_mass": _tail(logprobs, tail, top),
+        "processed_probs": np.exp(logprobs[:, :top].astype(np.float32)),
+        "temperature": np.full(n, record.temperature),
+        "accepted": np.full(n, -1),
+        "branch": np.ones(n, dtype=bool),
+    }
 
 
-def _tail(record: ReplayRecord, top: int) -> np.ndarray:
-    surplus = np.exp(record.target_top_logprobs[:, top:].astype(np.float32)).sum(-1)
-    tail: np.ndarray = record.target_tail_mass + surplus
+def _tail(
+    logprobs: NDArray[np.float16], tail_mass: NDArray[np.float32], top: int
+) -> NDArray[np.float32]:
+    surplus = np.exp(logprobs[:, top:].astype(np.float32)).sum(-1)
+    tail: NDArray[np.float32] = tail_mass + surplus
     return tail
 
 
-def _processed(record: ReplayRecord) -> np.ndarray:
+def _processed(record: ReplayRecord) -> NDArray[Any]:
     if record.processed_top_probs is not None:
         return record.processed_top_probs
-    probs: np.ndarray = np.exp(record.target_top_logprobs.astype(np.float32))
+    probs: NDArray[Any] = np.exp(record.target_top_logprobs.astype(np.float32))
     return probs
 
 
-def _tensor(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(dtype))
+def _stacked(parts: Sequence[dict[str, NDArray[Any]]], name: str) -> Tensor:
+    return torch.from_numpy(np.concatenate([part[name] for part in parts]).astype(_LABELS[name]))
 
 
 def _length(record: ReplayRecord) -> int:

@@ -50,7 +50,8 @@ class Candidate:
 
     def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
         """One micro-step."""
-        return self._distiller.micro_step(make_batch(records, self._max_length))
+        branches = self._settings.distiller.objective.needs_branches
+        return self._distiller.micro_step(make_batch(records, self._max_length, branches=branches))
 
     def take(self, version: int, flat: FlatWeights | None) -> None:
         """Start over from weights that another process published; None are the initial ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.training.batches import Batch
-from paceline.actors.training.losses import expected_acceptance, forward_kl
+from paceline.actors.training.objective import objective
+from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.optimizer_state import OptimizerState, capture, restore
 
 _BETAS = (0.9, 0.95)
@@ -31,6 +32,7 @@ class DistillerSettings:
         clip: largest norm of a gradient.
         dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
         device: ``auto`` is the GPU where there is one.
+        objective: what training minimises.
     """
 
     learning_rate: float = 1.5e-3
@@ -39,20 +41,29 @@ class DistillerSettings:
     clip: float = 1.0
     dtype: str = "auto"
     device: str = "auto"
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """What a micro-step reports: means over its positions."""
+    """What a micro-step reports: means over its positions, and over those of each record."""
 
     loss: float
     expected_acceptance: float
     positions: int
+    record_losses: tuple[float, ...] = ()
 
 
 def logits_at(draft: Any, batch: Batch) -> Tensor:
-    """Logits ``[N, V]`` of the emitted positions; the head computes no other ones."""
-    hidden = draft.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    """Logits ``[N, V]`` of the batch's positions; the head computes no other ones."""
+    seen: dict[str, Tensor | None] = {}
+    if batch.mask is not None:
+        seen = {
+            "attention_mask": _additive(batch.mask, draft.dtype),
+            "position_ids": batch.position_ids,
+        }
+    states = draft.base_model(input_ids=batch.input_ids, use_cache=False, **seen)
+    hidden = states.last_hidden_state
     picked = hidden[batch.rows, batch.columns]
     # Few shapes for oneDNN's memory of them, see batches.py.
     whole = nn.functional.pad(picked, (0, 0, 0, -len(picked) % _POSITIONS))
@@ -60,20 +71,23 @@ def logits_at(draft: Any, batch: Batch) -> Tensor:
     return logits
 
 
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of what is seen, bool ``[B, T, T]``, as transformers adds it to scores of any head."""
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)
+
+
 class _Lesson(nn.Module):
     """The draft with its loss, as the one module that DeepSpeed drives."""
 
-    def __init__(self, draft: nn.Module) -> None:
+    def __init__(self, draft: nn.Module, settings: ObjectiveSettings) -> None:
         super().__init__()
         self.draft = draft
+        self._settings = settings
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = logits_at(self.draft, batch)
-        target = (batch.top_ids, batch.top_logprobs, batch.tail_mass)
-        loss = forward_kl(logits, *target).mean()
-        with torch.no_grad():
-            lower, _ = expected_acceptance(logits.detach(), *target)
-        return loss, lower.mean()
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        goal = objective(logits_at(self.draft, batch), batch, self._settings)
+        return goal.loss, goal.expected_acceptance, goal.per_record
 
 
 class Distiller:
@@ -113,7 +127,7 @@ class Distiller:
     def _build(self, draft: Any) -> None:
         import deepspeed  # late: it looks at the environment, and takes seconds
 
-        lesson = _Lesson(draft.to(self.device).train())
+        lesson = _Lesson(draft.to(self.device).train(), self.settings.objective)
         optimizer = torch.optim.AdamW(
             lesson.parameters(),
             lr=self.settings.learning_rate,
@@ -136,10 +150,12 @@ class Distiller:
         """Learn from a batch; every ``accumulation``-th call moves the weights."""
         engine = self._engine
         engine.train()
-        loss, acceptance = engine(batch.to(self.device))
+        loss, acceptance, per_record = engine(batch.to(self.device))
         engine.backward(loss)
         engine.step()
-        return MicroStep(float(loss.detach()), float(acceptance), batch.num_positions)
+        return MicroStep(
+            float(loss.detach()), float(acceptance), batch.num_positions, tuple(per_record.tolist())
+        )
 
     @property
     def steps(self) -> int:

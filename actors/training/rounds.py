@@ -15,6 +15,7 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.routing.policy import GENERAL
 from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
+from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import NOT_FINITE, judge
 from paceline.actors.training.schedule import Rest, TopicView, TrafficMeter, choose
 from paceline.actors.training.settings import TrainerSettings
@@ -90,6 +91,7 @@ class Rounds:
         self._rng = np.random.default_rng(settings.seed)
         self._candidates: dict[str, Candidate] = {}
         self._traffic = TrafficMeter()
+        self._losses: dict[str, float] = {}  # of this round's records, by request
         self._seen = {topic: _Seen(ended_at=clock()) for topic in settings.draft_paths}
         self.progress = Progress()
 
@@ -145,12 +147,15 @@ class Rounds:
         held_out = candidate.usable(held_out)
         if len(held_out) < max(self._settings.gate.min_records, 2):
             raise Unfit("too few usable records to be judged by")
+        self._losses.clear()
         try:
             if not self._train(candidate, train):
                 return False
         except Diverged:
             self._turn_down(candidate, {"reason": _DIVERGED, "steps": candidate.steps}, drop=True)
             return True
+        if self._losses:
+            self._world.update_losses(topic, dict(self._losses))
         self._note(state="evaluating")
         self._decide(candidate, held_out, len(train))
         return True
@@ -215,6 +220,7 @@ class Rounds:
                 if begun - started > self._settings.max_round_s:
                     return candidate.steps > first
                 step = candidate.learn(batch)
+                self._note_losses(candidate.topic, batch, step)
                 took = self._clock() - begun
                 spent += took
                 self._note(
@@ -228,6 +234,15 @@ class Rounds:
                 if spent >= self._settings.round_seconds:
                     break
         return candidate.steps > first
+
+    def _note_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
+        """Keep the losses on a topic's own records, where its shard wants to know them."""
+        if not self._settings.report_losses:
+            return
+        for record, loss in zip(batch, step.record_losses, strict=True):
+            # what `general` makes of another topic's record is nothing to that topic's expert
+            if record.topic == topic:
+                self._losses[record.request_id] = loss
 
     def _wait_for_leave(self) -> None:
         while not self._world.may_train():

@@ -27,6 +27,8 @@ class TrainerSettings:
         max_length: tokens of a record at most; the draft's own limit where that is less. What
             is longer is cut.
         draft_top_k: tokens that the served draft proposes from.
+        report_losses: tell shards the loss on each record, which those that draw or remove by
+            priority need.
         poll_s: pause between two questions for leave, seconds.
         refresh_s: pause between two looks at the shards while no topic is ready, seconds.
         timeout_s: longest wait for another actor, seconds.
@@ -48,6 +50,7 @@ class TrainerSettings:
     held_out_records: int = 64
     max_length: int = 512
     draft_top_k: int = 64
+    report_losses: bool = False
     poll_s: float = 0.02
     refresh_s: float = 1.0
     timeout_s: float = 10.0

@@ -23,6 +23,9 @@ class World(Protocol):
     def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
         """At most ``count`` records of a topic."""
 
+    def update_losses(self, topic: str, losses: dict[str, float]) -> None:
+        """Tell a topic's shard the latest loss on records, by request id; nothing waits for it."""
+
     def may_train(self) -> bool:
         """Leave for one micro-step."""
 
@@ -80,6 +83,16 @@ class RayWorld:
             except RecordError as error:
                 logger.warning("%s: %s", topic, error)
         return records
+
+    def update_losses(self, topic: str, losses: dict[str, float]) -> None:
+        """Tell a topic's shard the latest loss on records; its answer is not waited for."""
+        shard = self._shards.get(topic)
+        if shard is None or not losses:
+            return
+        try:
+            shard.update_losses.remote(losses)
+        except Exception as error:
+            logger.info("%s: losses were not handed on (%s)", topic, type(error).__name__)
 
     def may_train(self) -> bool:
         """Leave for one micro-step; a board that does not answer gives none."""
