@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 
 from paceline.actors.replay.record import ReplayRecord
@@ -47,4 +50,26 @@ def make_record(
         accepted=np.where(drafted, 1, -1).astype(np.int8),
         draft_logprobs=np.where(drafted, -0.5, np.nan).astype(np.float16),
         processed_top_probs=None if temperature == 0.0 else mass.astype(np.float16),
+    )
+
+
+def with_branches(
+    record: ReplayRecord, branches: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0
+) -> ReplayRecord:
+    """The record with its draft rejected at these positions, where it went on with these tokens."""
+    total = sum(len(tokens) for _, tokens in branches)
+    behind = make_record(length=total, top=record.target_top_ids.shape[1], seed=seed + 1)
+    draft_token_ids, accepted = record.draft_token_ids.copy(), record.accepted.copy()
+    for position, tokens in branches:
+        draft_token_ids[position], accepted[position] = tokens[0], 0
+    return dataclasses.replace(
+        record,
+        draft_token_ids=draft_token_ids,
+        accepted=accepted,
+        branch_positions=np.array([at for at, _ in branches], dtype=np.int32),
+        branch_lengths=np.array([len(tokens) for _, tokens in branches], dtype=np.int32),
+        branch_token_ids=np.array([t for _, ts in branches for t in ts], dtype=np.int32),
+        branch_top_ids=behind.target_top_ids,
+        branch_top_logprobs=behind.target_top_logprobs,
+        branch_tail_mass=behind.target_tail_mass,
     )

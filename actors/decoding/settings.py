@@ -19,7 +19,8 @@ class TargetSettings:
     rejected tokens too; ``draft_top_k`` bounds the support that a draft proposes from.
     ``num_speculative_tokens`` None has every round draft what measured goodput says, up to
     ``max_speculative_tokens``. ``max_model_len`` None takes the target's own limit.
-    ``kv_cache_mb`` MiB hold the target's keys and values, None is enough for ``max_num_seqs`` full contexts (on GPUs at most a part of the free memory); drafts have
+    ``kv_cache_mb`` MiB hold the target's keys and values, None is enough for ``max_num_seqs``
+    full contexts (on GPUs at most a part of the free memory); drafts have
     room for as many positions, on top, each expert of a pool for as many as all targets together
     (again at most a part of a GPU's free memory). ``placement`` pool has every expert in a process
     of its own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant

@@ -50,8 +50,8 @@ class Candidate:
 
     def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
         """One micro-step."""
-        branches = self._settings.distiller.objective.needs_branches
-        return self._distiller.micro_step(make_batch(records, self._max_length, branches=branches))
+        batch = make_batch(records, self._max_length, branches=self._distiller.branches)
+        return self._distiller.micro_step(batch)
 
     def take(self, version: int, flat: FlatWeights | None) -> None:
         """Start over from weights that another process published; None are the initial ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.training.batches import Batch
+from paceline.actors.training.forward import logits_at, takes_branches
 from paceline.actors.training.objective import objective
 from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.optimizer_state import OptimizerState, capture, restore
 
+logger = logging.getLogger(__name__)
+
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
-_POSITIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +55,6 @@ class MicroStep:
     expected_acceptance: float
     positions: int
     record_losses: tuple[float, ...] = ()
-
-
-def logits_at(draft: Any, batch: Batch) -> Tensor:
-    """Logits ``[N, V]`` of the batch's positions; the head computes no other ones."""
-    seen: dict[str, Tensor | None] = {}
-    if batch.mask is not None:
-        seen = {
-            "attention_mask": _additive(batch.mask, draft.dtype),
-            "position_ids": batch.position_ids,
-        }
-    states = draft.base_model(input_ids=batch.input_ids, use_cache=False, **seen)
-    hidden = states.last_hidden_state
-    picked = hidden[batch.rows, batch.columns]
-    # Few shapes for oneDNN's memory of them, see batches.py.
-    whole = nn.functional.pad(picked, (0, 0, 0, -len(picked) % _POSITIONS))
-    logits: Tensor = draft.get_output_embeddings()(whole)[: len(picked)]
-    return logits
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of what is seen, bool ``[B, T, T]``, as transformers adds it to scores of any head."""
-    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return added.masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)
 
 
 class _Lesson(nn.Module):
@@ -118,6 +98,13 @@ class Distiller:
             local_files_only=True,
             use_safetensors=True,
         )
+        self.branches = settings.objective.needs_branches and takes_branches(draft)
+        if settings.objective.needs_branches and not self.branches:
+            logger.warning(
+                "%s: a %s cannot learn behind rejected tokens; it learns where it proposed",
+                path,
+                draft.config.model_type,
+            )
         self.vocab_size = int(draft.config.vocab_size)
         self.max_length = int(draft.config.max_position_embeddings)
         self._initial = {k: v.detach().clone() for k, v in draft.state_dict().items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import Batch, make_batch
-from paceline.actors.training.distiller import logits_at
+from paceline.actors.training.forward import logits_at
 
 
 def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:

@@ -10,7 +10,7 @@ import sys
 import msgpack
 import numpy as np
 import pytest
-from replay_samples import make_record
+from replay_samples import make_record, with_branches
 
 from paceline.actors.replay.record import (
     SCHEMA_VERSION,
@@ -51,6 +51,59 @@ def test_other_schema_is_refused() -> None:
         decode(msgpack.packb(fields))
 
 
+def branched() -> ReplayRecord:
+    return with_branches(make_record(length=6), [(1, (7, 8, 9)), (4, (5,))])
+
+
+def test_branches_round_trip() -> None:
+    record = decode(encode(branched()))
+    assert_same(branched(), record)
+    assert list(record.branches()) == [(1, slice(0, 3)), (4, slice(3, 4))]
+    assert list(make_record().branches()) == []
+
+
+def test_the_first_schema_is_still_read() -> None:
+    """What a shard wrote to disk before records knew of branches."""
+    fields = msgpack.unpackb(encode(make_record()))
+    old = fields | {"schema": 1, "processed_top_probs": None}
+    assert not any(name.startswith("branch_") for name in old)
+    assert_same(make_record(), decode(msgpack.packb(old)))
+
+
+def test_a_record_without_branches_is_no_larger_for_them() -> None:
+    assert len(encode(make_record())) < len(encode(branched())) - 4 * (4 + 4 + 4 * 6 + 4)
+    assert b"branch" not in encode(make_record())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("branch_positions", [4, 1]),
+        ("branch_positions", [1, 6]),
+        ("branch_positions", [-1, 4]),
+        ("branch_positions", [1]),
+        ("branch_lengths", [3, 2]),
+        ("branch_lengths", [4, 0]),
+        ("branch_token_ids", [7, 8, 9]),
+        ("branch_tail_mass", [0.1]),
+    ],
+)
+def test_branches_that_make_no_sense_are_refused(name: str, value: list[float]) -> None:
+    changed = np.array(value, dtype=getattr(branched(), name).dtype)
+    with pytest.raises(RecordError, match="branch_"):
+        encode(dataclasses.replace(branched(), **{name: changed}))
+    fields = msgpack.unpackb(encode(branched())) | {name: changed.tobytes()}
+    with pytest.raises(RecordError, match="branch_"):
+        decode(msgpack.packb(fields))
+
+
+def test_half_of_the_branches_is_refused() -> None:
+    fields = msgpack.unpackb(encode(branched()))
+    del fields["branch_top_ids"]
+    with pytest.raises(RecordError, match="all together"):
+        decode(msgpack.packb(fields))
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgpack.packb([1]), msgpack.packb({"schema": 1})])
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(RecordError):
@@ -79,6 +132,15 @@ def test_numbers_that_are_no_probabilities_are_refused_by_name(name: str, value:
     array = getattr(record, name).copy()
     array.flat[-1] = value
     data = encode(dataclasses.replace(record, **{name: array}))
+    with pytest.raises(RecordValueError, match=name):
+        decode(data)
+
+
+@pytest.mark.parametrize("name", ["branch_top_logprobs", "branch_tail_mass"])
+def test_branches_of_no_probabilities_are_refused_by_name(name: str) -> None:
+    array = getattr(branched(), name).copy()
+    array.flat[0] = np.nan
+    data = encode(dataclasses.replace(branched(), **{name: array}))
     with pytest.raises(RecordValueError, match=name):
         decode(data)
 

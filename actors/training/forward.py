@@ -1,0 +1,73 @@
+"""A draft's forward over a batch, and whether its architecture takes branches in one row."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.actors.training.batches import Batch
+from paceline.actors.training.branches import Packed, layout
+
+logger = logging.getLogger(__name__)
+
+_POSITIONS = 64
+_TOLERANCE = 0.05  # relative; bfloat16's own error is a fifth of it
+
+
+def logits_at(draft: Any, batch: Batch) -> Tensor:
+    """Logits ``[N, V]`` of the batch's positions; the head computes no other ones."""
+    seen: dict[str, Tensor | None] = {}
+    if batch.mask is not None:
+        mask = _additive(batch.mask, draft.dtype)
+        seen = {"attention_mask": mask, "position_ids": batch.position_ids}
+    states = draft.base_model(input_ids=batch.input_ids, use_cache=False, **seen)
+    picked = states.last_hidden_state[batch.rows, batch.columns]
+    # Few shapes for oneDNN's memory of them, see batches.py.
+    whole = nn.functional.pad(picked, (0, 0, 0, -len(picked) % _POSITIONS))
+    logits: Tensor = draft.get_output_embeddings()(whole)[: len(picked)]
+    return logits
+
+
+@torch.no_grad()
+def takes_branches(draft: Any) -> bool:
+    """Whether a branch behind a text gives the logits that it gives alone, by one small forward.
+
+    It does where attention alone mixes tokens and obeys the mask that it is handed. A recurrent
+    layer mixes them in the row's order, and a sliding window is lost with its own mask.
+    """
+    config = draft.config
+    windowed = getattr(config, "sliding_window", None) is not None
+    if windowed and getattr(config, "use_sliding_window", True):
+        return False
+    ids = torch.arange(1, 9, device=draft.device) % config.vocab_size
+    text, own = ids[:6], ids[6:]
+    at = np.array([3, 4])
+    packed = Packed(own.cpu().numpy(), at, np.array([3, 3]), np.array([0, 0]), np.array([0, 1]))
+    positions, mask = layout([len(text)], [packed], len(ids))
+    training = draft.training
+    draft.eval()
+    try:
+        alone = draft(input_ids=torch.cat([text[:3], own])[None], use_cache=False).logits[0, -2:]
+        together = draft(
+            input_ids=ids[None],
+            attention_mask=_additive(torch.from_numpy(mask).to(draft.device), draft.dtype),
+            position_ids=torch.from_numpy(positions).to(draft.device),
+            use_cache=False,
+        ).logits[0, -2:]
+    except Exception:
+        logger.warning("the draft takes no mask of its own", exc_info=True)
+        return False
+    finally:
+        draft.train(training)
+    difference = (together.float() - alone.float()).norm()
+    return bool(difference <= _TOLERANCE * alone.float().norm())
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of what is seen, bool ``[B, T, T]``, as transformers adds it to scores of any head."""
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)
