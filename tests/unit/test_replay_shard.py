@@ -66,7 +66,7 @@ def test_recent_records_are_favoured_and_old_ones_still_come() -> None:
     assert np.mean([n < 100 for n in drawn]) > 0.15
 
 
-@pytest.mark.parametrize("remover", ["fifo", "reservoir"])
+@pytest.mark.parametrize("remover", ["fifo", "reservoir", "priority"])
 def test_capacity_in_bytes_holds(remover: str) -> None:
     size = len(encode(make_record(request_id="r00", prompt=(1, 2))))
     settings = ReplaySettings(
@@ -79,7 +79,7 @@ def test_capacity_in_bytes_holds(remover: str) -> None:
     kept = {int(name[1:]) for name in ids(shard.sample(1_000, "train"))}
     assert 15 <= len(kept) <= 20
     assert shard.stats()["bytes"] <= 20 * size
-    if remover == "fifo":
+    if remover != "reservoir":  # by priority too: of records that nobody has learnt from
         assert min(kept) >= 280
     else:
         assert min(kept) < 150
@@ -230,7 +230,14 @@ def test_the_file_of_a_persistent_shard_stays_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"remover": "lifo"}, {"held_out_fraction": 1.5}, {"capacity_bytes": 0}, {"retention_s": 0.0}],
+    [
+        {"remover": "lifo"},
+        {"sampler": "best"},
+        {"priority_exponent": -1.0},
+        {"held_out_fraction": 1.5},
+        {"capacity_bytes": 0},
+        {"retention_s": 0.0},
+    ],
 )
 def test_senseless_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
-from lessons import lesson
+from lessons import TINY_VOCAB, lesson
 from local_world import LocalWorld, filled, make_rounds, trainer_settings
+from replay_samples import with_branches
 
-from paceline.actors.replay.record import encode
+from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
 from paceline.actors.training.rounds import Stopped
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import unflatten
@@ -78,6 +83,59 @@ def test_what_is_not_better_is_rejected_then_reset_then_rests(draft: Path, tmp_p
     assert {d["outcome"] for d in world.registry.history()} == {"rejected"}
     assert rounds.candidate("sql").rejections == 2
     assert rounds.candidate("sql").steps == 0  # the candidate was given up
+
+
+@pytest.mark.parametrize("loss", get_args(Loss))
+@pytest.mark.parametrize("sampling", ["target", "mixed"])
+def test_every_objective_teaches(draft: Path, tmp_path: Path, loss: Loss, sampling: str) -> None:
+    goal = ObjectiveSettings(
+        loss,
+        weighting="first_rejection",
+        sampling=sampling,  # type: ignore[arg-type]
+    )
+    distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", objective=goal)
+    rounds = make_rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
+    candidate = rounds.candidate("sql")
+    batch = [rejecting(lesson(n)) for n in range(16)]
+    first = candidate.learn(batch)
+    accepted = [candidate.learn(batch).expected_acceptance for _ in range(60)]
+    assert accepted[-1] > first.expected_acceptance + 0.4
+    assert len(first.record_losses) == 16
+
+
+def rejecting(record: ReplayRecord) -> ReplayRecord:
+    """The lesson as if a draft had gone wrong in it: behind its token the shift goes on."""
+    wrong = (record.output_token_ids[[2, 7]] + 9) % TINY_VOCAB
+    changed = with_branches(record, [(2, wrong[:1].tolist()), (7, wrong[1:].tolist())])
+    follow = (wrong[:, None] + 1 + np.arange(record.target_top_ids.shape[1])) % TINY_VOCAB
+    return dataclasses.replace(
+        changed,
+        branch_top_ids=follow.astype(np.int32),
+        branch_top_logprobs=record.target_top_logprobs[:2],
+        branch_tail_mass=record.target_tail_mass[:2],
+    )
+
+
+def test_a_shard_hears_the_losses_on_its_own_records(draft: Path, tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    told: dict[str, dict[str, float]] = {}
+    hand_on = world.update_losses
+
+    def update_losses(topic: str, losses: dict[str, float]) -> None:
+        told[topic] = losses
+        hand_on(topic, losses)
+
+    world.update_losses = update_losses  # type: ignore[method-assign]
+    quiet = make_rounds(trainer_settings(draft, round_seconds=0.05), world)
+    assert quiet.tick()
+    assert not told
+    rounds = make_rounds(trainer_settings(draft, report_losses=True), world)
+    assert rounds.tick()
+    assert set(told) == {"sql"}
+    assert len(told["sql"]) > 20
+    assert all(loss >= 0.0 for loss in told["sql"].values())
+    noted = dict(world.shards["sql"]._table._splits["train"]._losses)
+    assert noted == told["sql"]
 
 
 def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
