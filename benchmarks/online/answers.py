@@ -1,0 +1,81 @@
+"""The target's answers with the frozen draft beside it, kept on disk: replay for whoever needs it.
+
+One pass serves three ends: it is the frozen twin of an online stream, the lesson of an offline
+ceiling, and a logged replay for anything else that learns or judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from expert_cache import base_hashes
+
+from online.rows import Question
+from online.serving import FROZEN, Served, Serving, serve
+from online.store import digest
+from paceline.actors.decoding.engine import Engine
+from paceline.actors.replay.journal import Journal
+from paceline.actors.replay.record import decode, encode
+
+_PART = 128  # prompts between two of which the engine may be thrown away
+
+
+def answers_of(
+    folder: Path,
+    name: str,
+    questions: Sequence[Question],
+    serving: Serving,
+    engine: Callable[[], Engine],
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Served]:
+    """Every prompt answered by the target with the frozen general draft, in the prompts' order.
+
+    What the folder has is read, the rest is computed and kept as it comes: a killed run goes on.
+
+    Args:
+        folder: of all answers.
+        name: of these, for people, like ``rows-sql-train``.
+        questions: the prompts; a longer list than last time only adds to it.
+        serving: see Serving.
+        engine: gives an idle engine; called only where something is missing.
+        progress: told of every new answer.
+    """
+    journal = Journal(folder / f"{name}-{_mark(serving)}.records")
+    kept: dict[str, bytes] = {}
+    for data in journal.read():
+        kept[_key(data)] = data
+    journal.rewrite(kept.values())  # a torn end would hide what is appended behind it
+    missing = [(i, q) for i, q in enumerate(questions) if q.key not in kept]
+    for at in range(0, len(missing), _PART):
+        part = missing[at : at + _PART]
+        for served in serve(engine(), [q for _, q in part], [FROZEN] * len(part), serving):
+            kept[served.key] = data = _pack(served)
+            journal.append(data)
+            progress(1)
+    return [_unpack(kept[q.key], number) for number, q in enumerate(questions)]
+
+
+def _mark(serving: Serving) -> str:
+    return digest({"serving": asdict(serving), "models": base_hashes()})
+
+
+def _pack(served: Served) -> bytes:
+    fields = {
+        name: getattr(served, name)
+        for name in ("key", "rounds", "drafted", "accepted", "tokens", "seconds")
+    }
+    packed: bytes = msgpack.packb(fields | {"record": encode(served.record)})
+    return packed
+
+
+def _key(data: bytes) -> str:
+    return str(msgpack.unpackb(data)["key"])
+
+
+def _unpack(data: bytes, number: int) -> Served:
+    fields: dict[str, Any] = msgpack.unpackb(data)
+    return Served(number=number, **(fields | {"record": decode(fields["record"])}))

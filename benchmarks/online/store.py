@@ -1,0 +1,77 @@
+"""Units of work, one JSON each: what is there is not computed again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Store:
+    """A folder of results, each keyed by its name and by all settings that decided it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder where it is missing."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, name: str, settings: Mapping[str, Any], suffix: str = ".json") -> Path:
+        """Where a unit lies, or what belongs to it under another suffix."""
+        return self.folder / f"{name}-{digest(settings)}{suffix}"
+
+    def unit(
+        self, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """A unit's result: the one on disk, else ``make()``'s, which is then kept.
+
+        Args:
+            name: what it is, for people; may hold no slash.
+            settings: all that decides the result, as JSON holds it.
+            make: computes the result.
+        """
+        found = self.find(name, settings)
+        return self.put(name, settings, make()) if found is None else found
+
+    def find(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The result on disk; None where there is no whole one."""
+        kept = _read(self.path(name, settings))
+        if kept is None or kept.get("settings") != json.loads(json.dumps(settings)):
+            return None
+        return dict(kept["result"])
+
+    def put(self, name: str, settings: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """Keep a result; a killed writer leaves none rather than half of one.
+
+        Returns:
+            the result as it will be read again.
+        """
+        path = self.path(name, settings)
+        partial = path.with_name(f".{path.name}.partial")
+        kept = {"name": name, "settings": settings, "result": result}
+        partial.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+        return dict(json.loads(path.read_text(encoding="utf-8"))["result"])
+
+    def every(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """All units whose name begins so: name, settings and result, in the names' order."""
+        for path in sorted(self.folder.glob(f"{prefix}*.json")):
+            kept = _read(path)
+            if kept is not None:
+                yield kept
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """Short and the same wherever the settings are."""
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(kept, dict) and {"name", "settings", "result"} <= kept.keys()
+    return kept if whole else None
