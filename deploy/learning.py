@@ -95,16 +95,20 @@ def _named(cls: type, name: str, num_gpus: float = 0) -> Any:
     )(cls).options(name=_PREFIX + name)
 
 
-def _shard(config: PacelineConfig, expert: str) -> Any:
-    settings = ReplaySettings(
+def replay_settings(config: PacelineConfig) -> ReplaySettings:
+    """The part of the config that a shard works by."""
+    return ReplaySettings(
         capacity_bytes=config.replay.capacity_mb * _MEBIBYTE,
         retention_s=config.replay.retention_hours * _HOUR_S,
         remover=config.replay.remover,
         sampler=config.replay.sampler,
         held_out_fraction=config.replay.held_out_fraction,
     )
+
+
+def _shard(config: PacelineConfig, expert: str) -> Any:
     folder = str(config.state_path / "replay") if config.replay.persist else None
-    return _named(ReplayShard, _SHARD + expert).remote(expert, settings, folder)
+    return _named(ReplayShard, _SHARD + expert).remote(expert, replay_settings(config), folder)
 
 
 def _registry(config: PacelineConfig) -> Any:

@@ -121,3 +121,23 @@ def test_the_pool_is_configured_in_words_and_in_yamls_switches(tmp_path: Path) -
     drafts = load_config(file).drafts
     assert (drafts.placement, drafts.round_timeout_ms, drafts.draft_ahead) == ("pool", 20.0, "off")
     assert load_config().drafts.placement == "colocated"
+
+
+def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Path) -> None:
+    from paceline.deploy.app import target_settings
+    from paceline.deploy.learning import replay_settings, trainer_settings
+
+    plain = load_config(None, {"state_dir": str(tmp_path)})
+    assert trainer_settings(plain).distiller.objective.sampling == "target"
+    assert not trainer_settings(plain).report_losses
+    assert not target_settings(plain).replay_branches
+    chosen = {"loss": "lk_hybrid", "sampling": "mixed", "student_share": 0.3, "jsd_beta": 0.2}
+    keys = {f"training.{key}": value for key, value in chosen.items()}
+    config = load_config(None, keys | {"replay.sampler": "priority", "state_dir": str(tmp_path)})
+    objective = trainer_settings(config).distiller.objective
+    assert {key: getattr(objective, key) for key in chosen} == chosen
+    assert trainer_settings(config).report_losses
+    assert replay_settings(config).sampler == "priority"
+    assert target_settings(config).replay_branches
+    off = load_config(None, keys | {"training.enabled": False})
+    assert not target_settings(off).replay_branches  # nobody would learn from them
