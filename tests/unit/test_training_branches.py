@@ -14,6 +14,7 @@ from replay_samples import make_record, with_branches
 from tiny_models import tiny_llama
 
 from paceline.actors.decoding.engine import Engine
+from paceline.actors.decoding.recorder import Recorder, target_log
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.training.batches import make_batch, usable
 from paceline.actors.training.forward import logits_at, takes_branches
@@ -79,15 +80,18 @@ def test_recording_branches_changes_nothing_else(temperature: float) -> None:
             np.testing.assert_array_equal(getattr(plain, field.name), getattr(more, field.name))
 
 
-def test_an_answer_that_ends_early_has_no_branch_beyond_its_end() -> None:
-    whole = record_of(recording(make_engine()), max_tokens=40, ignore_eos=True)
-    rejected = [at for at, _ in whole.branches()]
-    assert rejected
-    for at in rejected[1:3]:  # an end of text at a rejection, and just before it
-        for eos in (int(whole.output_token_ids[at]), int(whole.output_token_ids[at - 1])):
-            record = record_of(recording(make_engine(eos=eos)), max_tokens=40)
-            count = len(record.output_token_ids)
-            assert [n for n, _ in record.branches()] == [n for n in rejected if n < count]
+@pytest.mark.parametrize(("count", "branches"), [(1, []), (2, [1]), (4, [1]), (5, [1, 4])])
+def test_an_answer_that_ends_early_has_no_branch_beyond_its_end(
+    count: int, branches: list[int]
+) -> None:
+    recorder, rounds = Recorder(), [([5, 6, 7], 1), ([8], 1), ([9, 3], 0)]
+    for drafts, accepted in rounds:
+        log = target_log(torch.randn(len(drafts) + 1, 50), None, 4)
+        end = len(drafts) + 1
+        at, behind = slice(0, accepted + 1), slice(accepted + 1, end)
+        recorder.add(log, at, drafts, [0.5] * len(drafts), accepted, behind)
+    record = recorder.finish(request("r", PROMPT), list(range(count)), 0, 0.0)
+    assert [at for at, _ in decode(encode(record)).branches()] == branches
 
 
 def test_plain_decoding_and_the_targets_twin_leave_no_branches() -> None:

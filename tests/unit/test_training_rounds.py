@@ -136,6 +136,12 @@ def test_a_shard_hears_the_losses_on_its_own_records(draft: Path, tmp_path: Path
     assert all(loss >= 0.0 for loss in told["sql"].values())
     noted = dict(world.shards["sql"]._table._splits["train"]._losses)
     assert noted == told["sql"]
+    told.clear()
+    # what `general` makes of the topic's records says nothing of the topic's expert
+    rounds = make_rounds(trainer_settings(draft, ("general",), report_losses=True), world)
+    assert rounds.tick()
+    assert rounds.progress.micro_steps > 0
+    assert not told
 
 
 def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
