@@ -86,6 +86,11 @@ bench-memory: setup
 bench-placement: setup
 	@$(PY) benchmarks/placement.py $(ARGS)
 
+# Losses, contexts and weights of positions, each learnt from one logged replay.
+.PHONY: bench-grid
+bench-grid: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
+
 # What clients see when a part dies, and whether anything grows under half an hour of traffic.
 bench-faults: setup
 	@$(PY) benchmarks/faults.py $(ARGS)
