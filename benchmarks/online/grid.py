@@ -170,6 +170,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
     parser.add_argument("--topics", nargs="+", default=["sql"])
     parser.add_argument("--quick", action="store_true", help="fewer cells, prompts and steps")
+    parser.add_argument(
+        "--cells", nargs="+", metavar="LOSS-SAMPLING-WEIGHTING", help="these beside the reference"
+    )
     parser.add_argument("--steps", type=int, help="of a run; 200, with --quick 40")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
@@ -177,7 +180,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args(argv)
     options.sizes = _QUICK if options.quick else Sizes()
-    options.cells = QUICK_CELLS if options.quick else every_cell()
+    grid = {cell.name: cell for cell in every_cell()}
+    wanted = options.cells or [c.name for c in (QUICK_CELLS if options.quick else grid.values())]
+    if unknown := sorted(set(wanted) - set(grid)):
+        parser.error(f"no such cell: {unknown[0]}; there are {', '.join(grid)}")
+    options.cells = [grid[name] for name in dict.fromkeys([REFERENCE.name, *wanted])]
     options.steps = options.steps or (40 if options.quick else 200)
     return options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from online.grid import QUICK_CELLS, REFERENCE, every_cell
+from online.grid import QUICK_CELLS, REFERENCE, every_cell, parse
 from online.grid_replay import Replay, without_branches
 from online.grid_tables import interval, markdown, summary
 from replay_samples import make_record, with_branches
@@ -38,6 +38,16 @@ def test_every_cell_is_there_once_and_the_reference_is_what_the_product_does() -
         defaults.sampling,
         defaults.weighting,
     )
+
+
+def test_cells_are_chosen_by_name_beside_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--quick"]).cells == list(QUICK_CELLS)
+    assert parse([]).cells == list(every_cell())
+    chosen = parse(["--cells", "jsd-target-uniform", "jsd-target-uniform"]).cells
+    assert [cell.name for cell in chosen] == [REFERENCE.name, "jsd-target-uniform"]
+    with pytest.raises(SystemExit):
+        parse(["--cells", "mse-target-uniform"])
+    assert "mse-target-uniform" in capsys.readouterr().err
 
 
 def test_interval_is_students() -> None:
