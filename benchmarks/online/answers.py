@@ -31,8 +31,10 @@ def answers_of(
     serving: Serving,
     engine: Callable[[], Engine],
     progress: Callable[[int], None] = lambda _: None,
+    *,
+    draft: str = FROZEN,
 ) -> list[Served]:
-    """Every prompt answered by the target with the frozen general draft, in the prompts' order.
+    """Every prompt answered by the target with one draft beside it, in the prompts' order.
 
     What the folder has is read, the rest is computed and kept as it comes: a killed run goes on.
 
@@ -43,8 +45,9 @@ def answers_of(
         serving: see Serving.
         engine: gives an idle engine; called only where something is missing.
         progress: told of every new answer.
+        draft: the frozen general one, or ``off``, which is faster where that hardly helps.
     """
-    journal = Journal(folder / f"{name}-{_mark(serving)}.records")
+    journal = Journal(folder / f"{name}-{_mark(serving, draft)}.records")
     kept: dict[str, bytes] = {}
     for data in journal.read():
         kept[_key(data)] = data
@@ -52,15 +55,15 @@ def answers_of(
     missing = [(i, q) for i, q in enumerate(questions) if q.key not in kept]
     for at in range(0, len(missing), _PART):
         part = missing[at : at + _PART]
-        for served in serve(engine(), [q for _, q in part], [FROZEN] * len(part), serving):
+        for served in serve(engine(), [q for _, q in part], [draft] * len(part), serving):
             kept[served.key] = data = _pack(served)
             journal.append(data)
             progress(1)
     return [_unpack(kept[q.key], number) for number, q in enumerate(questions)]
 
 
-def _mark(serving: Serving) -> str:
-    return digest({"serving": asdict(serving), "models": base_hashes()})
+def _mark(serving: Serving, draft: str) -> str:
+    return digest({"serving": asdict(serving), "draft": draft, "models": base_hashes()})
 
 
 def _pack(served: Served) -> bytes:

@@ -118,7 +118,7 @@ def serve(
         while waiting and engine.num_running + engine.num_waiting < ROWS:
             number, (question, draft) = waiting.popleft()
             topic = topics[number - first] if topics else question.topic
-            name = f"{question.topic}-{number}"
+            name = question.key
             numbers[name] = number, question
             engine.add(
                 GenerationRequest(name, question.token_ids, sampling, topic=topic, draft=draft)
@@ -129,7 +129,7 @@ def serve(
         for output in outputs:
             if output.chunk.finish_reason is None:
                 continue
-            if output.record is None or output.chunk.speculative is None:
+            if output.record is None:
                 raise RuntimeError(f"{output.request_id} ended with {output.chunk.finish_reason}")
             yield _served(
                 *numbers.pop(output.request_id), output.chunk.speculative, output.record, spent
@@ -140,14 +140,18 @@ def serve(
 
 
 def _served(
-    number: int, question: Question, stats: SpeculativeStats, record: ReplayRecord, seconds: float
+    number: int,
+    question: Question,
+    stats: SpeculativeStats | None,
+    record: ReplayRecord,
+    seconds: float,
 ) -> Served:
     return Served(
         number=number,
         key=question.key,
-        rounds=stats.num_spec_steps,
-        drafted=stats.num_draft_tokens,
-        accepted=stats.num_accepted_draft_tokens,
+        rounds=stats.num_spec_steps if stats else 0,
+        drafted=stats.num_draft_tokens if stats else 0,
+        accepted=stats.num_accepted_draft_tokens if stats else 0,
         tokens=len(record.output_token_ids),
         seconds=seconds,
         record=record,

@@ -1,0 +1,81 @@
+"""A topic's stream: one draft learns while it serves, and is judged along the way."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import machine
+
+from online import rows
+from online.bench import Bench, counts_of, packed
+from online.serving import Served, serve
+from online.world import Learner, Learning
+from paceline.actors.replay.record import ReplayRecord
+
+
+def stream_settings(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
+    """All that decides :func:`run_stream`."""
+    sizes = {"stream": len(bench.stream(topic)), "checkpoints": list(bench.sizes.checkpoints)}
+    return bench.settings([topic], {"learning": asdict(learning), **sizes})
+
+
+def stream_unit(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
+    """The result on disk, or made now."""
+    name = f"stream-{rows.label(bench.data)}-{topic}"
+    settings = stream_settings(bench, topic, learning)
+    return bench.store.unit(name, settings, lambda: run_stream(bench, topic, learning))
+
+
+def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
+    """Serve a topic's stream with a draft that learns from it alone.
+
+    Returns:
+        ``frozen`` and ``online``: counts per request; ``checkpoints``: scores per test prompt by
+        requests served; ``test_frozen`` and ``test_online``: counts of the test served with the
+        initial and with the last weights; ``learning``: its cost and decisions.
+    """
+    tests = [served.record for served in bench.test(topic)]
+    frozen = bench.frozen(topic)
+    engine = bench.engine([topic])
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Learner(Path(folder), [topic], learning, engine)
+        online: list[Served] = []
+        checkpoints = {"0": _judged(bench, learner, topic, tests)}
+        questions = bench.stream(topic)
+        for served in serve(engine, questions, [topic] * len(questions), bench.serving):
+            learner.take(served.record)
+            online.append(served)
+            done = len(online)
+            if done in bench.sizes.checkpoints or done == len(questions):
+                checkpoints[str(done)] = look = _judged(bench, learner, topic, tests)
+                bench.say(f"{topic}: {done} requests, {_brief(look)}")
+        test = bench.questions(topic).test
+        after = list(serve(engine, test, [topic] * len(test), bench.serving))
+        return {
+            "frozen": packed(counts_of(frozen)),
+            "online": packed(counts_of(online)),
+            "checkpoints": checkpoints,
+            "test_frozen": packed(counts_of(bench.test(topic))),
+            "test_online": packed(counts_of(after)),
+            "learning": learner.facts(),
+            "machine": machine.facts(),
+        }
+
+
+def _judged(
+    bench: Bench, learner: Learner, topic: str, tests: Sequence[ReplayRecord]
+) -> dict[str, Any]:
+    version, state = learner.served(topic)
+    scores = bench.judge.score(state, tests).facts()
+    facts = learner.facts()
+    cost = {name: facts[name] for name in ("seconds", "micro_steps", "positions")}
+    return {"weight_version": version, **scores, **cost}
+
+
+def _brief(look: dict[str, Any]) -> str:
+    means = [sum(look[name]) / len(look[name]) for name in ("acceptance", "overlap")]
+    return f"test acceptance {means[0]:.3f}, overlap {means[1]:.3f}"

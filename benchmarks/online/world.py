@@ -1,0 +1,238 @@
+"""The trainer in the same process as the engine: real shards, registry, rounds, no Ray, no clock.
+
+Training is interleaved with serving by count instead of by wall clock: after so many requests
+the trainer gets so many micro-steps. Results then do not depend on how busy the machine is;
+seconds are measured all the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expert_cache import DRAFT
+
+from paceline.actors.decoding.engine import Engine
+from paceline.actors.replay.record import ReplayRecord, decode, encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.candidate import Candidate
+from paceline.actors.training.distiller import DistillerSettings, MicroStep
+from paceline.actors.training.rounds import Rounds
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.weights.flat import FlatWeights, unflatten
+from paceline.actors.weights.registry import WeightRegistry
+
+_MICRO_STEP_S = 2.0**-7  # of the virtual clock: its sums are exact
+_REQUEST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How much the trainer may do, and how.
+
+    Attributes:
+        requests_per_round: served requests between two rounds of training.
+        micro_steps: of a round, each of ``micro_batch`` records.
+        learning_rate: constant.
+        micro_batch: records.
+        train_records: drawn from replay for a round.
+        held_out_records: that the gate judges by, at most.
+        held_out_fraction: of the prompts, kept from training for the gate.
+        recent_share: share of a draw that favours recent records; the rest is uniform.
+        seed: of drawing and of the batches' order.
+    """
+
+    requests_per_round: int = 16
+    micro_steps: int = 32
+    learning_rate: float = 1.5e-3
+    micro_batch: int = 8
+    train_records: int = 256
+    held_out_records: int = 64
+    held_out_fraction: float = 0.2
+    recent_share: float = 0.5
+    seed: int = 0
+
+
+class Ticks:
+    """A clock that only moves when it is told to."""
+
+    def __init__(self) -> None:
+        """Start at 0 s."""
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Virtual seconds."""
+        return self.now
+
+
+class LocalWorld:
+    """The real shards and registry, called directly; leave is always given."""
+
+    def __init__(self, folder: Path, experts: Sequence[str], learning: Learning) -> None:
+        """Start with empty shards and initial weights.
+
+        Args:
+            folder: of the registry, empty.
+            experts: drafts that learn; each has a shard.
+            learning: see Learning.
+        """
+        settings = ReplaySettings(
+            held_out_fraction=learning.held_out_fraction, recent_share=learning.recent_share
+        )
+        self.shards = {
+            expert: ReplayShard(expert, settings, seed=learning.seed) for expert in experts
+        }
+        self.registry = WeightRegistry(str(folder), experts, "bench", put=lambda flat: flat)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Of every shard."""
+        return {topic: shard.stats() for topic, shard in self.shards.items()}
+
+    def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
+        """As the shard draws them."""
+        return [decode(data) for data in self.shards[topic].sample(count, split)]
+
+    def may_train(self) -> bool:
+        """Always."""
+        return True
+
+    def versions(self) -> dict[str, int] | None:
+        """Published ones."""
+        return self.registry.current()
+
+    def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
+        """The newest ones."""
+        version, references = self.registry.newest(topic)
+        return version, references[0] if references else None
+
+    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+        """To the registry."""
+        return self.registry.publish(topic, flat, decision)
+
+    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+        """To the registry."""
+        self.registry.reject(topic, decision)
+
+
+class _Counted(Candidate):
+    """A candidate that moves the virtual clock and counts what it learns from."""
+
+    def __init__(self, topic: str, settings: TrainerSettings, clock: Ticks) -> None:
+        super().__init__(topic, settings)
+        self._clock = clock
+        self.positions = 0
+        self.micro_steps = 0
+        self.learning_s = 0.0
+
+    def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
+        began = time.perf_counter()
+        step = super().learn(records)
+        self.learning_s += time.perf_counter() - began
+        self._clock.now += _MICRO_STEP_S
+        self.positions += step.positions
+        self.micro_steps += 1
+        return step
+
+
+class _CountedRounds(Rounds):
+    """Rounds over such candidates."""
+
+    def __init__(self, settings: TrainerSettings, world: LocalWorld, clock: Ticks) -> None:
+        super().__init__(settings, world, clock=clock)
+        self._ticks = clock
+        self.counted: dict[str, _Counted] = {}
+
+    def candidate(self, topic: str) -> Candidate:
+        if topic not in self.counted:
+            self.counted[topic] = self._candidates[topic] = _Counted(
+                topic, self._settings, self._ticks
+            )
+        return self.counted[topic]
+
+
+class Learner:
+    """Takes records as they come, trains in between, hands new weights to the engine."""
+
+    def __init__(
+        self, folder: Path, experts: Sequence[str], learning: Learning, engine: Engine
+    ) -> None:
+        """Load a candidate for every expert.
+
+        The process must have been made ready for DeepSpeed.
+
+        Args:
+            folder: of the registry, empty.
+            experts: drafts that learn, by the engine's names.
+            learning: see Learning.
+            engine: gets the weights.
+        """
+        self.world = LocalWorld(folder, experts, learning)
+        self._engine = engine
+        self._clock = Ticks()
+        self._rounds = _CountedRounds(_settings(experts, learning), self.world, self._clock)
+        self._learning = learning
+        self._known = dict.fromkeys(experts, 0)
+        self._taken = 0
+        self.seconds = 0.0
+        for expert in experts:
+            self._rounds.candidate(expert)
+
+    def take(self, record: ReplayRecord) -> None:
+        """Keep a record under its topic; where a round is due, train and swap."""
+        self.world.shards[record.topic].insert(encode(record))
+        self._clock.now += _REQUEST_S
+        self._taken += 1
+        if self._taken % self._learning.requests_per_round == 0:
+            self._round()
+
+    def _round(self) -> None:
+        began = time.perf_counter()
+        self._rounds.tick()
+        for expert, version in self.world.registry.current().items():
+            _, references = self.world.registry.newest(expert)
+            if version != self._known[expert] and references:
+                self._engine.swap(expert, version, unflatten(references[0]))
+                self._known[expert] = version
+        self.seconds += time.perf_counter() - began
+
+    def served(self, expert: str) -> tuple[int, dict[str, Any] | None]:
+        """weight_version and weights that requests get now; None are the initial ones."""
+        version, references = self.world.registry.newest(expert)
+        return version, unflatten(references[0]) if references else None
+
+    def facts(self) -> dict[str, Any]:
+        """What learning has cost and decided so far.
+
+        ``seconds`` are all of a round's, judging and swapping included; ``learning_s`` the
+        micro-steps' alone; ``positions`` the target positions learnt from, each as often as it
+        was used.
+        """
+        counted = self._rounds.counted.values()
+        decisions = [
+            {k: v for k, v in d.items() if k != "time"} for d in self.world.registry.history()
+        ]
+        return {
+            "seconds": self.seconds,
+            "learning_s": sum(c.learning_s for c in counted),
+            "micro_steps": sum(c.micro_steps for c in counted),
+            "positions": sum(c.positions for c in counted),
+            "published": sum(d["outcome"] == "published" for d in decisions),
+            "rejected": sum(d["outcome"] == "rejected" for d in decisions),
+            "decisions": decisions,
+        }
+
+
+def _settings(experts: Sequence[str], learning: Learning) -> TrainerSettings:
+    return TrainerSettings(
+        draft_paths=dict.fromkeys(experts, str(DRAFT)),
+        distiller=DistillerSettings(learning_rate=learning.learning_rate),
+        micro_batch=learning.micro_batch,
+        round_seconds=learning.micro_steps * _MICRO_STEP_S,
+        train_records=learning.train_records,
+        held_out_records=learning.held_out_records,
+        seed=learning.seed,
+    )
