@@ -80,12 +80,17 @@ def lesson(bench: Bench, topic: str) -> list[ReplayRecord]:
     return [served.record for served in (*first, *rest)]
 
 
+def ceiling_settings(bench: Bench, topic: str, offline: Offline) -> dict[str, Any]:
+    """All that decides :func:`run_ceiling`."""
+    return bench.settings(
+        [topic], {"offline": asdict(offline), "prompts_at_most": bench.sizes.ceiling}
+    )
+
+
 def ceiling_unit(bench: Bench, topic: str, offline: Offline) -> dict[str, Any]:
     """The result on disk, or made now; the weights lie beside it."""
     name = f"ceiling-{rows.label(bench.data)}-{topic}"
-    settings = bench.settings(
-        [topic], {"offline": asdict(offline), "prompts_at_most": bench.sizes.ceiling}
-    )
+    settings = ceiling_settings(bench, topic, offline)
     weights = bench.store.path(name, settings, ".safetensors")
     return bench.store.unit(name, settings, lambda: run_ceiling(bench, topic, offline, weights))
 

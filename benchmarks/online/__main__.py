@@ -1,0 +1,127 @@
+"""Learning on real prompts: streams, ceilings, shifts, cost. Resumable: what is there is kept.
+
+make bench-online ARGS="--data ../shared/data --quick"
+make bench-online ARGS="--data hf"
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from online.bench import QUICK, Bench, Sizes
+from online.ceiling import Offline, ceiling_unit
+from online.results import collect, write
+from online.rows import EXTRA, HUB
+from online.serving import Serving
+from online.shifts import KINDS, ORDER, SYSTEMS, shift_unit
+from online.store import Store
+from online.streams import stream_unit
+from online.world import Learning
+from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.deploy.demo.prompts import TOPICS
+
+PARTS = ("streams", "ceilings", "shifts")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    learning, parser = (
+        Learning(),
+        argparse.ArgumentParser(prog="bench-online", description=(__doc__ or "").splitlines()[0]),
+    )
+    parser.add_argument("--data", help="folder of *.jsonl.gz rows, or hf; default: generated")
+    parser.add_argument("--quick", action="store_true", help="200 and 40 prompts instead of more")
+    parser.add_argument("--topics", nargs="+", default=list(ORDER), choices=[*TOPICS, *EXTRA])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0, help="of training")
+    parser.add_argument(
+        "--ceiling-prompts", type=int, help="at most; default: the whole train side"
+    )
+    parser.add_argument("--micro-steps", type=int, default=learning.micro_steps)
+    parser.add_argument("--requests-per-round", type=int, default=learning.requests_per_round)
+    parser.add_argument("--learning-rate", type=float, default=learning.learning_rate)
+    parser.add_argument("--micro-batch", type=int, default=learning.micro_batch)
+    parser.add_argument("--recent-share", type=float, default=learning.recent_share)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser.add_argument("--docs", type=Path, help="also write the results as this Markdown file")
+    return parser.parse_args(argv)
+
+
+def learning_of(options: argparse.Namespace) -> Learning:
+    """How the trainer works."""
+    return Learning(
+        requests_per_round=options.requests_per_round,
+        micro_steps=options.micro_steps,
+        learning_rate=options.learning_rate,
+        micro_batch=options.micro_batch,
+        recent_share=options.recent_share,
+        seed=options.seed,
+    )
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """How much is measured."""
+    sizes = QUICK if options.quick else Sizes()
+    if options.ceiling_prompts is None:
+        return sizes
+    return dataclasses.replace(sizes, ceiling=options.ceiling_prompts)
+
+
+def command_of(argv: Sequence[str] | None) -> str:
+    """The command for people: where the rows lie is theirs to say."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for at, word in enumerate(words[1:], start=1):
+        if words[at - 1] == "--data" and word != HUB:
+            words[at] = "FOLDER"
+        if words[at - 1] == "--out":
+            words[at] = "OUT"
+    return f'make bench-online ARGS="{" ".join(words)}"' if words else "make bench-online"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what is missing, then write the figures."""
+    options = parse(argv)
+    torch.set_num_threads(options.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prepare_environment()
+    forbid_compiling()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.0f} s  {text}", flush=True)  # noqa: T201
+
+    serving = Serving(temperature=options.temperature)
+    store = Store(options.out / "online")
+    bench = Bench(store, options.data, sizes_of(options), serving, threads=options.threads, say=say)
+    learning, offline = learning_of(options), Offline()
+    for topic in options.topics:
+        if "streams" in options.parts:
+            stream_unit(bench, topic, learning)
+        if "ceilings" in options.parts:
+            ceiling_unit(bench, topic, offline)
+    if "shifts" in options.parts and set(ORDER) <= set(options.topics):
+        for kind in KINDS:
+            for system in SYSTEMS:
+                shift_unit(bench, kind, system, learning)
+    figures = collect(bench, learning, offline, command_of(argv))
+    path = options.out / "online.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write(figures, options.out, options.docs)
+    say(f"figures in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

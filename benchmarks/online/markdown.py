@@ -1,0 +1,250 @@
+"""docs/results.md from the figures. Every number on the page is out of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_OSD = (
+    "OSD (Liu et al., arXiv 2310.07177) reports gains of 0.1 to 0.65 in token acceptance rate, "
+    "visible after 100 to 200 requests, and as good as offline distillation on 70 to 100 % of "
+    "the data. Its targets and drafts are other ones (7 B and 160 M and the like): only the shape "
+    "of the curves compares."
+)
+
+
+def page(figures: dict[str, Any], pictures: Sequence[str], fragments: Sequence[str]) -> str:
+    """The whole page.
+
+    Args:
+        figures: from ``results.collect``.
+        pictures: file names of plots beside the page.
+        fragments: further sections, Markdown.
+    """
+    parts = [
+        "# Results: what learning brings",
+        _head(figures),
+        *_topics(figures, pictures),
+        *_shifts(figures, pictures),
+        *_cost(figures),
+        *fragments,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float | None, places: int = 3) -> str:
+    """A figure, or a dash."""
+    return "-" if value is None else f"{value:.{places}f}"
+
+
+def interval(found: dict[str, Any], places: int = 3) -> str:
+    """A figure with its 95 % interval."""
+    if found["low"] is None:
+        return number(found["value"], places)
+    ends = f"{number(found['low'], places)} to {number(found['high'], places)}"
+    return f"{number(found['value'], places)} ({ends})"
+
+
+def _head(figures: dict[str, Any]) -> str:
+    settings, machine = figures["settings"], figures["machine"]
+    learning, serving, sizes = settings["learning"], settings["serving"], settings["sizes"]
+    mode = "greedy" if serving["temperature"] == 0 else f"temperature {serving['temperature']:g}"
+    return (
+        f"Command: `{figures['command']}`\n\n"
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {settings['threads']} thread(s), "
+        f"load average {machine['load_average'][0]:g} at the end; torch {machine['torch']}. "
+        f"Models: the embedded target, and `draft-general` as the start of every draft. "
+        f"Decoding: {mode}, 8 requests at once, at most {serving['max_tokens']} tokens, always "
+        f"{serving['num_speculative_tokens']} drafted per round. Learning: after every "
+        f"{learning['requests_per_round']} requests {learning['micro_steps']} micro-steps of "
+        f"{learning['micro_batch']} records at {learning['learning_rate']:g}, gate included; seed "
+        f"{learning['seed']}. Tests have {sizes['test']} prompts that no stream holds. Intervals "
+        "are 95 %, by bootstrap over prompts (2,000 resamples). Acceptance does not depend on "
+        "how busy the machine is, seconds do."
+    )
+
+
+def _topics(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
+    topics = figures["topics"]
+    if not topics:
+        return []
+    parts = [
+        "## Per data set: online, frozen, offline ceiling",
+        "Acceptance is teacher-forced on the target's answers to the test prompts: the chance "
+        "that the served draft's next token is accepted (greedy: the same argmax; sampled: "
+        "Σ min(p, q)). The ceiling is the same draft distilled offline on the whole train side "
+        "until held-out answers gain no more. The goal is 90 % of a gap of at least 0.15, "
+        "elsewhere within 0.02 of the ceiling.",
+    ]
+    if "online.png" in pictures:
+        parts.append("![Acceptance over the stream](online.png)")
+    parts += [
+        _stages(topics, "acceptance"),
+        "The same by Σ min(p, q) at temperature 1, whatever the decoding:",
+        _stages(topics, "overlap"),
+        "The test served for real, at a constant number of drafted tokens:",
+        _live(topics),
+        "Acceptance on the test after so many requests:",
+        _curves(topics),
+        _offline(topics),
+        _OSD,
+    ]
+    return parts
+
+
+def _stages(topics: dict[str, Any], measure: str) -> str:
+    headings = ["topic", "frozen", "online", "ceiling", "gain", "gap closed", "goal"]
+    rows = []
+    for topic, facts in topics.items():
+        stages = facts[measure]
+        rows.append(
+            [
+                topic,
+                interval(stages["frozen"]),
+                interval(stages["online"]),
+                interval(stages["ceiling"]) if "ceiling" in stages else "-",
+                interval(stages["gain"]),
+                interval(stages["gap_closed"], 2) if "gap_closed" in stages else "-",
+                {True: "reached", False: "missed"}.get(stages.get("reached"), "-"),
+            ]
+        )
+    return table(headings, rows)
+
+
+def _live(topics: dict[str, Any]) -> str:
+    headings = ["topic", "draft", "acceptance rate", "mean acceptance length"]
+    rows = [
+        [
+            topic,
+            name,
+            interval(live["acceptance_rate"]),
+            interval(live["mean_acceptance_length"], 2),
+        ]
+        for topic, facts in topics.items()
+        for name, live in facts["live_test"].items()
+    ]
+    return table(headings, rows)
+
+
+def _curves(topics: dict[str, Any]) -> str:
+    looks = sorted({int(at) for facts in topics.values() for at in facts["curve"]})
+    rows = []
+    for topic, facts in topics.items():
+        curve = {int(at): found for at, found in facts["curve"].items()}
+        visible = facts["visible_after"]
+        cells = [number(curve[at]["value"]) if at in curve else "-" for at in looks]
+        rows.append([topic, *cells, "-" if visible is None else str(visible)])
+    return table(["topic", *map(str, looks), "gain of 0.1 seen after"], rows)
+
+
+def _offline(topics: dict[str, Any]) -> str:
+    known = {topic: facts["offline"] for topic, facts in topics.items() if "offline" in facts}
+    if not known:
+        return ""
+    rows = [
+        [
+            topic,
+            str(facts["records"]),
+            f"{100 * topics[topic]['requests'] / facts['records']:.0f} %",
+            str(facts["steps"]),
+            "yes" if facts["converged"] else "no",
+        ]
+        for topic, facts in known.items()
+    ]
+    headings = ["topic", "answers of the ceiling", "stream's share of them", "steps", "converged"]
+    return table(headings, rows)
+
+
+def _shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
+    shifts = figures["shifts"]
+    if not shifts:
+        return []
+    phase = figures["settings"]["sizes"]["phase"]
+    parts = [
+        "## When the topic shifts",
+        f"Phases of {phase} requests. *One draft* is `general`, learning from everything; "
+        "*experts* are one draft per topic, with the same micro-steps in all, and requests routed "
+        "by their true topics. A cell is the acceptance on a topic's test after a phase.",
+    ]
+    if "shift.png" in pictures:
+        parts.append("![Acceptance by phase](shift.png)")
+    for kind, systems in shifts.items():
+        for system, facts in systems.items():
+            parts.append(f"{kind}, {system}:")
+            parts.append(_matrix(facts["matrix"]))
+        parts.append(_recovery(systems))
+    return parts
+
+
+def _matrix(matrix: dict[str, dict[str, float]]) -> str:
+    topics = list(next(iter(matrix.values())))
+    rows = [[name, *(number(found[t]) for t in topics)] for name, found in matrix.items()]
+    return table(["after", *topics], rows)
+
+
+def _recovery(systems: dict[str, Any]) -> str:
+    """Transfer and recovery of abrupt shifts, side by side; of mixed ones what there is."""
+    headings = ["system", "mean over tests at the end", "acceptance rate of the stream"]
+    abrupt = any("backward_transfer" in facts for facts in systems.values())
+    if abrupt:
+        headings += ["backward transfer", "requests until recovery"]
+    rows = []
+    for system, facts in systems.items():
+        row = [system, number(facts["mean_at_the_end"]), number(facts["acceptance_rate"])]
+        if abrupt:
+            recovery = ", ".join(
+                f"{topic} {'never' if n is None else n}" for topic, n in facts["recovery"].items()
+            )
+            row += [number(facts["backward_transfer"]), recovery or "-"]
+        rows.append(row)
+    return table(headings, rows)
+
+
+def _cost(figures: dict[str, Any]) -> list[str]:
+    topics = figures["topics"]
+    if not topics:
+        return []
+    headings = [
+        "topic",
+        "training, s",
+        "micro-steps",
+        "tokens learnt / served",
+        "s per point",
+        "tokens per point",
+        "speed-up, training counted in",
+        "without training",
+        "last quarter",
+        "pays after",
+    ]
+    rows = []
+    for topic, facts in topics.items():
+        cost = facts["cost"]
+        pays = cost["pays_after"]
+        rows.append(
+            [
+                topic,
+                number(cost["training_s"], 0),
+                str(cost["micro_steps"]),
+                f"{cost['tokens_learnt']:,} / {cost['tokens_served']:,}",
+                number(cost["seconds_per_point"], 2),
+                number(cost["tokens_per_point"], 0),
+                number(cost["speedup"], 2),
+                number(cost["speedup_without_training"], 2),
+                number(cost["speedup_at_the_end"], 2),
+                "not within the stream" if pays is None else f"{pays} requests",
+            ]
+        )
+    return [
+        "## What it costs",
+        "A point is 0.01 of acceptance on the test. Training seconds hold the rounds' drawing, "
+        "judging and swapping too; they are those of the same process and threads that serve, "
+        "one after the other, so the speed-up over the frozen twin is that of a machine without "
+        "any idle time.",
+        table(headings, rows),
+    ]

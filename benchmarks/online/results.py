@@ -1,0 +1,116 @@
+"""The figures of all units that are there, as one JSON, plots, and Markdown for docs/results.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import machine
+
+from online import rows
+from online.bench import Bench
+from online.ceiling import Offline, ceiling_settings
+from online.markdown import page
+from online.plots import draw_shifts, draw_streams
+from online.rows import EXTRA
+from online.shifts import KINDS, ORDER, SYSTEMS, shift_settings
+from online.streams import stream_settings
+from online.summary import level_of, shift_summary, topic_summary
+from online.world import Learning
+from paceline.deploy.recipes.data import DataError
+
+# Written by the other parts of the benchmark, from their own figures.
+_FRAGMENTS = ("grid", "routes", "medusa", "traffic")
+
+
+def collect(bench: Bench, learning: Learning, offline: Offline, command: str) -> dict[str, Any]:
+    """Summaries of every unit that was made with these settings."""
+    label = rows.label(bench.data)
+    topics: dict[str, Any] = {}
+    levels: dict[str, float] = {}
+    for topic in (*ORDER, *EXTRA):
+        try:
+            settings = stream_settings(bench, topic, learning)
+        except DataError:
+            continue
+        stream = bench.store.find(f"stream-{label}-{topic}", settings)
+        if stream is None:
+            continue
+        ceiling = bench.store.find(
+            f"ceiling-{label}-{topic}", ceiling_settings(bench, topic, offline)
+        )
+        topics[topic] = topic_summary(stream, ceiling, bench.sizes.window)
+        if ceiling is not None:
+            names = ("records", "steps", "converged")
+            topics[topic]["offline"] = {name: ceiling[name] for name in names}
+        if (level := level_of(stream, bench.sizes.window)) is not None:
+            levels[topic] = level
+    return {
+        "command": command,
+        "machine": machine.facts(),
+        "settings": {
+            "data": label,
+            "serving": asdict(bench.serving),
+            "learning": asdict(learning),
+            "offline": asdict(offline),
+            "sizes": asdict(bench.sizes),
+            "threads": bench.threads,
+        },
+        "topics": topics,
+        "shifts": _shifts(bench, learning, levels),
+    }
+
+
+def _shifts(bench: Bench, learning: Learning, levels: dict[str, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    label = rows.label(bench.data)
+    for kind in KINDS:
+        for system in SYSTEMS:
+            try:
+                settings = shift_settings(bench, kind, system, learning, ORDER)
+            except DataError:
+                return found
+            name = f"shift-{label}-{kind}-{system.replace(' ', '-')}"
+            shift = bench.store.find(name, settings)
+            if shift is not None:
+                found.setdefault(kind, {})[system] = shift_summary(
+                    shift, levels, bench.sizes.window, abrupt=kind == "abrupt"
+                )
+    return found
+
+
+def write(figures: dict[str, Any], out: Path, docs: Path | None = None) -> list[Path]:
+    """Plots and the page, under ``out`` and, where wanted, as documentation; what was written.
+
+    Args:
+        figures: from :func:`collect`.
+        out: folder of the benchmarks' results.
+        docs: Markdown file; its pictures go beside it.
+    """
+    fragments = [_text(out / "online" / f"{name}.md") for name in _FRAGMENTS]
+    written = []
+    for path in (out / "online" / "results.md", docs):
+        if path is None:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures = _pictures(figures, path.parent)
+        path.write_text(page(figures, pictures, [f for f in fragments if f]), encoding="utf-8")
+        written += [path, *(path.parent / name for name in pictures)]
+    return written
+
+
+def _pictures(figures: dict[str, Any], folder: Path) -> Sequence[str]:
+    names = []
+    if figures["topics"]:
+        draw_streams(folder / "online.png", figures)
+        names.append("online.png")
+    if figures["shifts"].get("abrupt"):
+        draw_shifts(folder / "shift.png", figures)
+        names.append("shift.png")
+    return names
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""

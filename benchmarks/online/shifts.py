@@ -1,0 +1,110 @@
+"""What happens when the traffic's topic changes: one online draft against an expert per topic."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+
+from online import rows
+from online.bench import Bench, counts_of, packed
+from online.figures import mean
+from online.rows import Question
+from online.serving import Served, serve
+from online.world import Learner, Learning
+from paceline.actors.routing.policy import GENERAL
+
+ORDER = ("math", "sql", "shell", "code")
+KINDS = ("abrupt", "mixed")
+ONE, EXPERTS = "one draft", "experts"
+SYSTEMS = (ONE, EXPERTS)
+
+
+def shift_settings(
+    bench: Bench, kind: str, system: str, learning: Learning, order: Sequence[str]
+) -> dict[str, Any]:
+    """All that decides :func:`run_shift`."""
+    more = {
+        "learning": asdict(learning),
+        "phase": bench.sizes.phase,
+        "kind": kind,
+        "system": system,
+    }
+    return bench.settings(order, more)
+
+
+def shift_unit(
+    bench: Bench, kind: str, system: str, learning: Learning, order: Sequence[str] = ORDER
+) -> dict[str, Any]:
+    """The result on disk, or made now."""
+    name = f"shift-{rows.label(bench.data)}-{kind}-{system.replace(' ', '-')}"
+    settings = shift_settings(bench, kind, system, learning, order)
+    return bench.store.unit(name, settings, lambda: run_shift(bench, kind, system, learning, order))
+
+
+def phases_of(bench: Bench, kind: str, order: Sequence[str], seed: int = 0) -> list[list[Question]]:
+    """The stream in as many phases as there are topics, the same prompts in either kind.
+
+    ``abrupt``: a phase is one topic. ``mixed``: all phases together are shuffled.
+    """
+    parts = [list(bench.stream(topic, bench.sizes.phase)) for topic in order]
+    if kind == "abrupt":
+        return parts
+    every = [question for part in parts for question in part]
+    shuffled = [every[i] for i in np.random.default_rng(seed).permutation(len(every))]
+    ends = np.cumsum([len(part) for part in parts])
+    return [shuffled[end - len(part) : end] for end, part in zip(ends, parts, strict=True)]
+
+
+def run_shift(
+    bench: Bench, kind: str, system: str, learning: Learning, order: Sequence[str]
+) -> dict[str, Any]:
+    """Serve all phases; after each, judge what every topic's requests would get.
+
+    The system of experts is routed by the prompts' own topics: what a router adds or costs is
+    measured elsewhere. Both systems have the same micro-steps in all.
+
+    Returns:
+        ``phases``: counts per request and its topic; ``scores``: per phase (0 is before the
+        first) and topic, acceptance per test prompt; ``learning``: cost and decisions.
+    """
+    experts = [GENERAL] if system == ONE else list(order)
+    tests = {topic: [s.record for s in bench.test(topic)] for topic in order}
+    engine = bench.engine(experts)
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Learner(Path(folder), experts, learning, engine)
+
+        def look() -> dict[str, list[float]]:
+            found = {}
+            for topic in order:
+                _, state = learner.served(GENERAL if system == ONE else topic)
+                found[topic] = bench.judge.score(state, tests[topic]).facts()["acceptance"]
+            return found
+
+        scores, phases = [look()], []
+        for number, questions in enumerate(phases_of(bench, kind, order)):
+            drafts = [GENERAL if system == ONE else q.topic for q in questions]
+            done: list[Served] = []
+            first = number * bench.sizes.phase
+            for served in serve(
+                engine, questions, drafts, bench.serving, topics=drafts, first=first
+            ):
+                learner.take(served.record)
+                done.append(served)
+            topics = [question.topic for question in questions]
+            phases.append({"topics": topics, "counts": packed(counts_of(done))})
+            scores.append(look())
+            after = ", ".join(f"{t} {mean(v):.3f}" for t, v in scores[-1].items())
+            bench.say(f"{kind}, {system}: after phase {number + 1}: {after}")
+        return {
+            "order": list(order),
+            "phases": phases,
+            "scores": scores,
+            "learning": learner.facts(),
+            "machine": machine.facts(),
+        }

@@ -1,0 +1,211 @@
+"""Figures for publication out of the units of work: pure, nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from online.bench import unpacked
+from online.figures import (
+    LEAST_GAP,
+    Counts,
+    Interval,
+    backward_transfer,
+    bootstrap,
+    difference,
+    gap_closed,
+    mean,
+    pays_after,
+    reached,
+    recovered,
+    window,
+    windows,
+)
+
+_VISIBLE = 0.1  # OSD's least published gain
+
+
+def topic_summary(
+    stream: Mapping[str, Any], ceiling: Mapping[str, Any] | None, size: int
+) -> dict[str, Any]:
+    """A topic's figures.
+
+    Args:
+        stream: result of ``streams.run_stream``.
+        ceiling: result of ``ceiling.run_ceiling``; None where it has not been made.
+        size: requests per window.
+    """
+    frozen, online = unpacked(stream["frozen"]), unpacked(stream["online"])
+    looks = {int(at): look for at, look in stream["checkpoints"].items()}
+    last = looks[max(looks)]
+    found: dict[str, Any] = {
+        "requests": len(online),
+        "test_prompts": len(last["acceptance"]),
+        "windows": {
+            "frozen": [asdict(w) for w in windows(frozen, size)],
+            "online": [asdict(w) for w in windows(online, size)],
+        },
+        "curve": {
+            at: _figure(bootstrap(mean, look["acceptance"])) for at, look in sorted(looks.items())
+        },
+        "acceptance": _stages(looks, ceiling, "acceptance"),
+        "overlap": _stages(looks, ceiling, "overlap"),
+        "live_test": _live(stream, ceiling),
+        "visible_after": _visible(looks),
+        "cost": cost(stream),
+    }
+    return found
+
+
+def _stages(
+    looks: Mapping[int, Mapping[str, Any]], ceiling: Mapping[str, Any] | None, measure: str
+) -> dict[str, Any]:
+    """Frozen, online and ceiling on the same test prompts, and how much of the gap was closed."""
+    frozen, online = looks[0][measure], looks[max(looks)][measure]
+    found: dict[str, Any] = {
+        "frozen": _figure(bootstrap(mean, frozen)),
+        "online": _figure(bootstrap(mean, online)),
+        "gain": _figure(bootstrap(difference, online, frozen)),
+    }
+    if ceiling is not None:
+        best = ceiling["test"][measure]
+        found |= {
+            "ceiling": _figure(bootstrap(mean, best)),
+            "gap": _figure(bootstrap(difference, best, frozen)),
+            "below_ceiling": _figure(bootstrap(difference, best, online)),
+            "gap_closed": _figure(bootstrap(gap_closed, frozen, online, best)),
+            "gap_is_large": difference(best, frozen) >= LEAST_GAP,
+            "reached": reached(frozen, online, best),
+        }
+    return found
+
+
+def _live(stream: Mapping[str, Any], ceiling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The test served for real: acceptance rate and mean acceptance length with intervals."""
+    parts = {"frozen": stream["test_frozen"], "online": stream["test_online"]}
+    if ceiling is not None:
+        parts["ceiling"] = ceiling["test_counts"]
+    return {name: live(unpacked(rows)) for name, rows in parts.items()}
+
+
+def live(counts: Sequence[Counts]) -> dict[str, Any]:
+    """Acceptance rate and mean acceptance length of requests, resampled by request."""
+    columns = [
+        [float(getattr(c, name)) for c in counts] for name in ("accepted", "drafted", "rounds")
+    ]
+
+    def rate(accepted: Any, drafted: Any, _rounds: Any) -> float | None:
+        return float(accepted.sum() / drafted.sum()) if drafted.sum() else None
+
+    def length(accepted: Any, _drafted: Any, rounds: Any) -> float | None:
+        return float(1.0 + accepted.sum() / rounds.sum()) if rounds.sum() else None
+
+    return {
+        "acceptance_rate": _figure(bootstrap(rate, *columns)),
+        "mean_acceptance_length": _figure(bootstrap(length, *columns)),
+    }
+
+
+def _visible(looks: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """Requests until the first look at which the gain over frozen is 0.1; None if never."""
+    for at, look in sorted(looks.items()):
+        if difference(look["acceptance"], looks[0]["acceptance"]) >= _VISIBLE:
+            return at
+    return None
+
+
+def cost(stream: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds and tokens of training per gained point (0.01) of test acceptance, and the speed-up.
+
+    Seconds are those of serving and training in the same process on the same threads.
+    """
+    frozen, online = unpacked(stream["frozen"]), unpacked(stream["online"])
+    looks = {int(at): look for at, look in stream["checkpoints"].items()}
+    points = 100.0 * difference(looks[max(looks)]["acceptance"], looks[0]["acceptance"])
+    facts = stream["learning"]
+    serving_s = {"frozen": _seconds(frozen), "online": _seconds(online)}
+    rates = {
+        "frozen": _tokens(frozen) / serving_s["frozen"],
+        "online": _tokens(online) / (serving_s["online"] + facts["seconds"]),
+        "online without training": _tokens(online) / serving_s["online"],
+        "last quarter, online": _rate(online[-len(online) // 4 :]),
+        "last quarter, frozen": _rate(frozen[-len(frozen) // 4 :]),
+    }
+    return {
+        "points": points,
+        "training_s": facts["seconds"],
+        "micro_steps": facts["micro_steps"],
+        "tokens_learnt": facts["positions"],
+        "tokens_served": _tokens(online),
+        "seconds_per_point": facts["seconds"] / points if points > 0 else None,
+        "tokens_per_point": facts["positions"] / points if points > 0 else None,
+        "serving_s": serving_s,
+        "tokens_per_s": rates,
+        "speedup": rates["online"] / rates["frozen"],
+        "speedup_without_training": rates["online without training"] / rates["frozen"],
+        "speedup_at_the_end": rates["last quarter, online"] / rates["last quarter, frozen"],
+        "pays_after": pays_after(frozen, online, facts["seconds"]),
+    }
+
+
+def _seconds(counts: Sequence[Counts]) -> float:
+    return sum(c.seconds for c in counts)
+
+
+def _tokens(counts: Sequence[Counts]) -> int:
+    return sum(c.tokens for c in counts)
+
+
+def _rate(counts: Sequence[Counts]) -> float:
+    return _tokens(counts) / _seconds(counts)
+
+
+def shift_summary(
+    shift: Mapping[str, Any], levels: Mapping[str, float], size: int, *, abrupt: bool
+) -> dict[str, Any]:
+    """The matrix, what was forgotten, and how soon every phase had recovered.
+
+    Args:
+        shift: result of ``shifts.run_shift``.
+        levels: topic to the acceptance rate that its own stream reached.
+        size: requests per window.
+        abrupt: whether every phase is one topic; only then are there transfer and recovery.
+    """
+    order = shift["order"]
+    names = ["before", *(order if abrupt else [f"quarter {i + 1}" for i in range(len(order))])]
+    matrix = {
+        name: {topic: mean(scores[topic]) for topic in order}
+        for name, scores in zip(names, shift["scores"], strict=True)
+    }
+    found: dict[str, Any] = {
+        "matrix": matrix,
+        "mean_at_the_end": float(np.mean([*matrix[names[-1]].values()])),
+        "learning": {k: v for k, v in shift["learning"].items() if k != "decisions"},
+    }
+    counts = [unpacked(phase["counts"]) for phase in shift["phases"]]
+    found["acceptance_rate"] = window([c for part in counts for c in part]).acceptance_rate
+    if not abrupt:
+        return found
+    found["backward_transfer"] = backward_transfer(matrix, order)
+    found["recovery"] = {
+        topic: recovered(windows(part, size), levels[topic])
+        for topic, part in zip(order, counts, strict=True)
+        if topic in levels
+    }
+    found["phase_windows"] = {
+        topic: [w.acceptance_rate for w in windows(part, size)]
+        for topic, part in zip(order, counts, strict=True)
+    }
+    return found
+
+
+def level_of(stream: Mapping[str, Any], size: int) -> float | None:
+    """Acceptance rate that a topic's own stream reached: its last four windows together."""
+    return window(unpacked(stream["online"])[-4 * size :]).acceptance_rate
+
+
+def _figure(found: Interval) -> dict[str, float | None]:
+    return {k: None if v is None else round(v, 4) for k, v in asdict(found).items()}
