@@ -158,7 +158,13 @@ class Learner:
     """Takes records as they come, trains in between, hands new weights to the engine."""
 
     def __init__(
-        self, folder: Path, experts: Sequence[str], learning: Learning, engine: Engine
+        self,
+        folder: Path,
+        experts: Sequence[str],
+        learning: Learning,
+        engine: Engine,
+        *,
+        draft: Path = DRAFT,
     ) -> None:
         """Load a candidate for every expert.
 
@@ -169,11 +175,12 @@ class Learner:
             experts: drafts that learn, by the engine's names.
             learning: see Learning.
             engine: gets the weights.
+            draft: folder of the weights that every expert starts from.
         """
         self.world = LocalWorld(folder, experts, learning)
         self._engine = engine
         self._clock = Ticks()
-        self._rounds = _CountedRounds(_settings(experts, learning), self.world, self._clock)
+        self._rounds = _CountedRounds(_settings(experts, learning, draft), self.world, self._clock)
         self._learning = learning
         self._known = dict.fromkeys(experts, 0)
         self._taken = 0
@@ -226,9 +233,9 @@ class Learner:
         }
 
 
-def _settings(experts: Sequence[str], learning: Learning) -> TrainerSettings:
+def _settings(experts: Sequence[str], learning: Learning, draft: Path) -> TrainerSettings:
     return TrainerSettings(
-        draft_paths=dict.fromkeys(experts, str(DRAFT)),
+        draft_paths=dict.fromkeys(experts, str(draft)),
         distiller=DistillerSettings(learning_rate=learning.learning_rate),
         micro_batch=learning.micro_batch,
         round_seconds=learning.micro_steps * _MICRO_STEP_S,

@@ -1,0 +1,167 @@
+"""Units of work that resume: results, prompts, answers, and the trainer beside the engine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import engine_of, make_engine, served
+from lessons import lesson
+from online import rows
+from online.answers import answers_of
+from online.rows import Question
+from online.serving import Serving, serve
+from online.store import Store
+from online.world import Learner, Learning
+from tiny_models import tiny_llama
+
+from paceline.deploy.recipes.data import DataError
+
+SERVING = Serving(max_tokens=6)
+
+
+def test_a_unit_is_made_once_for_its_settings(tmp_path: Path) -> None:
+    store, made = Store(tmp_path), []
+
+    def make() -> dict[str, Any]:
+        made.append(1)
+        return {"figure": 1.5}
+
+    for _ in range(2):
+        assert store.unit("stream", {"k": (4, 5)}, make) == {"figure": 1.5}
+    assert len(made) == 1
+    store.unit("stream", {"k": (4, 6)}, make)
+    assert len(made) == 2
+    assert [kept["settings"]["k"] for kept in store.every("stream")] != []
+
+
+def test_half_a_result_and_one_of_other_settings_do_not_count(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put("stream", {"k": 4}, {"figure": 1})
+    path = store.path("stream", {"k": 4})
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[: len(whole) // 2], encoding="utf-8")
+    assert store.find("stream", {"k": 4}) is None
+    assert list(store.every("stream")) == []
+    path.write_text(whole.replace('"k": 4', '"k": 5'), encoding="utf-8")
+    assert store.find("stream", {"k": 4}) is None
+
+
+class Words:
+    """A tokenizer whose tokens are the text's words, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        words = messages[0]["content"].split()
+        return [self.ids.setdefault(word, len(self.ids)) for word in words]
+
+
+def test_no_prompt_of_the_test_is_in_the_stream(tmp_path: Path) -> None:
+    texts = [f"How many rows has table {i} ?" for i in range(30)]
+    for split, part in (("test", texts[:10]), ("train", texts)):
+        with gzip.open(tmp_path / f"sql_{split}.jsonl.gz", "wt", encoding="utf-8") as file:
+            for number, text in enumerate([*part, part[0], "word " * 500]):
+                row = {"id": f"spider-{split}-{number}", "topic": "sql", "prompt": text}
+                file.write(json.dumps(row) + "\n")
+    found = rows.load(str(tmp_path), "sql", Words(), train=None, test=8)
+    test, train = ({q.token_ids for q in part} for part in (found.test, found.train))
+    assert len(test) == len(found.test) == 8
+    assert len(train) == len(found.train) == 22
+    assert not test & train
+    fewer = rows.load(str(tmp_path), "sql", Words(), train=5, test=8)
+    assert [q.key for q in fewer.train] == [q.key for q in found.train[:5]]
+    with pytest.raises(DataError, match="math"):
+        rows.load(str(tmp_path), "math", Words(), train=5, test=8)
+
+
+def test_the_generator_serves_who_has_no_data() -> None:
+    found = rows.load(None, "shell", Words(), train=20, test=5)
+    assert len(found.train) == 20
+    assert not {q.token_ids for q in found.train} & {q.token_ids for q in found.test}
+    with pytest.raises(DataError, match="--data"):
+        rows.load(None, "finance", Words(), train=20, test=5)
+
+
+def questions(count: int) -> list[Question]:
+    return [Question(f"q{i}", "sql", (1, 3 + i, 4, 5)) for i in range(count)]
+
+
+def test_served_prompts_come_with_their_records_and_counts() -> None:
+    done = list(serve(make_engine(), questions(9), ["a"] * 9, SERVING, first=40))
+    assert sorted(s.number for s in done) == list(range(40, 49))
+    for one in done:
+        assert one.key == one.record.request_id
+        assert one.rounds > 0
+        assert one.accepted <= one.drafted
+        assert one.tokens == len(one.record.output_token_ids)
+
+
+def test_answers_that_are_there_are_not_made_again(tmp_path: Path) -> None:
+    engines = 0
+
+    def engine() -> Any:
+        nonlocal engines
+        engines += 1
+        return make_engine()
+
+    def ask(count: int) -> list[list[int]]:
+        found = answers_of(tmp_path, "sql", questions(count), SERVING, engine, draft="a@0")
+        assert [s.key for s in found] == [f"q{i}" for i in range(count)]
+        assert [s.number for s in found] == list(range(count))
+        return [s.record.output_token_ids.tolist() for s in found]
+
+    first = ask(6)
+    assert ask(6) == first
+    assert ask(4) == first[:4]
+    assert engines == 1
+    (file,) = tmp_path.glob("*.records")
+    file.write_bytes(file.read_bytes()[:-7])  # as a killed run leaves it
+    assert ask(8)[:6] == first
+    assert engines == 2
+    assert ask(8)[:6] == first
+    assert engines == 2
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("draft")
+    tiny_llama(2, vocab=300, layers=1).save_pretrained(path)
+    return path
+
+
+def learn(folder: Path, draft: Path) -> tuple[Learner, Any]:
+    engine = engine_of(
+        served(tiny_llama(1, vocab=300)), [{"a": served(tiny_llama(2, layers=1, vocab=300))}]
+    )
+    learning = Learning(
+        requests_per_round=20, micro_steps=6, learning_rate=5e-3, held_out_fraction=0.3
+    )
+    learner = Learner(folder, ["a"], learning, engine, draft=draft)
+    for number in range(60):
+        learner.take(replace(lesson(number, created=time.time()), topic="a"))
+    return learner, engine
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_learning_goes_by_count_and_reaches_the_engine(tmp_path: Path, draft_folder: Path) -> None:
+    learner, engine = learn(tmp_path / "one", draft_folder)
+    facts = learner.facts()
+    assert facts["micro_steps"] == 3 * 6
+    assert facts["positions"] > 0
+    version, state = learner.served("a")
+    assert facts["published"] == version > 0
+    list(serve(engine, questions(1), ["a"], SERVING))
+    assert engine.drafts()["a"] == version
+    again, _ = learn(tmp_path / "two", draft_folder)
+    _, same = again.served("a")
+    assert state is not None
+    assert same is not None
+    assert all(torch.equal(state[name], same[name]) for name in state)
