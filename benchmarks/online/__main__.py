@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from online import ceiling
 from online.bench import QUICK, Bench, Sizes
 from online.ceiling import Offline, ceiling_unit
 from online.results import collect, write
@@ -30,6 +31,7 @@ from paceline.actors.training.ops import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
 PARTS = ("streams", "ceilings", "shifts")
+QUICK_TOPICS = ("sql", "shell")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,8 +41,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         argparse.ArgumentParser(prog="bench-online", description=(__doc__ or "").splitlines()[0]),
     )
     parser.add_argument("--data", help="folder of *.jsonl.gz rows, or hf; default: generated")
-    parser.add_argument("--quick", action="store_true", help="200 and 40 prompts instead of more")
-    parser.add_argument("--topics", nargs="+", default=list(ORDER), choices=[*TOPICS, *EXTRA])
+    parser.add_argument("--quick", action="store_true", help="two topics, 200 and 40 prompts")
+    parser.add_argument("--topics", nargs="+", choices=[*TOPICS, *EXTRA])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of training")
@@ -105,14 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving = Serving(temperature=options.temperature)
     store = Store(options.out / "online")
     bench = Bench(store, options.data, sizes_of(options), serving, threads=options.threads, say=say)
-    learning, offline = learning_of(options), Offline()
-    for topic in options.topics:
+    learning = learning_of(options)
+    offline = ceiling.QUICK if options.quick else Offline()
+    topics = options.topics or (QUICK_TOPICS if options.quick else ORDER)
+    for topic in topics:
         if "streams" in options.parts:
             stream_unit(bench, topic, learning)
         if "ceilings" in options.parts:
             ceiling_unit(bench, topic, offline)
-    if "shifts" in options.parts and set(ORDER) <= set(options.topics):
-        for kind in KINDS:
+    if "shifts" in options.parts:
+        for kind in KINDS[:1] if options.quick else KINDS:
             for system in SYSTEMS:
                 shift_unit(bench, kind, system, learning)
     figures = collect(bench, learning, offline, command_of(argv))

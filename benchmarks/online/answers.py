@@ -63,7 +63,8 @@ def answers_of(
 
 
 def _mark(serving: Serving, draft: str) -> str:
-    return digest({"serving": asdict(serving), "draft": draft, "models": base_hashes()})
+    facts = {"serving": asdict(serving), "draft": draft, "models": base_hashes()}
+    return digest(facts | {"seconds": "processor"})
 
 
 def _pack(served: Served) -> bytes:

@@ -48,6 +48,9 @@ class Offline:
     seed: int = 0
 
 
+QUICK = Offline(learning_rates=(1.5e-3, 4e-4), look_every=50, patience=2, max_steps=400)
+
+
 class Plateau:
     """Whether a figure that is looked at now and then still rises."""
 

@@ -18,7 +18,7 @@ Sample = Sequence[float] | NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What speculation did for one request."""
+    """What speculation did for one request; ``seconds`` are of the processor."""
 
     rounds: int
     drafted: int

@@ -242,9 +242,9 @@ def _cost(figures: dict[str, Any]) -> list[str]:
         )
     return [
         "## What it costs",
-        "A point is 0.01 of acceptance on the test. Training seconds hold the rounds' drawing, "
-        "judging and swapping too; they are those of the same process and threads that serve, "
-        "one after the other, so the speed-up over the frozen twin is that of a machine without "
-        "any idle time.",
+        "A point is 0.01 of acceptance on the test. Seconds are of the processor, which other "
+        "programs on the machine do not change much; those of training hold the rounds' drawing, "
+        "judging and swapping too. Training takes turns with serving on the same thread, so the "
+        "speed-up over the frozen twin is that of a machine without any idle time.",
         table(headings, rows),
     ]

@@ -50,7 +50,8 @@ class Served:
         drafted: tokens.
         accepted: drafted tokens that were accepted.
         tokens: of the answer.
-        seconds: of the engine since the answer before it ended; they add up to the whole.
+        seconds: of the processor, of the engine's since the answer before it ended; they add up
+            to the whole. On one thread they are wall seconds of a machine that has the time.
         record: what it leaves for replay.
     """
 
@@ -123,9 +124,9 @@ def serve(
             engine.add(
                 GenerationRequest(name, question.token_ids, sampling, topic=topic, draft=draft)
             )
-        began = time.perf_counter()
+        began = time.process_time()
         outputs = engine.step()
-        spent += time.perf_counter() - began
+        spent += time.process_time() - began
         for output in outputs:
             if output.chunk.finish_reason is None:
                 continue

@@ -129,9 +129,9 @@ class _Counted(Candidate):
         self.learning_s = 0.0
 
     def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
-        began = time.perf_counter()
+        began = time.process_time()
         step = super().learn(records)
-        self.learning_s += time.perf_counter() - began
+        self.learning_s += time.process_time() - began
         self._clock.now += _MICRO_STEP_S
         self.positions += step.positions
         self.micro_steps += 1
@@ -197,14 +197,14 @@ class Learner:
             self._round()
 
     def _round(self) -> None:
-        began = time.perf_counter()
+        began = time.process_time()
         self._rounds.tick()
         for expert, version in self.world.registry.current().items():
             _, references = self.world.registry.newest(expert)
             if version != self._known[expert] and references:
                 self._engine.swap(expert, version, unflatten(references[0]))
                 self._known[expert] = version
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.process_time() - began
 
     def served(self, expert: str) -> tuple[int, dict[str, Any] | None]:
         """weight_version and weights that requests get now; None are the initial ones."""
