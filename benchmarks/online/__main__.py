@@ -25,12 +25,12 @@ from online.rows import EXTRA, HUB
 from online.serving import Serving
 from online.shifts import KINDS, ORDER, SYSTEMS, shift_unit
 from online.store import Store
-from online.streams import stream_unit
+from online.streams import rehearsal_unit, stream_unit
 from online.world import Learning
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
-PARTS = ("streams", "ceilings", "shifts")
+PARTS = ("streams", "ceilings", "rehearsals", "shifts")
 QUICK_TOPICS = ("sql", "shell")
 
 
@@ -43,9 +43,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="folder of *.jsonl.gz rows, or hf; default: generated")
     parser.add_argument("--quick", action="store_true", help="two topics, 200 and 40 prompts")
     parser.add_argument("--topics", nargs="+", choices=[*TOPICS, *EXTRA])
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="of training")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="of training; 0 serves, others rehearse"
+    )
     parser.add_argument(
         "--ceiling-prompts", type=int, help="at most; default: the whole train side"
     )
@@ -68,7 +70,6 @@ def learning_of(options: argparse.Namespace) -> Learning:
         learning_rate=options.learning_rate,
         micro_batch=options.micro_batch,
         recent_share=options.recent_share,
-        seed=options.seed,
     )
 
 
@@ -109,13 +110,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(store, options.data, sizes_of(options), serving, threads=options.threads, say=say)
     learning = learning_of(options)
     offline = ceiling.QUICK if options.quick else Offline()
+    parts = options.parts or ([p for p in PARTS if p != "rehearsals"] if options.quick else PARTS)
     topics = options.topics or (QUICK_TOPICS if options.quick else ORDER)
     for topic in topics:
-        if "streams" in options.parts:
+        if "streams" in parts:
             stream_unit(bench, topic, learning)
-        if "ceilings" in options.parts:
+        if "ceilings" in parts:
             ceiling_unit(bench, topic, offline)
-    if "shifts" in options.parts:
+        if "rehearsals" in parts:
+            for seed in range(1, options.seeds):
+                rehearsal_unit(bench, topic, dataclasses.replace(learning, seed=seed))
+    if "shifts" in parts:
         for kind in KINDS[:1] if options.quick else KINDS:
             for system in SYSTEMS:
                 shift_unit(bench, kind, system, learning)

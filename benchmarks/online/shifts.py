@@ -77,7 +77,7 @@ def run_shift(
     tests = {topic: [s.record for s in bench.test(topic)] for topic in order}
     engine = bench.engine(experts)
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), experts, learning, engine)
+        learner = Learner(Path(folder), experts, learning, engine.swap)
 
         def look() -> dict[str, list[float]]:
             found = {}

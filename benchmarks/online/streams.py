@@ -42,7 +42,7 @@ def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     frozen = bench.frozen(topic)
     engine = bench.engine([topic])
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), [topic], learning, engine)
+        learner = Learner(Path(folder), [topic], learning, engine.swap)
         online: list[Served] = []
         checkpoints = {"0": _judged(bench, learner, topic, tests)}
         questions = bench.stream(topic)
@@ -64,6 +64,36 @@ def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
             "learning": learner.facts(),
             "machine": machine.facts(),
         }
+
+
+def rehearsal_unit(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
+    """The result on disk, or made now."""
+    name = f"rehearsal-{rows.label(bench.data)}-{topic}"
+    settings = stream_settings(bench, topic, learning)
+    return bench.store.unit(name, settings, lambda: rehearse(bench, topic, learning))
+
+
+def rehearse(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
+    """Learn from a stream that has been served: the frozen twin's records, in their order.
+
+    No draft changes what the target says, so the lessons are those of the real stream, but for
+    the order in which neighbours end. It costs no serving: seeds and settings are compared so.
+
+    Returns:
+        ``checkpoints`` and ``learning`` as :func:`run_stream`.
+    """
+    tests = [served.record for served in bench.test(topic)]
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Learner(Path(folder), [topic], learning, lambda *_: None)
+        checkpoints = {"0": _judged(bench, learner, topic, tests)}
+        frozen = bench.frozen(topic)
+        for done, served in enumerate(frozen, start=1):
+            learner.take(served.record)
+            if done in bench.sizes.checkpoints or done == len(frozen):
+                checkpoints[str(done)] = look = _judged(bench, learner, topic, tests)
+                bench.say(f"{topic}, rehearsed: {done} requests, {_brief(look)}")
+        facts = learner.facts()
+    return {"checkpoints": checkpoints, "learning": facts, "machine": machine.facts()}
 
 
 def _judged(

@@ -8,14 +8,14 @@ seconds are measured all the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from expert_cache import DRAFT
+from torch import Tensor
 
-from paceline.actors.decoding.engine import Engine
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
@@ -155,14 +155,14 @@ class _CountedRounds(Rounds):
 
 
 class Learner:
-    """Takes records as they come, trains in between, hands new weights to the engine."""
+    """Takes records as they come, trains in between, hands new weights out."""
 
     def __init__(
         self,
         folder: Path,
         experts: Sequence[str],
         learning: Learning,
-        engine: Engine,
+        swap: Callable[[str, int, dict[str, Tensor]], None],
         *,
         draft: Path = DRAFT,
     ) -> None:
@@ -174,11 +174,11 @@ class Learner:
             folder: of the registry, empty.
             experts: drafts that learn, by the engine's names.
             learning: see Learning.
-            engine: gets the weights.
+            swap: is given (expert, weight_version, weights), as ``Engine.swap``.
             draft: folder of the weights that every expert starts from.
         """
         self.world = LocalWorld(folder, experts, learning)
-        self._engine = engine
+        self._swap = swap
         self._clock = Ticks()
         self._rounds = _CountedRounds(_settings(experts, learning, draft), self.world, self._clock)
         self._learning = learning
@@ -202,11 +202,11 @@ class Learner:
         for expert, version in self.world.registry.current().items():
             _, references = self.world.registry.newest(expert)
             if version != self._known[expert] and references:
-                self._engine.swap(expert, version, unflatten(references[0]))
+                self._swap(expert, version, unflatten(references[0]))
                 self._known[expert] = version
         self.seconds += time.process_time() - began
 
-    def served(self, expert: str) -> tuple[int, dict[str, Any] | None]:
+    def served(self, expert: str) -> tuple[int, dict[str, Tensor] | None]:
         """weight_version and weights that requests get now; None are the initial ones."""
         version, references = self.world.registry.newest(expert)
         return version, unflatten(references[0]) if references else None
