@@ -93,6 +93,7 @@ def _topics(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
         "Acceptance on the test after so many requests:",
         _curves(topics),
         _offline(topics),
+        _seeds(topics),
         _OSD,
     ]
     return parts
@@ -159,6 +160,25 @@ def _offline(topics: dict[str, Any]) -> str:
     ]
     headings = ["topic", "answers of the ceiling", "stream's share of them", "steps", "converged"]
     return table(headings, rows)
+
+
+def _seeds(topics: dict[str, Any]) -> str:
+    known = {topic: facts["seeds"] for topic, facts in topics.items() if len(facts["seeds"]) > 1}
+    if not known:
+        return ""
+    rows = [
+        [
+            topic,
+            ", ".join(number(run["acceptance"]) for run in runs),
+            ", ".join(number(run["gap_closed"], 2) for run in runs),
+        ]
+        for topic, runs in known.items()
+    ]
+    note = (
+        "By training seed: the first served its stream; the others learnt from the frozen twin's "
+        "records in the same order, which teaches the same."
+    )
+    return f"{note}\n\n{table(['topic', 'acceptance at the end', 'gap closed'], rows)}"
 
 
 def _shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:

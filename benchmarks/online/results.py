@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from online.plots import draw_shifts, draw_streams
 from online.rows import EXTRA
 from online.shifts import KINDS, ORDER, SYSTEMS, shift_settings
 from online.streams import stream_settings
-from online.summary import level_of, shift_summary, topic_summary
+from online.summary import level_of, seeds_summary, shift_summary, topic_summary
 from online.world import Learning
 from paceline.deploy.recipes.data import DataError
 
@@ -42,6 +42,8 @@ def collect(bench: Bench, learning: Learning, offline: Offline, command: str) ->
             f"ceiling-{label}-{topic}", ceiling_settings(bench, topic, offline)
         )
         topics[topic] = topic_summary(stream, ceiling, bench.sizes.window)
+        runs = [stream, *_rehearsals(bench, topic, learning)]
+        topics[topic]["seeds"] = seeds_summary(runs, ceiling)
         if ceiling is not None:
             names = ("records", "steps", "converged")
             topics[topic]["offline"] = {name: ceiling[name] for name in names}
@@ -61,6 +63,18 @@ def collect(bench: Bench, learning: Learning, offline: Offline, command: str) ->
         "topics": topics,
         "shifts": _shifts(bench, learning, levels),
     }
+
+
+def _rehearsals(bench: Bench, topic: str, learning: Learning) -> list[dict[str, Any]]:
+    """Those of seeds 1, 2 and so on, as far as they go without a hole."""
+    found: list[dict[str, Any]] = []
+    name = f"rehearsal-{rows.label(bench.data)}-{topic}"
+    while True:
+        seeded = replace(learning, seed=len(found) + 1)
+        run = bench.store.find(name, stream_settings(bench, topic, seeded))
+        if run is None:
+            return found
+        found.append(run)
 
 
 def _shifts(bench: Bench, learning: Learning, levels: dict[str, float]) -> dict[str, Any]:

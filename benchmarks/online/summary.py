@@ -83,6 +83,26 @@ def _stages(
     return found
 
 
+def seeds_summary(
+    runs: Sequence[Mapping[str, Any]], ceiling: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Per training seed: acceptance at the stream's end, and the gap closed.
+
+    Args:
+        runs: the stream served, then rehearsals under other seeds.
+        ceiling: result of ``ceiling.run_ceiling``, or None.
+    """
+    found = []
+    for run in runs:
+        looks = {int(at): look for at, look in run["checkpoints"].items()}
+        frozen, online = looks[0]["acceptance"], looks[max(looks)]["acceptance"]
+        closed = None
+        if ceiling is not None:
+            closed = gap_closed(frozen, online, ceiling["test"]["acceptance"])
+        found.append({"acceptance": mean(online), "gap_closed": closed})
+    return found
+
+
 def _live(stream: Mapping[str, Any], ceiling: Mapping[str, Any] | None) -> dict[str, Any]:
     """The test served for real: acceptance rate and mean acceptance length with intervals."""
     parts = {"frozen": stream["test_frozen"], "online": stream["test_online"]}

@@ -123,6 +123,7 @@ CEILING = {
 
 def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
     found = summary.topic_summary(stream(0.9), CEILING, 2)
+    found["seeds"] = summary.seeds_summary([stream(0.9), stream(0.7)], CEILING)
     assert found["acceptance"]["gap_closed"]["value"] == pytest.approx(0.75 / 0.8, abs=1e-3)
     assert found["acceptance"]["reached"]
     assert not summary.topic_summary(stream(0.8), CEILING, 2)["acceptance"]["reached"]
@@ -134,6 +135,7 @@ def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
     page = "\n".join(markdown._topics({"topics": {"sql": found}}, []))
     assert "| sql | 0.150 (0.100 to 0.200) | 0.900 (0.900 to 0.900) | 0.950" in page
     assert "reached |" in page
+    assert "| sql | 0.900, 0.700 | 0.94, 0.69 |" in page
 
 
 def test_without_a_ceiling_there_is_no_verdict() -> None:
