@@ -117,6 +117,17 @@ class LocalWorld:
         """To the registry."""
         self.registry.reject(topic, decision)
 
+    def update_losses(self, topic: str, losses: dict[str, float]) -> None:
+        """To the shard."""
+        self.shards[topic].update_losses(losses)
+
+    def note(self, topic: str, decision: dict[str, Any]) -> None:
+        """Nothing is decided here but by the gate."""
+
+    def live(self) -> dict[str, dict[str, Any]] | None:
+        """None: there is no canary, every published version is served at once."""
+        return None
+
 
 class _Counted(Candidate):
     """A candidate that moves the virtual clock and counts what it learns from."""
