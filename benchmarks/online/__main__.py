@@ -51,11 +51,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ceiling-prompts", type=int, help="at most; default: the whole train side"
     )
-    parser.add_argument("--micro-steps", type=int, default=learning.micro_steps)
-    parser.add_argument("--requests-per-round", type=int, default=learning.requests_per_round)
-    parser.add_argument("--learning-rate", type=float, default=learning.learning_rate)
-    parser.add_argument("--micro-batch", type=int, default=learning.micro_batch)
-    parser.add_argument("--recent-share", type=float, default=learning.recent_share)
+    for name, default in dataclasses.asdict(learning).items():
+        if name != "seed":
+            option = "--" + name.replace("_", "-")
+            parser.add_argument(option, type=type(default), default=default, help="see Learning")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--docs", type=Path, help="also write the results as this Markdown file")
@@ -64,13 +63,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def learning_of(options: argparse.Namespace) -> Learning:
     """How the trainer works."""
-    return Learning(
-        requests_per_round=options.requests_per_round,
-        micro_steps=options.micro_steps,
-        learning_rate=options.learning_rate,
-        micro_batch=options.micro_batch,
-        recent_share=options.recent_share,
-    )
+    names = [field.name for field in dataclasses.fields(Learning) if field.name != "seed"]
+    return Learning(**{name: getattr(options, name) for name in names})
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:

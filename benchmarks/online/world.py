@@ -22,6 +22,7 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import DistillerSettings, MicroStep
 from paceline.actors.training.rounds import Rounds
+from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.weights.flat import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
@@ -42,6 +43,7 @@ class Learning:
         train_records: drawn from replay for a round.
         held_out_records: that the gate judges by, at most.
         held_out_fraction: of the prompts, kept from training for the gate.
+        max_rejections: of the gate in a row, after which a candidate starts over and rests.
         recent_share: share of a draw that favours recent records; the rest is uniform.
         seed: of drawing and of the batches' order.
     """
@@ -53,6 +55,7 @@ class Learning:
     train_records: int = 256
     held_out_records: int = 64
     held_out_fraction: float = 0.2
+    max_rejections: int = 3
     recent_share: float = 0.5
     seed: int = 0
 
@@ -252,5 +255,6 @@ def _settings(experts: Sequence[str], learning: Learning, draft: Path) -> Traine
         round_seconds=learning.micro_steps * _MICRO_STEP_S,
         train_records=learning.train_records,
         held_out_records=learning.held_out_records,
+        schedule=ScheduleSettings(max_rejections=learning.max_rejections),
         seed=learning.seed,
     )
