@@ -227,13 +227,14 @@ def _recovery(systems: dict[str, Any]) -> str:
 
 
 def _cost(figures: dict[str, Any]) -> list[str]:
-    topics = figures["topics"]
+    topics, learning = figures["topics"], figures["settings"]["learning"]
     if not topics:
         return []
     headings = [
         "topic",
         "training, s",
-        "micro-steps",
+        "micro-steps of those offered",
+        "rounds published / rejected",
         "tokens learnt / served",
         "s per point",
         "tokens per point",
@@ -246,11 +247,13 @@ def _cost(figures: dict[str, Any]) -> list[str]:
     for topic, facts in topics.items():
         cost = facts["cost"]
         pays = cost["pays_after"]
+        offered = facts["requests"] // learning["requests_per_round"] * learning["micro_steps"]
         rows.append(
             [
                 topic,
                 number(cost["training_s"], 0),
-                str(cost["micro_steps"]),
+                f"{cost['micro_steps']} of {offered}",
+                f"{cost['rounds_published']} / {cost['rounds_rejected']}",
                 f"{cost['tokens_learnt']:,} / {cost['tokens_served']:,}",
                 number(cost["seconds_per_point"], 2),
                 number(cost["tokens_per_point"], 0),

@@ -50,8 +50,9 @@ class Served:
         drafted: tokens.
         accepted: drafted tokens that were accepted.
         tokens: of the answer.
-        seconds: of the processor, of the engine's since the answer before it ended; they add up
-            to the whole. On one thread they are wall seconds of a machine that has the time.
+        seconds: of the processor, of the engine's since an answer ended before, shared by those
+            that end together; they add up to the whole. On one thread they are wall seconds of a
+            machine that has the time.
         record: what it leaves for replay.
     """
 
@@ -127,15 +128,13 @@ def serve(
         began = time.process_time()
         outputs = engine.step()
         spent += time.process_time() - began
-        for output in outputs:
-            if output.chunk.finish_reason is None:
-                continue
+        ended = [output for output in outputs if output.chunk.finish_reason is not None]
+        for output in ended:
             if output.record is None:
                 raise RuntimeError(f"{output.request_id} ended with {output.chunk.finish_reason}")
-            yield _served(
-                *numbers.pop(output.request_id), output.chunk.speculative, output.record, spent
-            )
-            spent = 0.0
+            stats, share = output.chunk.speculative, spent / len(ended)
+            yield _served(*numbers.pop(output.request_id), stats, output.record, share)
+        spent = 0.0 if ended else spent
     if engine.draft_failures:
         raise RuntimeError(f"drafts failed in {engine.draft_failures} rounds")
 

@@ -158,6 +158,8 @@ def cost(stream: Mapping[str, Any]) -> dict[str, Any]:
         "points": points,
         "training_s": facts["seconds"],
         "micro_steps": facts["micro_steps"],
+        "rounds_published": facts["published"],
+        "rounds_rejected": facts["rejected"],
         "tokens_learnt": facts["positions"],
         "tokens_served": _tokens(online),
         "seconds_per_point": facts["seconds"] / points if points > 0 else None,

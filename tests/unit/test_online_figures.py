@@ -111,7 +111,13 @@ def stream(online: float) -> dict[str, Any]:
         "checkpoints": looks,
         "test_frozen": packed(counts(1, 1)),
         "test_online": packed(counts(9, 8)),
-        "learning": {"seconds": 1.0, "micro_steps": 8, "positions": 300},
+        "learning": {
+            "seconds": 1.0,
+            "micro_steps": 8,
+            "positions": 300,
+            "published": 2,
+            "rejected": 1,
+        },
     }
 
 

@@ -1,0 +1,56 @@
+"""Every unit of the benchmark of learning, over the embedded models and very few prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from online.bench import Bench, Sizes
+from online.ceiling import Offline, ceiling_unit
+from online.results import collect, write
+from online.serving import Serving
+from online.shifts import EXPERTS, ONE, shift_unit
+from online.store import Store
+from online.streams import rehearsal_unit, stream_unit
+from online.world import Learning
+
+LEARNING = Learning(requests_per_round=8, micro_steps=3, held_out_fraction=0.4)
+OFFLINE = Offline(learning_rates=(3e-3,), look_every=6, patience=1, held_out_fraction=0.3)
+SIZES = Sizes(stream=16, test=4, phase=4, ceiling=20, window=4, checkpoints=(0, 8))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("deepspeed")
+def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
+    def bench() -> Bench:
+        return Bench(Store(tmp_path / "online"), None, SIZES, Serving(max_tokens=10))
+
+    first = bench()
+    stream = stream_unit(first, "sql", LEARNING)
+    ceiling = ceiling_unit(first, "sql", OFFLINE)
+    for system in (ONE, EXPERTS):
+        shift_unit(first, "abrupt", system, LEARNING)
+    rehearsal_unit(first, "sql", replace(LEARNING, seed=1))
+    assert set(stream["checkpoints"]) == {"0", "8", "16"}
+    assert 0 < stream["learning"]["micro_steps"] <= 2 * LEARNING.micro_steps
+    assert len(stream["online"]) == len(stream["frozen"]) == 16
+    assert ceiling["records"] == 20
+
+    again = bench()
+    again.engine = None  # type: ignore[assignment]  # nothing is served again
+    assert stream_unit(again, "sql", LEARNING) == stream
+    assert ceiling_unit(again, "sql", OFFLINE) == ceiling
+    figures = collect(again, LEARNING, OFFLINE, "make bench-online")
+    assert figures["topics"]["sql"]["requests"] == 16
+    assert len(figures["topics"]["sql"]["seeds"]) == 2
+    assert set(figures["shifts"]["abrupt"]) == {ONE, EXPERTS}
+    json.dumps(figures, allow_nan=False)
+    docs = tmp_path / "docs" / "results.md"
+    written = write(figures, tmp_path, docs)
+    assert docs in written
+    assert all(path.stat().st_size > 0 for path in written)
+    page = docs.read_text(encoding="utf-8")
+    assert "## When the topic shifts" in page
+    assert "None" not in page
