@@ -84,13 +84,14 @@ class Ingress:
         self._streams = streaming(target)
         self._failover = Failover(settings.failover)
         self._actors = actors
+        self._routes = RouteTable(actors.scorer, time.monotonic)
         self._topics = TopicFinder(
             router,
             settings.experts,
             settings.router_timeout_s,
             settings.min_confidence,
             time.monotonic,
-            RouteTable(actors.scorer, time.monotonic).weights,
+            self._routes.weights,
         )
         from transformers import AutoTokenizer  # seconds, and the driver never needs it
 
