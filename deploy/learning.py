@@ -19,7 +19,7 @@ from paceline.actors.weights.fingerprint import fingerprints
 from paceline.cluster.board import LoadBoard
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
-from paceline.deploy.scoring import scorer_settings, scores_experts
+from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
 
 if TYPE_CHECKING:
@@ -174,9 +174,11 @@ class TrainerActor(Trainer):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
-            scoring = beside.submit(scorer_settings, config).result()
+            jury = beside.submit(make_jury, config).result() if scores_experts(config) else None
         super().__init__(settings, shards, registry, board)
-        self._scorer = Scorer(scoring, registry, board) if scores_experts(config) else None
+        self._scorer = None
+        if jury is not None:
+            self._scorer = Scorer(*jury, registry, board)
 
     def offer(self, data: bytes) -> None:
         """See Scorer."""

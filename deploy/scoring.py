@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.actors.training.scoring import ScorerSettings
 from paceline.actors.weights.fingerprint import fingerprints
 from paceline.deploy.config import PacelineConfig
+
+if TYPE_CHECKING:
+    from paceline.actors.training.jury import Jury
 
 STATE_FILE = "routing.json"  # below the state folder
 _HOUR_S = 3600.0
@@ -27,3 +32,11 @@ def scorer_settings(config: PacelineConfig) -> ScorerSettings:
         retention_s=config.replay.retention_hours * _HOUR_S,
         state_file=str(config.state_path / STATE_FILE),
     )
+
+
+def make_jury(config: PacelineConfig) -> tuple[ScorerSettings, Jury]:
+    """The scorer's settings and what runs its experts, loaded; imports torch."""
+    from paceline.actors.training.jury import Jury
+
+    settings = scorer_settings(config)
+    return settings, Jury(settings)

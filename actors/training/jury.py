@@ -34,9 +34,17 @@ class Jury:
     """
 
     def __init__(self, settings: ScorerSettings) -> None:
-        """Nothing is loaded yet."""
+        """Load the first drafts.
+
+        Loading sets torch's default dtype for the whole process: do it before other threads
+        compute.
+
+        Raises:
+            OSError: a folder holds no model.
+        """
         self._settings = settings
-        self._seats: dict[str, _Seat] = {}
+        self._device = resolve_device(settings.device)
+        self._seats = {path: self._seat(path) for path in set(settings.draft_paths.values())}
 
     def score(
         self,
@@ -54,11 +62,10 @@ class Jury:
             before_batch: called before each piece of work; may wait for leave, or raise.
 
         Raises:
-            OSError: the folder holds no model.
             ValueError: for weights of another draft.
         """
         before_batch()  # copying weights takes the processor too
-        seat = self._seat(self._settings.draft_paths[expert])
+        seat = self._seats[self._settings.draft_paths[expert]]
         load_state(seat.model, seat.initial if flat is None else unflatten(flat))
         vocab = int(seat.model.config.vocab_size)
         good = [i for i, record in enumerate(records) if usable(record, vocab)]
@@ -76,16 +83,12 @@ class Jury:
         return [float(gain) for gain in gains]
 
     def _seat(self, path: str) -> _Seat:
-        if path not in self._seats:
-            device = resolve_device(self._settings.device)
-            model = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=resolve_dtype(self._settings.dtype, device),
-                attn_implementation="eager",
-                local_files_only=True,
-                use_safetensors=True,
-            )
-            model = model.to(device).eval().requires_grad_(False)
-            initial = {name: value.clone() for name, value in model.state_dict().items()}
-            self._seats[path] = _Seat(model, initial)
-        return self._seats[path]
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=resolve_dtype(self._settings.dtype, self._device),
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+        )
+        model = model.to(self._device).eval().requires_grad_(False)
+        return _Seat(model, {name: value.clone() for name, value in model.state_dict().items()})

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from paceline.actors.training.scoring import ScorerSettings, Scoring, Stopped
+from paceline.actors.training.scoring import Judge, ScorerSettings, Scoring, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +23,17 @@ class Scorer:
     are gone, and other requests come.
     """
 
-    def __init__(self, settings: ScorerSettings, registry: Any, board: Any) -> None:
+    def __init__(self, settings: ScorerSettings, judge: Judge, registry: Any, board: Any) -> None:
         """Start scoring.
 
         Args:
             settings: see ScorerSettings.
+            judge: runs the experts; used by this thread alone from now on.
             registry: actor handle of the WeightRegistry.
             board: actor handle of the LoadBoard; None always gives leave.
         """
         self._settings = settings
+        self._judge = judge
         self._handles = (registry, board)
         self._stop = threading.Event()
         self._failures = 0
@@ -63,15 +65,12 @@ class Scorer:
 
         if self._settings.low_priority:
             lower_priority()
-        # The heavy imports happen here, at low priority and outside the constructor.
-        from paceline.actors.training.jury import Jury
         from paceline.actors.training.world import RayWorld
 
         world = RayWorld({}, *self._handles, self._settings.timeout_s)
-        jury = Jury(self._settings)
         while not self._stop.is_set():
             try:
-                if self._scoring.tick(world, jury):
+                if self._scoring.tick(world, self._judge):
                     self._save()
                 else:
                     self._stop.wait(self._settings.refresh_s)

@@ -251,16 +251,16 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
     monkeypatch.setattr(ray_world, "RayWorld", lambda *_: world)  # what is beyond it is Ray's
     file = tmp_path / "state" / "routing.json"
     settings = settings_of(draft, state_file=str(file))
-    scorer = Scorer(settings, None, None)
+    scorer = Scorer(settings, Jury(settings), None, None)
     offer(scorer, texts)
     wait_until(lambda: scorer.table()["scores"] == 2 * len(texts), "the scores", 60)
     wait_until(file.is_file, "the state on disk", 10)
     scorer.stop()
-    again = Scorer(settings, None, None)
+    again = Scorer(settings, Jury(settings), None, None)
     assert draft_for(again) == "general"
     again.stop()
     assert again.table()["failures"] == 0
     file.write_text("{", encoding="utf-8")
-    anew = Scorer(settings, None, None)
+    anew = Scorer(settings, Jury(settings), None, None)
     assert draft_for(anew) == "sql"
     anew.stop()
