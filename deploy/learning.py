@@ -174,11 +174,9 @@ class TrainerActor(Trainer):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
-            jury = beside.submit(make_jury, config).result() if scores_experts(config) else None
+            jury = beside.submit(make_jury, config).result()
         super().__init__(settings, shards, registry, board)
-        self._scorer = None
-        if jury is not None:
-            self._scorer = Scorer(*jury, registry, board)
+        self._scorer = None if jury is None else Scorer(*jury, registry, board)
 
     def offer(self, data: bytes) -> None:
         """See Scorer."""

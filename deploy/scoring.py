@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from paceline.actors.training.scoring import ScorerSettings
@@ -10,6 +11,8 @@ from paceline.deploy.config import PacelineConfig
 
 if TYPE_CHECKING:
     from paceline.actors.training.jury import Jury
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "routing.json"  # below the state folder
 _HOUR_S = 3600.0
@@ -34,9 +37,18 @@ def scorer_settings(config: PacelineConfig) -> ScorerSettings:
     )
 
 
-def make_jury(config: PacelineConfig) -> tuple[ScorerSettings, Jury]:
-    """The scorer's settings and what runs its experts, loaded; imports torch."""
+def make_jury(config: PacelineConfig) -> tuple[ScorerSettings, Jury] | None:
+    """The scorer's settings and what runs its experts, loaded; imports torch.
+
+    None where nothing is to be scored, or the drafts cannot be: learning goes on all the same.
+    """
+    if not scores_experts(config):
+        return None
     from paceline.actors.training.jury import Jury
 
-    settings = scorer_settings(config)
-    return settings, Jury(settings)
+    try:
+        settings = scorer_settings(config)
+        return settings, Jury(settings)
+    except Exception:
+        logger.warning("experts cannot be scored, topics go to their own", exc_info=True)
+        return None

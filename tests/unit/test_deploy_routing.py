@@ -20,7 +20,7 @@ from paceline.actors.routing.policy import Route
 from paceline.deploy.config import load_config
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.routes import RouteTable
-from paceline.deploy.scoring import scores_experts
+from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
 from paceline.deploy.topics import TopicFinder
 
@@ -101,6 +101,20 @@ def test_scoring_is_on_where_there_is_a_choice_and_can_be_switched_off(
 ) -> None:
     assert scores_experts(load_config())
     assert not scores_experts(load_config(None, {key: value}))
+
+
+def test_drafts_that_cannot_be_scored_leave_learning_alone(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = {"target.path": str(models["target"]), "drafts.topics": ["sql"]}
+    sound = load_config(None, paths | {"drafts.general": str(models["draft"])})
+    jury = make_jury(sound)
+    assert jury is not None
+    assert set(jury[0].draft_paths) == {"general", "sql"}
+    assert make_jury(load_config(None, paths | {"router.sample_share": 0})) is None
+    assert caplog.messages == []
+    assert make_jury(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
+    assert "cannot be scored" in caplog.text
 
 
 class Kept:
