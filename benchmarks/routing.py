@@ -275,7 +275,8 @@ def _print_matrix(
 def _spread(facts: Mapping[str, float]) -> str:
     if facts["mean"] == 0.0:
         return ""
-    return f"{facts['mean']:.2f} ({facts['low']:.2f} to {facts['high']:.2f})"
+    half = max(facts["high"] - facts["mean"], facts["mean"] - facts["low"])
+    return f"{facts['mean']:.2f} ±{half:.2f}"
 
 
 def main() -> None:
