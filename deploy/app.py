@@ -177,6 +177,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         actors.registry,
         actors.board,
         experts.deployments(config, target_settings(config), actors.registry),
+        actors.scorer,
     )
     router = None
     if config.router.enabled:
@@ -236,6 +237,8 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         placement=config.drafts.placement,
         round_timeout_ms=config.drafts.round_timeout_ms,
         stall_timeout_s=config.target.stall_timeout_s,
+        scored_share=config.router.sample_share,
+        held_out_fraction=config.replay.held_out_fraction,
     )
 
 

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.routing.policy import Route
 from paceline.deploy import answers, translate
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
@@ -29,6 +30,7 @@ from paceline.deploy.openai_types import (
 )
 from paceline.deploy.openapi import document
 from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
+from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed
 from paceline.deploy.token_names import TokenNames
@@ -82,12 +84,14 @@ class Ingress:
         self._streams = streaming(target)
         self._failover = Failover(settings.failover)
         self._actors = actors
+        self._routes = RouteTable(actors.scorer, time.monotonic)
         self._topics = TopicFinder(
             router,
             settings.experts,
             settings.router_timeout_s,
             settings.min_confidence,
             time.monotonic,
+            self._routes.weights,
         )
         from transformers import AutoTokenizer  # seconds, and the driver never needs it
 
@@ -148,7 +152,8 @@ class Ingress:
     async def status(self) -> Response:
         """What target, drafts, replay and trainer are doing."""
         status = await gather_status(self._target, self._actors)
-        return JSONResponse(status | {"failover": self._failover.counts()})
+        own = {"failover": self._failover.counts(), "routed": self._topics.counts()}
+        return JSONResponse(status | own)
 
     async def openapi(self) -> Response:
         """This API in OpenAPI's words."""
@@ -199,9 +204,9 @@ class Ingress:
         release = self._slots.take(count, job.client, param)
         try:
             async with _until(deadline):
-                topics = await self._topics_of(asked, job.texts)
-            answer = self._head(job, topics)
-            requests = _requests(job, answer.id, topics)
+                routes = await self._routes_of(asked, job.texts)
+            answer = self._head(job, [route.topic for route in routes])
+            requests = _requests(job, answer.id, routes)
             if asked.stream:
                 pieces = timed(stream_all(self._streams, requests, self._failover), deadline)
                 pieces = await started(pieces)
@@ -215,11 +220,11 @@ class Ingress:
         finally:
             release()
 
-    async def _topics_of(self, asked: GenerationOptions, texts: list[str]) -> list[str]:
-        """A topic per prompt: the expert that the client names learns from it, else the router."""
+    async def _routes_of(self, asked: GenerationOptions, texts: list[str]) -> list[Route]:
+        """A route per prompt: the expert that the client names learns from it, else the router."""
         named = translate.named_expert(asked.speculative.draft)
         if named is not None:
-            return [named] * len(texts)
+            return [Route(named, named)] * len(texts)
         return await asyncio.gather(*map(self._topics.find, texts))
 
     def _head(self, job: "_Job", topics: list[str]) -> answers.Answer:
@@ -248,15 +253,15 @@ class _Job:
     client: str
 
 
-def _requests(job: _Job, answer_id: str, topics: list[str]) -> list[GenerationRequest]:
+def _requests(job: _Job, answer_id: str, routes: list[Route]) -> list[GenerationRequest]:
     """One per choice, those to the first prompt first."""
     asked = job.asked
     store = asked.store is not False
     requests: list[GenerationRequest] = []
-    for prompt, limit, topic in zip(job.prompts, job.limits, topics, strict=True):
+    for prompt, limit, route in zip(job.prompts, job.limits, routes, strict=True):
         for choice in range(asked.num_choices):
             sampling = translate.sampling_of(asked, limit, choice)
-            facts = prompt, sampling, topic, asked.speculative, store
+            facts = prompt, sampling, route, asked.speculative, store
             name = f"{answer_id}-{len(requests)}"
             requests.append(translate.generation_request(name, *facts))
     return requests

@@ -13,11 +13,13 @@ from ray.exceptions import RayError
 
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.fingerprint import fingerprints
 from paceline.cluster.board import LoadBoard
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
+from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
 
 if TYPE_CHECKING:
@@ -42,7 +44,13 @@ def start_actors(config: PacelineConfig) -> LearningActors:
         config.training.idle_after_s, occupied_above=occupied_above(config, os.cpu_count() or 1)
     )
     trainer = _trainer(config) if config.training.enabled else None
-    return LearningActors(shards=shards, registry=registry, board=board, trainer=trainer)
+    return LearningActors(
+        shards=shards,
+        registry=registry,
+        board=board,
+        trainer=trainer,
+        scorer=trainer if scores_experts(config) else None,
+    )
 
 
 def occupied_above(config: PacelineConfig, cores: int) -> int:
@@ -149,7 +157,9 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
 
 
 class TrainerActor(Trainer):
-    """The trainer, which looks the others up by name whenever Ray starts it.
+    """The trainer, and beside it the scorer, which needs the same libraries in memory.
+
+    It looks the others up by name whenever Ray starts it.
 
     Handles among its arguments would be objects that a restart may not find again, and Ray
     warns of it.
@@ -164,7 +174,18 @@ class TrainerActor(Trainer):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
+            jury = beside.submit(make_jury, config).result()
         super().__init__(settings, shards, registry, board)
+        self._scorer = None if jury is None else Scorer(*jury, registry, board)
+
+    def offer(self, data: bytes) -> None:
+        """See Scorer."""
+        if self._scorer is not None:
+            self._scorer.offer(data)
+
+    def table(self) -> dict[str, Any]:
+        """See Scorer."""
+        return {} if self._scorer is None else self._scorer.table()
 
 
 def trainer_gpus(config: PacelineConfig) -> float:

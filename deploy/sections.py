@@ -149,13 +149,18 @@ class DraftsConfig(Section):
 
 
 class RouterConfig(Section):
-    """The classifier that finds a request's topic; late or unsure means ``general``."""
+    """The classifier that finds a request's topic; late or unsure means ``general``.
+
+    Every expert is scored on ``sample_share`` of the stored requests, as far as their prompts are
+    held out, while serving is idle and training is on; then the best one drafts.
+    """
 
     enabled: bool = True
     path: str = EMBEDDED
     num_threads: Count = 1
     timeout_s: Seconds = 1.0
     min_confidence: Fraction = 0.5
+    sample_share: Fraction = 0.05
 
 
 class ReplayConfig(Section):

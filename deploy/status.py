@@ -13,12 +13,16 @@ _DECISIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class LearningActors:
-    """Handles of the actors that learn; each may be dead at any moment, or None."""
+    """Handles of the actors that learn; each may be dead at any moment, or None.
+
+    ``scorer`` compares experts, and lives in the trainer's process.
+    """
 
     shards: Mapping[str, Any]
     registry: Any
     board: Any
     trainer: Any
+    scorer: Any = None
 
 
 async def _ask(answer: Awaitable[Any]) -> Any:
@@ -31,13 +35,15 @@ async def _ask(answer: Awaitable[Any]) -> Any:
 
 
 async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
-    """Target, weight versions, last gate decisions, trainer, load board and shards."""
+    """Target, weight versions, last gate decisions, trainer, routing, load board and shards."""
     asked: dict[str, Awaitable[Any]] = {"target": target.describe.remote()}
     if actors.registry is not None:
         asked["weight_versions"] = actors.registry.current.remote()
         asked["decisions"] = actors.registry.history.remote(None)
     if actors.trainer is not None:
         asked["trainer"] = actors.trainer.status.remote()
+    if actors.scorer is not None:
+        asked["routing"] = actors.scorer.table.remote()
     if actors.board is not None:
         asked["board"] = actors.board.snapshot.remote()
     shards = {topic: shard.stats.remote() for topic, shard in actors.shards.items()}

@@ -1,15 +1,19 @@
-"""Ask the router for a request's topic, within a time box."""
+"""Find a request's topic, by the router within a time box, and the expert that drafts for it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from paceline.actors.routing.policy import GENERAL, choose
+from paceline.actors.routing.policy import Route, route
 
 logger = logging.getLogger(__name__)
+
+Weights = Mapping[str, Mapping[str, float]]
+NOTHING_KNOWN: dict[str, float] = {}
 
 
 class RouterCircuit:
@@ -76,23 +80,49 @@ class TopicFinder:
         timeout_s: float,
         min_confidence: float,
         clock: Callable[[], float],
+        weights: Callable[[], Weights | None] = lambda: None,
     ) -> None:
-        """Remember the router's handle (None: every request is ``general``) and the rules."""
+        """Remember the router's handle and the rules.
+
+        Args:
+            router: Serve handle; None: every request is ``general``.
+            experts: all that there are.
+            timeout_s: the time box, seconds.
+            min_confidence: see `policy.choose`.
+            clock: monotonic seconds.
+            weights: measured weights by topic and expert, as far as they are known now.
+        """
         self._router = router
         self._experts = frozenset(experts)
         self._timeout_s = timeout_s
         self._min_confidence = min_confidence
         self._clock = clock
         self._circuit = RouterCircuit()
+        self._weights = weights
+        self._counts: Counter[Route] = Counter()
 
-    async def find(self, text: str) -> str:
-        """The topic of a text, ``general`` in doubt."""
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Requests that were routed, by topic and expert."""
+        counts: dict[str, dict[str, int]] = {}
+        for found, number in self._counts.items():
+            counts.setdefault(found.topic, {})[found.draft] = number
+        return counts
+
+    async def find(self, text: str) -> Route:
+        """Topic and expert of a text, ``general`` in doubt."""
+        probabilities = await self._classify(text)
+        found = route(probabilities, self._experts, self._min_confidence, self._weights())
+        self._counts[found] += 1
+        return found
+
+    async def _classify(self, text: str) -> dict[str, float]:
+        """Probabilities by topic; none where the router does not tell in time."""
         asked_at = self._clock()
         if self._router is None or not self._circuit.ask(asked_at):
-            return GENERAL
+            return NOTHING_KNOWN
         try:
             async with asyncio.timeout(self._timeout_s):
-                probabilities = await self._router.classify.remote(text)
+                probabilities: dict[str, float] = await self._router.classify.remote(text)
         except asyncio.CancelledError:
             self._circuit.gave_up()
             raise
@@ -100,6 +130,6 @@ class TopicFinder:
             if self._circuit.closed:
                 logger.warning("the router fails (%r), requests go to general meanwhile", error)
             self._circuit.failed(asked_at, self._clock())
-            return GENERAL
+            return NOTHING_KNOWN
         self._circuit.succeeded()
-        return choose(probabilities, self._experts, self._min_confidence)
+        return probabilities

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
+from paceline.actors.routing.policy import Route
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import (
     CONTEXT,
@@ -275,17 +276,17 @@ def generation_request(
     request_id: str,
     prompt_token_ids: Collection[int],
     sampling: SamplingParams,
-    topic: str,
+    route: Route,
     speculative: Speculative,
     store: bool,
 ) -> GenerationRequest:
-    """What the engine is asked. ``auto`` takes the topic's expert."""
+    """What the engine is asked. ``auto`` takes the route's expert; the topic is always its."""
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt_token_ids),
         sampling=sampling,
-        topic=topic,
-        draft=topic if speculative.draft == DRAFT_AUTO else speculative.draft,
+        topic=route.topic,
+        draft=route.draft if speculative.draft == DRAFT_AUTO else speculative.draft,
         num_speculative_tokens=speculative.num_speculative_tokens,
         store=store,
     )

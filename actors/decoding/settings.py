@@ -26,7 +26,8 @@ class TargetSettings:
     of its own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
     has a token's logits be the same bits in every batch, or the start fail; auto takes what is
     fastest. ``cuda_graphs`` replays short forwards on GPUs. A replica that
-    gives no sign of life for ``stall_timeout_s`` counts as hung.
+    gives no sign of life for ``stall_timeout_s`` counts as hung. ``scored_share`` of the stored
+    requests, all with prompts of the ``held_out_fraction``, goes to the scorer of experts.
     """
 
     model_path: str
@@ -50,3 +51,5 @@ class TargetSettings:
     placement: DraftPlacement = "colocated"
     round_timeout_ms: float = 100.0
     stall_timeout_s: float = 20.0
+    scored_share: float = 0.0
+    held_out_fraction: float = 0.0

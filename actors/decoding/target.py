@@ -25,6 +25,7 @@ from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.request import FAILED, GenerationChunk, GenerationRequest, joined
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, encode
+from paceline.actors.replay.selection import is_scored
 from paceline.actors.weights.flat import unflatten
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ _BEAT = GenerationChunk(text="", token_ids=())
 class TargetReplica:
     """Hosts the target, proposes with the experts, logs what the target said.
 
-    The shards, the registry and the board may be dead or slow at any time: records are then
-    lost, drafts stay as they are, load goes unreported; no request notices.
+    The shards, the registry, the board and the scorer may be dead or slow at any time: records
+    are then lost, drafts stay as they are, load goes unreported; no request notices.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TargetReplica:
         registry: Any = None,
         board: Any = None,
         experts: Mapping[str, Any] | None = None,
+        scorer: Any = None,
     ) -> None:
         """Load the models and start the engine.
 
@@ -60,10 +62,13 @@ class TargetReplica:
             registry: actor handle of the weight registry; None never swaps.
             board: actor handle of the load board; None reports nothing.
             experts: Serve handle of every expert's deployment, where drafts are placed in a pool.
+            scorer: actor handle of what compares experts on some of the records, or None.
         """
         self._shards = dict(shards or {})
         self._registry = registry
         self._board = board
+        self._scorer = scorer
+        self._scored = (settings.scored_share, settings.held_out_fraction)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
@@ -175,7 +180,10 @@ class TargetReplica:
         if shard is None:
             return
         try:
-            shard.insert.remote(encode(record))
+            data = encode(record)
+            shard.insert.remote(data)
+            if self._scorer is not None and is_scored(record, *self._scored):
+                self._scorer.offer.remote(data)
         except Exception:
             logger.warning("record of %s was not kept", record.topic, exc_info=True)
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 GENERAL = "general"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes: ``topic`` is what it is about, ``draft`` the expert that proposes.
+
+    Replay is kept by topic, whoever drafted.
+    """
+
+    topic: str
+    draft: str
 
 
 def choose(
     probabilities: Mapping[str, float], experts: Collection[str], min_confidence: float
 ) -> str:
-    """The expert to draft with: the likeliest topic's, or ``general`` when that is unsure.
+    """The likeliest topic, or ``general`` when that is unsure: the rule without measurements.
 
     A wrong expert costs more than a right one gains, so the generalist is the floor.
 
@@ -29,3 +41,37 @@ def choose(
         return GENERAL
     topic = min(known, key=lambda name: (-known[name], name))
     return topic if topic in experts and known[topic] >= min_confidence else GENERAL
+
+
+def route(
+    probabilities: Mapping[str, float],
+    experts: Collection[str],
+    min_confidence: float,
+    weights: Mapping[str, Mapping[str, float]] | None = None,
+) -> Route:
+    """Topic and expert of a prompt.
+
+    The topic is :func:`choose`'s. Its expert drafts as long as nothing is measured of it; then
+    the one with the largest weight, over all topics by their probabilities. Where the topic is
+    unsure ``general`` drafts, and so it does where no expert has more weight.
+
+    Args:
+        probabilities: by topic.
+        experts: names of the experts that there are.
+        min_confidence: see :func:`choose`.
+        weights: topic to expert to weight, each topic's sum 1, of the measured topics; what the
+            others, and ``general``, have of the probability speaks for ``general``.
+    """
+    topic = choose(probabilities, experts, min_confidence)
+    if topic == GENERAL or not weights or topic not in weights:
+        return Route(topic, topic)
+    votes = dict.fromkeys(experts, 0.0) | {GENERAL: 0.0}
+    for name, probability in probabilities.items():
+        if not math.isfinite(probability):
+            continue
+        row = weights.get(name) if name != GENERAL else None
+        for expert, weight in (row or {GENERAL: 1.0}).items():
+            if expert in votes and math.isfinite(weight):
+                votes[expert] += probability * weight
+    best = min(votes, key=lambda name: (-votes[name], name != GENERAL, name != topic, name))
+    return Route(topic, best)

@@ -71,9 +71,8 @@ def score_records(
         before_batch()
         batch = make_batch(records[start : start + batch_size], max_length).to(draft.device)
         values = acceptance(logits_at(draft, batch), batch, draft_top_k)
-        sums = torch.zeros(batch.num_records, device=values.device).index_add_(
-            0, batch.rows, values
-        )
+        # new_zeros: the default dtype is another one while a thread beside loads a model
+        sums = values.new_zeros(batch.num_records).index_add_(0, batch.rows, values)
         counts = torch.bincount(batch.rows, minlength=batch.num_records)
         scores[start : start + batch.num_records] = (sums / counts).cpu().numpy()
     return scores

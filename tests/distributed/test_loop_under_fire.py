@@ -53,6 +53,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "training.num_threads": 1,
             "training.round_seconds": 3.0,
             "router.timeout_s": 5.0,
+            "router.sample_share": 1.0,
             "ray.num_cpus": 2,
             "ray.dashboard": False,
         },
@@ -104,12 +105,12 @@ def plain(running: RunningApp) -> list[list[int]]:
     return tokens(asyncio.run(ask_all(running.base_url, bodies)))
 
 
-def publish_noise(running: RunningApp, topic: str, seed: int) -> int:
+def publish_noise(running: RunningApp, topic: str, seed: int, scale: float = 0.02) -> int:
     """Publish a disturbed draft, as a trainer would; returns its weight_version."""
     model = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
     generator = torch.Generator().manual_seed(seed)
     state = {
-        name: weight + 0.02 * torch.randn(weight.shape, generator=generator)
+        name: weight + scale * torch.randn(weight.shape, generator=generator)
         for name, weight in model.state_dict().items()
     }
     version: int = ray.get(running.registry.publish.remote(topic, flatten(state), {"test": True}))
@@ -158,6 +159,33 @@ def test_a_swap_in_the_middle_of_answers_changes_no_token(
 
     assert tokens(asyncio.run(both())) == plain[::3]
     assert landed, "no swap reached the drafts while requests were in flight"
+
+
+def test_a_topic_whose_expert_is_bad_goes_to_general_and_keeps_its_records(
+    running: RunningApp,
+) -> None:
+    """All experts are scored on held-out requests; math's, spoilt, would learn for minutes."""
+    publish_noise(running, "math", seed=9, scale=0.3)
+    fresh = iter(generate("math", 600, seed=31))
+    drafts: list[str] = []
+
+    def routed() -> bool:
+        auto = {"draft": "auto", "num_speculative_tokens": 4}
+        bodies = [body("", next(fresh), speculative=auto) for _ in range(10)]
+        answers = asyncio.run(ask_all(running.base_url, bodies, at_once=4))
+        figures = [answer["metrics"]["speculative_decoding"] for _, answer in answers]
+        drafts.extend(f["draft"] for f in figures if f["topic"] == "math")
+        return drafts[-1:] == ["general"]
+
+    before = ray.get(running.shards["math"].stats.remote())["inserted_total"]
+    wait_until(routed, "the generalist", 90)
+    status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=30).json()
+    table = status["routing"]
+    assert table["weights"]["math"]["general"] > table["weights"]["math"]["math"]
+    assert table["acceptance"]["math"]["general"] > table["acceptance"]["math"]["math"]
+    assert status["routed"]["math"]["general"] >= 1
+    kept = ray.get(running.shards["math"].stats.remote())["inserted_total"]
+    assert kept - before >= len(drafts) - 10  # the last ones may be on their way
 
 
 def test_the_embedded_target_answers_as_transformers_generate_does(plain: list[list[int]]) -> None:

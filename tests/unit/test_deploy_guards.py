@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from paceline.actors.routing.policy import Route
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import ChatCompletionRequest
 from paceline.deploy.prompts import question
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.topics import RouterCircuit, TopicFinder
+
+GENERAL = Route("general", "general")
 
 
 class Remote:
@@ -56,12 +59,12 @@ async def broken(_text: str) -> dict[str, float]:
     [(sure, "sql"), (unsure, "general"), (late, "general"), (broken, "general")],
 )
 def test_a_router_in_doubt_late_or_dead_means_general(classify: Any, topic: str) -> None:
-    assert asyncio.run(finder(classify, [0.0]).find("SELECT")) == topic
+    assert asyncio.run(finder(classify, [0.0]).find("SELECT")) == Route(topic, topic)
 
 
 def test_without_a_router_everything_is_general() -> None:
     none = TopicFinder(None, ("general", "sql"), 0.05, 0.5, clock=lambda: 0.0)
-    assert asyncio.run(none.find("SELECT")) == "general"
+    assert asyncio.run(none.find("SELECT")) == GENERAL
 
 
 def test_a_router_that_fails_is_left_alone_for_a_moment() -> None:
@@ -77,7 +80,7 @@ def test_a_router_that_fails_is_left_alone_for_a_moment() -> None:
     topics = finder(failing, now)
 
     async def find() -> str:
-        return await topics.find("SELECT")
+        return (await topics.find("SELECT")).topic
 
     for _ in range(5):
         assert asyncio.run(find()) == "general"
@@ -104,7 +107,7 @@ def test_a_hung_router_costs_one_time_box_per_back_off_and_the_rest_nothing() ->
 
     async def hundred() -> None:
         for _ in range(100):
-            assert await topics.find("SELECT") == "general"
+            assert await topics.find("SELECT") == GENERAL
             now[0] += 0.1
 
     asyncio.run(hundred())

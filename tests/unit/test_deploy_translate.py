@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from paceline.actors.routing.policy import Route
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_types import (
     CONTEXT,
@@ -402,11 +403,12 @@ def test_unknown_drafts_are_refused(draft: str) -> None:
 
 def test_auto_takes_the_topic_s_expert_and_a_named_draft_keeps_the_topic() -> None:
     sampling = sampling_of(completion(), 16)
-    auto = generation_request("r", [1, 2], sampling, "sql", Speculative(), True)
-    assert (auto.topic, auto.draft, auto.store) == ("sql", "sql", True)
+    sql = Route("sql", "code")
+    auto = generation_request("r", [1, 2], sampling, sql, Speculative(), True)
+    assert (auto.topic, auto.draft, auto.store) == ("sql", "code", True)
     assert auto.num_speculative_tokens is None
     frozen = Speculative(draft="general@0", num_speculative_tokens=3)
-    twin = generation_request("r", [1, 2], sampling, "sql", frozen, False)
+    twin = generation_request("r", [1, 2], sampling, sql, frozen, False)
     assert (twin.topic, twin.draft, twin.num_speculative_tokens) == ("sql", "general@0", 3)
     assert not twin.store
 

@@ -1,0 +1,278 @@
+"""Scores every expert on a sample of finished requests, for the choice among them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.actors.replay.record import RecordError, ReplayRecord, decode
+from paceline.actors.routing.hedge import Hedge, HedgeSettings
+
+if TYPE_CHECKING:
+    from paceline.actors.weights.flat import FlatWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSettings:
+    """How experts are scored; plain data that crosses process borders.
+
+    Attributes:
+        draft_paths: expert (topics and ``general``) to the folder of its initial weights.
+        marks: expert to the fingerprint of its initial weights and the target.
+        hedge: how scores become weights.
+        device: of the scoring; ``auto`` is the GPU where there is one.
+        dtype: of the scoring; ``auto`` is bfloat16 where the device computes in it.
+        micro_batch: records per forward.
+        max_length: tokens of a record at most.
+        draft_top_k: tokens that the served draft proposes from.
+        capacity_bytes: of records that wait in memory, for later versions to be scored on.
+        retention_s: how long one waits at most.
+        state_file: where gains outlive the process; None keeps nothing. No text is in it.
+        poll_s: pause between two questions for leave, seconds.
+        refresh_s: pause when all is scored, seconds: records gather meanwhile, and a weight copy
+            serves several.
+        rest_s: pause after an expert could not be scored, seconds.
+        timeout_s: longest wait for another actor, seconds.
+        low_priority: run at SCHED_IDLE or nice 19.
+    """
+
+    draft_paths: dict[str, str]
+    marks: dict[str, str]
+    hedge: HedgeSettings = field(default_factory=HedgeSettings)
+    device: str = "auto"
+    dtype: str = "auto"
+    micro_batch: int = 8
+    max_length: int = 512
+    draft_top_k: int = 64
+    capacity_bytes: int = 32 * 2**20
+    retention_s: float = 24 * 3600.0
+    state_file: str | None = None
+    poll_s: float = 0.02
+    refresh_s: float = 5.0
+    rest_s: float = 30.0
+    timeout_s: float = 10.0
+    low_priority: bool = True
+
+
+class ServedWeights(Protocol):
+    """What scoring sees of the rest; answers empty-handed rather than raise."""
+
+    def may_train(self) -> bool:
+        """Leave for one forward."""
+
+    def versions(self) -> dict[str, int] | None:
+        """Expert to served weight_version; None where the registry does not answer."""
+
+    def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
+        """The served weight_version and its weights, see World."""
+
+
+class Judge(Protocol):
+    """Runs an expert over records."""
+
+    def score(
+        self,
+        expert: str,
+        flat: FlatWeights | None,
+        records: Sequence[ReplayRecord],
+        before_batch: Callable[[], None],
+    ) -> list[float]:
+        """Acceptance of every record, nan where it cannot be had. None are initial weights."""
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: the scorer was told to end
+    """Raised in the midst of scoring when the scorer ends."""
+
+
+class Scoring:
+    """The scorer's state and work without thread and actor around it.
+
+    Records wait here encoded, and stay when they have been scored: a new version of an expert is
+    scored on the last ones at once, instead of waiting for new requests. :meth:`offer` and
+    :meth:`table` may be called from any thread while another one is in :meth:`tick`.
+    """
+
+    def __init__(
+        self,
+        settings: ScorerSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], object] = time.sleep,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Start without records, at the prior.
+
+        Args:
+            settings: see ScorerSettings.
+            clock: unix seconds, as in the records.
+            sleep: waits some seconds.
+            stopped: whether to end; looked at wherever scoring waits.
+        """
+        self.hedge = Hedge(settings.draft_paths, settings.hedge)
+        self._settings = settings
+        self._clock = clock
+        self._sleep = sleep
+        self._stopped = stopped
+        self._lock = threading.Lock()
+        self._records: OrderedDict[str, tuple[str, float, bytes]] = OrderedDict()
+        self._bytes = 0
+        self._scored: dict[str, set[str]] = {expert: set() for expert in settings.draft_paths}
+        self._resting: dict[str, float] = {}
+        self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
+
+    def offer(self, data: bytes) -> None:
+        """Take an encoded record; one that is none, or of no known topic, is counted."""
+        try:
+            record = decode(data)
+        except RecordError as error:
+            self._counts["refused"] += 1
+            logger.warning("a record was not taken: %s", error)
+            return
+        self._counts["offered"] += 1
+        key = record.request_id
+        with self._lock:
+            if record.topic not in self._settings.draft_paths or key in self._records:
+                self._counts["refused"] += 1
+                return
+            for old in self.hedge.open(record.topic, key):
+                self._let_go(old)
+            self._records[key] = (record.topic, record.created, bytes(data))
+            self._bytes += len(data)
+            while self._bytes > self._settings.capacity_bytes:
+                self._let_go(next(iter(self._records)))
+
+    def delete(self, request_id: str | None) -> int:
+        """Drop a request's record and its row, or with None all; returns how many."""
+        with self._lock:
+            keys = list(self._records) if request_id is None else [request_id]
+            gone = [(key, self._records[key][0]) for key in keys if key in self._records]
+            for key, topic in gone:
+                self._let_go(key)
+                self.hedge.drop(topic, key)
+            return len(gone)
+
+    def table(self) -> dict[str, Any]:
+        """See Hedge.table; ``waiting`` are records that some expert is still to be scored on."""
+        with self._lock:
+            waiting = sum(
+                any(key not in done for done in self._scored.values()) for key in self._records
+            )
+            return self.hedge.table() | {"waiting": waiting, **self._counts}
+
+    def export(self) -> dict[str, Any]:
+        """The state without records, as plain data."""
+        with self._lock:
+            return {"marks": dict(self._settings.marks), "hedge": self.hedge.export()}
+
+    def restore(self, data: Any) -> None:
+        """Take what :meth:`export` gave; gains of drafts that are others now are left out.
+
+        Raises:
+            ValueError: for what is no such state.
+        """
+        if not isinstance(data, Mapping) or not isinstance(data.get("marks"), Mapping):
+            raise ValueError("scorer: no state")
+        with self._lock:
+            self.hedge.restore(data.get("hedge"))
+            for expert, mark in self._settings.marks.items():
+                if data["marks"].get(expert) != mark:
+                    self.hedge.serve(expert, -1)
+                    self.hedge.serve(expert, 0)
+
+    def tick(self, world: ServedWeights, judge: Judge) -> bool:
+        """Score one expert on what it lacks; False where there was nothing to do.
+
+        Raises:
+            Stopped: when told to end.
+        """
+        versions = world.versions()
+        if versions is None:
+            return False
+        with self._lock:
+            self._expire()
+            for name, version in versions.items():
+                self._follow(name, version)
+            expert = self._next()
+        if expert is None:
+            return False
+        newest = world.weights(expert)
+        if newest is None:
+            return False
+        version, flat = newest
+        with self._lock:
+            self._follow(expert, version)
+            missing = self._missing(expert)
+        try:
+            self._score(expert, flat, missing, world, judge)
+        except Stopped:
+            raise
+        except Exception:
+            # the others go on, and this one is tried again later
+            logger.warning("%s could not be scored", expert, exc_info=True)
+            self._resting[expert] = self._clock() + self._settings.rest_s
+        return True
+
+    def _score(
+        self,
+        expert: str,
+        flat: FlatWeights | None,
+        missing: Mapping[str, tuple[str, float, bytes]],
+        world: ServedWeights,
+        judge: Judge,
+    ) -> None:
+        def leave() -> None:
+            while not world.may_train():
+                if self._stopped():
+                    raise Stopped
+                self._sleep(self._settings.poll_s)
+            if self._stopped():
+                raise Stopped
+
+        records = [decode(data) for _, _, data in missing.values()]
+        gains = judge.score(expert, flat, records, leave)
+        with self._lock:
+            for (key, (topic, _, _)), gain in zip(missing.items(), gains, strict=True):
+                if key in self._records:
+                    self._scored[expert].add(key)
+                self.hedge.note(topic, key, expert, gain)
+            self._counts["scores"] += len(gains)
+
+    def _follow(self, expert: str, version: int) -> None:
+        if self.hedge.serve(expert, version):
+            self._scored[expert].clear()
+            self._resting.pop(expert, None)
+
+    def _next(self) -> str | None:
+        """The expert that lacks most scores; those that rest do not count."""
+        now = self._clock()
+        lacking = {
+            expert: len(self._missing(expert))
+            for expert in self._scored
+            if self._resting.get(expert, 0.0) <= now
+        }
+        most = max(lacking.values(), default=0)
+        return next((e for e, count in lacking.items() if count == most), None) if most else None
+
+    def _missing(self, expert: str) -> dict[str, tuple[str, float, bytes]]:
+        done = self._scored[expert]
+        return {key: entry for key, entry in self._records.items() if key not in done}
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._settings.retention_s
+        for key in [key for key, (_, created, _) in self._records.items() if created < oldest]:
+            self._let_go(key)
+
+    def _let_go(self, key: str) -> None:
+        """Forget a record; its gains stay."""
+        entry = self._records.pop(key, None)
+        if entry is not None:
+            self._bytes -= len(entry[2])
+            for done in self._scored.values():
+                done.discard(key)

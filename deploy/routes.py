@@ -1,0 +1,72 @@
+"""The measured weights of the experts, as this process knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 3.0
+_TIMEOUT_S = 2.0
+_STALE_AFTER_S = 300.0
+
+
+class RouteTable:
+    """Follows the scorer in the background: no request waits for it or notices its death.
+
+    A table that has not been confirmed for minutes is given up: experts may be others by now.
+    """
+
+    def __init__(
+        self,
+        scorer: Any,
+        clock: Callable[[], float],
+        *,
+        every_s: float = _EVERY_S,
+        stale_after_s: float = _STALE_AFTER_S,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            scorer: actor handle; None: nothing is ever known.
+            clock: monotonic seconds.
+            every_s: between two questions.
+            stale_after_s: without an answer, the table counts no more.
+        """
+        self._scorer = scorer
+        self._clock = clock
+        self._every_s = every_s
+        self._stale_after_s = stale_after_s
+        self._weights: dict[str, dict[str, float]] | None = None
+        self._answered_at = 0.0
+        self._following: asyncio.Task[None] | None = None
+
+    def weights(self) -> dict[str, dict[str, float]] | None:
+        """Weights by topic and expert, None where they are not known; call it in a running loop."""
+        if self._scorer is None:
+            return None
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+        stale = self._clock() - self._answered_at > self._stale_after_s
+        return None if stale else self._weights
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    table = await self._scorer.table.remote()
+                self._weights = _read(table)
+                self._answered_at = self._clock()
+            except Exception as error:
+                logger.info("no routing table (%r), the last one is kept for a while", error)
+            await asyncio.sleep(self._every_s)
+
+
+def _read(table: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        str(topic): {str(expert): float(weight) for expert, weight in row.items()}
+        for topic, row in table.get("weights", {}).items()
+    }

@@ -1,0 +1,54 @@
+"""The part of the config that the scorer works by."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from paceline.actors.training.scoring import ScorerSettings
+from paceline.actors.weights.fingerprint import fingerprints
+from paceline.deploy.config import PacelineConfig
+
+if TYPE_CHECKING:
+    from paceline.actors.training.jury import Jury
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "routing.json"  # below the state folder
+_HOUR_S = 3600.0
+
+
+def scores_experts(config: PacelineConfig) -> bool:
+    """Whether experts are compared: where there is something to choose, and a trainer's process."""
+    chooses = config.router.enabled and bool(config.drafts.topics)
+    return chooses and config.training.enabled and config.router.sample_share > 0.0
+
+
+def scorer_settings(config: PacelineConfig) -> ScorerSettings:
+    """Settings of the scorer; reads the models' files for their fingerprints."""
+    return ScorerSettings(
+        draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
+        marks=fingerprints(config.target_path, config.draft_paths),
+        device=config.target.device,
+        draft_top_k=config.drafts.top_k,
+        micro_batch=config.training.micro_batch,
+        retention_s=config.replay.retention_hours * _HOUR_S,
+        state_file=str(config.state_path / STATE_FILE),
+    )
+
+
+def make_jury(config: PacelineConfig) -> tuple[ScorerSettings, Jury] | None:
+    """The scorer's settings and what runs its experts, loaded; imports torch.
+
+    None where nothing is to be scored, or the drafts cannot be: learning goes on all the same.
+    """
+    if not scores_experts(config):
+        return None
+    from paceline.actors.training.jury import Jury
+
+    try:
+        settings = scorer_settings(config)
+        return settings, Jury(settings)
+    except Exception:
+        logger.warning("experts cannot be scored, topics go to their own", exc_info=True)
+        return None

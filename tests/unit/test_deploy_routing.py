@@ -1,0 +1,205 @@
+"""From a router's probabilities and a measured table to the draft of a real request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from test_deploy_ingress import Handle
+from tiny_models import save_tiny, tiny_tokenizer
+
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.decoding.target import TargetReplica
+from paceline.actors.replay.record import ReplayRecord, decode
+from paceline.actors.routing.policy import Route
+from paceline.deploy.config import load_config
+from paceline.deploy.ingress import Ingress, IngressSettings
+from paceline.deploy.routes import RouteTable
+from paceline.deploy.scoring import make_jury, scores_experts
+from paceline.deploy.status import LearningActors
+from paceline.deploy.topics import TopicFinder
+
+EXPERTS = ("general", "sql")
+AGAINST_SQL = {"weights": {"sql": {"sql": 0.1, "general": 0.9}}}
+
+
+def remote(**calls: Callable[..., Any]) -> Any:
+    """A handle of Ray's shape whose methods run here."""
+    return SimpleNamespace(**{n: SimpleNamespace(remote=call) for n, call in calls.items()})
+
+
+async def sure(_text: str) -> dict[str, float]:
+    return {"sql": 0.95, "general": 0.05}
+
+
+def answers(*said: Any) -> Callable[[], Awaitable[Any]]:
+    """One answer after the other, the last one for ever; an exception is raised."""
+    left = list(said)
+
+    async def answer() -> Any:
+        now = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    return answer
+
+
+async def until(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.001)
+
+
+def test_the_table_is_followed_and_its_source_may_die_for_a_while() -> None:
+    now = [0.0]
+    said = answers(
+        RuntimeError("not up"), {"weights": {"sql": "odd"}}, AGAINST_SQL, OSError("dead")
+    )
+    table = RouteTable(remote(table=said), lambda: now[0], every_s=0.0, stale_after_s=5.0)
+
+    async def follow() -> None:
+        assert table.weights() is None
+        await until(lambda: table.weights() is not None)
+        assert table.weights() == AGAINST_SQL["weights"]
+        now[0] = 5.5
+        assert table.weights() is None
+
+    asyncio.run(follow())
+
+
+def test_without_a_scorer_nothing_is_known_and_nothing_runs() -> None:
+    assert RouteTable(None, lambda: 0.0).weights() is None
+
+
+def test_routes_are_counted_by_topic_and_expert() -> None:
+    known: list[Any] = [None]
+    finder = TopicFinder(remote(classify=sure), EXPERTS, 1.0, 0.5, lambda: 0.0, lambda: known[0])
+    assert asyncio.run(finder.find("SELECT")) == Route("sql", "sql")
+    known[0] = AGAINST_SQL["weights"]
+    for _ in range(2):
+        assert asyncio.run(finder.find("SELECT")) == Route("sql", "general")
+    assert finder.counts() == {"sql": {"sql": 1, "general": 2}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("router.sample_share", 0),
+        ("router.enabled", False),
+        ("training.enabled", False),
+        ("drafts.topics", []),
+    ],
+)
+def test_scoring_is_on_where_there_is_a_choice_and_can_be_switched_off(
+    key: str, value: object
+) -> None:
+    assert scores_experts(load_config())
+    assert not scores_experts(load_config(None, {key: value}))
+
+
+def test_drafts_that_cannot_be_scored_leave_learning_alone(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = {"target.path": str(models["target"]), "drafts.topics": ["sql"]}
+    sound = load_config(None, paths | {"drafts.general": str(models["draft"])})
+    jury = make_jury(sound)
+    assert jury is not None
+    assert set(jury[0].draft_paths) == {"general", "sql"}
+    assert make_jury(load_config(None, paths | {"router.sample_share": 0})) is None
+    assert caplog.messages == []
+    assert make_jury(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
+    assert "cannot be scored" in caplog.text
+
+
+class Kept:
+    """The far side of shards and scorer: what a real target sends."""
+
+    def __init__(self) -> None:
+        self.shards: dict[str, list[ReplayRecord]] = {expert: [] for expert in EXPERTS}
+        self.offered: list[ReplayRecord] = []
+
+    def shard(self, topic: str) -> Any:
+        return remote(insert=lambda data: self.shards[topic].append(decode(data)))
+
+    def scorer(self) -> Any:
+        return remote(
+            offer=lambda data: self.offered.append(decode(data)), table=answers(AGAINST_SQL)
+        )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    vocab = len(tiny_tokenizer())
+    return {
+        name: save_tiny(root / name, seed, vocab=vocab, layers=layers)
+        for name, seed, layers in (("target", 1, 2), ("draft", 2, 1))
+    }
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def target(models: dict[str, Path], kept: Kept) -> Iterator[TargetReplica]:
+    settings = TargetSettings(
+        str(models["target"]),
+        dict.fromkeys(EXPERTS, str(models["draft"])),
+        dtype="float32",
+        num_threads=1,
+        max_num_seqs=4,
+        num_speculative_tokens=2,
+        scored_share=1.0,
+    )
+    shards = {expert: kept.shard(expert) for expert in EXPERTS}
+    replica = TargetReplica(settings, shards, scorer=kept.scorer())
+    yield replica
+    replica._loop.close()
+
+
+def test_replay_is_kept_by_topic_whoever_drafts(
+    target: TargetReplica, models: dict[str, Path], kept: Kept
+) -> None:
+    settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 8)
+    actors = LearningActors({}, None, None, None, scorer=kept.scorer())
+    ingress = Ingress(settings, Handle(target), remote(classify=sure), actors)
+    api = ingress.__serve_build_asgi_app__()
+    body = {"model": "m", "prompt": "SELECT", "max_tokens": 6, "ignore_eos": True}
+
+    async def ask() -> list[dict[str, Any]]:
+        door = httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
+        async with door as http:
+
+            async def post(**more: Any) -> dict[str, Any]:
+                answer = (await http.post("/v1/completions", json=body | more)).json()
+                figures: dict[str, Any] = answer["metrics"]["speculative_decoding"]
+                return figures
+
+            found = [await post()]  # before the table is there
+            await until(lambda: ingress._routes.weights() is not None)
+            found += [
+                await post(),
+                await post(speculative={"draft": "sql"}),
+                await post(speculative={"draft": "general@0"}),
+                await post(store=False),
+            ]
+            status = (await http.get("/v1/paceline/status")).json()
+        assert status["routing"] == AGAINST_SQL
+        assert status["routed"] == {"sql": {"sql": 1, "general": 3}}
+        return found
+
+    found = [(figures["topic"], figures["draft"]) for figures in asyncio.run(ask())]
+    drafts = ["sql", "general", "sql", "general@0", "general"]
+    assert found == [("sql", draft) for draft in drafts]
+    assert [record.expert for record in kept.shards["sql"]] == drafts[:-1]
+    assert kept.shards["general"] == []
+    assert [r.request_id for r in kept.offered] == [r.request_id for r in kept.shards["sql"]]
+    assert target._loop.draft_failures == 0
