@@ -25,8 +25,9 @@ class TargetSettings:
     (again at most a part of a GPU's free memory). ``placement`` pool has every expert in a process
     of its own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
     has a token's logits be the same bits in every batch, or the start fail; auto takes what is
-    fastest. ``cuda_graphs`` replays short forwards on GPUs. A replica that
-    gives no sign of life for ``stall_timeout_s`` counts as hung.
+    fastest. ``canary_share`` of the requests draft with an expert's candidate while there is one;
+    above 0 every expert has a second slot of weights. ``cuda_graphs`` replays short forwards on
+    GPUs. A replica that gives no sign of life for ``stall_timeout_s`` counts as hung.
     """
 
     model_path: str
@@ -50,3 +51,4 @@ class TargetSettings:
     placement: DraftPlacement = "colocated"
     round_timeout_ms: float = 100.0
     stall_timeout_s: float = 20.0
+    canary_share: float = 0.0
