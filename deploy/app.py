@@ -236,6 +236,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         placement=config.drafts.placement,
         round_timeout_ms=config.drafts.round_timeout_ms,
         stall_timeout_s=config.target.stall_timeout_s,
+        canary_share=config.training.trial_share,
     )
 
 
