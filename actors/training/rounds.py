@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import NOT_FINITE, judge
 from paceline.actors.training.outlook import Outlook
+from paceline.actors.training.progress import Diverged, Progress, Seen, Stopped, Unfit
 from paceline.actors.training.schedule import (
-    Rest,
     TopicView,
     TrafficMeter,
     choose,
@@ -31,43 +31,6 @@ from paceline.actors.training.world import World
 logger = logging.getLogger(__name__)
 
 _DIVERGED = "the training loss is not finite"
-
-
-class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end
-    """Raised in the midst of a round when the trainer ends."""
-
-
-class Unfit(Exception):  # noqa: N818 - not an error: other topics go on
-    """Raised where a topic cannot be taught for now; says why."""
-
-
-class Diverged(Exception):  # noqa: N818 - not an error: the candidate is given up
-    """Raised where the training loss is no number any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What the trainer is at; replaced whole, so that any thread may read it."""
-
-    state: str = "starting"
-    topic: str | None = None
-    steps: int = 0
-    micro_steps: int = 0
-    training_s: float = 0.0
-    loss: float | None = None
-    rounds: int = 0
-    published: int = 0
-    rejected: int = 0
-
-
-@dataclass(slots=True)
-class _Seen:
-    """A topic's counters at its last round, and its rest after one that could not teach it."""
-
-    inserted: int = 0
-    ended_at: float = 0.0
-    rolled_back: int = 0  # in a row
-    rest: Rest = field(default_factory=Rest)
 
 
 class Rounds:
@@ -102,7 +65,7 @@ class Rounds:
         self._losses: dict[str, float] = {}  # of this round's records, by request
         self._outlook = Outlook(settings.draft_paths, settings.drift)
         self._leave = 1.0
-        self._seen = {topic: _Seen(ended_at=clock()) for topic in settings.draft_paths}
+        self._seen = {topic: Seen(ended_at=clock()) for topic in settings.draft_paths}
         self.progress = Progress()
 
     def candidate(self, topic: str) -> Candidate:

@@ -59,8 +59,7 @@ def test_history_says_what_every_decision_rests_on(
     rows = [" ".join(row.split()[3:]) for row in capsys.readouterr().out.splitlines()[1:]]
     assert rows == [
         "canary 3 0.400 0.600 gain +0.050 to +0.200, 12 records",
-        "promoted 3 0.400 0.610 difference +0.100 to +0.320, 8 canary requests, "
-        "70 stable requests",
+        "promoted 3 0.400 0.610 difference +0.100 to +0.320, 8 canary requests, 70 stable requests",
         "rolled_back 4 - - its drafts failed",
         "rolled_back 5 - - weights of version 3, asked for",
         "rejected 5 - - 2 records",
