@@ -46,6 +46,11 @@ class Outlook:
         version: int | None = self._live.get(topic, {}).get("candidate")
         return version
 
+    def withdrawn(self, topic: str, version: int) -> bool:
+        """Whether a version was on trial and has been rolled back."""
+        stable = self._live.get(topic, {}).get("stable")
+        return stable is not None and version > stable and version != self.candidate(topic)
+
     def undecided(self, topic: str) -> bool:
         """Whether there is a trial with evidence, which a new candidate would throw away."""
         own = self._live.get(topic, {})

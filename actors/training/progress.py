@@ -40,5 +40,6 @@ class Seen:
 
     inserted: int = 0
     ended_at: float = 0.0
-    rolled_back: int = 0  # in a row
+    stable: int = 0
+    rolled_back: int = 0  # candidates in a row, since that version
     rest: Rest = field(default_factory=Rest)

@@ -161,7 +161,7 @@ class Rounds:
                     new_records=inserted - seen.inserted if inserted >= seen.inserted else inserted,
                     traffic=self._traffic.level(topic),
                     acceptance=candidate.acceptance if candidate else None,
-                    rejections=candidate.rejections if candidate else 0,
+                    rejections=self._rejections(candidate, seen) if candidate else 0,
                     waited_s=now - seen.ended_at,
                     resting=now < seen.rest.until,
                     undecided=self._outlook.undecided(topic),
@@ -170,13 +170,18 @@ class Rounds:
             )
         return views
 
+    def _rejections(self, candidate: Candidate, seen: Seen) -> int:
+        """Rounds in a row without a gain; a rollback that was not followed yet is one more."""
+        if self._outlook.withdrawn(candidate.topic, candidate.version):
+            return seen.rolled_back + 1
+        return candidate.rejections
+
     def _follow(self, candidate: Candidate, wanted: int) -> None:
         """Have the candidate start from what is really served, or is its own and on trial."""
         seen, on_trial = self._seen[candidate.topic], self._outlook.candidate(candidate.topic)
-        if wanted == candidate.version:
-            seen.rolled_back = 0
-            return
-        if candidate.version == on_trial:
+        if wanted > seen.stable:
+            seen.stable, seen.rolled_back = wanted, 0
+        if candidate.version in (wanted, on_trial):
             return
         seen.rolled_back += candidate.version > wanted
         newest = self._world.weights(candidate.topic)

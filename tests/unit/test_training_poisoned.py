@@ -11,7 +11,7 @@ import pytest
 import torch
 from canaries import Serving, mean_rate
 from lessons import TINY_VOCAB, lesson
-from local_world import LocalWorld, filled, make_rounds, trainer_settings
+from local_world import LocalWorld, fill, filled, make_rounds, trainer_settings
 from tiny_models import tiny_llama
 
 from paceline.actors.replay.record import encode
@@ -108,13 +108,39 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     assert last["difference_upper_bound"] < 0.0
     assert mean_rate(serving.rates[-16:]) > 0.99  # the harm is over
     assert {version for version, _ in serving.rates[-16:]} == {0}
-    steps = rounds.candidate("sql").steps
-    assert steps > 0
-    rounds.tick()
+    for _ in range(4):
+        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    assert rounds.tick()
     assert world.registry.current()["sql"] == 0
+    again = world.registry.history("sql")[-1]  # judged against what is served, not against itself
+    assert again["served_expected_acceptance"] == deceived["served_expected_acceptance"]
     assert rounds.candidate("sql").version in (0, 2)
     versions = [d["version"] for d in world.registry.history("sql") if d.get("canary")]
     assert versions == sorted(set(versions))
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_path: Path) -> None:
+    world = LocalWorld(tmp_path, ("sql",), canary=CANARY)
+    fill(world, ("sql",), 80)
+    registry = world.registry
+    assert registry is not None
+    settings = trainer_settings(draft, ("sql",), round_seconds=0.3)
+    rounds = make_rounds(settings, world)
+    for number in range(1, settings.schedule.max_rejections + 1):
+        for _ in range(settings.schedule.min_new):
+            world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+        assert rounds.tick()
+        assert registry.live()["sql"]["candidate"] == number
+        for _ in range(4):
+            registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (number, 2))])
+        assert registry.live()["sql"]["candidate"] is None
+    for _ in range(settings.schedule.min_new):
+        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    assert not rounds.tick()  # enough for a rejected candidate, not for a plateau
+    for _ in range(40):
+        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    assert rounds.tick()
 
 
 class Poisoned(LocalWorld):
