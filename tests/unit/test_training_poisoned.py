@@ -113,7 +113,8 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     assert rounds.tick()
     assert world.registry.current()["sql"] == 0
     again = world.registry.history("sql")[-1]  # judged against what is served, not against itself
-    assert again["served_expected_acceptance"] == deceived["served_expected_acceptance"]
+    before = deceived["served_expected_acceptance"]
+    assert again["served_expected_acceptance"] == pytest.approx(before, abs=0.05)
     assert rounds.candidate("sql").version in (0, 2)
     versions = [d["version"] for d in world.registry.history("sql") if d.get("canary")]
     assert versions == sorted(set(versions))
