@@ -239,6 +239,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         stall_timeout_s=config.target.stall_timeout_s,
         scored_share=config.router.sample_share,
         held_out_fraction=config.replay.held_out_fraction,
+        canary_share=config.training.trial_share,
     )
 
 

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=_serve)
     commands.add_parser("demo", help="the whole loop on this machine, in minutes")
     commands.add_parser("plan", help="does speculation pay on hardware not rented yet?")
-    history = commands.add_parser("history", help="the gate's decisions, oldest first")
+    history = commands.add_parser("history", help="every decision on weights, oldest first")
     _add_config(history)
     history.add_argument("--state-dir", help="as given to serve")
     history.add_argument("--topic", help="of this topic only")

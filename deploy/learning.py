@@ -120,6 +120,7 @@ def _shard(config: PacelineConfig, expert: str) -> Any:
 
 
 def _registry(config: PacelineConfig) -> Any:
+    from paceline.actors.weights.canary import CanarySettings
     from paceline.actors.weights.registry import WeightRegistry  # imports torch
 
     return _named(WeightRegistry, _REGISTRY).remote(
@@ -127,6 +128,8 @@ def _registry(config: PacelineConfig) -> Any:
         topics=config.drafts.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
         keep_versions=config.training.keep_versions,
+        canary=CanarySettings() if config.training.trial_share else None,
+        initial={expert: str(path) for expert, path in config.draft_paths.items()},
     )
 
 

@@ -184,6 +184,10 @@ class TrainingConfig(Section):
 
     ``loss``, ``weighting`` and ``sampling`` are what training minimises, at which positions, in
     whose contexts; ``jsd_beta`` is for the loss jsd, ``student_share`` for mixed sampling alone.
+
+    ``canary_share`` of a topic's requests draft with a new version until they show that it is no
+    worse than the present one, or are as many as the last look wants; 0 gives new versions to all
+    requests at once. Above 0 every draft's weights take their memory twice.
     """
 
     enabled: bool = True
@@ -199,6 +203,12 @@ class TrainingConfig(Section):
     idle_after_s: Seconds = 0.08
     max_occupancy: Fraction = 0.25
     keep_versions: Count = 3
+    canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
+
+    @property
+    def trial_share(self) -> float:
+        """The canary's share; 0 where nothing is learnt."""
+        return self.canary_share if self.enabled else 0.0
 
     @property
     def objective(self) -> ObjectiveSettings:

@@ -39,6 +39,7 @@ async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
     asked: dict[str, Awaitable[Any]] = {"target": target.describe.remote()}
     if actors.registry is not None:
         asked["weight_versions"] = actors.registry.current.remote()
+        asked["live_drafts"] = actors.registry.live.remote()
         asked["decisions"] = actors.registry.history.remote(None)
     if actors.trainer is not None:
         asked["trainer"] = actors.trainer.status.remote()

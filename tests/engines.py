@@ -74,6 +74,7 @@ def engine_of(
     prefix_cache: bool = True,
     kv_positions: int | None = None,
     draft_positions: int | None = None,
+    canary_share: float = 0.0,
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +87,14 @@ def engine_of(
         for group in drafts
     ]
     settings = EngineSettings(
-        max_num_seqs, MAX_LEN, k, 8, prefill_chunk, frozenset({eos}), prefix_cache
+        max_num_seqs,
+        MAX_LEN,
+        k,
+        8,
+        prefill_chunk,
+        frozenset({eos}),
+        prefix_cache,
+        canary_share=canary_share,
     )
     return Engine(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),

@@ -16,6 +16,7 @@ from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.rounds import Rounds
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat import FlatWeights
 from paceline.actors.weights.registry import WeightRegistry
 
@@ -25,13 +26,18 @@ TOPICS = ("sql", "general")
 class LocalWorld:
     """The real shards and registry, called directly."""
 
-    def __init__(self, directory: Path, topics: tuple[str, ...] = TOPICS) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        topics: tuple[str, ...] = TOPICS,
+        canary: CanarySettings | None = None,
+    ) -> None:
         settings = ReplaySettings(held_out_fraction=0.3)
         self.shards = {
             topic: ReplayShard(topic, settings, seed=0, clock=lambda: 0.0) for topic in topics
         }
         self.registry: WeightRegistry | None = WeightRegistry(
-            str(directory), topics, "mark", put=lambda x: x
+            str(directory), topics, "mark", canary=canary, put=lambda x: x
         )
         self.leave: Callable[[], bool] = lambda: True
 
@@ -64,6 +70,13 @@ class LocalWorld:
         if self.registry is not None:
             self.registry.reject(topic, decision)
 
+    def note(self, topic: str, decision: dict[str, Any]) -> None:
+        if self.registry is not None:
+            self.registry.note(topic, decision)
+
+    def live(self) -> dict[str, dict[str, Any]] | None:
+        return self.registry.live() if self.registry else None
+
 
 def trainer_settings(
     draft: Path, topics: tuple[str, ...] = TOPICS, **changes: Any
@@ -94,8 +107,8 @@ def make_rounds(settings: TrainerSettings, world: LocalWorld, **more: Any) -> Ro
     return Rounds(settings, world, clock=Ticks(), **more)
 
 
-def filled(directory: Path, records: int = 80) -> LocalWorld:
-    world = LocalWorld(directory)
+def filled(directory: Path, records: int = 80, canary: CanarySettings | None = None) -> LocalWorld:
+    world = LocalWorld(directory, canary=canary)
     fill(world, ("sql",), records)
     return world
 

@@ -39,10 +39,12 @@ def make_drafter(
     seed: int = 0,
     chunk: int = 256,
     positions: int | None = None,
+    candidate: bool = False,
 ) -> SharedDrafter:
-    models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=VOCAB)) for _ in range(2)]
+    names = [expert, f"{expert}@0", *([f"{expert}@candidate"] if candidate else [])]
+    models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=VOCAB)) for _ in names]
     runner = ModelRunner(models, rows, MAX_LEN, positions)
-    stack = ExpertStack(runner, [expert, f"{expert}@0"], rows, chunk)
+    stack = ExpertStack(runner, names, rows, chunk)
     return SharedDrafter(
         stack,
         expert,
@@ -91,7 +93,12 @@ def attached(
 
 
 def pool_engine(
-    proposer: PoolProposer, *, k: int = 4, target_seed: int = 1, target_layers: int = 2
+    proposer: PoolProposer,
+    *,
+    k: int = 4,
+    target_seed: int = 1,
+    target_layers: int = 2,
+    canary_share: float = 0.0,
 ) -> Engine:
     """engines.make_engine, but for where the drafts are."""
     target = served(tiny_llama(target_seed, layers=target_layers, vocab=VOCAB))
@@ -99,7 +106,7 @@ def pool_engine(
         runner=ModelRunner([target], 4, MAX_LEN),
         drafting=Drafting(proposer, None, target.device, time.perf_counter),
         tokenizer=TOKENIZER,
-        settings=EngineSettings(4, MAX_LEN, k, 8, 8, frozenset({2})),
+        settings=EngineSettings(4, MAX_LEN, k, 8, 8, frozenset({2}), canary_share=canary_share),
         generator=torch.Generator().manual_seed(0),
         now=lambda: 1234.5,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.decoding.runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.weights.slots import candidate_of, is_candidate
 
 
 def context_length(config: Any, wanted: int | None) -> int:
@@ -108,6 +110,7 @@ def build_stacks(
 ) -> list[ExpertStack]:
     """One stack per architecture; beside the drafts, their ``@0`` twins of fixed weights.
 
+    With a canary, every draft has a candidate's slot too: weights alone, since rows are shared.
     Drafts that start from the same folder share one twin. Every stack has key/value memory for
     ``positions`` positions, None for every request's full context.
     """
@@ -121,7 +124,7 @@ def build_stacks(
         members.setdefault(json.dumps(facts, sort_keys=True, default=str), []).append((name, model))
     stacks = []
     for experts in members.values():
-        names, models = zip(*experts, strict=True)
+        names, models = zip(*experts, *_candidates(settings, experts), strict=True)
         runner = ModelRunner(
             models,
             settings.max_num_seqs,
@@ -135,6 +138,19 @@ def build_stacks(
                 stack.alias(name + INITIAL_SUFFIX, twins[path])
         stacks.append(stack)
     return stacks
+
+
+def _candidates(
+    settings: TargetSettings, experts: Sequence[tuple[str, Any]]
+) -> list[tuple[str, Any]]:
+    """A copy of every expert's model, under its candidate's name."""
+    if settings.canary_share <= 0.0:
+        return []
+    return [
+        (candidate_of(name), copy.deepcopy(model))
+        for name, model in experts
+        if name in settings.drafts
+    ]
 
 
 def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
@@ -178,7 +194,8 @@ def build_controller(
         costs = DraftCosts(draft_costs, reads_elsewhere=True)
         return GoodputController(StepCosts(target_costs), costs, most)
     draft = stacks[0].runner
-    experts = grid_points(min(len(draft.models), settings.max_num_seqs))
+    served = sum(not is_candidate(name) for name in stacks[0].names)
+    experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
     run = stepper(draft, start)
     draft_costs = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
     for row in range(settings.max_num_seqs):
@@ -263,6 +280,7 @@ def build_engine(
             eos_token_ids=eos_token_ids(target, tokenizer),
             prefix_cache=settings.prefix_cache,
             max_speculative_tokens=settings.max_speculative_tokens,
+            canary_share=settings.canary_share,
         ),
         generator=generator,
         now=time.time,

@@ -57,11 +57,12 @@ class ColocatedProposer:
             support: the most tokens that a draft's distribution may hold.
             generator: randomness of unseeded drafts.
         """
-        self._stacks = {name: stack for stack in stacks for name in stack.versions}
+        self._stacks = {name: stack for stack in stacks for name in (*stack.names, *stack.versions)}
         self._support = support
         self._generator = generator
         self._stack_of: dict[str, ExpertStack] = {}
         self.read_tokens = 0
+        self.faulty: frozenset[str] = frozenset()
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, batched per stack."""
@@ -70,9 +71,11 @@ class ColocatedProposer:
             stack = self._stack_of[row.request_id] = self._stacks[row.draft]
             groups.setdefault(id(stack), (stack, []))[1].append(index)
         parts = []
+        self.faulty = frozenset()
         for stack, indices in groups.values():
             batch = [rows[i] for i in indices]
             parts.append((indices, stack.propose(batch, self._support, self._generator)))
+            self.faulty |= stack.faulty
         self.read_tokens = sum(stack.read_tokens for stack, _ in groups.values())
         return merge(parts, len(rows))
 
@@ -93,10 +96,20 @@ class ColocatedProposer:
             raise ValueError(f"{expert} keeps its initial weights")
         self._stacks[expert].swap(expert, weight_version, state)
 
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot; one that is not here is fine."""
+        stack = self._stacks.get(candidate)
+        if stack is not None:
+            stack.withdraw(candidate)
+
     def version(self, draft: str) -> int:
         """The weight_version that a draft proposes with."""
-        return self._stacks[draft].versions[draft]
+        return self._stacks[draft].version(draft)
 
     def drafts(self) -> dict[str, int]:
-        """Every draft with its weight_version."""
-        return {name: stack.versions[name] for name, stack in self._stacks.items()}
+        """Every draft with its weight_version; a candidate only where there is one."""
+        return {
+            name: version
+            for name, stack in self._stacks.items()
+            if (version := stack.versions.get(name)) is not None
+        }

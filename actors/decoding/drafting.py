@@ -13,6 +13,7 @@ from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.proposer import DraftRow, Proposer
 from paceline.actors.decoding.sequence import Sequence as RunningSequence
 from paceline.actors.decoding.verification import Proposal
+from paceline.actors.weights.slots import is_candidate
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,14 @@ class Drafting:
         """Forget a sequence."""
         self._proposer.release(request_id)
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Put new weights in place; those that do not fit are logged and left."""
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Put new weights in place, or with None empty a candidate's slot.
+
+        Weights that do not fit are logged and left.
+        """
+        if state is None:
+            self._withdraw(expert)
+            return
         try:
             self._proposer.swap(expert, weight_version, state)
         except (KeyError, ValueError):
@@ -71,6 +78,10 @@ class Drafting:
         self._versions[expert] = weight_version
         if self._controller is not None:
             self._controller.swapped(expert)
+
+    def _withdraw(self, candidate: str) -> None:
+        self._proposer.withdraw(candidate)
+        self._versions.pop(candidate, None)
 
     def propose(self, batch: Sequence[RunningSequence]) -> Proposal:
         """Draft tokens for the batch; starts the round's clock."""
@@ -81,7 +92,7 @@ class Drafting:
         self._asked = bool(indices) and not self._resting()
         if self._asked:
             rows = [self._row(batch[i], wanted[i]) for i in indices]
-            proposal = self._ask(rows, proposal, indices, len(batch))
+            proposal = self._ask(rows, proposal, indices, batch)
             self._note_versions([batch[i] for i in indices])
         self._drafting_s = self._clock() - self._began
         return proposal
@@ -93,8 +104,8 @@ class Drafting:
         if self._controller is None:
             return
         for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
-            self._controller.accepted(sequence.request.draft, tried, taken)
-        active = [s.request.draft for s, tried in zip(batch, drafted, strict=True) if tried]
+            self._controller.accepted(sequence.draft, tried, taken)
+        active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
         steps = max(drafted)
         timed_steps = 0 if self._proposer.waited_in_vain else steps
         total = self._clock() - self._began
@@ -114,14 +125,14 @@ class Drafting:
 
     def _wanted(self, batch: Sequence[RunningSequence]) -> list[int]:
         """Tokens to draft per row: the request's own number, or the controller's choice."""
-        free = Counter(s.request.draft for s in batch if s.num_speculative_tokens is None)
+        free = Counter(s.draft for s in batch if s.num_speculative_tokens is None)
         plan: Mapping[str, int] = {}
         if free and self._controller is not None:
             plan = self._controller.plan(free, len(batch) - free.total())
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
-            wanted.append(sequence.budget(plan.get(sequence.request.draft, 0) if k is None else k))
+            wanted.append(sequence.budget(plan.get(sequence.draft, 0) if k is None else k))
         return wanted
 
     def _resting(self) -> bool:
@@ -132,7 +143,7 @@ class Drafting:
     def _row(self, sequence: RunningSequence, k: int) -> DraftRow:
         return DraftRow(
             request_id=sequence.request_id,
-            draft=sequence.request.draft,
+            draft=sequence.draft,
             tokens=sequence.tokens,
             num_output=sequence.num_output,
             num_draft_tokens=k,
@@ -142,26 +153,57 @@ class Drafting:
     def _note_versions(self, sequences: Sequence[RunningSequence]) -> None:
         """Note with which weights was proposed: a proposer may take new ones by itself."""
         for sequence in sequences:
-            draft = sequence.request.draft
-            sequence.weight_version = version = self._proposer.version(draft)
+            draft, version = sequence.draft, self._proposer.version(sequence.draft)
+            sequence.drafted_by(version)
             if self._controller is not None and self._versions.get(draft, version) != version:
                 self._controller.swapped(draft)
             self._versions[draft] = version
 
     def _ask(
-        self, rows: list[DraftRow], nothing: Proposal, indices: list[int], size: int
+        self,
+        rows: list[DraftRow],
+        nothing: Proposal,
+        indices: list[int],
+        batch: Sequence[RunningSequence],
     ) -> Proposal:
         try:
-            proposal = self._proposer.propose(rows).spread(indices, size)
-            self._next_rest = 1
+            proposal = self._proposer.propose(rows).spread(indices, len(batch))
+            self._next_rest = 1 if self._look_at_faults(rows, batch) else self._next_rest
             return proposal
         except Exception:
             self.failures += 1
-            self._rest, self._next_rest = (
-                self._next_rest + 1,
-                min(2 * self._next_rest, _LONGEST_REST),
-            )
             logger.exception("the round goes on without speculation")
             for row in rows:
                 self._proposer.release(row.request_id)
+            if not self._blame(frozenset(row.draft for row in rows), batch):
+                self._rest_longer()
             return nothing
+
+    def _look_at_faults(self, rows: list[DraftRow], batch: Sequence[RunningSequence]) -> bool:
+        """Note drafts that gave no probabilities; False where there is nobody else to ask."""
+        faulty = self._proposer.faulty
+        if not faulty:
+            return True
+        self.failures += 1
+        logger.warning("no probabilities of %s", sorted(faulty))
+        if self._blame(faulty, batch) or any(row.draft not in faulty for row in rows):
+            return True
+        self._rest_longer()
+        return False
+
+    def _rest_longer(self) -> None:
+        self._rest = self._next_rest + 1
+        self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+
+    def _blame(self, drafts: frozenset[str], batch: Sequence[RunningSequence]) -> bool:
+        """Give up the candidates among drafts that failed; whether there were some.
+
+        Nobody else shall pay for a candidate: the next round does without it.
+        """
+        blamed = {d: self._proposer.version(d) for d in drafts if is_candidate(d)}
+        for draft in blamed:
+            self._withdraw(draft)
+        for sequence in batch:
+            if sequence.draft in blamed:
+                sequence.failed_version = blamed[sequence.draft]
+        return bool(blamed)

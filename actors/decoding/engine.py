@@ -40,6 +40,8 @@ from paceline.actors.decoding.text import TextStream
 from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal, Verdict, verify
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.weights.evidence import DraftOutcome
+from paceline.actors.weights.slots import slot_for
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class EngineSettings:
     """Limits of an engine; see TargetSettings for the words.
 
     ``max_speculative_tokens`` bounds what a round may draft for a request that names no number;
-    ``replay_branches`` records what follows rejected tokens, too.
+    ``replay_branches`` records what follows rejected tokens, too. ``canary_share`` of the
+    requests use an expert's candidate while there is one.
     """
 
     max_num_seqs: int
@@ -61,15 +64,17 @@ class EngineSettings:
     prefix_cache: bool = True
     max_speculative_tokens: int = 32
     replay_branches: bool = False
+    canary_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one request got from a round; ``record`` comes with the last chunk."""
+    """What one request got from a round; ``record`` and ``outcome`` come with the last chunk."""
 
     request_id: str
     chunk: GenerationChunk
     record: ReplayRecord | None = None
+    outcome: DraftOutcome | None = None
 
 
 class Engine:
@@ -113,7 +118,7 @@ class Engine:
         self._running = self._schedule.running
         self._waiting = self._schedule.waiting
         self._ended: list[Sequence] = []
-        self._swaps: deque[tuple[str, int, Mapping[str, Tensor]]] = deque()
+        self._swaps: deque[tuple[str, int, Mapping[str, Tensor] | None]] = deque()
 
     @property
     def draft_failures(self) -> int:
@@ -170,13 +175,15 @@ class Engine:
         drafts = self._drafting.drafts()
         if request.draft == DRAFT_OFF or request.draft not in drafts:
             k = 0
+        draft = slot_for(request.draft, request.request_id, self._settings.canary_share, drafts)
         recorded = request.store and not request.output_token_ids  # whole answers only
         sequence = Sequence(
             request=request,
             text=TextStream(self._tokenizer, request.sampling.stop, request.sent_chars),
             max_tokens=min(request.sampling.max_tokens, room),
             num_speculative_tokens=k,
-            weight_version=drafts.get(request.draft, 0),
+            weight_version=drafts.get(draft, 0),
+            draft=draft,
             recorder=Recorder() if recorded else None,
         )
         sequence.resume(self._settings.eos_token_ids)
@@ -200,8 +207,8 @@ class Engine:
             self._waiting.remove(sequence)
         self._ended = [s for s in self._ended if s.request_id != request_id]
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Queue new draft weights; they take effect between two rounds."""
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Queue new weights of a slot, None to empty a candidate's, for between two rounds."""
         self._swaps.append((expert, weight_version, state))
 
     def step(self) -> list[StepOutput]:
@@ -290,7 +297,12 @@ class Engine:
         for i, sequence in enumerate(batch):
             own = logprobs[i] if logprobs else []
             self._accept(sequence, drafted[i], accepted[i], emitted[i], own)
-        outputs = [StepOutput(s.request_id, s.chunk(), self._close(s)) for s in batch]
+        outputs = [
+            StepOutput(
+                s.request_id, s.chunk(), self._close(s), s.outcome() if s.finish_reason else None
+            )
+            for s in batch
+        ]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
 

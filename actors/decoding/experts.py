@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from paceline.actors.decoding.sampling import LatestBatch, SamplingBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
 from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal
+from paceline.actors.weights.slots import expert_of, is_candidate
 
 
 class ExpertStack:
@@ -29,13 +31,14 @@ class ExpertStack:
 
         Args:
             runner: of ``len(names)`` models, for ``rows`` requests.
-            names: one per model, in order.
+            names: one per model, in order; a candidate's slot is empty at first.
             rows: most requests at once, over all experts.
             prefill_chunk: most prompt tokens that one round reads.
         """
         self.runner = runner
         self._prefill_chunk = prefill_chunk
-        self.versions = dict.fromkeys(names, 0)
+        self.names = tuple(names)
+        self.versions = {name: 0 for name in names if not is_candidate(name)}
         self._index = {name: i for i, name in enumerate(names)}
         self._table = RowTable(rows)
         # Per sequence: its expert, the positions whose keys and values are right, and the
@@ -46,6 +49,7 @@ class ExpertStack:
         self._grid: tuple[list[int], Grid] | None = None
         self._params = LatestBatch(runner.device)
         self.read_tokens = 0  # by the latest call
+        self.faulty: frozenset[str] = frozenset()
 
     def alias(self, name: str, expert: str) -> None:
         """Give an expert a further name; the expert's own is fine too."""
@@ -56,12 +60,28 @@ class ExpertStack:
         """Take new weights; keys and values made by the old ones get recomputed.
 
         Raises:
+            KeyError: for a slot that is not here.
             ValueError: for weights of another shape.
         """
         self.runner.load_weights(state, self._index[expert])
         self.versions[expert] = weight_version
+        self._recompute(expert)
+
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot; its sequences go on with the stable weights."""
+        if self.versions.pop(candidate, None) is not None:
+            self._recompute(candidate)
+
+    def version(self, draft: str) -> int:
+        """The weight_version that a draft proposes with: without a candidate the stable one."""
+        return self.versions[draft if draft in self.versions else expert_of(draft)]
+
+    def _model(self, draft: str) -> int:
+        return self._index[draft if draft in self.versions else expert_of(draft)]
+
+    def _recompute(self, draft: str) -> None:
         for request_id, own in self._expert.items():
-            if own == expert:
+            if own == draft:
                 self._computed[request_id] = 0
                 self._drafted.pop(request_id, None)
 
@@ -125,7 +145,7 @@ class ExpertStack:
                 continue
             end = min(wanted, known + budget)
             if known < end:
-                self.runner.prefill(slot, row.tokens[known:end], known, self._index[row.draft])
+                self.runner.prefill(slot, row.tokens[known:end], known, self._model(row.draft))
                 budget -= end - known
                 self.read_tokens += end - known
             self._computed[row.request_id] = max(known, end)
@@ -163,7 +183,7 @@ class ExpertStack:
 
     def _layout(self, rows: Sequence[DraftRow]) -> Grid:
         """The grid of a batch, made anew only when the batch has changed."""
-        experts = [self._index[row.draft] for row in rows]
+        experts = [self._model(row.draft) for row in rows]
         if self._grid is None or self._grid[0] != experts:
             self._grid = experts, Grid(experts, self.runner.device)
         return self._grid[1]
@@ -174,8 +194,10 @@ class ExpertStack:
     ) -> Proposal:
         """Draft for rows of these experts, one forward per position for all of them.
 
-        Rows whose prompt is still being read draft nothing yet.
+        Rows whose prompt is still being read draft nothing yet. Those of a draft that gives no
+        probabilities draft nothing, and ``faulty`` names it until the next call.
         """
+        self.faulty = frozenset()
         ready = self._catch_up(rows)
         if not ready:
             return Proposal.empty(len(rows), self.runner.device)
@@ -197,7 +219,14 @@ class ExpertStack:
             # A row that drafts less than its neighbours has no blocks for the rest.
             self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
-        return Proposal(chosen, counts, chosen_probs, ids, probs)
+        proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
+        if not math.isfinite(float(chosen_probs.sum())):  # verification would be off its law
+            broken = ~chosen_probs.isfinite().all(dim=1)
+            self.faulty = frozenset(
+                row.draft for row, bad in zip(rows, broken.tolist(), strict=True) if bad
+            )
+            proposal = proposal.without(broken)
+        return proposal
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
         """Tokens int64 and their probabilities float32, ``[B, k]`` each."""

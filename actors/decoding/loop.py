@@ -20,6 +20,7 @@ from paceline.actors.decoding.request import (
     GenerationRequest,
 )
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.weights.evidence import DraftOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ _MAX_FAULTS = 5  # in a row; more than one request may cause alone
 class EngineLoop:
     """Runs an engine on one thread.
 
-    Every call may come from any thread. ``deliver`` callbacks, ``on_record`` and ``on_load``
-    run on the engine's thread: they must be quick and must not raise.
+    Every call may come from any thread. ``deliver`` callbacks, ``on_record``, ``on_load`` and
+    ``on_outcome`` run on the engine's thread: they must be quick and must not raise.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EngineLoop:
         num_threads: int,
         on_record: Callable[[ReplayRecord], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        on_outcome: Callable[[DraftOutcome], None] | None = None,
     ) -> None:
         """Start the thread.
 
@@ -49,11 +51,13 @@ class EngineLoop:
             num_threads: torch threads of the forwards; OpenMP counts them per thread.
             on_record: gets the replay record of every finished request that is kept.
             on_load: gets (running, waiting) after every round and once when all is done.
+            on_outcome: gets what the draft did for every finished request that tells.
         """
         self._engine = engine
         self._num_threads = num_threads
         self._on_record = on_record
         self._on_load = on_load
+        self._on_outcome = on_outcome
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
         self._faults = 0
@@ -85,8 +89,8 @@ class EngineLoop:
         """Drop a request by its ``run_id``; it delivers nothing more."""
         self._inbox.put(lambda: self._drop(request_id))
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Queue new draft weights."""
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Queue new weights of a slot, None to empty a candidate's."""
         self._inbox.put(lambda: self._engine.swap(expert, weight_version, state))
 
     def drafts(self) -> dict[str, int]:
@@ -185,6 +189,8 @@ class EngineLoop:
             deliver(output.chunk)
         if output.record is not None and self._on_record is not None:
             self._on_record(output.record)
+        if output.outcome is not None and self._on_outcome is not None:
+            self._on_outcome(output.outcome)
 
 
 def _ended(reason: str) -> GenerationChunk:

@@ -48,6 +48,11 @@ class Proposer(Protocol):
         """Prompt tokens that the latest round's time went to, beside drafting."""
         ...
 
+    @property
+    def faulty(self) -> frozenset[str]:
+        """Drafts that gave no probabilities in the latest round: their rows drafted nothing."""
+        ...
+
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, in the rows' order, padded to the longest."""
         ...
@@ -57,7 +62,11 @@ class Proposer(Protocol):
         ...
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Put new weights in place of an expert's present ones."""
+        """Put new weights in place of those in an expert's slot, stable or candidate."""
+        ...
+
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot: its sequences go on with the stable weights."""
         ...
 
     def version(self, draft: str) -> int:

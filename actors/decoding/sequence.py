@@ -16,6 +16,8 @@ from paceline.actors.decoding.request import (
     TokenLogprob,
 )
 from paceline.actors.decoding.text import TextStream
+from paceline.actors.weights.evidence import DraftOutcome
+from paceline.actors.weights.slots import candidate_of, expert_of
 
 
 @dataclass(slots=True)
@@ -24,6 +26,8 @@ class Sequence:
 
     ``num_speculative_tokens`` None leaves the choice to the engine; ``weight_version`` is that
     of the draft when it last proposed for this request (before: when the request came).
+    ``draft`` is the slot of the request's draft, the draft itself where none is given, and
+    ``failed_version`` the version in it that failed while it drafted for the request.
     ``num_computed`` positions have target keys and values; decoding starts when all but the
     last token have, so that every output token, the first too, comes from verification.
     ``num_cached`` of them were there when it began for the first time. ``request_id`` is that of
@@ -36,6 +40,8 @@ class Sequence:
     num_speculative_tokens: int | None
     weight_version: int
     recorder: Recorder | None
+    draft: str = ""
+    failed_version: int | None = None
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
@@ -47,12 +53,14 @@ class Sequence:
     _sent: int = 0  # output tokens that chunks have carried
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
+    _versions: set[int] = field(default_factory=set)
     request_id: str = field(init=False)
     _num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
         self.request_id = self.request.run_id
+        self.draft = self.draft or self.request.draft
         self._num_prompt = len(self.tokens)
 
     @property
@@ -158,6 +166,27 @@ class Sequence:
             replace(self._logprobs[i - before], text_offset=self.text.start(i))
             for i in range(max(start, before), end)
         )
+
+    def drafted_by(self, weight_version: int) -> None:
+        """Note with which weights was drafted."""
+        self.weight_version = weight_version
+        self._versions.add(weight_version)
+
+    def outcome(self) -> DraftOutcome | None:
+        """What the draft did, where that tells one weight_version from another.
+
+        None where several versions drafted, where nothing was drafted, and for an answer that
+        another replica has begun.
+        """
+        expert = expert_of(self.draft)
+        if self.draft not in (expert, candidate_of(expert)) or self.request.output_token_ids:
+            return None
+        if self.failed_version is not None:
+            return DraftOutcome(expert, self.failed_version, 0, 0, failed=True)
+        if len(self._versions) != 1 or not self.num_spec_steps:
+            return None
+        accepted = self.num_spec_steps - self.histogram[0]
+        return DraftOutcome(expert, self.weight_version, self.num_spec_steps, accepted)
 
     def stats(self) -> SpeculativeStats:
         """What speculation did so far."""

@@ -25,9 +25,11 @@ class TargetSettings:
     (again at most a part of a GPU's free memory). ``placement`` pool has every expert in a process
     of its own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
     has a token's logits be the same bits in every batch, or the start fail; auto takes what is
-    fastest. ``cuda_graphs`` replays short forwards on GPUs. A replica that
-    gives no sign of life for ``stall_timeout_s`` counts as hung. ``scored_share`` of the stored
-    requests, all with prompts of the ``held_out_fraction``, goes to the scorer of experts.
+    fastest. ``canary_share`` of the requests draft with an expert's candidate while there is one;
+    above 0 every expert has a second slot of weights. ``cuda_graphs`` replays short forwards on
+    GPUs. A replica that gives no sign of life for ``stall_timeout_s`` counts as hung.
+    ``scored_share`` of the stored requests, all with prompts of the ``held_out_fraction``, goes to
+    the scorer of experts.
     """
 
     model_path: str
@@ -53,3 +55,4 @@ class TargetSettings:
     stall_timeout_s: float = 20.0
     scored_share: float = 0.0
     held_out_fraction: float = 0.0
+    canary_share: float = 0.0

@@ -20,6 +20,7 @@ from paceline.actors.decoding.build import build_engine
 from paceline.actors.decoding.compatibility import read_config
 from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
+from paceline.actors.decoding.outcomes import OutcomeReporter
 from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.request import FAILED, GenerationChunk, GenerationRequest, joined
@@ -78,12 +79,16 @@ class TargetReplica:
         self._pool = _pool(settings) if settings.placement == "pool" else None
         if self._pool is not None:  # experts load meanwhile
             Leases(self._pool, experts or {}, self._replica_id)
+        self._outcomes: OutcomeReporter | None = None
+        if registry is not None:
+            self._outcomes = OutcomeReporter(registry.report.remote, time.monotonic)
         engine, _, self._facts = build_engine(settings, self._pool)
         self._loop = EngineLoop(
             engine,
             num_threads=settings.num_threads,
             on_record=self._store if self._shards else None,
-            on_load=self._report if board is not None else None,
+            on_load=self._report,
+            on_outcome=self._outcomes.add if self._outcomes is not None else None,
         )
         if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
@@ -189,7 +194,11 @@ class TargetReplica:
 
     def _report(self, running: int, waiting: int) -> None:
         """Tell the board on every change, and now and then while nothing changes."""
+        if self._outcomes is not None:
+            self._outcomes.flush(idle=running + waiting == 0)
         now = time.monotonic()
+        if self._board is None:
+            return
         if (running, waiting) == self._reported and now - self._reported_at < _REPORT_EVERY_S:
             return
         self._reported, self._reported_at = (running, waiting), now
@@ -206,10 +215,11 @@ class TargetReplica:
                 news = ray.get(
                     self._registry.wait_newer.remote(known, _POLL_S), timeout=3 * _POLL_S
                 )
-                for topic, (version, refs) in news.items():
+                for slot, (version, refs) in news.items():
                     # unflatten copies: the object dies with the registry that put it.
-                    self._loop.swap(topic, version, unflatten(ray.get(refs[0], timeout=_POLL_S)))
-                    known[topic] = version
+                    state = unflatten(ray.get(refs[0], timeout=_POLL_S)) if refs else None
+                    self._loop.swap(slot, version, state)
+                    known[slot] = version
             except Exception as error:
                 logger.info("no weights from the registry (%s), trying again", error)
                 time.sleep(_RETRY_S)

@@ -77,6 +77,16 @@ class Proposal:
             support_probs=widen(self.support_probs),
         )
 
+    def without(self, rows: Tensor) -> Proposal:
+        """The same, but the rows where bool ``[B]`` ``rows`` holds draft nothing."""
+        return Proposal(
+            token_ids=self.token_ids.masked_fill(rows[:, None], 0),
+            num_drafted=self.num_drafted.masked_fill(rows, 0),
+            token_probs=self.token_probs.masked_fill(rows[:, None], 0.0),
+            support_ids=self.support_ids.masked_fill(rows[:, None, None], 0),
+            support_probs=self.support_probs.masked_fill(rows[:, None, None], 0.0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from paceline.actors.weights.bounds import student_quantile
 
 NOT_FINITE = "the candidate's scores are not finite"
 TOO_FEW = "too few held-out records"
@@ -44,6 +45,7 @@ class GateDecision:
     served: float
     gain_lower_bound: float
     records: int
+    gain_upper_bound: float = math.nan
 
     def facts(self) -> dict[str, Any]:
         """What the registry keeps of it, as JSON can hold it: None where a figure is not finite."""
@@ -52,6 +54,7 @@ class GateDecision:
             "candidate_expected_acceptance": _figure(self.candidate),
             "served_expected_acceptance": _figure(self.served),
             "gain_lower_bound": _figure(self.gain_lower_bound),
+            "gain_upper_bound": _figure(self.gain_upper_bound),
             "records": self.records,
         }
 
@@ -92,10 +95,12 @@ def judge(
         return GateDecision(False, NOT_FINITE, math.nan, means[1], math.nan, count)
     if count < max(settings.min_records, 2):
         return GateDecision(False, TOO_FEW, *means, math.nan, count)
-    bound = gain_bound(candidate - served, settings, (1.0 - settings.confidence) / math.sqrt(looks))
+    gains, error = candidate - served, (1.0 - settings.confidence) / math.sqrt(looks)
+    bound = gain_bound(gains, settings, error)
     publish = bound > settings.min_gain
     reason = "better" if publish else "not shown to be better"
-    return GateDecision(publish, reason, *means, bound, count)
+    upper = -gain_bound(-gains, settings, error)
+    return GateDecision(publish, reason, *means, bound, count, upper)
 
 
 def gain_bound(gains: NDArray[np.float64], settings: GateSettings, error: float) -> float:
@@ -111,36 +116,6 @@ def gain_bound(gains: NDArray[np.float64], settings: GateSettings, error: float)
     seen = (count - 1) * float(gains.var(ddof=1))
     spread = math.sqrt((assumed + seen) / (settings.typical_weight + count - 1))
     return float(gains.mean()) - student_quantile(error, count - 1) * spread / math.sqrt(count)
-
-
-@lru_cache(maxsize=1024)
-def student_quantile(error: float, degrees: int) -> float:
-    """The t that Student's variable exceeds with a chance of ``error``.
-
-    Args:
-        error: in (0, 0.5).
-        degrees: of freedom, at least 1.
-    """
-    low, high = 0.0, math.pi / 2  # t is sqrt(degrees) * tan(angle)
-    for _ in range(60):
-        angle = (low + high) / 2
-        if (1.0 - _central_mass(angle, degrees)) / 2 > error:
-            low = angle
-        else:
-            high = angle
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _central_mass(angle: float, degrees: int) -> float:
-    """Chance of abs(T) <= sqrt(degrees) * tan(angle), Abramowitz and Stegun 26.7.3 and 26.7.4."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term = cosine if odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for n in range(2 + odd, degrees - 1, 2):
-        term *= cosine * cosine * (n - 1) / n
-        total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def _mean(scores: NDArray[np.float64]) -> float:

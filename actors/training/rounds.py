@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,49 +17,20 @@ from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import NOT_FINITE, judge
-from paceline.actors.training.schedule import Rest, TopicView, TrafficMeter, choose
+from paceline.actors.training.outlook import Outlook
+from paceline.actors.training.progress import Diverged, Progress, Seen, Stopped, Unfit
+from paceline.actors.training.schedule import (
+    TopicView,
+    TrafficMeter,
+    choose,
+    round_length,
+)
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.world import World
 
 logger = logging.getLogger(__name__)
 
 _DIVERGED = "the training loss is not finite"
-
-
-class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end
-    """Raised in the midst of a round when the trainer ends."""
-
-
-class Unfit(Exception):  # noqa: N818 - not an error: other topics go on
-    """Raised where a topic cannot be taught for now; says why."""
-
-
-class Diverged(Exception):  # noqa: N818 - not an error: the candidate is given up
-    """Raised where the training loss is no number any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What the trainer is at; replaced whole, so that any thread may read it."""
-
-    state: str = "starting"
-    topic: str | None = None
-    steps: int = 0
-    micro_steps: int = 0
-    training_s: float = 0.0
-    loss: float | None = None
-    rounds: int = 0
-    published: int = 0
-    rejected: int = 0
-
-
-@dataclass(slots=True)
-class _Seen:
-    """A topic's counters at its last round, and its rest after one that could not teach it."""
-
-    inserted: int = 0
-    ended_at: float = 0.0
-    rest: Rest = field(default_factory=Rest)
 
 
 class Rounds:
@@ -92,7 +63,9 @@ class Rounds:
         self._candidates: dict[str, Candidate] = {}
         self._traffic = TrafficMeter()
         self._losses: dict[str, float] = {}  # of this round's records, by request
-        self._seen = {topic: _Seen(ended_at=clock()) for topic in settings.draft_paths}
+        self._outlook = Outlook(settings.draft_paths, settings.drift)
+        self._leave = 1.0
+        self._seen = {topic: Seen(ended_at=clock()) for topic in settings.draft_paths}
         self.progress = Progress()
 
     def candidate(self, topic: str) -> Candidate:
@@ -108,6 +81,7 @@ class Rounds:
         time: it must neither keep the others waiting nor be asked for in a loop.
         """
         stats = self._world.stats()
+        self._look_out()
         topic = choose(self._views(stats), self._settings.schedule)
         if topic is None:
             self._note(state="no new records", topic=None)
@@ -156,9 +130,20 @@ class Rounds:
             return True
         if self._losses:
             self._world.update_losses(topic, dict(self._losses))
+        self._look_out()
+        if self._outlook.undecided(topic):  # another candidate now would throw its evidence away
+            self._note(state="waiting for the canary")
+            return True
         self._note(state="evaluating")
         self._decide(candidate, held_out, len(train))
         return True
+
+    def _look_out(self) -> None:
+        """See how the drafts do, and say where one begins to lose its topic."""
+        for topic in self._outlook.update(self._world.live()):
+            figures = self._outlook.drift_figures(topic)
+            logger.info("%s: drift %s", topic, figures)
+            self._world.note(topic, {"outcome": "drift", **figures})
 
     def _views(self, stats: dict[str, dict[str, Any]]) -> list[TopicView]:
         totals = {topic: int(facts["inserted_total"]) for topic, facts in stats.items()}
@@ -176,17 +161,29 @@ class Rounds:
                     new_records=inserted - seen.inserted if inserted >= seen.inserted else inserted,
                     traffic=self._traffic.level(topic),
                     acceptance=candidate.acceptance if candidate else None,
-                    rejections=candidate.rejections if candidate else 0,
+                    rejections=self._rejections(candidate, seen) if candidate else 0,
                     waited_s=now - seen.ended_at,
                     resting=now < seen.rest.until,
+                    undecided=self._outlook.undecided(topic),
+                    drifting=self._outlook.drifting(topic),
                 )
             )
         return views
 
+    def _rejections(self, candidate: Candidate, seen: Seen) -> int:
+        """Rounds in a row without a gain; a rollback that was not followed yet is one more."""
+        if self._outlook.withdrawn(candidate.topic, candidate.version):
+            return seen.rolled_back + 1
+        return candidate.rejections
+
     def _follow(self, candidate: Candidate, wanted: int) -> None:
-        """Have the candidate start from what is really served."""
-        if wanted == candidate.version:
+        """Have the candidate start from what is really served, or is its own and on trial."""
+        seen, on_trial = self._seen[candidate.topic], self._outlook.candidate(candidate.topic)
+        if wanted > seen.stable:
+            seen.stable, seen.rolled_back = wanted, 0
+        if candidate.version in (wanted, on_trial):
             return
+        seen.rolled_back += candidate.version > wanted
         newest = self._world.weights(candidate.topic)
         if newest is None:
             raise Unfit("the registry does not hand its weights out")
@@ -198,6 +195,8 @@ class Rounds:
                 version,
             )
         candidate.take(version, flat)
+        # What held-out records like and live requests do not shall not be tried for ever.
+        candidate.rejections = seen.rolled_back
 
     def _draw(
         self, topic: str, count: int, split: str, stats: dict[str, dict[str, Any]]
@@ -211,12 +210,13 @@ class Rounds:
 
     def _train(self, candidate: Candidate, records: Sequence[ReplayRecord]) -> bool:
         """Micro-steps for a round's time; whether the weights moved. Raises Diverged."""
-        started, spent = self._clock(), 0.0
+        started, spent, length = self._clock(), 0.0, self._length(candidate.topic)
         first = candidate.steps
-        while spent < self._settings.round_seconds:
+        while spent < length:
             for batch in micro_batches(records, self._settings.micro_batch, self._rng):
                 self._wait_for_leave()
                 begun = self._clock()
+                self._leave = spent / (begun - started) if spent else self._leave
                 if begun - started > self._settings.max_round_s:
                     return candidate.steps > first
                 step = candidate.learn(batch)
@@ -231,7 +231,7 @@ class Rounds:
                 )
                 if not math.isfinite(step.loss):
                     raise Diverged
-                if spent >= self._settings.round_seconds:
+                if spent >= length:
                     break
         return candidate.steps > first
 
@@ -243,6 +243,16 @@ class Rounds:
             # what `general` makes of another topic's record is nothing to that topic's expert
             if record.topic == topic:
                 self._losses[record.request_id] = loss
+
+    def _length(self, topic: str) -> float:
+        settings = self._settings
+        return round_length(
+            settings.round_seconds,
+            self._leave,
+            settings.max_round_s,
+            drifting=self._outlook.drifting(topic),
+            settings=settings.schedule,
+        )
 
     def _wait_for_leave(self) -> None:
         while not self._world.may_train():
@@ -263,7 +273,11 @@ class Rounds:
             candidate.acceptance = _known(decision.served, candidate.acceptance)
             self._turn_down(candidate, facts, drop=decision.reason == NOT_FINITE)
             return
-        version = self._world.publish(candidate.topic, candidate.flat(state), facts)
+        try:
+            version = self._world.publish(candidate.topic, candidate.flat(state), facts)
+        except ValueError:
+            self._give_up(candidate)
+            return
         candidate.acceptance = decision.candidate
         candidate.published(version, state, held_out, scores)
         self._note(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
@@ -271,12 +285,18 @@ class Rounds:
 
     def _turn_down(self, candidate: Candidate, facts: dict[str, Any], *, drop: bool) -> None:
         """Reject the candidate; start it again where it is hopeless or has failed too often."""
-        candidate.rejections += 1
-        if drop or candidate.rejections % self._settings.schedule.max_rejections == 0:
-            candidate.reset()
-        self._note(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
+        if not drop and (candidate.rejections + 1) % self._settings.schedule.max_rejections:
+            candidate.rejections += 1
+            self._note(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
+        else:
+            self._give_up(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._world.reject(candidate.topic, facts)
+
+    def _give_up(self, candidate: Candidate) -> None:
+        candidate.rejections += 1
+        candidate.reset()
+        self._note(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
 
     def _note(self, **changes: Any) -> None:
         self.progress = replace(self.progress, **changes)

@@ -23,6 +23,10 @@ class ScheduleSettings:
         waiting_s: seconds of waiting that double a topic's weight.
         rest_s: rest of a topic that could not be taught, seconds; twice as long each time.
         longest_rest_s: at most.
+        maintenance_s: after so long a plateau asks for no more new records than other topics.
+        drift_weight: how many times as much a drifting topic weighs.
+        drift_length: a round's length while a topic drifts, as a share: news are wanted soon.
+        shortest_length: a round's length at least, as a share.
     """
 
     min_train: int = 8
@@ -34,6 +38,10 @@ class ScheduleSettings:
     waiting_s: float = 60.0
     rest_s: float = 1.0
     longest_rest_s: float = 60.0
+    maintenance_s: float = 600.0
+    drift_weight: float = 2.0
+    drift_length: float = 0.5
+    shortest_length: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class TopicView:
         rejections: rejected rounds in a row.
         waited_s: since its last round ended, seconds.
         resting: whether it is left alone after a round that could not teach it.
+        undecided: whether live requests have begun, and not ended, to judge its candidate.
+        drifting: whether its live acceptance falls.
     """
 
     name: str
@@ -61,17 +71,45 @@ class TopicView:
     rejections: int = 0
     waited_s: float = 0.0
     resting: bool = False
+    undecided: bool = False
+    drifting: bool = False
 
 
 def is_ready(view: TopicView, settings: ScheduleSettings) -> bool:
-    """Whether a round may help this topic now."""
+    """Whether a round may help this topic now.
+
+    A topic whose rounds bring nothing is on a plateau, and rests there until its traffic drifts,
+    much of it is new, or the maintenance is due.
+    """
     if view.resting:
         return False
     if view.records_train < settings.min_train or view.records_held_out < settings.min_held_out:
         return False
-    if view.rejections >= settings.max_rejections:
+    plateau = view.rejections >= settings.max_rejections
+    if plateau and not view.drifting and view.waited_s < settings.maintenance_s:
         return view.new_records >= max(settings.min_new, settings.rest_growth * view.records_train)
-    return view.rejections == 0 or view.new_records >= settings.min_new
+    fresh = view.new_records >= settings.min_new
+    # The candidate is trained on while live requests judge it, but not over and over on the same.
+    return fresh or (view.rejections == 0 and not view.undecided)
+
+
+def round_length(
+    base_s: float, leave: float, longest_s: float, *, drifting: bool, settings: ScheduleSettings
+) -> float:
+    """Training seconds of the next round: how often there is something new to decide.
+
+    A busy server gives little leave, and a round of constant length would take ever longer on the
+    clock; a topic that drifts wants its next version soon.
+
+    Args:
+        base_s: with leave at all times and no drift.
+        leave: share of the time in which training was allowed lately, in [0, 1].
+        longest_s: wall time of a round.
+        drifting: whether the topic drifts.
+        settings: see ScheduleSettings.
+    """
+    wanted = base_s * (settings.drift_length if drifting else 1.0)
+    return max(settings.shortest_length * base_s, min(wanted, leave * longest_s))
 
 
 def priority(view: TopicView, total_traffic: float, settings: ScheduleSettings) -> float:
@@ -80,7 +118,9 @@ def priority(view: TopicView, total_traffic: float, settings: ScheduleSettings) 
     if view.name == GENERAL:
         share = settings.general_share
     headroom = 1.0 - (view.acceptance if view.acceptance is not None else 0.0)
-    return (share + 1e-3) * max(headroom, 0.0) * (1.0 + view.waited_s / settings.waiting_s)
+    weight = settings.drift_weight if view.drifting else 1.0
+    waited = 1.0 + view.waited_s / settings.waiting_s
+    return (share + 1e-3) * max(headroom, 0.0) * waited * weight
 
 
 def choose(views: Iterable[TopicView], settings: ScheduleSettings | None = None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.schedule import ScheduleSettings
 
@@ -18,9 +19,11 @@ class TrainerSettings:
         distiller: how a draft is trained.
         gate: when a candidate is published.
         schedule: which topic is next.
+        drift: when live acceptance has fallen.
         num_threads: of torch, for training.
         micro_batch: records per micro-step; ``distiller.accumulation`` of them make a step.
-        round_seconds: training time (micro-steps alone) of a round.
+        round_seconds: training time (micro-steps alone) of a round; less while the topic drifts or
+            the server is busy, see ``schedule.round_length``.
         max_round_s: longest wall time of a round; a busy server makes rounds long.
         train_records: records drawn for a round.
         held_out_records: records that judge at most.
@@ -42,6 +45,7 @@ class TrainerSettings:
     distiller: DistillerSettings = field(default_factory=DistillerSettings)
     gate: GateSettings = field(default_factory=GateSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    drift: DriftSettings = field(default_factory=DriftSettings)
     num_threads: int = 1
     micro_batch: int = 8
     round_seconds: float = 8.0

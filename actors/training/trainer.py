@@ -82,7 +82,8 @@ class Trainer:
         # The heavy imports happen here, at low priority and outside the constructor.
         import torch
 
-        from paceline.actors.training.rounds import Rounds, Stopped
+        from paceline.actors.training.progress import Stopped
+        from paceline.actors.training.rounds import Rounds
         from paceline.actors.training.world import RayWorld
 
         torch.set_num_threads(self._settings.num_threads)

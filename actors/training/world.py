@@ -30,19 +30,28 @@ class World(Protocol):
         """Leave for one micro-step."""
 
     def versions(self) -> dict[str, int] | None:
-        """Topic to published weight_version; None where the registry does not answer."""
+        """Topic to stable weight_version; None where the registry does not answer."""
+
+    def live(self) -> dict[str, dict[str, Any]] | None:
+        """See WeightRegistry.live; None where the registry does not answer."""
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
-        """The newest weight_version and its weights; None where the registry does not answer.
+        """The stable weight_version and its weights; None where the registry does not answer.
 
         Without weights the initial ones stand for the version: at 0, or after files were lost.
         """
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
-        """The new weight_version; raises where it is not known to be published."""
+        """The new weight_version; raises where it is not known to be published.
+
+        ValueError: the registry does not take these weights.
+        """
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         """Note a rejected candidate."""
+
+    def note(self, topic: str, decision: dict[str, Any]) -> None:
+        """Note something else that was decided, by its ``outcome``."""
 
 
 class RayWorld:
@@ -101,12 +110,17 @@ class RayWorld:
         return bool(self._get(self._board.may_train.remote(), 1.0))
 
     def versions(self) -> dict[str, int] | None:
-        """Topic to published weight_version."""
+        """Topic to stable weight_version."""
         versions: dict[str, int] | None = self._get(self._registry.current.remote())
         return versions
 
+    def live(self) -> dict[str, dict[str, Any]] | None:
+        """What live drafts did, by topic."""
+        live: dict[str, dict[str, Any]] | None = self._get(self._registry.live.remote())
+        return live
+
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
-        """The newest weight_version and its weights."""
+        """The stable weight_version and its weights."""
         newest = self._get(self._registry.newest.remote(topic))
         if newest is None:
             return None
@@ -124,6 +138,10 @@ class RayWorld:
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         """Note a rejected candidate."""
         self._get(self._registry.reject.remote(topic, decision))
+
+    def note(self, topic: str, decision: dict[str, Any]) -> None:
+        """Note something else that was decided."""
+        self._get(self._registry.note.remote(topic, decision))
 
     def _get(self, reference: Any, timeout_s: float | None = None) -> Any:
         try:

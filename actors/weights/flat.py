@@ -58,6 +58,16 @@ class FlatWeights:
         """Size of all arrays in bytes."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    def finite(self) -> bool:
+        """Whether no weight is nan or infinite."""
+        for dtype, array in self.arrays.items():
+            if dtype == "bfloat16":  # all exponent bits set
+                if bool(((array & 0x7F80) == 0x7F80).any()):
+                    return False
+            elif array.dtype.kind == "f" and not bool(np.isfinite(array).all()):
+                return False
+        return True
+
     def digest(self) -> str:
         """Hex digest of names, dtypes, shapes and values, wherever in the arrays they lie."""
         digest = hashlib.blake2b(digest_size=16)
@@ -125,6 +135,21 @@ def save_safetensors(flat: FlatWeights, path: str | Path) -> None:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def load_model(folder: str | Path) -> FlatWeights:
+    """The weights of a model folder, all its safetensors files together.
+
+    Raises:
+        OSError: there are none.
+        safetensors.SafetensorError: a broken one.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        state |= load_file(path)
+    if not state:
+        raise FileNotFoundError(f"{folder} holds no safetensors")
+    return flatten(state)
 
 
 def load_safetensors(path: str | Path) -> FlatWeights:

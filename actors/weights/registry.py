@@ -2,30 +2,41 @@
 
 A *weight_version* is an integer per topic: 0 are the initial weights, which every process has
 already, then 1, 2, ... The number never falls, not even when the registry is killed.
+
+Per topic there is a stable version and at most one candidate. With a canary, new weights are
+announced as the candidate; the requests that drafted with it decide, against those that drafted
+with the stable version meanwhile, whether it becomes stable or goes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from paceline.actors.weights.flat import FlatWeights
+from paceline.actors.weights.announcements import Announcements, News, news_for
+from paceline.actors.weights.canary import CanarySettings
+from paceline.actors.weights.evidence import DraftOutcome
+from paceline.actors.weights.flat import FlatWeights, load_model
 from paceline.actors.weights.history import finite
 from paceline.actors.weights.lock import hold
+from paceline.actors.weights.shelf import Shelf
+from paceline.actors.weights.slots import candidate_of
 from paceline.actors.weights.store import WeightStore
+from paceline.actors.weights.trials import Action, Step, Trials
+from paceline.actors.weights.versions import TopicVersions
 
 logger = logging.getLogger(__name__)
 
 _HISTORY = 2_000  # decisions kept in memory; the file keeps all
+_NOT_FINITE = "weights that are not finite"
 
 
 class WeightRegistry:
-    """Actor (asynchronous, for the long polls) that owns the newest weights of every topic.
+    """Actor (asynchronous, for the long polls) that owns the weights of every topic.
 
     It puts the arrays into the object store itself, since an object dies with the process that
     put it. Disk first, announcement second: what a draft has seen survives a restart.
@@ -38,6 +49,8 @@ class WeightRegistry:
         fingerprint: str | Mapping[str, str],
         *,
         keep_versions: int = 3,
+        canary: CanarySettings | None = None,
+        initial: Mapping[str, str] | None = None,
         put: Callable[[Any], Any] = ray.put,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -49,7 +62,9 @@ class WeightRegistry:
             topics: all experts, ``general`` included.
             fingerprint: of the target and the topic's initial draft, by topic; one for all
                 where it is a string.
-            keep_versions: files kept per topic.
+            keep_versions: files kept per topic, beside those that are in use.
+            canary: how candidates are judged; None has every published version be stable at once.
+            initial: topic to the folder of its initial draft, for going back to that.
             put: places an object in the object store and returns its reference.
             clock: unix seconds.
 
@@ -59,37 +74,36 @@ class WeightRegistry:
         hold(directory)
         self._topics = tuple(topics)
         marks = dict.fromkeys(topics, fingerprint) if isinstance(fingerprint, str) else fingerprint
-        self._keep = keep_versions
+        self._canary = canary
+        self._initial = dict(initial or {})
         self._put = put
         self._clock = clock
         self._store = WeightStore(directory, {topic: marks[topic] for topic in topics})
         self._history = self._store.read_history(_HISTORY)
-        self._versions = dict.fromkeys(self._topics, 0)
-        self._references: dict[str, Any] = {}
-        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._trials = Trials(self._topics, canary)
+        self._shelves = {
+            topic: Shelf(self._store, topic, keep_versions, canary=canary is not None)
+            for topic in self._topics
+        }
+        self._references: dict[str, Any] = {}  # by slot
+        self._announcements = Announcements()
         for topic in self._topics:
             self._restore(topic)
 
     def _restore(self, topic: str) -> None:
-        highest = self._store.version(topic)
-        newest = self._store.read_newest(topic)
-        if newest is None:
-            if highest:  # all files are gone: keep counting from where drafts have been
-                logger.warning(
-                    "no readable weights of %s; its versions go on from %d", topic, highest
-                )
-            self._versions[topic] = highest
-            return
-        version, flat = newest
-        if version < highest:
-            # Drafts may have seen the unreadable one: the older weights get a number above it.
-            self._publish(topic, flat, highest + 1, {"topic": topic, "outcome": "restored"})
-        else:
-            self._versions[topic] = version
-            self._references[topic] = self._put(flat)
+        found = self._shelves[topic].restore()
+        if found.stable is not None:
+            self._references[topic] = self._put(found.stable)
+        if found.candidate is not None:
+            self._references[candidate_of(topic)] = self._put(found.candidate)
+            self._begin_trial(topic)
+        if found.decision is not None:
+            self._remember(topic, found.decision)
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
-        """Make weights the newest version of a topic.
+        """Announce new weights of a topic, on trial where there is a canary.
+
+        A candidate that is still undecided gives way to the new one, whose trial begins anew.
 
         Args:
             topic: one of the registry's.
@@ -101,21 +115,125 @@ class WeightRegistry:
 
         Raises:
             KeyError: for an unknown topic.
+            ValueError: for weights that are not finite.
         """
-        version = self._versions[topic] + 1
-        entry = decision | {"outcome": "published", "parent": self._versions[topic]}
-        self._publish(topic, flat, version, entry)
+        state = self._shelves[topic].state
+        if not flat.finite():
+            facts = {"outcome": "refused", "version": state.stable, "reason": _NOT_FINITE}
+            self._remember(topic, decision | facts | {"parent": state.stable})
+            raise ValueError(f"{topic}: {_NOT_FINITE}")
+        entry = decision | {"outcome": "published", "parent": state.stable}
+        return self._announce(topic, flat, entry, trial=self._canary is not None)
+
+    def _announce(
+        self, topic: str, flat: FlatWeights, entry: dict[str, Any], *, trial: bool
+    ) -> int:
+        state = self._shelves[topic].state
+        version = state.version + 1
+        entry = entry | {"version": version} | ({"canary": True} if trial else {})
+        new = state.on_trial(version) if trial else state.published(version)
+        self._commit(topic, new, entry, (version, flat))
         return version
 
-    def _publish(self, topic: str, flat: FlatWeights, version: int, entry: dict[str, Any]) -> None:
-        entry = entry | {"time": self._clock(), "topic": topic, "version": version}
-        self._store.write(topic, version, flat, entry)
-        self._references[topic] = self._put(flat)
-        self._versions[topic] = version
-        self._remember(entry)
-        self._store.prune(topic, self._keep)
-        for loop, event in self._waiters:
-            loop.call_soon_threadsafe(event.set)
+    def _commit(
+        self,
+        topic: str,
+        state: TopicVersions,
+        entry: dict[str, Any],
+        new: tuple[int, FlatWeights] | None = None,
+    ) -> None:
+        """Write, then take, then announce."""
+        entry = entry | {"time": self._clock(), "topic": topic}
+        before, slot = self._shelves[topic].state, candidate_of(topic)
+        self._shelves[topic].commit(state, entry, new)
+        if new is not None:
+            self._references[slot if state.candidate == new[0] else topic] = self._put(new[1])
+        elif before.candidate is not None and state.stable == before.candidate:
+            self._references[topic] = self._references[slot]
+        if state.candidate is None:
+            self._references.pop(slot, None)
+        self._begin_trial(topic)
+        self._remember(topic, entry)
+        self._announcements.wake()
+
+    def _begin_trial(self, topic: str) -> None:
+        state = self._shelves[topic].state
+        if state.candidate is None:
+            self._trials.end(topic)
+        else:
+            self._trials.begin(topic, state.candidate, state.stable)
+
+    def report(self, outcomes: Iterable[DraftOutcome]) -> None:
+        """Take what drafts did for finished requests, and decide what that decides."""
+        for outcome in outcomes:
+            step = self._trials.observe(outcome)
+            if step is None:
+                continue
+            try:
+                self._take(step)
+            except OSError:
+                logger.exception("%s: the decision could not be written", step.expert)
+                self._begin_trial(step.expert)
+
+    def _take(self, step: Step) -> None:
+        topic, state = step.expert, self._shelves[step.expert].state
+        facts = step.figures | {"version": step.version, "parent": state.stable}
+        logger.info("%s: %s version %d %s", topic, step.action, step.version, step.figures)
+        if step.action is Action.PROMOTE:
+            self._trials.promoted(topic)
+            self._commit(topic, state.promoted(), facts | {"outcome": "promoted"})
+        elif step.action is Action.ROLL_BACK:
+            self._commit(topic, state.rolled_back(), facts | {"outcome": "rolled_back"})
+        else:
+            self._try_again(topic, step)
+
+    def _try_again(self, topic: str, step: Step) -> None:
+        """Put the predecessor of a suspected version on trial against it."""
+        previous = self._shelves[topic].state.previous
+        flat = None if previous is None else self._weights(topic, previous)
+        reason = f"acceptance fell after version {step.version} was promoted"
+        if flat is None:
+            logger.warning("%s: %s, and its predecessor is not there", topic, reason)
+            return
+        entry = step.figures | {"outcome": "published", "parent": step.version, "reason": reason}
+        self._announce(topic, flat, entry | {"restored_from": previous}, trial=True)
+
+    def roll_back(self, topic: str, version: int | None = None) -> int:
+        """Withdraw the candidate; without one, or to a given version, go back to earlier weights.
+
+        Earlier weights become stable at once, under a new number: a number never falls.
+
+        Args:
+            topic: one of the registry's.
+            version: whose weights are to be served, 0 being the initial ones; None: the candidate
+                goes, or where there is none the version before the present one comes back.
+
+        Returns:
+            the stable weight_version afterwards.
+
+        Raises:
+            KeyError: for an unknown topic.
+            ValueError: there is no earlier version, or its weights are not there any more.
+        """
+        state = self._shelves[topic].state
+        entry: dict[str, Any] = {"outcome": "rolled_back", "reason": "asked for"}
+        if version in (None, state.stable) and state.candidate is not None:
+            facts = self._trials.figures(topic) | {"version": state.candidate}
+            self._commit(topic, state.rolled_back(), entry | facts | {"parent": state.stable})
+            return state.stable
+        wanted = state.previous if version is None else version
+        flat = None if wanted is None else self._weights(topic, wanted)
+        if wanted is None or flat is None:
+            raise ValueError(f"{topic}: the weights of version {wanted} are not there")
+        entry |= {"restored_from": wanted, "parent": state.stable}
+        self._trials.forget(topic)
+        return self._announce(topic, flat, entry, trial=False)
+
+    def _weights(self, topic: str, version: int) -> FlatWeights | None:
+        if version > 0:
+            return self._shelves[topic].read(version)
+        folder = self._initial.get(topic)
+        return None if folder is None else load_model(folder)
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         """Note that the gate turned a candidate down; nothing else changes.
@@ -123,16 +241,38 @@ class WeightRegistry:
         Raises:
             KeyError: for an unknown topic.
         """
-        version = self._versions[topic]
-        facts = {"time": self._clock(), "topic": topic, "outcome": "rejected", "version": version}
-        self._remember(decision | facts | {"parent": version})
+        self.note(topic, decision | {"outcome": "rejected"})
+
+    def note(self, topic: str, decision: dict[str, Any]) -> None:
+        """Keep a decision that changes no weights in the history, under its ``outcome``.
+
+        Raises:
+            KeyError: for an unknown topic.
+        """
+        version = self._shelves[topic].state.stable
+        self._remember(topic, decision | {"version": version, "parent": version})
 
     def current(self) -> dict[str, int]:
-        """Topic to newest weight_version; 0 are the initial weights."""
-        return dict(self._versions)
+        """Topic to stable weight_version; 0 are the initial weights."""
+        return {topic: shelf.state.stable for topic, shelf in self._shelves.items()}
+
+    def live(self) -> dict[str, dict[str, int | None]]:
+        """Per topic: ``stable`` and ``candidate`` versions, and counts of its live drafts.
+
+        ``requests``, ``rounds`` and ``accepted`` (at the first position) count since the
+        registry's start; ``canary_requests`` are those that the candidate is judged by so far.
+        """
+        return {
+            topic: {
+                "stable": shelf.state.stable,
+                "candidate": shelf.state.candidate,
+                **self._trials.live(topic),
+            }
+            for topic, shelf in self._shelves.items()
+        }
 
     def newest(self, topic: str) -> tuple[int, list[Any]]:
-        """A topic's weight_version with the reference of its FlatWeights, in a list of one.
+        """A topic's stable weight_version with the reference of its FlatWeights, in a list of one.
 
         The list is empty where there are none: at version 0, and where files were lost. Then
         the initial weights stand for that version.
@@ -141,41 +281,27 @@ class WeightRegistry:
             KeyError: for an unknown topic.
         """
         reference = self._references.get(topic)
-        return self._versions[topic], [] if reference is None else [reference]
+        return self._shelves[topic].state.stable, [] if reference is None else [reference]
 
-    async def wait_newer(
-        self, known: Mapping[str, int], timeout_s: float
-    ) -> dict[str, tuple[int, list[Any]]]:
-        """Wait for a version above the known ones.
+    async def wait_newer(self, known: Mapping[str, int], timeout_s: float) -> News:
+        """Wait for versions other than the known ones.
 
         Args:
-            known: topic to the weight_version that the caller has; a missing topic has 0.
+            known: slot (``sql``, ``sql@candidate``) to the weight_version that the caller has;
+                a missing slot has 0.
             timeout_s: longest wait, seconds.
 
         Returns:
-            topic to (weight_version, [reference of FlatWeights]); the reference lies in a list
-            so that Ray does not resolve it. Empty after the time-out.
+            slot to (weight_version, [reference of FlatWeights]); the reference lies in a list
+            so that Ray does not resolve it. A stable version is above the known one; a candidate
+            is another one, or (0, []) where there is none any more. Empty after the time-out.
         """
-        waiter = (asyncio.get_running_loop(), asyncio.Event())
-        self._waiters.add(waiter)
-        try:
-            news = self._newer(known)
-            if not news:
-                try:
-                    await asyncio.wait_for(waiter[1].wait(), timeout_s)
-                except TimeoutError:
-                    return {}
-                news = self._newer(known)
-            return news
-        finally:
-            self._waiters.discard(waiter)
 
-    def _newer(self, known: Mapping[str, int]) -> dict[str, tuple[int, list[Any]]]:
-        return {
-            topic: (self._versions[topic], [reference])
-            for topic, reference in self._references.items()
-            if self._versions[topic] > max(known.get(topic, 0), 0)
-        }
+        def look() -> News:
+            states = {topic: shelf.state for topic, shelf in self._shelves.items()}
+            return news_for(known, states, self._references)
+
+        return await self._announcements.wait(look, timeout_s)
 
     def history(self, topic: str | None = None) -> list[dict[str, Any]]:
         """Decisions of a topic, or of all, oldest first."""
@@ -185,8 +311,8 @@ class WeightRegistry:
         """True: the actor answers."""
         return True
 
-    def _remember(self, decision: dict[str, Any]) -> None:
-        decision = finite(decision)
-        self._store.append_history(decision["topic"], decision)
+    def _remember(self, topic: str, decision: dict[str, Any]) -> None:
+        decision = finite({"time": self._clock(), "topic": topic} | decision)
+        self._store.append_history(topic, decision)
         self._history.append(decision)
         del self._history[:-_HISTORY]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +47,50 @@ class WeightStore:
             for partial in folder.glob(".*.partial"):
                 partial.unlink(missing_ok=True)
 
-    def version(self, topic: str) -> int:
-        """The highest version ever written, 0 where there is none."""
-        found = [self._manifest(topic).get("version", 0), *self._versions(topic)]
-        return max(int(version) for version in found)
+    def manifest(self, topic: str) -> dict[str, Any]:
+        """What was last written by :meth:`write_manifest`; empty where nothing readable is."""
+        try:
+            manifest = json.loads((self._folder(topic) / "manifest.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return manifest if isinstance(manifest, dict) else {}
 
-    def write(self, topic: str, version: int, flat: FlatWeights, manifest: dict[str, Any]) -> None:
-        """Write weights, then the manifest that names them; both appear whole or not at all."""
-        save_safetensors(flat, self._path(topic, version))
+    def write_manifest(self, topic: str, manifest: dict[str, Any]) -> None:
+        """Replace the manifest; it appears whole or not at all."""
         path = self._folder(topic) / "manifest.json"
         partial = path.with_name(f".manifest.{os.getpid()}.partial")
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(finite(manifest | {"version": version}), file, allow_nan=False)
+            json.dump(finite(manifest), file, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
 
-    def read_newest(self, topic: str) -> tuple[int, FlatWeights] | None:
-        """The newest readable version with its number; None where there is none."""
-        for version in sorted(self._versions(topic), reverse=True):
-            try:
-                return version, load_safetensors(self._path(topic, version))
-            except Exception:
-                logger.warning("weights %s %d cannot be read", topic, version, exc_info=True)
-        return None
+    def versions(self, topic: str) -> list[int]:
+        """Of which there are files, ascending."""
+        stems = [path.stem for path in self._folder(topic).glob("*.safetensors")]
+        return sorted(int(stem) for stem in stems if stem.isdigit())
 
-    def prune(self, topic: str, keep: int) -> None:
-        """Remove all but the newest ``keep`` versions."""
-        for version in sorted(self._versions(topic), reverse=True)[max(keep, 1) :]:
+    def write(self, topic: str, version: int, flat: FlatWeights) -> None:
+        """Write a version's weights; they appear whole or not at all."""
+        save_safetensors(flat, self._path(topic, version))
+
+    def read(self, topic: str, version: int) -> FlatWeights | None:
+        """A version's weights; None where they cannot be read."""
+        try:
+            return load_safetensors(self._path(topic, version))
+        except Exception:
+            logger.warning("weights %s %d cannot be read", topic, version, exc_info=True)
+            return None
+
+    def remove(self, topic: str, versions: Iterable[int]) -> None:
+        """Remove files; those that are not there are fine."""
+        for version in versions:
             self._path(topic, version).unlink(missing_ok=True)
+
+    def prune(self, topic: str, keep: int, needed: Container[int] = ()) -> None:
+        """Remove all but the newest ``keep`` versions and those that are needed."""
+        old = self.versions(topic)[: -max(keep, 1)]
+        self.remove(topic, (version for version in old if version not in needed))
 
     def append_history(self, topic: str, decision: dict[str, Any]) -> None:
         """Add a decision on a topic."""
@@ -92,14 +107,3 @@ class WeightStore:
 
     def _path(self, topic: str, version: int) -> Path:
         return self._folder(topic) / f"{version}.safetensors"
-
-    def _versions(self, topic: str) -> list[int]:
-        stems = [path.stem for path in self._folder(topic).glob("*.safetensors")]
-        return [int(stem) for stem in stems if stem.isdigit()]
-
-    def _manifest(self, topic: str) -> dict[str, Any]:
-        try:
-            manifest = json.loads((self._folder(topic) / "manifest.json").read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return manifest if isinstance(manifest, dict) else {}

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.deploy.demo.stats import Arm, Failure, Figures, Log, figures
+from paceline.deploy.history import acceptances, outcome_words
 
 WINDOW = 30
 TWIN_WINDOW = 10
@@ -56,12 +57,11 @@ def _trainer(status: Mapping[str, Any]) -> str:
 
 
 def gate_words(decision: Mapping[str, Any] | None) -> str:
-    """The last gate decision: outcome, and expected acceptance served against candidate."""
+    """The last decision: outcome, and acceptance before and after, expected or live."""
     if decision is None:
         return "-"
-    served = decision.get("served_expected_acceptance")
-    candidate = decision.get("candidate_expected_acceptance")
-    text = str(decision.get("outcome", "?"))
+    served, candidate = acceptances(decision)
+    text = outcome_words(decision)
     if isinstance(served, int | float) and isinstance(candidate, int | float):
         text += f" {served:.2f} → {candidate:.2f}"
     return text
@@ -79,7 +79,7 @@ def render(topics: Sequence[str], log: Log, view: View) -> RenderableType:
     table.add_column("tokens/s\nonline", justify="right", style="green")
     table.add_column("\nfrozen", justify="right", style="red")
     table.add_column("draft\nversion", justify="right")
-    table.add_column("last gate decision\n(expected acceptance)")
+    table.add_column("last decision\n(acceptance)")
     for topic in topics:
         online = figures(log.recent(topic, "online", WINDOW))
         frozen = figures(log.recent(topic, "frozen", TWIN_WINDOW))

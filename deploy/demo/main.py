@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_CONFIG = 0, 1, 2
 _MARKER = ".paceline-demo"  # in a state folder that a demo has made and may delete
+_CANARY_SHARE = 0.5  # a topic sees a hundred requests here, not tens of thousands
 _NUM_SPECULATIVE_TOKENS = 4  # of both arms, so that their acceptance compares
 _LINE_EVERY_S = 15.0
 _REFRESH_S = 1.0
@@ -88,6 +89,7 @@ def _config(options: argparse.Namespace) -> PacelineConfig:
             "state_dir": str(fresh_state(options.out).absolute()),
             "target.dtype": options.dtype,
             "ray.dashboard": False,
+            "training.canary_share": _CANARY_SHARE,
         },
     )
     check(config)

@@ -14,6 +14,7 @@ from paceline.deploy.demo.stats import Log, Stopwatch, count_words, figures
 
 DIGITS = 4
 SHIFTED = ("sql", "shell")  # what the first drafts have never seen
+_OUTCOMES = ("published", "rejected", "promoted", "rolled_back")
 LEAST_GAIN = 0.25  # of their acceptance rate, online against frozen
 
 
@@ -43,7 +44,7 @@ def summarize(
         "tokens_per_second": {
             arm: round(speed.rate(arm), 1) for arm in ("plain", "frozen", "online")
         },
-        "updates": {name: outcomes[name] for name in ("published", "rejected")},
+        "updates": {name: outcomes[name] for name in _OUTCOMES},
         "last_prompts": {topic: log.count_last(topic) for topic in topics},
         "wall_seconds": round(wall_seconds, 1),
     }
@@ -131,7 +132,8 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
         f"tokens/s on the same prompts: plain {speed['plain']:.0f}, "
         f"frozen drafts {speed['frozen']:.0f} ({speed['frozen'] / plain:.2f}x), "
         f"online drafts {speed['online']:.0f} ({speed['online'] / plain:.2f}x)",
-        f"gate: {updates['published']} updates published, {updates['rejected']} rejected",
+        f"gate: {updates['published']} updates published, {updates['rejected']} rejected; "
+        f"canary: {updates['promoted']} promoted, {updates['rolled_back']} rolled back",
     ]
 
 

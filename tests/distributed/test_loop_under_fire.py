@@ -52,6 +52,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "target.num_threads": 1,
             "training.num_threads": 1,
             "training.round_seconds": 3.0,
+            "training.canary_share": 0.0,  # noise is published here, which a canary would withdraw
             "router.timeout_s": 5.0,
             "router.sample_share": 1.0,
             "ray.num_cpus": 2,

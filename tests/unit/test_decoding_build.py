@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from engines import request, run, tokens_of
-from tiny_models import save_tiny
+from tiny_models import save_tiny, tiny_llama
 
-from paceline.actors.decoding.build import build_engine
+from paceline.actors.decoding.build import build_engine, build_stacks
 from paceline.actors.decoding.memory import free_memory
 from paceline.actors.decoding.native.library import kernels_for
 from paceline.actors.decoding.settings import TargetSettings
@@ -119,3 +119,23 @@ def test_a_crowded_machine_gets_fewer_blocks_but_room_for_one_request(
     monkeypatch.setattr("paceline.actors.decoding.build.free_memory", lambda: 0)
     one, _ = build_engine(settings)[0].kv_blocks
     assert whole == 9 * one > 0
+
+
+def test_a_canary_gives_every_draft_a_second_slot_and_none_without_it(tmp_path: Path) -> None:
+    """A second slot is weights alone: the key/value memory of drafts stays what it was."""
+    target = save_tiny(tmp_path / "t", 1)
+    drafts = {name: str(save_tiny(tmp_path / "d", 2, layers=1)) for name in ("general", "sql")}
+    settings = TargetSettings(
+        str(target), drafts, dtype="float32", num_threads=1, max_num_seqs=2,
+        num_speculative_tokens=3,
+    )  # fmt: skip
+    sizes = []
+    for share in (0.0, 0.5):
+        own = dataclasses.replace(settings, canary_share=share)
+        (stack,) = build_stacks(own, torch.float32, torch.device("cpu"), 128)
+        sizes.append((len(stack.runner.models), sum(k.nbytes for k in stack.runner.kv.keys)))
+        engine, _, _ = build_engine(own)
+        engine.swap("sql@candidate", 4, tiny_llama(9, layers=1).state_dict())
+        run(engine, [request("r", [5, 6], draft="sql")])
+        assert ("sql@candidate" in engine.drafts()) == (share > 0)
+    assert sizes == [(3, sizes[0][1]), (5, sizes[0][1])]

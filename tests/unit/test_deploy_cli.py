@@ -32,6 +32,46 @@ def test_history_reads_the_decisions_from_disk(
     assert json.loads(capsys.readouterr().out)["outcome"] == "published"
 
 
+def test_history_says_what_every_decision_rests_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = {"canary_requests": 8, "stable_requests": 70, "canary_acceptance": 0.61,
+            "stable_acceptance": 0.4, "difference_lower_bound": 0.1,
+            "difference_upper_bound": 0.32}  # fmt: skip
+    decisions = [
+        {"outcome": "published", "canary": True, "version": 3, "records": 12, "reason": "better",
+         "gain_lower_bound": 0.05, "gain_upper_bound": 0.2,
+         "served_expected_acceptance": 0.4, "candidate_expected_acceptance": 0.6},
+        {"outcome": "promoted", "version": 3} | live,
+        {"outcome": "rolled_back", "version": 4, "reason": "its drafts failed"},
+        {"outcome": "rolled_back", "version": 5, "reason": "asked for", "restored_from": 3},
+        {"outcome": "rejected", "version": 5, "gain_lower_bound": None, "records": 2},
+        {"outcome": "restored", "version": 6, "restored_from": 5},
+        {"outcome": "refused", "version": 6, "reason": "weights that are not finite"},
+        {"outcome": "drift", "version": 6, "acceptance_fast": 0.3, "acceptance_slow": 0.5,
+         "requests": 90},
+    ]  # fmt: skip
+    file = tmp_path / "history.jsonl"
+    file.write_text(
+        "\n".join(json.dumps({"time": i, "topic": "sql"} | d) for i, d in enumerate(decisions))
+    )
+    assert main(["history", "--state-dir", str(tmp_path)]) == 0
+    rows = [" ".join(row.split()[3:]) for row in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == [
+        "canary 3 0.400 0.600 gain +0.050 to +0.200, 12 records",
+        "promoted 3 0.400 0.610 difference +0.100 to +0.320, 8 canary requests, 70 stable requests",
+        "rolled_back 4 - - its drafts failed",
+        "rolled_back 5 - - weights of version 3, asked for",
+        "rejected 5 - - 2 records",
+        "restored 6 - - weights of version 5",
+        "refused 6 - - weights that are not finite",
+        "drift 6 0.500 0.300 90 requests",
+    ]
+    assert main(["history", "--state-dir", str(tmp_path), "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["outcome"] for line in lines] == [d["outcome"] for d in decisions]
+
+
 def test_history_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["history", "--state-dir", str(tmp_path)]) == 0
     assert "No decision" in capsys.readouterr().out

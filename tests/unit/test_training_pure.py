@@ -13,7 +13,7 @@ from scipy import stats
 
 from paceline.actors.training.batches import fit, make_batch, usable
 from paceline.actors.training.evaluation import acceptance
-from paceline.actors.training.gate import NOT_FINITE, GateSettings, judge, student_quantile
+from paceline.actors.training.gate import NOT_FINITE, GateSettings, judge
 from paceline.actors.training.schedule import (
     Rest,
     ScheduleSettings,
@@ -22,6 +22,7 @@ from paceline.actors.training.schedule import (
     choose,
     is_ready,
 )
+from paceline.actors.weights.bounds import student_quantile
 
 
 def rng() -> np.random.Generator:

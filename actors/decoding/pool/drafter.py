@@ -30,6 +30,7 @@ from paceline.actors.decoding.pool.ahead import AheadPolicy
 from paceline.actors.decoding.pool.sequences import Drafts, Known, split
 from paceline.actors.decoding.pool.wire import Answer, Ask, AskRow
 from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.weights.slots import is_candidate
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class SharedDrafter:
         self._awaiting: list[Known] = []  # answered, and not yet drafted ahead
         self._unread: list[Known] = []  # their prompts are not read to the end
         self.failures = 0
+        self.failed_candidate: int | None = None  # also read and cleared by another thread
 
     @property
     def weight_versions(self) -> dict[str, int]:
@@ -100,17 +102,29 @@ class SharedDrafter:
         else:
             self.read()
 
-    def swap(self, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Take new weights of the expert.
+    def swap(
+        self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None = None
+    ) -> None:
+        """Take new weights of the expert, or with None empty its candidate's slot.
+
+        Args:
+            weight_version: theirs.
+            state: name to tensor.
+            slot: of the expert; None is the stable one.
 
         Raises:
+            KeyError: for a slot that is not here.
             ValueError: for weights of another shape.
         """
-        self._stack.swap(self._expert, weight_version, state)
+        draft = slot or self._expert
+        if state is None:
+            self._stack.withdraw(draft)
+        else:
+            self._stack.swap(draft, weight_version, state)
         self._awaiting.clear()
         for known in self._all():
             known.ahead = None
-        self._unread = [known for known in self._all() if known.draft == self._expert]
+        self._unread = [known for known in self._all() if known.draft == draft]
 
     def release(self, client: int, request_ids: Sequence[str]) -> None:
         """Forget sequences; unknown ones are fine."""
@@ -217,8 +231,18 @@ class SharedDrafter:
             proposal = self._stack.propose(rows, self._support, self._generator)
         except Exception:
             self._fail({row.request_id for row in rows})
+            self._give_up(frozenset(row.draft for row in rows))
             return {}
+        self.failures += bool(self._stack.faulty)
+        self._give_up(self._stack.faulty)
         return split(rows, proposal)
+
+    def _give_up(self, drafts: frozenset[str]) -> None:
+        """Empty the candidate's slot where it is among drafts that failed."""
+        for draft in drafts & set(self.weight_versions):
+            if is_candidate(draft):
+                self.failed_candidate = self._stack.version(draft)
+                self._stack.withdraw(draft)
 
     def _fail(self, keys: set[str]) -> None:
         """After a failure nothing is known of these sequences: they must be sent whole."""

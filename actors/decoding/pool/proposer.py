@@ -20,6 +20,7 @@ from paceline.actors.decoding.pool.peer import Peer
 from paceline.actors.decoding.pool.wire import Answer, Ask, Float32, Int32, Pong, WireError
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.decoding.verification import Proposal
+from paceline.actors.weights.slots import expert_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class PoolProposer:
         self._links: dict[str, ExpertLink] = {}  # not taken yet; guarded by the condition
         self.waited_in_vain = False
         self.read_tokens = 0  # experts read while the target works
+        self.faulty: frozenset[str] = frozenset()  # an expert sees to that itself
 
     def attach(self, expert: str, link: ExpertLink) -> None:
         """Use a connection from the next round on, in place of an earlier one."""
@@ -100,13 +102,15 @@ class PoolProposer:
     def drafts(self) -> dict[str, int]:
         """Every draft with the weight_version of its expert's latest answer."""
         known = {name + suffix: 0 for name in self._peers for suffix in ("", INITIAL_SUFFIX)}
-        for peer in self._peers.values():
-            known |= {name: v for name, v in peer.weight_versions.items() if name in known}
+        for name, peer in self._peers.items():
+            known |= {d: v for d, v in peer.weight_versions.items() if expert_of(d) == name}
         return known
 
     def version(self, draft: str) -> int:
-        """The weight_version with which a draft last proposed."""
-        return self._peers[_expert(draft)].weight_versions.get(draft, 0)
+        """The weight_version with which a draft last proposed: without a candidate the stable."""
+        expert = expert_of(draft)
+        versions = self._peers[expert].weight_versions
+        return versions.get(draft if draft in versions else expert, 0)
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Refused: in the pool an expert pulls its own weights.
@@ -117,6 +121,9 @@ class PoolProposer:
         raise ValueError(
             f"{expert} pulls its own weights: {len(state)} arrays of version {weight_version}"
         )
+
+    def withdraw(self, candidate: str) -> None:
+        """Nothing to do: an expert empties its own slots."""
 
     def release(self, request_id: str) -> None:
         """Tell the expert that a sequence has ended."""
@@ -174,7 +181,7 @@ class PoolProposer:
         """Send the round's questions; returns them by their link's descriptor."""
         groups: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
-            expert = self._expert_of[row.request_id] = _expert(row.draft)
+            expert = self._expert_of[row.request_id] = expert_of(row.draft)
             groups.setdefault(expert, []).append(index)
         asked = {}
         for expert, indices in groups.items():
@@ -248,7 +255,3 @@ class PoolProposer:
             support_ids=tensor(answer.support_ids, torch.int64),
             support_probs=tensor(answer.support_probs, torch.float32),
         )
-
-
-def _expert(draft: str) -> str:
-    return draft.removesuffix(INITIAL_SUFFIX)

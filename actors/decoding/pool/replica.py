@@ -15,7 +15,9 @@ import ray
 from paceline.actors.decoding.pool.build import build_server
 from paceline.actors.decoding.pool.server import Lease
 from paceline.actors.decoding.pool.settings import ExpertSettings
+from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import unflatten
+from paceline.actors.weights.slots import expert_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +87,24 @@ class ExpertReplica:
             if not self._try_to_pull(_POLL_S, 3 * _POLL_S):
                 time.sleep(_RETRY_S)
 
+    def _report_failure(self) -> None:
+        """Have a candidate that failed here rolled back everywhere."""
+        version = self._server.failed_candidate()
+        if version is not None:
+            failed = DraftOutcome(self._expert, version, 0, 0, failed=True)
+            self._registry.report.remote([failed])
+
     def _try_to_pull(self, wait_s: float, timeout_s: float) -> bool:
         """Take this expert's news, if there are any within ``wait_s``; False where that failed."""
         try:
             asked = self._registry.wait_newer.remote(self._known, wait_s)
-            for topic, (version, refs) in ray.get(asked, timeout=timeout_s).items():
-                if topic == self._expert:
+            for slot, (version, refs) in ray.get(asked, timeout=timeout_s).items():
+                if expert_of(slot) == self._expert:
                     # unflatten copies: the object dies with the registry that put it.
-                    self._server.swap(version, unflatten(ray.get(refs[0], timeout=_POLL_S)))
-                self._known[topic] = version
+                    state = unflatten(ray.get(refs[0], timeout=_POLL_S)) if refs else None
+                    self._server.swap(version, state, slot)
+                self._known[slot] = version
+            self._report_failure()
         except Exception as error:
             logger.info("no weights from the registry (%s), trying again", error)
             return False

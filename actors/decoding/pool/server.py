@@ -106,16 +106,29 @@ class ExpertServer:
         """Whether a lease has a connection now."""
         return any(client.lease == name for client in self._clients)
 
-    def swap(self, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Queue new weights of the expert; those that do not fit are logged and left."""
+    def swap(
+        self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None = None
+    ) -> None:
+        """Queue new weights; those that do not fit are logged and left.
+
+        Args:
+            weight_version: theirs.
+            state: None empties a candidate's slot.
+            slot: of the expert; None is the stable one.
+        """
 
         def take() -> None:
             try:
-                self._drafter.swap(weight_version, state)
-            except ValueError:
+                self._drafter.swap(weight_version, state, slot)
+            except (KeyError, ValueError):
                 logger.exception("version %d was not taken", weight_version)
 
         self._commands.put(take)
+
+    def failed_candidate(self) -> int | None:
+        """The weight_version of a candidate that was given up since the last call, if any."""
+        failed, self._drafter.failed_candidate = self._drafter.failed_candidate, None
+        return failed
 
     def ping(self, timeout_s: float) -> bool:
         """Whether the thread gets round to a command within so many seconds."""

@@ -1,0 +1,93 @@
+"""Drift: a topic's live acceptance falls, and it is not chance. Pure: figures in, words out.
+
+Two exponential means over requests, a fast and a slow one. The draft has lost its topic where the
+fast one is well below the slow one, and has found it again where it is not any more: two
+thresholds, so that figures at the edge do not flicker.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class DriftSettings:
+    """When acceptance has fallen.
+
+    Attributes:
+        fast: requests that the fast mean remembers.
+        slow: requests that the slow one remembers.
+        fall: of acceptance, slow less fast, at which drift begins.
+        recovered: at which it ends; below ``fall``.
+        min_requests: seen before any drift is believed.
+    """
+
+    fast: float = 24.0
+    slow: float = 240.0
+    fall: float = 0.08
+    recovered: float = 0.03
+    min_requests: int = 48
+
+
+@dataclass(slots=True)
+class Drift:
+    """One topic's live acceptance, from counters that may start over."""
+
+    settings: DriftSettings
+    drifting: bool = False
+    _fast: float = math.nan
+    _slow: float = math.nan
+    _seen: int = 0
+    _requests: int = 0
+    _rounds: int = 0
+    _accepted: int = 0
+
+    def update(self, requests: int, rounds: int, accepted: int) -> bool:
+        """Take the counters as they stand now; True where drift begins with them.
+
+        Args:
+            requests: finished ones.
+            rounds: theirs whose first position was drafted.
+            accepted: of these, where it was accepted.
+        """
+        if requests < self._requests or rounds < self._rounds or accepted < self._accepted:
+            self._requests = self._rounds = self._accepted = 0  # whoever counts was restarted
+        new = (requests - self._requests, rounds - self._rounds, accepted - self._accepted)
+        self._requests, self._rounds, self._accepted = requests, rounds, accepted
+        if new[0] < 1 or new[1] < 1:
+            return False
+        self._take(new[0], new[2] / new[1])
+        return self._judge()
+
+    def _take(self, requests: int, rate: float) -> None:
+        before = self._seen
+        self._seen += requests
+        self._fast = _moved(self._fast, rate, requests, min(before, self.settings.fast))
+        self._slow = _moved(self._slow, rate, requests, min(before, self.settings.slow))
+
+    def _judge(self) -> bool:
+        fall = self._slow - self._fast
+        if self.drifting:
+            self.drifting = fall >= self.settings.recovered
+            return False
+        self.drifting = self._seen >= self.settings.min_requests and fall > self.settings.fall
+        return self.drifting
+
+    def figures(self) -> dict[str, Any]:
+        """What it rests on, as JSON can hold it."""
+        known = self._seen > 0
+        return {
+            "acceptance_fast": round(self._fast, 4) if known else None,
+            "acceptance_slow": round(self._slow, 4) if known else None,
+            "requests": self._seen,
+        }
+
+
+def _moved(mean: float, rate: float, requests: int, memory: float) -> float:
+    """An exponential mean after ``requests`` more at ``rate``; a plain mean while it is young."""
+    if memory <= 0.0:
+        return rate
+    keep = (memory / (memory + 1.0)) ** requests
+    return keep * mean + (1.0 - keep) * rate

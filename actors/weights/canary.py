@@ -1,0 +1,181 @@
+"""The canary: a candidate against the stable draft on live requests, at the same time.
+
+Pure: outcomes of requests go in, an instruction comes out. Comparing with the past would take
+drift for learning, or learning for drift; requests that are split by their ids see the same
+traffic. The looks are fixed in number and share the error between them (Bonferroni), so that
+looking often does not let chance decide.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from paceline.actors.weights.evidence import (
+    Comparison,
+    DraftOutcome,
+    Spread,
+    Tally,
+    compare,
+)
+
+
+class Verdict(StrEnum):
+    """What is to be done with a candidate."""
+
+    WAIT = "wait"
+    PROMOTE = "promote"
+    ROLL_BACK = "roll back"
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySettings:
+    """How candidates are judged on live requests.
+
+    Attributes:
+        looks: at how many requests of the candidate, and at least as many of the stable draft;
+            growing.
+        error: chance of a wrong decision to either side, over all looks but the last one's mean.
+        margin: acceptance by which a candidate may be worse and still be promoted; the gate has
+            shown before that it is better on held-out records.
+        watch: the looks, in requests, at a promoted version, which is compared with what its
+            predecessor did during the canary.
+        spread: see Spread.
+    """
+
+    looks: tuple[int, ...] = (4, 8, 16, 32)
+    error: float = 0.05
+    margin: float = 0.03
+    watch: tuple[int, ...] = (16, 64, 256)
+    spread: Spread = field(default_factory=Spread)
+
+
+class Canary:
+    """The trial of one candidate version against one stable version."""
+
+    def __init__(self, candidate: int, stable: int, settings: CanarySettings) -> None:
+        """Begin without evidence.
+
+        Args:
+            candidate: weight_version on trial.
+            stable: weight_version of all other requests.
+            settings: see CanarySettings.
+        """
+        self.candidate = candidate
+        self.stable = stable
+        self._settings = settings
+        self._looks = 0
+        self._failed = False
+        self._comparison: Comparison | None = None
+        self.on_trial = Tally()
+        self.others = Tally()
+
+    def observe(self, outcome: DraftOutcome) -> Verdict:
+        """Take a finished request; those of other versions say nothing."""
+        if outcome.weight_version == self.stable:
+            self.others.add(outcome)
+        elif outcome.weight_version == self.candidate:
+            if outcome.failed:
+                self._failed = True
+                return Verdict.ROLL_BACK
+            self.on_trial.add(outcome)
+        else:
+            return Verdict.WAIT
+        return self._look()
+
+    def _look(self) -> Verdict:
+        looks = self._settings.looks
+        reached = min(self.on_trial.requests, self.others.requests)
+        if self._looks >= len(looks) or reached < looks[self._looks]:
+            return Verdict.WAIT
+        self._looks += 1
+        error = self._settings.error / len(looks)
+        found = compare(self.on_trial, self.others, error, self._settings.spread)
+        self._comparison = found
+        if found.upper < 0.0:
+            return Verdict.ROLL_BACK
+        if found.lower > -self._settings.margin:
+            return Verdict.PROMOTE
+        if self._looks < len(looks):
+            return Verdict.WAIT
+        return Verdict.PROMOTE if found.difference >= 0.0 else Verdict.ROLL_BACK
+
+    def figures(self) -> dict[str, Any]:
+        """The evidence so far, as JSON can hold it."""
+        return {
+            "canary_requests": self.on_trial.requests,
+            "stable_requests": self.others.requests,
+            "canary_acceptance": rounded(self.on_trial.rate),
+            "stable_acceptance": rounded(self.others.rate),
+            "looks": self._looks,
+            **interval(self._comparison),
+            **({"reason": "its drafts failed"} if self._failed else {}),
+        }
+
+
+class Watch:
+    """A promoted version against what its predecessor did during the canary.
+
+    This compares with the past, so what it finds is a suspicion: reason enough for another
+    trial, at the same time, of the predecessor against the version.
+    """
+
+    def __init__(self, version: int, before: Tally, settings: CanarySettings) -> None:
+        """Begin without evidence.
+
+        Args:
+            version: that was promoted.
+            before: the predecessor's requests.
+            settings: see CanarySettings.
+        """
+        self.version = version
+        self._before = before
+        self._settings = settings
+        self._looks = 0
+        self._comparison: Comparison | None = None
+        self.after = Tally()
+
+    def observe(self, outcome: DraftOutcome) -> bool:
+        """Take a finished request; True where the version is suspected to be the worse one."""
+        if outcome.weight_version != self.version:
+            return False
+        self.after.add(outcome)
+        looks = self._settings.watch
+        if self._looks >= len(looks) or self.after.requests < looks[self._looks]:
+            return False
+        self._looks += 1
+        error = self._settings.error / len(looks)
+        self._comparison = compare(self.after, self._before, error, self._settings.spread)
+        return self._comparison.upper < -self._settings.margin
+
+    @property
+    def ended(self) -> bool:
+        """Whether all looks have been taken."""
+        return self._looks >= len(self._settings.watch)
+
+    def figures(self) -> dict[str, Any]:
+        """The evidence so far, as JSON can hold it."""
+        return {
+            "requests": self.after.requests,
+            "acceptance": rounded(self.after.rate),
+            "acceptance_before": rounded(self._before.rate),
+            **interval(self._comparison),
+        }
+
+
+def interval(found: Comparison | None) -> dict[str, float | None]:
+    """A comparison as JSON can hold it; empty before the first."""
+    if found is None:
+        return {}
+    return {
+        "difference": rounded(found.difference),
+        "difference_lower_bound": rounded(found.lower),
+        "difference_upper_bound": rounded(found.upper),
+    }
+
+
+def rounded(value: float) -> float | None:
+    """Four digits; None where the figure is not finite."""
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,123 @@
+"""What served requests say of drafts: acceptance at the first drafted position.
+
+That position does not depend on how many tokens a round drafts, so requests with different k
+compare. The tokens of one answer hang together, so a request counts as one observation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.actors.weights.bounds import student_quantile
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutcome:
+    """What a draft did for one finished request.
+
+    Attributes:
+        expert: whose draft it was.
+        weight_version: the one version that drafted, from the request's start to its end.
+        rounds: rounds whose first position was drafted.
+        accepted: of these, where that position was accepted.
+        failed: the draft raised or gave no probabilities.
+    """
+
+    expert: str
+    weight_version: int
+    rounds: int
+    accepted: int
+    failed: bool = False
+
+    @property
+    def possible(self) -> bool:
+        """Whether the counts can be."""
+        return 0 <= self.accepted <= self.rounds and (self.rounds > 0 or self.failed)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over requests, enough for the acceptance and its spread from request to request."""
+
+    requests: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    _rounds_squared: int = 0
+    _accepted_squared: int = 0
+    _product: int = 0
+
+    def add(self, outcome: DraftOutcome) -> None:
+        """Count a request; one without rounds says nothing."""
+        if outcome.rounds < 1:
+            return
+        self.requests += 1
+        self.rounds += outcome.rounds
+        self.accepted += outcome.accepted
+        self._rounds_squared += outcome.rounds**2
+        self._accepted_squared += outcome.accepted**2
+        self._product += outcome.rounds * outcome.accepted
+
+    @property
+    def rate(self) -> float:
+        """Accepted over rounds; nan without any."""
+        return self.accepted / self.rounds if self.rounds else math.nan
+
+    def variance(self) -> float:
+        """Of one request's acceptance about the rate, requests weighted by their rounds.
+
+        The linearised variance of a ratio of sums (Cochran, Sampling Techniques, 6.4), times the
+        number of requests. 0 for fewer than two.
+        """
+        if self.requests < 2:
+            return 0.0
+        rate = self.rate
+        residuals = self._accepted_squared - 2 * rate * self._product
+        residuals += rate * rate * self._rounds_squared
+        count = self.requests
+        return max(residuals, 0.0) * count * count / ((count - 1) * self.rounds**2)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What is assumed of requests beforehand: a handful that agree does not mean that all do.
+
+    Attributes:
+        typical: standard deviation of a request's acceptance.
+        weight: requests that this assumption counts as.
+    """
+
+    typical: float = 0.15
+    weight: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The difference of two acceptances, and what it lies between but for an error each side."""
+
+    difference: float
+    lower: float
+    upper: float
+
+
+def compare(first: Tally, second: Tally, error: float, spread: Spread | None = None) -> Comparison:
+    """How much better the first is, by Welch's t with the spread of requests.
+
+    Args:
+        first: at least one request.
+        second: at least one request.
+        error: chance that the difference is beyond a bound, per bound; in (0, 0.5).
+        spread: assumed beforehand.
+    """
+    spread = spread or Spread()
+    parts = []
+    for tally in (first, second):
+        degrees = spread.weight + tally.requests - 1
+        seen = (tally.requests - 1) * tally.variance()
+        variance = (spread.weight * spread.typical**2 + seen) / degrees
+        parts.append((variance / tally.requests, degrees))
+    total = sum(share for share, _ in parts)
+    degrees = total**2 / sum(share**2 / freedom for share, freedom in parts)
+    reach = student_quantile(error, max(1, int(degrees))) * math.sqrt(total)
+    difference = first.rate - second.rate
+    return Comparison(difference, difference - reach, difference + reach)

@@ -1,0 +1,83 @@
+"""Which weight versions of a topic there are, and what a manifest says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TopicVersions:
+    """A topic's version numbers; each change is a new object with the numbers after it.
+
+    Attributes:
+        version: the highest number that was ever given out; it never falls.
+        stable: that of all requests but the canary's; 0 are the initial weights.
+        candidate: on trial, None where there is none.
+        previous: stable before the present one; None before the first change.
+        withdrawn: candidates that were rolled back and whose files may still be there.
+    """
+
+    version: int = 0
+    stable: int = 0
+    candidate: int | None = None
+    previous: int | None = None
+    withdrawn: tuple[int, ...] = ()
+
+    def published(self, version: int) -> TopicVersions:
+        """New stable weights, without a trial; a candidate goes."""
+        return replace(
+            self._without_candidate(), version=version, stable=version, previous=self.stable
+        )
+
+    def on_trial(self, version: int) -> TopicVersions:
+        """A new candidate, in place of one that there may be."""
+        return replace(self._without_candidate(), version=version, candidate=version)
+
+    def promoted(self) -> TopicVersions:
+        """The candidate becomes stable."""
+        assert self.candidate is not None
+        return replace(self, stable=self.candidate, previous=self.stable, candidate=None)
+
+    def rolled_back(self) -> TopicVersions:
+        """The candidate goes; its number is not given out again."""
+        return self._without_candidate()
+
+    def cleaned(self) -> TopicVersions:
+        """The files of what was withdrawn are gone."""
+        return replace(self, withdrawn=())
+
+    def _without_candidate(self) -> TopicVersions:
+        if self.candidate is None:
+            return self
+        return replace(self, candidate=None, withdrawn=(*self.withdrawn, self.candidate))
+
+    @property
+    def kept(self) -> set[int]:
+        """Versions whose files must stay."""
+        return {v for v in (self.stable, self.candidate, self.previous) if v}
+
+    def manifest(self) -> dict[str, Any]:
+        """What is written to disk of it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> TopicVersions:
+        """From a manifest; one of an earlier release names only ``version``, which was stable."""
+        version = _number(manifest.get("version")) or 0
+        stable = _number(manifest.get("stable"))
+        withdrawn = manifest.get("withdrawn")
+        return cls(
+            version=version,
+            stable=version if stable is None else stable,
+            candidate=_number(manifest.get("candidate")),
+            previous=_number(manifest.get("previous")),
+            withdrawn=tuple(
+                v for v in (withdrawn if isinstance(withdrawn, list) else ()) if isinstance(v, int)
+            ),
+        )
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None

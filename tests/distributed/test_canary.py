@@ -1,0 +1,179 @@
+"""A poisoned trainer against a real server: noise published over Ray, requests over HTTP.
+
+Greedy answers in float32, so each must be the target's own tokens whatever is on trial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import torch
+from free_ports import find_port
+from waiting import wait_until
+
+from paceline.actors.decoding.loading import load_causal_lm
+from paceline.actors.weights.flat import flatten
+from paceline.deploy import app
+from paceline.deploy.app import RunningApp
+from paceline.deploy.config import MODELS_DIR, load_config
+from paceline.deploy.demo.prompts import generate
+
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]
+SHARE = 0.3
+
+
+@pytest.fixture(scope="module", params=["colocated", "pool"])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningApp]:
+    config = load_config(
+        None,
+        {
+            "port": find_port(),
+            "state_dir": str(tmp_path_factory.mktemp("state")),
+            "target.dtype": "float32",
+            "target.num_threads": 1,
+            "drafts.topics": ["sql"],
+            "drafts.placement": request.param,
+            "router.enabled": False,
+            "training.canary_share": SHARE,
+            "training.round_seconds": 4.0,
+            "ray.num_cpus": 2,
+            "ray.dashboard": False,
+        },
+    )
+    with app.start(config) as application:
+        yield application
+
+
+def body(prompt: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "paceline",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 32,
+        "temperature": 0,
+        "return_token_ids": True,
+        "speculative": {"draft": "sql", "num_speculative_tokens": 4},
+    } | more
+
+
+async def ask_all(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    gate = asyncio.Semaphore(8)
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def ask(content: dict[str, Any]) -> dict[str, Any]:
+            async with gate:
+                answer = await client.post("/v1/chat/completions", json=content)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        return list(await asyncio.gather(*(ask(content) for content in bodies)))
+
+
+def served(running: RunningApp, prompts: list[str], **more: Any) -> list[dict[str, Any]]:
+    return asyncio.run(ask_all(running.base_url, [body(p, **more) for p in prompts]))
+
+
+def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+def speculation(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [answer["metrics"]["speculative_decoding"] for answer in answers]
+
+
+def noise(size: float) -> Any:
+    model = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
+    generator = torch.Generator().manual_seed(1)
+    state = model.state_dict().items()
+    return flatten(
+        {name: w + size * torch.randn(w.shape, generator=generator) for name, w in state}
+    )
+
+
+def call(running: RunningApp, method: str, *arguments: Any) -> Any:
+    return ray.get(getattr(running.registry, method).remote(*arguments), timeout=30)
+
+
+def live(running: RunningApp) -> dict[str, Any]:
+    found: dict[str, Any] = call(running, "live")["sql"]
+    return found
+
+
+def test_noise_is_tried_on_a_share_and_withdrawn_everywhere(running: RunningApp) -> None:
+    ray.get(running.board.pause.remote())
+    prompts = generate("math", 40, seed=3)  # what the first draft knows
+    plain = tokens(served(running, prompts, speculative={"draft": "off"}, store=False))
+    before = speculation(served(running, prompts))
+    stable = live(running)["stable"]
+    version = call(running, "publish", "sql", noise(0.5), {"forged": True})
+    seen: list[dict[str, Any]] = []
+
+    def withdrawn() -> bool:
+        answers = served(running, prompts)
+        assert tokens(answers) == plain
+        seen.extend(speculation(answers))
+        return live(running)["candidate"] is None
+
+    wait_until(withdrawn, "the end of the noise", 240)
+    assert live(running)["stable"] == stable
+    last = call(running, "history", "sql")[-1]
+    assert (last["outcome"], last["version"]) == ("rolled_back", version)
+    assert last["canary_acceptance"] < last["stable_acceptance"]
+    on_trial = [s for s in seen if s["weight_version"] == version]
+    others = [s for s in seen if s["weight_version"] == stable]
+    assert 0 < len(on_trial) < 2 * SHARE * len(seen)
+    assert rate(on_trial) < 0.3 * rate(others)
+    assert rate(others) == pytest.approx(rate(before), abs=0.05)
+
+    def back() -> bool:
+        return {s["weight_version"] for s in speculation(served(running, prompts))} == {stable}
+
+    wait_until(back, "the stable draft for all", 60)
+    with pytest.raises(ValueError, match="not finite"):
+        call(running, "publish", "sql", noise(float("nan")), {})
+
+
+def rate(figures: list[dict[str, Any]]) -> float:
+    drafted = sum(s["num_draft_tokens"] for s in figures)
+    return sum(s["num_accepted_draft_tokens"] for s in figures) / drafted
+
+
+def test_a_candidate_survives_the_registrys_death(running: RunningApp) -> None:
+    ray.get(running.board.pause.remote())
+    version = call(running, "publish", "sql", noise(0.3), {"forged": True})
+    pid = ray.get(running.registry.__ray_call__.remote(lambda _self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+    def there() -> bool:
+        try:
+            return bool(live(running)["candidate"] == version)
+        except ray.exceptions.RayError:
+            return False
+
+    wait_until(there, "the candidate", 60)
+    assert call(running, "roll_back", "sql") == live(running)["stable"]
+    assert live(running)["candidate"] is None
+
+
+def test_what_is_learnt_is_promoted_by_live_requests(running: RunningApp) -> None:
+    ray.get(running.board.resume.remote())
+    number = iter(range(1_000))
+
+    def promoted() -> bool:
+        served(running, generate("sql", 24, seed=100 + next(number)))
+        return "promoted" in {d["outcome"] for d in call(running, "history", "sql")}
+
+    wait_until(promoted, "a promotion", 400)
+    decision = [d for d in call(running, "history", "sql") if d["outcome"] == "promoted"][-1]
+    assert decision["canary_acceptance"] > decision["stable_acceptance"]
+    assert decision["canary_requests"] >= 4
+    assert live(running)["stable"] >= decision["version"]
