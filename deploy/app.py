@@ -196,6 +196,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         ),
         max_per_client=_per_client(config),
         request_timeout_s=config.target.request_timeout_s,
+        trial_share=config.training.trial_share,
     )
     return _ingress(config).bind(settings, target, router, actors)
 

@@ -50,7 +50,8 @@ class IngressSettings:
 
     ``max_in_flight`` sequences are let through at once, more get a 503 with Retry-After; of one
     client ``max_per_client`` (None: all of them), more get a 429. A request that is not answered
-    after ``request_timeout_s`` seconds is cancelled.
+    after ``request_timeout_s`` seconds is cancelled. A candidate on trial drafts for
+    ``trial_share`` of the requests.
     """
 
     model_name: str
@@ -62,6 +63,7 @@ class IngressSettings:
     max_in_flight: int
     max_per_client: int | None = None
     request_timeout_s: float = 600.0
+    trial_share: float = 0.0
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
 
 
@@ -84,7 +86,7 @@ class Ingress:
         self._streams = streaming(target)
         self._failover = Failover(settings.failover)
         self._actors = actors
-        self._routes = RouteTable(actors.scorer, time.monotonic)
+        self._routes = RouteTable(actors.scorer, time.monotonic, settings.trial_share)
         self._topics = TopicFinder(
             router,
             settings.experts,
@@ -206,7 +208,7 @@ class Ingress:
             async with _until(deadline):
                 routes = await self._routes_of(asked, job.texts)
             answer = self._head(job, [route.topic for route in routes])
-            requests = _requests(job, answer.id, routes)
+            requests = _requests(job, answer.id, routes, self._routes.for_trial)
             if asked.stream:
                 pieces = timed(stream_all(self._streams, requests, self._failover), deadline)
                 pieces = await started(pieces)
@@ -253,7 +255,9 @@ class _Job:
     client: str
 
 
-def _requests(job: _Job, answer_id: str, routes: list[Route]) -> list[GenerationRequest]:
+def _requests(
+    job: _Job, answer_id: str, routes: list[Route], chosen: Callable[[Route, str], Route]
+) -> list[GenerationRequest]:
     """One per choice, those to the first prompt first."""
     asked = job.asked
     store = asked.store is not False
@@ -261,8 +265,8 @@ def _requests(job: _Job, answer_id: str, routes: list[Route]) -> list[Generation
     for prompt, limit, route in zip(job.prompts, job.limits, routes, strict=True):
         for choice in range(asked.num_choices):
             sampling = translate.sampling_of(asked, limit, choice)
-            facts = prompt, sampling, route, asked.speculative, store
             name = f"{answer_id}-{len(requests)}"
+            facts = prompt, sampling, chosen(route, name), asked.speculative, store
             requests.append(translate.generation_request(name, *facts))
     return requests
 

@@ -70,6 +70,9 @@ class ServedWeights(Protocol):
     def versions(self) -> dict[str, int] | None:
         """Expert to served weight_version; None where the registry does not answer."""
 
+    def live(self) -> dict[str, dict[str, Any]] | None:
+        """See WeightRegistry.live; None where the registry does not answer."""
+
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         """The served weight_version and its weights, see World."""
 
@@ -125,6 +128,7 @@ class Scoring:
         self._bytes = 0
         self._scored: dict[str, set[str]] = {expert: set() for expert in settings.draft_paths}
         self._resting: dict[str, float] = {}
+        self._on_trial: list[str] = []
         self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
 
     def offer(self, data: bytes) -> None:
@@ -159,12 +163,16 @@ class Scoring:
             return len(gone)
 
     def table(self) -> dict[str, Any]:
-        """See Hedge.table; ``waiting`` are records that some expert is still to be scored on."""
+        """See Hedge.table; ``waiting`` are records that some expert is still to be scored on.
+
+        ``on_trial`` names the experts with a candidate that live requests are to judge.
+        """
         with self._lock:
             waiting = sum(
                 any(key not in done for done in self._scored.values()) for key in self._records
             )
-            return self.hedge.table() | {"waiting": waiting, **self._counts}
+            own = {"waiting": waiting, "on_trial": self._on_trial}
+            return self.hedge.table() | own | self._counts
 
     def export(self) -> dict[str, Any]:
         """The state without records, as plain data."""
@@ -192,9 +200,10 @@ class Scoring:
         Raises:
             Stopped: when told to end.
         """
-        versions = world.versions()
-        if versions is None:
+        versions, live = world.versions(), world.live()
+        if versions is None or live is None:
             return False
+        self._on_trial = [e for e, facts in live.items() if facts.get("candidate") is not None]
         with self._lock:
             self._expire()
             for name, version in versions.items():

@@ -17,9 +17,10 @@ from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
 from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.routing.policy import Route
+from paceline.actors.weights.slots import slot_for
 from paceline.deploy.config import load_config
 from paceline.deploy.ingress import Ingress, IngressSettings
-from paceline.deploy.routes import RouteTable
+from paceline.deploy.routes import RouteTable, tried
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
 from paceline.deploy.topics import TopicFinder
@@ -71,6 +72,19 @@ def test_the_table_is_followed_and_its_source_may_die_for_a_while() -> None:
         assert table.weights() is None
 
     asyncio.run(follow())
+
+
+def test_a_trial_gets_as_many_stable_requests_as_candidates_and_no_others() -> None:
+    lost, names = Route("sql", "general"), [f"chatcmpl-{n}-0" for n in range(2000)]
+    taken = [name for name in names if tried(lost, name, {"sql"}, 0.1).draft == "sql"]
+    assert all(tried(lost, name, {"sql"}, 0.1).topic == "sql" for name in names)
+    held = {"sql", "sql@candidate"}
+    slots = [slot_for("sql", name, 0.1, held) for name in taken]
+    assert len(taken) / len(names) == pytest.approx(0.2, abs=0.03)
+    assert slots.count("sql@candidate") / len(slots) == pytest.approx(0.5, abs=0.08)
+    for other in (Route("sql", "sql"), Route("math", "general")):
+        assert all(tried(other, name, {"sql"}, 0.1) == other for name in names)
+    assert all(tried(lost, name, {"sql"}, 0.0) == lost for name in names)
 
 
 def test_without_a_scorer_nothing_is_known_and_nothing_runs() -> None:

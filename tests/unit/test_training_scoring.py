@@ -24,6 +24,7 @@ from paceline.actors.training import world as ray_world
 from paceline.actors.training.jury import Jury
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.scoring import ScorerSettings, Scoring, Stopped
+from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat import flatten
 
 EXPERTS = ("general", "sql")
@@ -106,6 +107,20 @@ def test_a_bad_expert_gives_way_and_a_better_version_of_it_comes_back_at_once(
 def torch_state(draft: Path) -> dict[str, torch.Tensor]:
     model = load_causal_lm(str(draft), torch.float32, attention="eager")
     return {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+
+
+def test_experts_whose_candidate_is_to_be_judged_are_named(
+    draft: Path, texts: list[ReplayRecord], tmp_path: Path
+) -> None:
+    world, settings = LocalWorld(tmp_path, EXPERTS, canary=CanarySettings()), settings_of(draft)
+    scoring, jury = Scoring(settings), Jury(settings)
+    offer(scoring, texts)
+    run_out(scoring, world, jury)
+    assert scoring.table()["on_trial"] == []
+    world.publish("sql", noise(), {})
+    assert run_out(scoring, world, jury) == 0  # what is served is what it was
+    assert scoring.table()["on_trial"] == ["sql"]
+    assert scoring.table()["acceptance"]["sql"]["sql"] == pytest.approx(1.0)
 
 
 def test_without_leave_nothing_is_scored_and_the_end_is_at_once(
@@ -211,6 +226,9 @@ class _Nothing:
         return True
 
     def versions(self) -> dict[str, int] | None:
+        return {}
+
+    def live(self) -> dict[str, dict[str, Any]] | None:
         return {}
 
     def weights(self, topic: str) -> None:  # noqa: ARG002 - the protocol's
