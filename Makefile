@@ -1,7 +1,7 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
 #   make experts | make bench-decode ARGS="--quick" | make bench-memory | make bench-placement
-#   make bench-faults | make soak
+#   make bench-faults | make bench-adapters | make soak
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -24,7 +24,7 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
+.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults bench-adapters soak \
 	test test-full check format links clean
 
 help:
@@ -90,6 +90,10 @@ bench-placement: setup
 .PHONY: bench-grid
 bench-grid: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
+
+# What full copies and adapters cost in memory, and the acceptance that each reaches.
+bench-adapters: setup
+	@$(PY) benchmarks/adapters.py $(ARGS)
 
 # What clients see when a part dies, and whether anything grows under half an hour of traffic.
 bench-faults: setup

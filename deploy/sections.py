@@ -179,6 +179,10 @@ class TrainingConfig(Section):
 
     ``loss``, ``weighting`` and ``sampling`` are what training minimises, at which positions, in
     whose contexts; ``jsd_beta`` is for the loss jsd, ``student_share`` for mixed sampling alone.
+
+    ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
+    merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
+    of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
     """
 
     enabled: bool = True
@@ -194,6 +198,11 @@ class TrainingConfig(Section):
     idle_after_s: Seconds = 0.08
     max_occupancy: Fraction = 0.25
     keep_versions: Count = 3
+    adapter: Literal["full", "lora"] = "full"
+    lora_rank: Count = 16
+    lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    ranks: Count = 1
 
     @property
     def objective(self) -> ObjectiveSettings:
