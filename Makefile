@@ -2,6 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
 #   make experts | make bench-decode ARGS="--quick" | make bench-memory | make bench-placement
 #   make bench-faults | make soak | make bench-online ARGS="--quick" | make bench-routing
+#   make bench-adapters
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -25,7 +26,7 @@ export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults \
-	soak bench-online test test-full check format links clean bench-routing
+	soak bench-online test test-full check format links clean bench-routing bench-adapters
 
 help:
 	@sed -n '2,6s/^# *//p' Makefile
@@ -91,10 +92,10 @@ bench-placement: setup
 bench-grid: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
 
-# What the router costs, and what a wrong route costs; needs the experts.
-bench-routing: setup
-	@$(PY) benchmarks/experts.py
-	@$(PY) benchmarks/routing.py $(ARGS)
+#   What the router costs, and what a wrong route costs; needs the experts.
+#   bench-routing: setup | 	@$(PY) benchmarks/experts.py | 	@$(PY) benchmarks/routing.py $(ARGS)
+#   What full copies and adapters cost in memory, and the acceptance that each reaches.
+#   bench-adapters: setup | 	@$(PY) benchmarks/adapters.py $(ARGS)
 
 # What clients see when a part dies, and whether anything grows under half an hour of traffic.
 bench-faults: setup

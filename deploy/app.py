@@ -272,7 +272,8 @@ def _gpu_share(config: PacelineConfig) -> float:
     gpus = float(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or config.target.device == "cpu":
         return 0
-    taken = learning.trainer_gpus(config) + experts.pool_gpus(config)
+    taken = learning.trainer_gpus(config) + learning.rank_gpus(config)
+    taken += experts.pool_gpus(config)
     if taken >= gpus:
         raise ConfigError(
             f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "

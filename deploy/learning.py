@@ -19,6 +19,7 @@ from paceline.actors.weights.fingerprint import fingerprints
 from paceline.cluster.board import LoadBoard
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
+from paceline.deploy.ranks import hiring, node_address
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
 
@@ -64,7 +65,8 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
     serving = threads * config.target.num_replicas
     serving += config.drafts.pool_processes * config.drafts.num_threads
     shares_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
-    if shares_gpu or serving + config.training.num_threads > cores:
+    training = config.training.num_threads * config.training.ranks
+    if shares_gpu or serving + training > cores:
         return 0
     return int(config.training.max_occupancy * config.target.max_num_seqs)
 
@@ -149,7 +151,12 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
             learning_rate=config.training.learning_rate,
             device=config.target.device,
             objective=config.training.objective,
+            adapter=config.training.adapter,
+            lora_rank=config.training.lora_rank,
+            lora_alpha=config.training.lora_alpha,
+            zero_stage=config.training.zero_stage,
         ),
+        ranks=config.training.ranks,
         num_threads=config.training.num_threads,
         micro_batch=config.training.micro_batch,
         round_seconds=config.training.round_seconds,
@@ -178,7 +185,8 @@ class TrainerActor(Trainer):
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
             jury = beside.submit(make_jury, config).result()
-        super().__init__(settings, shards, registry, board)
+        hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
+        super().__init__(settings, shards, registry, board, hire, node_address())
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
 
     def offer(self, data: bytes) -> None:
@@ -193,5 +201,13 @@ class TrainerActor(Trainer):
 
 def trainer_gpus(config: PacelineConfig) -> float:
     """The part of a GPU that the trainer takes from the target, 0 where there is none."""
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
-    return _TRAINER_GPU_SHARE if has_gpu and config.training.enabled else 0.0
+    return _TRAINER_GPU_SHARE if _has_gpu(config) and config.training.enabled else 0.0
+
+
+def rank_gpus(config: PacelineConfig) -> int:
+    """GPUs of the trainer's further ranks: one each where there are any."""
+    return config.training.ranks - 1 if trainer_gpus(config) else 0
+
+
+def _has_gpu(config: PacelineConfig) -> bool:
+    return ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"

@@ -42,13 +42,14 @@ def check(config: PacelineConfig) -> None:
     _check_memory(config)
     _check_device(config.target.device)
     _check_pool(config)
+    _check_training(config)
     _check_state(config.state_path)
     _check_port(config.host, config.port)
 
 
 def warnings(config: PacelineConfig) -> list[str]:
     """What can be served, but not as one may think; one line each, for a checked config."""
-    return _router_warnings(config) + _pool_warnings(config)
+    return _router_warnings(config) + _pool_warnings(config) + _rank_warnings(config)
 
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:
@@ -59,6 +60,16 @@ def _pool_warnings(config: PacelineConfig) -> list[str]:
     return [
         f"drafts.placement pool starts {processes} processes on {cores} cores: drafts that wait "
         "for a core cost more than colocated ones"
+    ]
+
+
+def _rank_warnings(config: PacelineConfig) -> list[str]:
+    training, cores = config.training, os.cpu_count() or 1
+    if training.ranks == 1 or training.ranks * training.num_threads < cores or not _on_cpu(config):
+        return []
+    return [
+        f"training.ranks: {training.ranks} processes step together on {cores} cores that serving "
+        "uses too: ranks that wait for a core slow one another down"
     ]
 
 
@@ -138,6 +149,35 @@ def _check_pool(config: PacelineConfig) -> None:
             f"drafts.num_gpus: {config.drafts.num_gpus:g} of a GPU is asked for, and none is seen; "
             "set it to 0"
         )
+
+
+def _check_training(config: PacelineConfig) -> None:
+    training = config.training
+    if not training.enabled or (training.zero_stage == "auto" and training.ranks == 1):
+        return
+    import torch  # a second of work that only these settings need
+
+    from paceline.actors.decoding.loading import resolve_device
+    from paceline.actors.training.stages import training_dtype, zero_stage
+
+    device = resolve_device(config.target.device)
+    try:
+        zero_stage(training.zero_stage, training_dtype("auto", device))
+    except ValueError as error:
+        raise ConfigError(f"training.zero_stage: {error}") from error
+    if device.type == "cuda" and training.ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"training.ranks: {training.ranks} ranks need a GPU each, and "
+            f"{torch.cuda.device_count()} are seen"
+        )
+
+
+def _on_cpu(config: PacelineConfig) -> bool:
+    if config.target.device == "cpu":
+        return True
+    import torch  # a second of work that only several ranks need
+
+    return not torch.cuda.is_available()
 
 
 def _check_state(folder: Path) -> None:

@@ -188,6 +188,10 @@ class TrainingConfig(Section):
     ``canary_share`` of a topic's requests draft with a new version until they show that it is no
     worse than the present one, or are as many as the last look wants; 0 gives new versions to all
     requests at once. Above 0 every draft's weights take their memory twice.
+
+    ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
+    merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
+    of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
     """
 
     enabled: bool = True
@@ -204,6 +208,11 @@ class TrainingConfig(Section):
     max_occupancy: Fraction = 0.25
     keep_versions: Count = 3
     canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
+    adapter: Literal["full", "lora"] = "full"
+    lora_rank: Count = 16
+    lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    ranks: Count = 1
 
     @property
     def trial_share(self) -> float:

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.routing.policy import GENERAL
 from paceline.actors.training import optimizer_state
 from paceline.actors.training.batches import make_batch, usable
+from paceline.actors.training.crew import Crew, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.evaluation import score_records
 from paceline.actors.training.settings import TrainerSettings
@@ -24,14 +26,25 @@ logger = logging.getLogger(__name__)
 class Candidate:
     """Trains in place; keeps the served weights, and their scores on held-out records."""
 
-    def __init__(self, topic: str, settings: TrainerSettings) -> None:
-        """Load the initial weights as both candidate and served, version 0."""
+    def __init__(self, topic: str, settings: TrainerSettings, crew: Crew | None = None) -> None:
+        """Load the initial weights as both candidate and served, version 0.
+
+        Args:
+            topic: an expert's name.
+            settings: see TrainerSettings.
+            crew: the ranks that train with this one, None where it is alone.
+        """
         self.topic = topic
         self.version = 0
         self.rejections = 0
         self.acceptance: float | None = None
         self._settings = settings
-        self._distiller = Distiller(settings.draft_paths[topic], settings.distiller)
+        path = settings.draft_paths[topic]
+        self._distiller = (
+            Distiller(path, settings.distiller)
+            if crew is None
+            else SharedDistiller(topic, path, settings.distiller, crew)
+        )
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
@@ -42,6 +55,18 @@ class Candidate:
     def steps(self) -> int:
         """Optimizer steps since training last started from served weights."""
         return self._distiller.steps
+
+    @property
+    def awaits_general(self) -> bool:
+        """Whether its first adapters are still to be laid on what ``general`` is served as.
+
+        So it is until an expert that starts as a copy of ``general`` has learnt or was published.
+        """
+        paths = self._settings.draft_paths
+        if self._settings.distiller.adapter != "lora" or self.topic == GENERAL:
+            return False
+        is_copy = paths[self.topic] == paths.get(GENERAL)
+        return is_copy and self.version == 0 and self.steps == 0
 
     def usable(self, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
         """Those that this draft can learn from or be judged by."""
@@ -78,6 +103,14 @@ class Candidate:
             self._distiller.resume(state)
         except ValueError as error:
             logger.warning("%s: %s, moments start anew", self.topic, error)
+
+    def start_from(self, flat: FlatWeights) -> None:
+        """Start training from another draft's weights; what is served stays what it is.
+
+        Raises:
+            ValueError: for weights that do not fit; the candidate stays what it was.
+        """
+        self._distiller.reset(unflatten(flat))
 
     def reset(self) -> None:
         """Give the candidate up and start again from the served weights."""

@@ -5,23 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from paceline.actors.decoding.loading import resolve_device, resolve_dtype
+from paceline.actors.decoding.loading import resolve_device
+from paceline.actors.training.adapters import Adapters
 from paceline.actors.training.batches import Batch
+from paceline.actors.training.draft_state import load_state, tied_names
 from paceline.actors.training.forward import logits_at, takes_branches
 from paceline.actors.training.objective import objective
 from paceline.actors.training.objective_settings import ObjectiveSettings
-from paceline.actors.training.optimizer_state import OptimizerState, capture, restore
+from paceline.actors.training.optimizer_state import OptimizerState, capture, part, restore, whole
+from paceline.actors.training.shares import Share, the_whole
+from paceline.actors.training.stages import ZeroStage, engine_config, training_dtype, zero_stage
 
 logger = logging.getLogger(__name__)
 
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
+_WEIGHT = "weight."  # of a draft under adapters, in an optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,11 @@ class DistillerSettings:
         dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
         device: ``auto`` is the GPU where there is one.
         objective: what training minimises.
+        adapter: ``full`` trains every weight, ``lora`` low-rank adapters on the linear layers.
+        lora_rank: of an adapter.
+        lora_alpha: its scale times its rank.
+        lora_embeddings: whether embeddings, and a head tied to them, are adapted too.
+        zero_stage: see :func:`paceline.actors.training.stages.zero_stage`.
     """
 
     learning_rate: float = 1.5e-3
@@ -45,6 +55,11 @@ class DistillerSettings:
     dtype: str = "auto"
     device: str = "auto"
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    adapter: Literal["full", "lora"] = "full"
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_embeddings: bool = False
+    zero_stage: ZeroStage = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +80,17 @@ class _Lesson(nn.Module):
         self.draft = draft
         self._settings = settings
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        goal = objective(logits_at(self.draft, batch), batch, self._settings)
+    def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        goal = objective(logits_at(self.draft, batch), batch, self._settings, weights)
         return goal.loss, goal.expected_acceptance, goal.per_record
 
 
 class Distiller:
     """One topic's candidate: a DeepSpeed engine around a draft, with AdamW handed in.
 
-    ZeRO stage 1 for bfloat16 (it keeps float32 masters; stage 0 diverges in it), stage 0 for
-    float32. Weights go in and out as state dicts, never as checkpoint files.
+    Weights go in and out as state dicts, never as checkpoint files. With adapters they are the
+    merged ones: those that training started from lie frozen below the adapters, and
+    :meth:`reset` puts others there.
     """
 
     def __init__(self, path: str, settings: DistillerSettings) -> None:
@@ -86,11 +102,13 @@ class Distiller:
 
         Raises:
             OSError: where the folder holds no model.
+            ValueError: for a ZeRO stage that cannot work, or a draft without linear layers.
         """
-        self._path = path
+        self.path = path
         self.settings = settings
         self.device = resolve_device(settings.device)
-        self.dtype = _dtype(settings.dtype, self.device)
+        self.dtype = training_dtype(settings.dtype, self.device)
+        self.stage = zero_stage(settings.zero_stage, self.dtype)
         draft = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=self.dtype,
@@ -109,14 +127,20 @@ class Distiller:
         self.max_length = int(draft.config.max_position_embeddings)
         self._initial = {k: v.detach().clone() for k, v in draft.state_dict().items()}
         self._engine: Any = None
+        self._adapters: Adapters | None = None
         self._build(draft)
 
     def _build(self, draft: Any) -> None:
         import deepspeed  # late: it looks at the environment, and takes seconds
 
         lesson = _Lesson(draft.to(self.device).train(), self.settings.objective)
+        if self.settings.adapter == "lora":
+            own = self.settings
+            self._adapters = Adapters(
+                draft, own.lora_rank, own.lora_alpha, embeddings=own.lora_embeddings
+            )
         optimizer = torch.optim.AdamW(
-            lesson.parameters(),
+            self._trained(draft),
             lr=self.settings.learning_rate,
             betas=_BETAS,
             weight_decay=_WEIGHT_DECAY,
@@ -126,23 +150,56 @@ class Distiller:
             model=lesson,
             optimizer=optimizer,
             lr_scheduler=schedule,
-            config=engine_config(self.settings, self.dtype),
+            config=engine_config(
+                accumulation=self.settings.accumulation,
+                clip=self.settings.clip,
+                dtype=self.dtype,
+                stage=self.stage,
+            ),
             dist_init_required=True,
         )
+
+    def _trained(self, draft: Any) -> list[Tensor]:
+        return list(self._adapters.parameters() if self._adapters else draft.parameters())
+
+    def nbytes(self) -> tuple[int, int, int]:
+        """Bytes of weights, of gradients in their dtype, and of float32 masters and moments."""
+        draft = self._engine.module.draft
+        trained = self._trained(draft)
+        weights = sum(weight.nbytes for weight in draft.parameters())
+        # float32 weights are their own masters where ZeRO has none of them in a row
+        masters = 4 if self.stage or self.dtype == torch.bfloat16 else 0
+        optimizer = sum((8 + masters) * weight.numel() for weight in trained)
+        return weights, sum(weight.nbytes for weight in trained), optimizer
+
+    def _numel(self) -> int:
+        return sum(weight.numel() for weight in self._trained(self._engine.module.draft))
 
     def _warmup(self, step: int) -> float:
         return min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
     def micro_step(self, batch: Batch) -> MicroStep:
         """Learn from a batch; every ``accumulation``-th call moves the weights."""
-        engine = self._engine
+        return self.learn(the_whole(batch, self.settings.objective))
+
+    def learn(self, share: Share) -> MicroStep:
+        """Learn from this rank's share of a batch; the figures are those of the whole."""
+        engine, batch = self._engine, share.batch
         engine.train()
-        loss, acceptance, per_record = engine(batch.to(self.device))
-        engine.backward(loss)
+        loss, acceptance, per_record = engine(batch.to(self.device), share.weights.to(self.device))
+        # DeepSpeed takes the mean of the ranks' gradients, the whole has their sum
+        engine.backward(loss * engine.world_size)
         engine.step()
-        return MicroStep(
-            float(loss.detach()), float(acceptance), batch.num_positions, tuple(per_record.tolist())
-        )
+        figures = torch.zeros(3 + share.total_records, device=self.device)
+        figures[0] = loss.detach()
+        if len(share.places):
+            emitted = int((~batch.branch).sum())
+            figures[1:3] = torch.stack([acceptance * emitted, acceptance.new_tensor(emitted)])
+            figures[3 + share.places.to(self.device)] = per_record.float()
+        if engine.world_size > 1:
+            torch.distributed.all_reduce(figures)
+        whole_loss, accepted, emitted, *per_record = figures.tolist()
+        return MicroStep(whole_loss, accepted / emitted, share.total_positions, tuple(per_record))
 
     @property
     def steps(self) -> int:
@@ -150,27 +207,62 @@ class Distiller:
         return int(self._engine.global_steps)
 
     def reset(self, state: Mapping[str, Tensor] | None) -> None:
-        """Start again from these weights, None being the initial ones, with a fresh optimizer."""
+        """Start again from these weights, None being the initial ones, with a fresh optimizer.
+
+        Raises:
+            ValueError: for weights of another draft; nothing has changed then.
+        """
         draft = self._engine.module.draft
         load_state(draft, self._initial if state is None else state)
+        if self._adapters is not None:
+            self._adapters.remove()
         self._engine.destroy()
         self._build(draft)
 
     def optimizer_state(self) -> OptimizerState:
-        """Copies of what training needs beside the weights: float32 masters, moments, steps."""
-        return capture(self._engine.basic_optimizer, self.steps)
+        """Copies of what training needs beside the weights: float32 masters, moments, steps.
+
+        With adapters also the weights below them and their own: the merged ones do not tell.
+        """
+        state = capture(self._engine.basic_optimizer, self.steps)
+        if self.stage:
+            state = whole(state, self._numel(), self.device)
+        if self._adapters is not None:
+            state.tensors.update(
+                (_WEIGHT + name, tensor.detach().to("cpu", copy=True))
+                for name, tensor in self._own_names().items()
+            )
+        return state
 
     def resume(self, state: OptimizerState) -> None:
         """Go on where :meth:`optimizer_state` was taken; the weights must be those of then.
 
         Raises:
-            ValueError: for tensors of another draft or dtype; nothing has changed then.
+            ValueError: for tensors of another draft, adapter or dtype; nothing has changed then.
         """
-        restore(self._engine.basic_optimizer, state)
+        weights = {n: t for n, t in state.tensors.items() if n.startswith(_WEIGHT)}
+        kept = OptimizerState(
+            {n: t for n, t in state.tensors.items() if n not in weights}, state.steps
+        )
+        own = self._own_names() if self._adapters is not None else {}
+        shapes = {_WEIGHT + name: tensor.shape for name, tensor in own.items()}
+        if shapes != {name: tensor.shape for name, tensor in weights.items()}:
+            raise ValueError("the optimizer's state is of another adapter")
+        optimizer = self._engine.basic_optimizer
+        restore(optimizer, part(kept, optimizer, self._numel()) if self.stage else kept)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[_WEIGHT + name])
         schedule = self._engine.lr_scheduler
         schedule.last_epoch = self._engine.global_steps = state.steps
-        for group in self._engine.basic_optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * self._warmup(state.steps)
+
+    def _own_names(self) -> dict[str, Tensor]:
+        """The draft's weights and the adapters', those that are tied to another left out."""
+        draft = self._engine.module.draft
+        tied = tied_names(draft)
+        return {name: t for name, t in draft.state_dict().items() if name not in tied}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the candidate's weights under the draft's own names, in bfloat16.
@@ -178,12 +270,11 @@ class Distiller:
         Weights that are tied to another appear once.
         """
         draft = self._engine.module.draft
-        tied = set(getattr(draft, "_tied_weights_keys", None) or ())
-        if not getattr(draft.config, "tie_word_embeddings", False):
-            tied = set()
+        merged = self._adapters.merged() if self._adapters else draft.state_dict()
+        tied = tied_names(draft)
         return {
             name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
-            for name, tensor in draft.state_dict().items()
+            for name, tensor in merged.items()
             if name not in tied
         }
 
@@ -194,42 +285,3 @@ class Distiller:
         ).to(self.device, self.dtype)
         load_state(draft, self._initial if state is None else state)
         return draft.eval().requires_grad_(False)
-
-
-def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
-    """Copy weights into a draft, in place.
-
-    Raises:
-        ValueError: for names that the draft lacks or shapes that differ.
-    """
-    own = draft.state_dict()
-    tied = set(getattr(draft, "_tied_weights_keys", None) or ())
-    missing = [name for name in own if name not in state and name not in tied]
-    wrong = [n for n, new in state.items() if n not in own or own[n].shape != new.shape]
-    if missing or wrong:
-        raise ValueError(f"weights do not fit the draft: missing {missing}, wrong {wrong}")
-    with torch.no_grad():
-        for name, new in state.items():
-            own[name].copy_(new)
-
-
-def engine_config(settings: DistillerSettings, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's configuration."""
-    half = dtype == torch.bfloat16
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # batches are made by hand: this only must be there
-        "gradient_accumulation_steps": settings.accumulation,
-        "gradient_clipping": settings.clip,
-        "bf16": {"enabled": half},
-        "zero_optimization": {"stage": 1 if half else 0},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**31,
-        "wall_clock_breakdown": False,
-    }
-
-
-def _dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """As the target resolves it, less float16, which would need a loss scale."""
-    if dtype == "auto":
-        return resolve_dtype(dtype, device)
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import usable
-from paceline.actors.training.distiller import load_state
+from paceline.actors.training.draft_state import load_state
 from paceline.actors.training.evaluation import score_records
 from paceline.actors.training.scoring import ScorerSettings
 from paceline.actors.weights.flat import FlatWeights, unflatten

@@ -36,16 +36,21 @@ class Objective:
     expected_acceptance: Tensor
 
 
-def objective(logits: Tensor, batch: Batch, settings: ObjectiveSettings) -> Objective:
+def objective(
+    logits: Tensor, batch: Batch, settings: ObjectiveSettings, weights: Tensor | None = None
+) -> Objective:
     """Weigh the positions of a batch and average their losses.
 
     Args:
         logits: float ``[N, V]``, the draft's at the batch's positions.
         batch: the N positions.
         settings: see ObjectiveSettings.
+        weights: float32 ``[N]``, where the batch is a part of one whose weights were shared out;
+            None: those of :func:`position_weights`.
     """
     values = position_losses(logits, batch, settings)
-    loss = (position_weights(batch, settings) * values).sum()
+    weights = position_weights(batch, settings) if weights is None else weights
+    loss = (weights * values).sum()
     with torch.no_grad():
         target = (batch.top_ids, batch.top_logprobs, batch.tail_mass)
         accepted, _ = losses.expected_acceptance(logits.detach(), *target)

@@ -1,9 +1,10 @@
 """AdamW's state beside the published weights, so that a restarted trainer goes on as it was.
 
 One safetensors file per topic, written at every publication. What is kept are the tensors of
-the torch optimizer underneath DeepSpeed: its parameters, which are the float32 masters (one flat
-partition per group under ZeRO, the weights themselves without), and their moments. That is all
-that a single rank has; the published weights alone are rounded and have no moments.
+the torch optimizer underneath DeepSpeed: its parameters, which are the float32 masters (under
+ZeRO one flat row of all of them, of which each rank has a part; the weights themselves without),
+and their moments; the published weights alone are rounded and have no moments. What is kept of a
+flat row does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,45 @@ def restore(optimizer: Optimizer, state: OptimizerState) -> None:
                 place = "cpu" if moment == "step" else parameter.device
                 value = state.tensors[f"{number}.{moment}"].to(place, copy=True)
                 optimizer.state[parameter][moment] = value
+
+
+def whole(state: OptimizerState, numel: int, device: torch.device) -> OptimizerState:
+    """Join the ranks' parts of a flat row, less DeepSpeed's padding; all ranks call it at once.
+
+    Args:
+        state: of one rank under ZeRO stage 1 or 2.
+        numel: elements of all trained weights.
+        device: where the ranks exchange tensors.
+    """
+    ranks = distributed.get_world_size()
+    tensors = {}
+    for name, tensor in state.tensors.items():
+        if tensor.dim() and ranks > 1:
+            mine = tensor.to(device)
+            parts = [torch.empty_like(mine) for _ in range(ranks)]
+            distributed.all_gather(parts, mine)
+            tensor = torch.cat(parts).cpu()
+        tensors[name] = tensor[:numel].clone() if tensor.dim() else tensor
+    return OptimizerState(tensors, state.steps)
+
+
+def part(state: OptimizerState, optimizer: Optimizer, numel: int) -> OptimizerState:
+    """This rank's part of what :func:`whole` made, padded as this optimizer's row is.
+
+    Raises:
+        ValueError: where a tensor has another length.
+    """
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    [row] = _parameters(optimizer)
+    length = row.numel()
+    tensors = dict(state.tensors)
+    for name, tensor in tensors.items():
+        if tensor.shape == (numel,):
+            padded = torch.nn.functional.pad(tensor, (0, ranks * length - numel))
+            tensors[name] = padded[rank * length : (rank + 1) * length]
+        elif tensor.dim():
+            raise ValueError("the optimizer's state is of another draft")
+    return OptimizerState(tensors, state.steps)
 
 
 def save(path: Path, state: OptimizerState, version: int, digest: str) -> None:

@@ -15,6 +15,7 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.routing.policy import GENERAL
 from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
+from paceline.actors.training.crew import Crew, CrewLost
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import NOT_FINITE, judge
 from paceline.actors.training.outlook import Outlook
@@ -41,6 +42,7 @@ class Rounds:
         settings: TrainerSettings,
         world: World,
         *,
+        crew: Crew | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         stopped: Callable[[], bool] = lambda: False,
@@ -50,12 +52,14 @@ class Rounds:
         Args:
             settings: see TrainerSettings.
             world: shards, registry and board.
+            crew: the ranks that train with this one, None where it is alone.
             clock: monotonic seconds.
             sleep: waits some seconds.
             stopped: whether to end; looked at wherever the trainer waits.
         """
         self._settings = settings
         self._world = world
+        self._crew = crew
         self._clock = clock
         self._sleep = sleep
         self._stopped = stopped
@@ -71,7 +75,7 @@ class Rounds:
     def candidate(self, topic: str) -> Candidate:
         """A topic's candidate, made when first asked for."""
         if topic not in self._candidates:
-            self._candidates[topic] = Candidate(topic, self._settings)
+            self._candidates[topic] = Candidate(topic, self._settings, self._crew)
         return self._candidates[topic]
 
     def tick(self) -> bool:
@@ -92,7 +96,7 @@ class Rounds:
             return False
         seen = self._seen[topic]
         try:
-            trained = self._round(topic, versions.get(topic, 0), stats)
+            trained = self._round(topic, versions, stats)
         except Unfit as why:
             seen.rest.begin(self._clock(), self._settings.schedule)
             self._note(state=str(why))
@@ -100,18 +104,29 @@ class Rounds:
             return False
         except Stopped:
             raise
-        except Exception:
+        except Exception as error:
             seen.rest.begin(self._clock(), self._settings.schedule)
+            if isinstance(error, CrewLost):
+                self._start_over()
             raise
         finally:
             seen.ended_at = self._clock()
         seen.rest.end()
         return trained
 
-    def _round(self, topic: str, wanted: int, stats: dict[str, dict[str, Any]]) -> bool:
+    def _start_over(self) -> None:
+        """Drop what lost ranks held a part of: the next round begins from what was published."""
+        self._candidates.clear()
+        if self._crew is not None:
+            self._crew.disband()
+
+    def _round(
+        self, topic: str, versions: dict[str, int], stats: dict[str, dict[str, Any]]
+    ) -> bool:
         """Train and judge; False where no time for training was left."""
         candidate = self.candidate(topic)
-        self._follow(candidate, wanted)
+        self._follow(candidate, versions.get(topic, 0))
+        self._base_on_general(candidate, versions.get(GENERAL, 0))
         self._note(state="training", topic=topic, steps=candidate.steps)
         self._seen[topic].inserted = _inserted(stats, topic)
         train = candidate.usable(self._draw(topic, self._settings.train_records, "train", stats))
@@ -197,6 +212,13 @@ class Rounds:
         candidate.take(version, flat)
         # What held-out records like and live requests do not shall not be tried for ever.
         candidate.rejections = seen.rolled_back
+
+    def _base_on_general(self, candidate: Candidate, version: int) -> None:
+        """Lay first adapters on what ``general`` is served as; it may have learnt meanwhile."""
+        newest = self._world.weights(GENERAL) if version and candidate.awaits_general else None
+        if newest is not None and newest[1] is not None:
+            candidate.start_from(newest[1])
+            logger.info("%s: adapters on general's version %d", candidate.topic, newest[0])
 
     def _draw(
         self, topic: str, count: int, split: str, stats: dict[str, dict[str, Any]]

@@ -38,6 +38,8 @@ class TrainerSettings:
         low_priority: run at SCHED_IDLE or nice 19.
         optimizer_dir: folder that keeps the optimizer's state at each publication; None keeps
             none, and a restarted trainer's moments start anew.
+        ranks: processes that train a draft together, the trainer counted in.
+        group_timeout_s: longest wait of one rank for the others, seconds.
         seed: of batch order; None is unseeded.
     """
 
@@ -60,4 +62,6 @@ class TrainerSettings:
     timeout_s: float = 10.0
     low_priority: bool = True
     optimizer_dir: str | None = None
+    ranks: int = 1
+    group_timeout_s: float = 120.0
     seed: int | None = None

@@ -6,13 +6,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 
 if TYPE_CHECKING:
+    from paceline.actors.training.crew import Crew, Hand
+    from paceline.actors.training.group import Place
     from paceline.actors.training.rounds import Rounds
     from paceline.actors.training.settings import TrainerSettings
 
@@ -29,7 +31,13 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: TrainerSettings, shards: Mapping[str, Any], registry: Any, board: Any
+        self,
+        settings: TrainerSettings,
+        shards: Mapping[str, Any],
+        registry: Any,
+        board: Any,
+        hire: Callable[[Place], Hand] | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         """Start learning.
 
@@ -38,12 +46,15 @@ class Trainer:
             shards: topic to actor handle of its ReplayShard.
             registry: actor handle of the WeightRegistry.
             board: actor handle of the LoadBoard; None always gives leave.
+            hire: starts the process of a further rank; needed where ``settings.ranks`` is not 1.
+            address: of this node, at which further ranks find this one.
         """
         # Before torch runs anything: threads that wait must not burn the server's cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         prepare_environment()
         self._settings = settings
         self._handles = (dict(shards), registry, board)
+        self._hire, self._address = hire, address
         self._stop = threading.Event()
         self._rounds: Rounds | None = None
         self._failures = 0
@@ -82,7 +93,6 @@ class Trainer:
         # The heavy imports happen here, at low priority and outside the constructor.
         import torch
 
-        from paceline.actors.training.progress import Stopped
         from paceline.actors.training.rounds import Rounds
         from paceline.actors.training.world import RayWorld
 
@@ -90,8 +100,24 @@ class Trainer:
         shards, registry, board = self._handles
         world = RayWorld(shards, registry, board, self._settings.timeout_s)
         forbid_compiling()
-        rounds = Rounds(self._settings, world, stopped=self._stop.is_set)
-        self._rounds = rounds
+        crew = self._crew()
+        self._rounds = Rounds(self._settings, world, crew=crew, stopped=self._stop.is_set)
+        try:
+            self._learn(self._rounds)
+        finally:
+            if crew is not None:
+                crew.disband()
+
+    def _crew(self) -> Crew | None:
+        if self._settings.ranks == 1 or self._hire is None:
+            return None
+        from paceline.actors.training.crew import Crew
+
+        return Crew(self._settings.ranks, self._hire, self._address, self._settings.group_timeout_s)
+
+    def _learn(self, rounds: Rounds) -> None:
+        from paceline.actors.training.progress import Stopped
+
         while not self._stop.is_set():
             try:
                 if not rounds.tick():

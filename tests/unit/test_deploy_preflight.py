@@ -11,7 +11,7 @@ import torch
 from free_ports import find_port
 
 from paceline.actors.weights.lock import LOCK_NAME
-from paceline.deploy import app
+from paceline.deploy import app, learning
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.preflight import check, warnings
@@ -186,6 +186,52 @@ def test_experts_on_a_gpu_need_one(config: PacelineConfig, monkeypatch: pytest.M
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "drafts.num_gpus: 0.1 of a GPU" in refusal(changed(config, pool))
     check(changed(config, pool | {"drafts.placement": "colocated"}))  # the key is the pool's
+
+
+def test_a_stage_that_cannot_work_is_refused(config: PacelineConfig) -> None:
+    cpu = changed(config, {"target.device": "cpu"})
+    assert "training.zero_stage: stage 3 splits" in refusal(
+        changed(cpu, {"training.zero_stage": 3})
+    )
+    check(changed(cpu, {"training.zero_stage": 2}))
+    check(changed(cpu, {"training.zero_stage": 3, "training.enabled": False}))
+
+
+def test_ranks_on_gpus_need_one_each(
+    config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    check(changed(config, {"training.ranks": 2}))
+    assert "training.ranks: 3 ranks" in refusal(changed(config, {"training.ranks": 3}))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
+    # the trainer's quarter, and a whole one for its second rank
+    assert app._gpu_share(changed(config, {"training.ranks": 2})) == 0.75
+
+
+def test_ranks_without_cores_for_them_are_warned_of(
+    config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = changed(config, {"training.ranks": 2, "target.device": "cpu"})
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert any("2 processes step together on 2 cores" in line for line in warnings(ranks))
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert warnings(ranks) == []
+
+
+def test_what_is_configured_reaches_the_trainer(config: PacelineConfig) -> None:
+    chosen = {
+        "training.adapter": "lora",
+        "training.lora_rank": 4,
+        "training.lora_alpha": 6.0,
+        "training.zero_stage": 2,
+        "training.ranks": 3,
+    }
+    settings = learning.trainer_settings(changed(config, chosen))
+    distiller = settings.distiller
+    assert (distiller.adapter, distiller.lora_rank, distiller.lora_alpha) == ("lora", 4, 6.0)
+    assert (distiller.zero_stage, settings.ranks) == (2, 3)
 
 
 def test_a_client_s_share_is_divided_among_the_ingress_replicas(config: PacelineConfig) -> None:

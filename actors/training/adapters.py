@@ -1,0 +1,113 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) on the linear layers of a draft.
+
+The wrapped weights stay as they are and get no gradient. What is trained is, per layer, the
+product of two thin matrices, which a forward hook adds to the layer's output; names and modules
+of the draft do not change, so that the merged weights are a state dict like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_DOWN, _UP = "adapter_down", "adapter_up"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name of a state dict is an adapter's and not the draft's own."""
+    return name.endswith((f".{_DOWN}", f".{_UP}"))
+
+
+class Adapters:
+    """Adapters of rank r on every linear layer of a draft; merged, W + (alpha / r) * up @ down.
+
+    ``down`` is drawn as PyTorch draws a linear layer, by a generator of its own, ``up`` is zero:
+    a draft with new adapters is the draft without them. Embeddings, the head and norms stay
+    frozen unless ``embeddings`` is set, which adapts the embedding, and the head with it where
+    the two are tied.
+    """
+
+    def __init__(self, draft: Any, rank: int, alpha: float, *, embeddings: bool = False) -> None:
+        """Freeze the draft and attach fresh adapters.
+
+        Args:
+            draft: a causal LM.
+            rank: r.
+            alpha: scale of the product, times r.
+            embeddings: whether the embedding is adapted too.
+
+        Raises:
+            ValueError: for a draft without linear layers.
+        """
+        self._draft = draft
+        self._scale = alpha / rank
+        self._layers: dict[str, Any] = {}
+        self._hooks: list[Any] = []
+        draft.requires_grad_(False)
+        head, table = draft.get_output_embeddings(), draft.get_input_embeddings()
+        noise = torch.Generator().manual_seed(0)
+        for name, module in draft.named_modules():
+            if isinstance(module, nn.Linear) and module is not head:
+                self._attach(name, module, rank, noise, self._linear)
+            elif embeddings and module is table:
+                self._attach(name, module, rank, noise, self._embedding)
+        if not self._layers:
+            raise ValueError(f"a {draft.config.model_type} has no linear layers to adapt")
+        if embeddings and head.weight is table.weight:
+            self._hooks.append(head.register_forward_hook(self._tied_head))
+
+    def _attach(self, name: str, module: Any, rank: int, noise: torch.Generator, hook: Any) -> None:
+        rows, columns = module.weight.shape
+        bound = 1.0 / math.sqrt(columns)
+        down = torch.empty(rank, columns).uniform_(-bound, bound, generator=noise)
+        like = {"device": module.weight.device, "dtype": module.weight.dtype}
+        module.register_parameter(_DOWN, nn.Parameter(down.to(**like)))
+        module.register_parameter(_UP, nn.Parameter(torch.zeros(rows, rank, **like)))
+        self._layers[name] = module
+        self._hooks.append(module.register_forward_hook(hook))
+
+    def _linear(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        thin = functional.linear(inputs[0], getattr(module, _DOWN))
+        product: Tensor = self._scale * functional.linear(thin, getattr(module, _UP))
+        return output + product
+
+    def _embedding(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        thin = functional.embedding(inputs[0], getattr(module, _UP))
+        product: Tensor = self._scale * (thin @ getattr(module, _DOWN))
+        return output + product
+
+    def _tied_head(self, _module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return self._linear(self._draft.get_input_embeddings(), inputs, output)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [getattr(m, name) for m in self._layers.values() for name in (_DOWN, _UP)]
+
+    def merged(self) -> dict[str, Tensor]:
+        """The draft's own names with the products added, float32 where adapted; all copies."""
+        state = {n: t.detach() for n, t in self._draft.state_dict().items() if not is_adapter(n)}
+        whole = {n: t.clone() for n, t in state.items()}
+        shared = {t.data_ptr(): n for n, t in state.items()}
+        for name, module in self._layers.items():
+            down, up = (getattr(module, n).detach().float() for n in (_DOWN, _UP))
+            weight = module.weight.detach().float() + self._scale * (up @ down)
+            whole[f"{name}.weight"] = weight
+            # state_dict names a tied tensor once per module that holds it
+            twin = shared[module.weight.data_ptr()]
+            whole[twin] = weight
+        return whole
+
+    def remove(self) -> None:
+        """Leave the draft as it was, every parameter in need of a gradient again."""
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._layers.values():
+            for name in (_DOWN, _UP):
+                delattr(module, name)
+        self._hooks.clear()
+        self._layers.clear()
+        self._draft.requires_grad_(True)

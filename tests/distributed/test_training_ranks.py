@@ -1,0 +1,125 @@
+"""Two ranks as Ray actors: they publish, and the death of either is survived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from lessons import TINY_VOCAB, lesson
+from tiny_models import tiny_llama
+
+from paceline.actors.replay.record import encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.trainer import Trainer
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.session import ray_session, thread_environment
+from paceline.deploy.ranks import hiring, node_address
+
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
+
+TOPICS = ("sql", "general")
+
+
+class TwoRanks(Trainer):
+    """The trainer as the application starts it, less its looking the others up."""
+
+    def __init__(self, settings: TrainerSettings, shard: Any, registry: Any) -> None:
+        hire = hiring(1, settings.group_timeout_s, 0.0)
+        super().__init__(settings, {"sql": shard}, registry, None, hire, node_address())
+
+
+@pytest.fixture(scope="module")
+def _session() -> Iterator[None]:
+    with ray_session(num_cpus=2, environment=thread_environment(1)):
+        yield
+
+
+def actor(cls: type, *args: Any) -> Any:
+    return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(cls).remote(*args)
+
+
+def eventually(check: Callable[[], Any], seconds: float = 180.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if answer := check():
+                return answer
+        except (ray.exceptions.RayError, TimeoutError):
+            pass
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.1)
+
+
+def ranks() -> set[int]:
+    """Pids of the further ranks that have joined; Ray names a process by its actor."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        if any("RankActor" in part for part in process.info["cmdline"] or ()):
+            found.add(process.pid)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("_session")
+def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(draft)
+    shard = actor(ReplayShard, "sql", ReplaySettings(held_out_fraction=0.3), None)
+    registry = actor(WeightRegistry, str(tmp_path / "weights"), TOPICS, "mark")
+    settings = TrainerSettings(
+        draft_paths=dict.fromkeys(TOPICS, str(draft)),
+        distiller=DistillerSettings(learning_rate=1e-3, dtype="float32"),
+        schedule=ScheduleSettings(min_train=4, min_held_out=3, min_new=1),
+        round_seconds=0.3,
+        refresh_s=0.1,
+        low_priority=False,
+        optimizer_dir=str(tmp_path / "optimizer"),
+        ranks=2,
+    )
+    trainer = actor(TwoRanks, settings, shard, registry)
+    ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in range(60)])
+
+    def version() -> int:
+        versions: dict[str, int] = ray.get(registry.current.remote(), timeout=5)
+        return sum(versions.values())
+
+    def grows() -> None:
+        before = eventually(version) if version() else 0
+        ray.get(
+            [
+                shard.insert.remote(encode(lesson(n, created=time.time())))
+                for n in range(before * 100, before * 100 + 20)
+            ]
+        )
+        eventually(lambda: version() > before)
+
+    def status() -> dict[str, Any]:
+        facts: dict[str, Any] = ray.get(trainer.status.remote(), timeout=5)
+        return facts
+
+    grows()
+    [second] = eventually(ranks)
+    os.kill(second, signal.SIGKILL)
+    grows()
+    assert eventually(status)["failures"] >= 1
+    [third] = eventually(ranks)
+    assert third != second
+
+    first = status()["pid"]
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: third not in ranks())  # a rank does not outlive its trainer
+    grows()
+    assert status()["pid"] != first
+    ray.kill(trainer, no_restart=True)
+    eventually(lambda: not ranks())

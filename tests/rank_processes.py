@@ -1,0 +1,113 @@
+"""Ranks as processes of a test's own: rank 0 drives them, the others do as told over a pipe."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.actors.training import group
+from paceline.actors.training.crew import Crew, Member
+
+TIMEOUT_S = 120.0
+_TESTS = Path(__file__).parent
+
+
+class ProcessHand:
+    """A further rank in a process that ends with this one's."""
+
+    def __init__(self, place: group.Place) -> None:
+        self.process, self._orders = _start()
+        _send(self._orders, (__name__, "obey", (place,)))
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        try:
+            _send(self._orders, (method, arguments))
+        except OSError:  # it is dead, which the group finds out
+            return
+
+    def dismiss(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def crew_of(ranks: int) -> tuple[Crew, list[ProcessHand]]:
+    """A crew, and the list in which its members appear as they are hired."""
+    hired: list[ProcessHand] = []
+
+    def hire(place: group.Place) -> ProcessHand:
+        hired.append(ProcessHand(place))
+        return hired[-1]
+
+    return Crew(ranks, hire, "127.0.0.1", TIMEOUT_S), hired
+
+
+def as_rank_0(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function of a test module in a process of its own; what it returns.
+
+    The process of the tests has a group already, which other tests stand on.
+    """
+    process, channel = _start()
+    try:
+        _send(channel, (work.__module__, work.__name__, arguments))
+        return _receive(channel)
+    except EOFError:
+        raise AssertionError(f"rank 0 ended with {process.wait()}, see its output") from None
+    finally:
+        channel.close()
+        process.wait(TIMEOUT_S)
+
+
+def obey(orders: Connection, place: group.Place) -> None:
+    """Be a further rank until the pipe ends, or until something raises."""
+    member = Member(place, TIMEOUT_S)
+    while True:
+        method, arguments = _receive(orders)
+        getattr(member, method)(*arguments)
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    mine, theirs = Pipe()
+    paths = [str(_TESTS), str(_TESTS / "unit"), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, str(_TESTS / "rank_processes.py"), str(theirs.fileno())],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    return process, mine
+
+
+def _send(channel: Connection, message: Any) -> None:
+    # not Connection.send: torch would then share memory by descriptors that die with the sender
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    channel.send_bytes(buffer.getvalue())
+
+
+def _receive(channel: Connection) -> Any:
+    return torch.load(io.BytesIO(channel.recv_bytes()), weights_only=False)
+
+
+def main() -> None:
+    """Do the one thing that is asked for."""
+    torch.set_num_threads(1)
+    channel = Connection(int(sys.argv[1]))
+    module, name, arguments = _receive(channel)
+    work = getattr(importlib.import_module(module), name)
+    if name == "obey":
+        work(channel, *arguments)
+    else:
+        _send(channel, work(*arguments))
+
+
+if __name__ == "__main__":
+    main()
