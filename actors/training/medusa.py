@@ -160,6 +160,6 @@ def head_accuracy(heads: MedusaHeads, lesson: HeadLesson, positions: int = 1024)
     for at in range(0, len(lesson.labels), positions):
         labels = lesson.labels[at : at + positions]
         found = heads(lesson.hidden[at : at + positions].float()).argmax(-1)
-        right += (found.T == labels).sum(0).cpu()
+        right += (labels == found.T).sum(0).cpu()
     known = (lesson.labels != _IGNORED).sum(0).cpu()
     return [int(hit) / max(int(count), 1) for hit, count in zip(right, known, strict=True)]
