@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     text = tables(figures)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    console.print(text, markup=False)
+    console.print(text, markup=False, soft_wrap=True)
     return int(figures["draft_failures"] > 0)
 
 
