@@ -53,7 +53,7 @@ class Teaching:
     num_heads: int = 4
     own_output: bool = True
     learning_rates: tuple[float, float] = (1.5e-3, 3e-4)
-    head_learning_rate: float = 1e-3
+    head_learning_rate: float = 5e-3
     micro_batch: int = 16
     held_out_fraction: float = 0.1
     seed: int = 0
