@@ -3,7 +3,8 @@
     PYTHONPATH=benchmarks python -m online.medusa --quick --data FOLDER
 
 The general draft as it comes, one draft and a draft per topic, one set of heads and a set per
-topic: all but the first have learnt from the same answers in as many passes. Figures go to
+topic: all but the first have learnt from the same answers in as many passes. On one thread,
+seconds are the processor's: other processes then disturb little. Figures go to
 out/bench/online/medusa.json, tables beside them; what was taught is kept.
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,12 +94,13 @@ def make_variants(
 ) -> tuple[list[Variant], list[Engine]]:
     """Plain decoding first; fixed k in one engine, the controllers each in one of its own."""
     both = load(school, topics, threads, "drafts heads", 0)
-    variants: list[Variant] = [Served(PLAIN, both, 0, draft_names(GENERAL))]
+    clock = time.process_time if threads == 1 else time.perf_counter
+    variants: list[Variant] = [Served(PLAIN, both, 0, draft_names(GENERAL), clock)]
     for kind in (GENERAL, ONE_DRAFT, EXPERTS, ONE_SET, SETS):
-        variants += [Served(f"{kind}, k={k}", both, k, draft_names(kind)) for k in ks]
+        variants += [Served(f"{kind}, k={k}", both, k, draft_names(kind), clock) for k in ks]
     drafts, heads = (load(school, topics, threads, kinds, None) for kinds in ("drafts", "heads"))
-    variants.append(Served(f"{EXPERTS}, auto", drafts, None, draft_names(EXPERTS)))
-    variants.append(Served(f"{SETS}, auto", heads, None, draft_names(SETS)))
+    for kind, engine in ((EXPERTS, drafts), (SETS, heads)):
+        variants.append(Served(f"{kind}, auto", engine, None, draft_names(kind), clock))
     return variants, [both, drafts, heads]
 
 

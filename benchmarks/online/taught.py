@@ -120,9 +120,9 @@ class School:
     ) -> dict[str, Any]:
         judge = self._bench.judge
         before = float(judge.score(None, held_out).acceptance.mean())
-        began = time.perf_counter()
+        began = time.process_time()
         state = _distilled(train, self._teaching)
-        spent = time.perf_counter() - began
+        spent = time.process_time() - began
         figures = {
             "held_out_acceptance_before": before,
             "held_out_acceptance": float(judge.score(state, held_out).acceptance.mean()),
@@ -138,7 +138,7 @@ class School:
         teaching = self._teaching
         dtype = resolve_dtype("auto", resolve_device("auto"))
         target = load_causal_lm(TARGET, dtype, attention="sdpa")
-        began = time.perf_counter()
+        began = time.process_time()
         lesson, exam = (_lesson(target, side, teaching.num_heads) for side in (train, held_out))
         output = target.get_output_embeddings().weight
         config = HeadsConfig(
@@ -156,7 +156,7 @@ class School:
             "positions": len(lesson.labels),
             "steps": steps,
             "parameters": sum(p.numel() for p in heads.parameters()),
-            "seconds": round(time.perf_counter() - began, 1),
+            "seconds": round(time.process_time() - began, 1),
         }
         folder = self.folder("heads", topic)
         shutil.rmtree(folder, ignore_errors=True)
