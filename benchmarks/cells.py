@@ -40,16 +40,21 @@ class Block:
 
 @dataclass(slots=True)
 class Outcome:
-    """All that a cell gave: timings, greedy answers by variant and prompt, drafting."""
+    """All that a cell gave: timings, greedy answers by variant and prompt, drafting.
+
+    ``by_topic`` is drafting by (variant, topic).
+    """
 
     timings: list[Timing] = field(default_factory=list)
     answers: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     drafted: dict[str, Drafted] = field(default_factory=dict)
+    by_topic: dict[tuple[str, str], Drafted] = field(default_factory=dict)
 
     def take(self, variant: str, block: Block, run: Run, *, greedy: bool) -> None:
         """Note one run."""
         self.timings.append(Timing(variant, block.number, block.topic, run.num_tokens, run.seconds))
         self.drafted.setdefault(variant, Drafted()).add(run.drafted)
+        self.by_topic.setdefault((variant, block.topic), Drafted()).add(run.drafted)
         if greedy:
             for prompt, output in zip(block.prompts, run.outputs, strict=True):
                 self.answers.setdefault(variant, {})[prompt.number] = output

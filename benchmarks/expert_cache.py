@@ -74,6 +74,11 @@ def save_expert(
             shutil.copyfile(path, folder / path.name)
     tensors = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    note_facts(folder, recipe, figures)
+
+
+def note_facts(folder: Path, recipe: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    """Say in a folder of whole weights what decided them and what they are good for."""
     facts = {"recipe": recipe, "figures": figures, "weights": _sha256(folder / _WEIGHTS)}
     (folder / _FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

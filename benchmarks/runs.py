@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,17 +14,20 @@ from prompts import Prompt
 class Drafted:
     """Sums over speculative rounds: how many, and drafted and accepted tokens.
 
-    ``drafted`` stays None where the variant does not tell.
+    ``drafted`` stays None where the variant does not tell; ``by_round`` counts rounds by their
+    (drafted, accepted), where it tells even that.
     """
 
     rounds: int = 0
     accepted: int = 0
     drafted: int | None = None
+    by_round: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def add(self, other: Drafted) -> None:
         """Take another run's sums."""
         self.rounds += other.rounds
         self.accepted += other.accepted
+        self.by_round.update(other.by_round)
         if other.drafted is not None:
             self.drafted = (self.drafted or 0) + other.drafted
 
@@ -36,6 +40,15 @@ class Drafted:
     def acceptance_rate(self) -> float | None:
         """Accepted over drafted tokens."""
         return self.accepted / self.drafted if self.drafted else None
+
+    def position_rates(self) -> list[float]:
+        """Per drafted position, how often it was accepted where all before it were."""
+        rates: list[float] = []
+        for at in range(max((drafted for drafted, _ in self.by_round), default=0)):
+            tried = {r: n for r, n in self.by_round.items() if r[0] > at and r[1] >= at}
+            taken = sum(n for (_, accepted), n in tried.items() if accepted > at)
+            rates.append(taken / sum(tried.values()) if tried else 0.0)
+        return rates
 
 
 @dataclass(frozen=True, slots=True)

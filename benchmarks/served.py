@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prompts import Prompt
@@ -45,17 +45,28 @@ def load_engine(
 class Served:
     """Requests to an engine, ``batch`` of them in flight as long as there are so many."""
 
-    def __init__(self, name: str, engine: Engine, k: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        k: int | None,
+        draft_of: Callable[[str], str] = lambda topic: topic,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Take an engine.
 
         Args:
             name: of the variant.
             engine: may be shared by variants that do not run at the same time.
             k: tokens drafted per round; None leaves it to the engine.
+            draft_of: the draft for a topic's prompts.
+            clock: seconds of a run; on one thread the processor's own tell less of neighbours.
         """
         self.name = name
         self._engine = engine
         self._k = k
+        self._draft_of = draft_of
+        self._clock = clock
         self._ids = itertools.count()
 
     def run(
@@ -69,13 +80,14 @@ class Served:
         waiting = self._requests(prompts, temperature, max_tokens)
         outputs: dict[str, list[int]] = {request.request_id: [] for request in waiting}
         drafted = Drafted(drafted=0)
-        began = time.perf_counter()
+        began = self._clock()
         for request in waiting[:batch]:
             self._engine.add(request)
         following = iter(waiting[batch:])
         while self._engine.has_work:
             for output in self._engine.step():
                 outputs[output.request_id].extend(output.chunk.token_ids)
+                drafted.by_round.update(output.chunk.rounds)
                 if output.chunk.finish_reason is None:
                     continue
                 if output.chunk.finish_reason == FINISH_ERROR:
@@ -90,7 +102,7 @@ class Served:
                     )
                 if (successor := next(following, None)) is not None:
                     self._engine.add(successor)
-        return Run(list(outputs.values()), time.perf_counter() - began, drafted)
+        return Run(list(outputs.values()), self._clock() - began, drafted)
 
     def _requests(
         self, prompts: Sequence[Prompt], temperature: float, max_tokens: int
@@ -103,7 +115,7 @@ class Served:
                 prompt.token_ids,
                 sampling,
                 topic=prompt.topic,
-                draft=prompt.topic,
+                draft=self._draft_of(prompt.topic),
                 num_speculative_tokens=self._k,
                 store=False,
             )

@@ -14,6 +14,7 @@ from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
 from paceline.actors.decoding.experts import ExpertStack
+from paceline.actors.decoding.medusa import HeadStack
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.actors.decoding.runner import ModelRunner
 
@@ -75,6 +76,7 @@ def engine_of(
     kv_positions: int | None = None,
     draft_positions: int | None = None,
     canary_share: float = 0.0,
+    heads: Iterable[HeadStack] = (),
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping."""
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +101,10 @@ def engine_of(
     return Engine(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),
         drafting=Drafting(
-            ColocatedProposer(stacks, support, generator), None, target.device, time.perf_counter
+            ColocatedProposer([*stacks, *heads], support, generator),
+            None,
+            target.device,
+            time.perf_counter,
         ),
         tokenizer=TOKENIZER,
         settings=settings,

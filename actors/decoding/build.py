@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from paceline.actors.decoding.loading import (
     resolve_device,
     resolve_dtype,
 )
+from paceline.actors.decoding.medusa import HeadStack, check_hidden, head_stepper, load_heads
 from paceline.actors.decoding.memory import free_memory
 from paceline.actors.decoding.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.decoding.pool.profile import profile_pool
@@ -153,6 +155,23 @@ def _candidates(
     ]
 
 
+def build_heads(settings: TargetSettings, runner: ModelRunner) -> list[HeadStack]:
+    """The Medusa heads on the target that ``runner`` runs.
+
+    Raises:
+        ValueError: for heads of another shape, a name that a draft has, a pool, or a target whose
+            hidden states cannot be read.
+        OSError: for a folder that cannot be read.
+    """
+    if not settings.heads:
+        return []
+    if settings.placement == "pool" or settings.heads.keys() & settings.drafts.keys():
+        raise ValueError("heads must be colocated, and none may have a draft's name")
+    check_hidden(runner)
+    output = runner.models[0].get_output_embeddings().weight
+    return [HeadStack(name, *load_heads(Path(p)), output) for name, p in settings.heads.items()]
+
+
 def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
     """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
 
@@ -173,13 +192,15 @@ def build_controller(
     runner: ModelRunner,
     stacks: Sequence[ExpertStack],
     pool: PoolProposer | None = None,
+    heads: Sequence[HeadStack] = (),
 ) -> GoodputController | None:
     """The controller over costs profiled here and now; None where k is fixed.
 
-    Drafts of several architectures are taken to cost what those of the first do. Those of a pool
-    are asked through it: their costs include the way there and back.
+    Drafts of several architectures are taken to cost what those of the first do, heads only where
+    there is nothing else. Those of a pool are asked through it: their costs include the way there
+    and back.
     """
-    if settings.num_speculative_tokens is not None or not (stacks or pool):
+    if settings.num_speculative_tokens is not None or not (stacks or pool or heads):
         return None
     rows = grid_points(settings.max_num_seqs)
     most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
@@ -192,6 +213,10 @@ def build_controller(
     if pool is not None:
         draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
         costs = DraftCosts(draft_costs, reads_elsewhere=True)
+        return GoodputController(StepCosts(target_costs), costs, most)
+    if not stacks:
+        head_costs = profile(head_stepper(heads[0]), rows, [1], time.perf_counter)
+        costs = DraftCosts(head_costs, reads_elsewhere=True)
         return GoodputController(StepCosts(target_costs), costs, most)
     draft = stacks[0].runner
     served = sum(not is_candidate(name) for name in stacks[0].names)
@@ -264,8 +289,11 @@ def build_engine(
     stacks = (
         [] if pool is not None else build_stacks(settings, dtype, device, max_model_len, positions)
     )
-    proposer: Proposer = pool or ColocatedProposer(stacks, settings.draft_top_k, generator)
-    controller = build_controller(settings, runner, stacks, pool)
+    heads = build_heads(settings, runner)
+    proposer: Proposer = pool or ColocatedProposer(
+        [*stacks, *heads], settings.draft_top_k, generator
+    )
+    controller = build_controller(settings, runner, stacks, pool, heads)
     engine = Engine(
         runner=runner,
         drafting=Drafting(proposer, controller, device, time.perf_counter),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.decoding.verification import Proposal
 
@@ -42,13 +42,64 @@ def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
     return merged
 
 
+class DraftStack(Protocol):
+    """Drafts that propose together: experts of one architecture, or heads on the target."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether they need DraftRow.hidden."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Every draft with its weight_version."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Every draft that there may be: also those without weights, which a trial fills."""
+        ...
+
+    @property
+    def faulty(self) -> frozenset[str]:
+        """Drafts that gave no probabilities in the latest call: their rows drafted nothing."""
+        ...
+
+    @property
+    def read_tokens(self) -> int:
+        """Prompt tokens that the latest call of :meth:`propose` read."""
+        ...
+
+    def version(self, draft: str) -> int:
+        """The weight_version that a draft proposes with."""
+        ...
+
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot; one that is not here is fine."""
+        ...
+
+    def propose(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        """Draft for rows of these drafts from at most ``support`` tokens per position."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Free what a sequence held; unknown ones are fine."""
+        ...
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Take new weights; a ValueError where they do not fit."""
+        ...
+
+
 class ColocatedProposer:
-    """All experts in the target's process, those of one architecture in one stack."""
+    """All drafts in the target's process, those of one architecture in one stack."""
 
     waited_in_vain = False
 
     def __init__(
-        self, stacks: Sequence[ExpertStack], support: int, generator: torch.Generator
+        self, stacks: Sequence[DraftStack], support: int, generator: torch.Generator
     ) -> None:
         """Take the experts.
 
@@ -60,13 +111,16 @@ class ColocatedProposer:
         self._stacks = {name: stack for stack in stacks for name in (*stack.names, *stack.versions)}
         self._support = support
         self._generator = generator
-        self._stack_of: dict[str, ExpertStack] = {}
+        self._stack_of: dict[str, DraftStack] = {}
+        self.hidden_drafts = frozenset(
+            name for stack in stacks if stack.reads_hidden for name in stack.versions
+        )
         self.read_tokens = 0
         self.faulty: frozenset[str] = frozenset()
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, batched per stack."""
-        groups: dict[int, tuple[ExpertStack, list[int]]] = {}
+        groups: dict[int, tuple[DraftStack, list[int]]] = {}
         for index, row in enumerate(rows):
             stack = self._stack_of[row.request_id] = self._stacks[row.draft]
             groups.setdefault(id(stack), (stack, []))[1].append(index)

@@ -33,6 +33,15 @@ class Decoder(Protocol):
         """Logits ``[B, T or keep, V]`` of int64 ``[B, T]`` tokens; stores keys and values."""
         ...
 
+    def with_hidden(
+        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same logits, and the hidden states ``[B, T or keep, H]`` that the head read.
+
+        The grid must be of one expert.
+        """
+        ...
+
     def refresh(self, expert: int | None = None) -> None:
         """Take note that the parameters (of one expert, or all) have changed."""
         ...
@@ -60,6 +69,19 @@ class ModuleDecoder:
         for index, part in parts:
             logits[index] = part
         return logits
+
+    def with_hidden(
+        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Decoder; the model's output embeddings must be a module that it calls."""
+        seen: list[Tensor] = []
+        head = self._models[grid.experts[0]].get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            logits = self(token_ids, step, grid, keep)
+        finally:
+            hook.remove()
+        return logits, seen[-1][:, -keep:]
 
     def _run(self, expert: int, token_ids: Tensor, step: StepContext, keep: int) -> Tensor:
         output = self._models[expert](

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class Drafting:
         self._rest = 0  # rounds until a proposer that failed is asked again
         self._next_rest = 1
         self._versions: dict[str, int] = {}
+        self._hidden_drafts = proposer.hidden_drafts
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
@@ -96,6 +97,24 @@ class Drafting:
             self._note_versions([batch[i] for i in indices])
         self._drafting_s = self._clock() - self._began
         return proposal
+
+    def reads_hidden(self, batch: Iterable[RunningSequence]) -> bool:
+        """Whether a draft of the batch reads the target's hidden states."""
+        return bool(self._hidden_drafts) and any(
+            s.request.draft in self._hidden_drafts and s.num_speculative_tokens != 0 for s in batch
+        )
+
+    def saw(self, batch: Sequence[RunningSequence], hidden: Tensor, num_accepted: Tensor) -> None:
+        """Keep the hidden states that the round's final tokens came from.
+
+        Args:
+            batch: B sequences.
+            hidden: ``[B, k + 1, H]`` of the verified positions.
+            num_accepted: int64 ``[B]``, draft tokens before the final one.
+        """
+        at = torch.arange(len(batch), device=hidden.device)
+        for sequence, state in zip(batch, hidden[at, num_accepted], strict=True):
+            sequence.hidden = state
 
     def finished(
         self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
@@ -148,6 +167,7 @@ class Drafting:
             num_output=sequence.num_output,
             num_draft_tokens=k,
             sampling=sequence.request.sampling,
+            hidden=sequence.hidden,
         )
 
     def _note_versions(self, sequences: Sequence[RunningSequence]) -> None:

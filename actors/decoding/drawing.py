@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from paceline.actors.decoding.noise import gumbel, stream_key
+from paceline.actors.decoding.rules import RulesAhead
 from paceline.actors.decoding.sampling import SamplingBatch, draw, keep_mask
 from paceline.actors.decoding.top_tokens import top_logits
+from paceline.actors.decoding.transfer import device_tensor
 
 
 def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor]:
@@ -55,3 +59,38 @@ def pick_tokens(
         noise = gumbel(keys, ids[rows])
         columns[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
     return columns
+
+
+def draw_drafts(
+    forward: Callable[[Tensor | None], Tensor],
+    steps: int,
+    histories: Sequence[tuple[Sequence[int], int]],
+    batch: SamplingBatch,
+    support: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, ...]:
+    """Draft k tokens for B rows by their own sampling, one after the other.
+
+    Args:
+        forward: one call per step: int64 ``[B, 1]`` drafted before it (None at first) to float
+            ``[B, 1, V]``.
+        steps: k.
+        histories: per row all its tokens, and how many of them, the last ones, are output.
+        batch: sampling parameters of the B rows.
+        support: S, the most tokens that a draft's distribution may hold.
+        generator: randomness of the unseeded rows.
+
+    Returns:
+        tokens int64 and q of them float32, ``[B, k]`` each; the support int64 and q of it
+        float32, ``[B, k, S]`` each.
+    """
+    outputs = device_tensor([count for _, count in histories], batch.temperature.device)
+    ahead, tokens = RulesAhead(batch.rules, histories, outputs), None
+    drafted: list[tuple[Tensor, ...]] = []
+    for step in range(steps):
+        ids, probs = draft_support(ahead.apply(forward(tokens)[:, -1]), batch, support)
+        column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
+        tokens = ids.gather(1, column)
+        ahead.took(tokens[:, 0])
+        drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
+    return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))

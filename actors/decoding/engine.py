@@ -254,7 +254,12 @@ class Engine:
         for sequence, share in zip(reading, shares, strict=True):
             if share:
                 start, row = sequence.num_computed, self._rows.row(sequence.request_id)
-                self._runner.prefill(row, sequence.tokens[start : start + share], start)
+                sequence.hidden = self._runner.prefill(
+                    row,
+                    sequence.tokens[start : start + share],
+                    start,
+                    hidden=self._drafting.reads_hidden((sequence,)),
+                )
                 sequence.num_computed += share
             if sequence.prefilled:
                 self._keep(sequence)
@@ -272,12 +277,18 @@ class Engine:
         positions = state[:, 1:2] + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
         rows = [self._rows.row(s.request_id) for s in batch]
-        logits = self._runner.forward(rows, tokens, positions, span)
+        hidden = None
+        if self._drafting.reads_hidden(batch):
+            logits, hidden = self._runner.forward_hidden(rows, tokens, positions, span)
+        else:
+            logits = self._runner.forward(rows, tokens, positions, span)
         params, counts = self._params.of([s.request.sampling for s in batch]), None
         if params.rules is not None:
             histories = [(s.tokens, s.num_output) for s in batch]
             counts = count_tokens(params.rules, histories, logits.shape[-1], device)
         verdict = verify(logits, proposal, params, state[:, 2], self._generator, counts)
+        if hidden is not None:
+            self._drafting.saw(batch, hidden, verdict.num_accepted)
         wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
         return self._emit(batch, proposal, verdict, logits, wanted)
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.actors.decoding.drawing import draft_support, pick_tokens
+from paceline.actors.decoding.drawing import draw_drafts
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
 from paceline.actors.decoding.proposer import DraftRow
-from paceline.actors.decoding.rules import RulesAhead
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import LatestBatch, SamplingBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
 from paceline.actors.decoding.transfer import device_tensor
-from paceline.actors.decoding.verification import Proposal
+from paceline.actors.decoding.verification import Proposal, sound
 from paceline.actors.weights.slots import expert_of, is_candidate
 
 
 class ExpertStack:
     """Experts of one architecture: their weights, shared rows, and how far each row is computed."""
+
+    reads_hidden = False
 
     def __init__(
         self, runner: ModelRunner, names: Sequence[str], rows: int, prefill_chunk: int = 256
@@ -220,12 +220,7 @@ class ExpertStack:
             self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
         proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
-        if not math.isfinite(float(chosen_probs.sum())):  # verification would be off its law
-            broken = ~chosen_probs.isfinite().all(dim=1)
-            self.faulty = frozenset(
-                row.draft for row, bad in zip(rows, broken.tolist(), strict=True) if bad
-            )
-            proposal = proposal.without(broken)
+        proposal, self.faulty = sound(proposal, [row.draft for row in rows])
         return proposal
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
@@ -247,19 +242,11 @@ class ExpertStack:
         support: int,
         generator: torch.Generator,
     ) -> tuple[Tensor, ...]:
-        """Tokens and q of them, ``[B, k]``; support and q of it, ``[B, k, S]``."""
+        """As :func:`drawing.draw_drafts`."""
         steps = max(row.num_draft_tokens for row in rows)
-        outputs = device_tensor([row.num_output for row in rows], self.runner.device)
-        ahead = RulesAhead(batch.rules, [(row.tokens, row.num_output) for row in rows], outputs)
-        forward, tokens = self._forwards(rows, steps), None
-        drafted: list[tuple[Tensor, ...]] = []
-        for step in range(steps):
-            ids, probs = draft_support(ahead.apply(forward(tokens)[:, -1]), batch, support)
-            column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
-            tokens = ids.gather(1, column)
-            ahead.took(tokens[:, 0])
-            drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
-        return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))
+        histories = [(row.tokens, row.num_output) for row in rows]
+        forward = self._forwards(rows, steps)
+        return draw_drafts(forward, steps, histories, batch, support, generator)
 
     def _forwards(self, rows: Sequence[DraftRow], steps: int) -> Callable[[Tensor | None], Tensor]:
         """The round's forwards, one per call: int64 ``[B, 1]`` drafted before it, None at first.

@@ -229,14 +229,24 @@ class FusedDecoder:
         Returns:
             ``[B, T or keep, V]`` in the models' dtype.
         """
+        return grid.to_rows(self._head(self._hidden(token_ids, step, grid, keep), grid))
+
+    def with_hidden(
+        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same logits, and the normed hidden states ``[B, T or keep, H]`` they come from."""
+        hidden = self._hidden(token_ids, step, grid, keep)
+        return grid.to_rows(self._head(hidden, grid)), grid.to_rows(hidden)
+
+    def _hidden(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
+        """What the head reads, ``[E', R*(T or keep), H]``."""
         x = functional.embedding(grid.offset(token_ids, self._vocab), self._embeddings)
         delta: Tensor | None = None
         for layer in self._layers:
             x, delta = layer(x, delta, step, grid, self._rotary, self._kernels)
         if delta is not None:
             delta = grid.last(delta, keep)
-        _, x = self._norm.after(grid.last(x, keep), delta, grid, self._kernels)
-        return grid.to_rows(self._head(x, grid))
+        return self._norm.after(grid.last(x, keep), delta, grid, self._kernels)[1]
 
 
 def layer_window(config: Any, layer: int) -> int | None:

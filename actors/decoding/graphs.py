@@ -119,6 +119,12 @@ class GraphedDecoder:
         """See Decoder."""
         self.plain.refresh(expert)
 
+    def with_hidden(
+        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Decoder; never from a graph."""
+        return self.plain.with_hidden(token_ids, step, grid, keep)
+
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """See Decoder."""
         # Mixed experts come in too many layouts.

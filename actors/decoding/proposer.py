@@ -25,6 +25,8 @@ class DraftRow:
         num_output: how many of them are output.
         num_draft_tokens: how many to propose, at least 1.
         sampling: the request's sampling parameters.
+        hidden: for a draft that reads them, the target's final hidden state ``[H]`` from which
+            the latest token came; None where it is not known, as after a cached prompt.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class DraftRow:
     num_output: int
     num_draft_tokens: int
     sampling: SamplingParams
+    hidden: Tensor | None = None
 
 
 class Proposer(Protocol):
@@ -51,6 +54,11 @@ class Proposer(Protocol):
     @property
     def faulty(self) -> frozenset[str]:
         """Drafts that gave no probabilities in the latest round: their rows drafted nothing."""
+        ...
+
+    @property
+    def hidden_drafts(self) -> frozenset[str]:
+        """The drafts that read the target's hidden states; a round without them gathers none."""
         ...
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:

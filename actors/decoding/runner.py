@@ -120,22 +120,52 @@ class ModelRunner:
         Returns:
             logits ``[B, T or keep, V]`` in the models' dtype.
         """
-        self.kv.sync()
-        step = StepContext.at(self.kv, _index(tuple(rows), self.device), positions, span)
+        step = self._step(rows, positions, span)
         return self.decoder(token_ids, step, grid or _one_model(len(rows), self.device), keep)
 
-    def prefill(self, row: int, token_ids: Sequence[int], start: int, expert: int = 0) -> None:
+    @torch.inference_mode()
+    def forward_hidden(
+        self, rows: Sequence[int], token_ids: Tensor, positions: Tensor, span: int, keep: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`forward` of the first model.
+
+        Returns:
+            its logits, and the hidden states ``[B, T or keep, H]`` that its head read.
+        """
+        step = self._step(rows, positions, span)
+        return self.decoder.with_hidden(token_ids, step, _one_model(len(rows), self.device), keep)
+
+    def _step(self, rows: Sequence[int], positions: Tensor, span: int) -> StepContext:
+        self.kv.sync()
+        return StepContext.at(self.kv, _index(tuple(rows), self.device), positions, span)
+
+    def prefill(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        start: int,
+        expert: int = 0,
+        *,
+        hidden: bool = False,
+    ) -> Tensor | None:
         """Store keys and values of consecutive tokens of one row, from position ``start``.
 
         The row must have blocks for them, see :meth:`forward`.
+
+        Returns:
+            the hidden state ``[H]`` of the last of them where ``hidden`` asks the first model
+            for it.
         """
         if not token_ids:
-            return
+            return None
         tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         end = start + len(token_ids)
         positions = torch.arange(start, end, device=self.device)[None]
+        if hidden:
+            return self.forward_hidden([row], tokens, positions, end, keep=1)[1][0, -1]
         grid = Grid([expert], self.device)
         self.forward([row], tokens, positions, span=end, keep=1, grid=grid)
+        return None
 
     @torch.inference_mode()
     def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:

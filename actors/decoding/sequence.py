@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from paceline.actors.decoding.recorder import Recorder
 from paceline.actors.decoding.request import (
     DRAFT_OFF,
@@ -30,8 +32,9 @@ class Sequence:
     ``failed_version`` the version in it that failed while it drafted for the request.
     ``num_computed`` positions have target keys and values; decoding starts when all but the
     last token have, so that every output token, the first too, comes from verification.
-    ``num_cached`` of them were there when it began for the first time. ``request_id`` is that of
-    this attempt at the request.
+    ``num_cached`` of them were there when it began for the first time. ``hidden`` is the target's
+    final hidden state ``[H]`` from which the last token came, where a draft reads it.
+    ``request_id`` is that of this attempt at the request.
     """
 
     request: GenerationRequest
@@ -45,6 +48,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
+    hidden: Tensor | None = None
     finish_reason: str | None = None
     num_spec_steps: int = 0
     num_draft_tokens: int = 0

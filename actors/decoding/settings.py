@@ -15,6 +15,7 @@ class TargetSettings:
 
     ``drafts`` maps every expert (all topics and ``general``) to a model folder; the frozen
     initial weights of each are reachable as ``<expert>@0`` without an entry of their own.
+    ``heads`` maps further drafts to folders of Medusa heads, which are colocated only.
     ``replay_top_k`` target probabilities are logged per position, with ``replay_branches`` behind
     rejected tokens too; ``draft_top_k`` bounds the support that a draft proposes from.
     ``num_speculative_tokens`` None has every round draft what measured goodput says, up to
@@ -34,6 +35,7 @@ class TargetSettings:
 
     model_path: str
     drafts: dict[str, str] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "auto"
     num_threads: int = 2

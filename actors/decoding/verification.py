@@ -10,6 +10,7 @@ target's output law as it is, for any draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -86,6 +87,23 @@ class Proposal:
             support_ids=self.support_ids.masked_fill(rows[:, None, None], 0),
             support_probs=self.support_probs.masked_fill(rows[:, None, None], 0.0),
         )
+
+
+def sound(proposal: Proposal, drafts: Sequence[str]) -> tuple[Proposal, frozenset[str]]:
+    """Take away what was drafted without probabilities: verification would leave its law.
+
+    Args:
+        proposal: of B rows.
+        drafts: who drafted each of them.
+
+    Returns:
+        the proposal, and the drafts that gave something that is not finite.
+    """
+    if math.isfinite(float(proposal.token_probs.sum())):
+        return proposal, frozenset()
+    broken = ~proposal.token_probs.isfinite().all(dim=1)
+    names = zip(drafts, broken.tolist(), strict=True)
+    return proposal.without(broken), frozenset(draft for draft, bad in names if bad)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class PoolProposer:
     :meth:`describe` may be called from any thread, everything else from the engine's alone.
     """
 
+    hidden_drafts: frozenset[str] = frozenset()
+
     def __init__(
         self,
         experts: Sequence[str],

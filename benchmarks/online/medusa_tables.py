@@ -1,0 +1,82 @@
+"""The figures of drafts and Medusa heads as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from report import interval
+
+
+def tables(figures: Mapping[str, Any]) -> str:
+    """All tables: what was taught, then a cell after the other."""
+    parts = [taught_table(figures["taught"])]
+    for cell in figures["cells"]:
+        parts.append(f"Temperature {cell['temperature']:g}, batch {cell['batch']}:")
+        parts += [speed_table(cell), topic_table(cell)]
+    return "\n\n".join(parts) + "\n"
+
+
+def taught_table(taught: Mapping[str, Mapping[str, Any]]) -> str:
+    """Held-out figures and cost of everything that learnt."""
+    rows = []
+    for name, facts in taught.items():
+        held = facts.get("held_out_accuracy") or [facts["held_out_acceptance"]]
+        rows.append(
+            [
+                name,
+                str(facts["records"]),
+                f"{facts['seconds']:.0f}",
+                " / ".join(f"{share:.2f}" for share in held),
+            ]
+        )
+    heading = ["taught", "answers", "seconds", "held-out top-1 agreement by position"]
+    return _table(heading, rows)
+
+
+def speed_table(cell: Mapping[str, Any]) -> str:
+    """Speed and acceptance of every variant."""
+    rows = []
+    for name, facts in _ordered(cell):
+        ratio = cell["ratios"].get(f"{name} / plain")
+        rates = facts["position_rates"]
+        rows.append(
+            [
+                name,
+                f"{facts['tokens_per_s']:.0f}",
+                interval(ratio) if ratio else "",
+                _number(facts["mean_acceptance_length"]),
+                " / ".join(f"{rate:.2f}" for rate in rates),
+                f"{facts['answers_that_differ']} of {facts['answers']}"
+                if "answers" in facts
+                else "",
+            ]
+        )
+    heading = ["variant", "tokens/s", "against plain", "acceptance length"]
+    return _table([*heading, "accepted by position", "answers that differ"], rows)
+
+
+def topic_table(cell: Mapping[str, Any]) -> str:
+    """Acceptance length and speed per topic."""
+    topics = sorted(cell["variants"]["plain"]["tokens_per_s_by_topic"])
+    rows = []
+    for name, facts in _ordered(cell):
+        lengths = facts["mean_acceptance_length_by_topic"]
+        speeds = facts["tokens_per_s_by_topic"]
+        shown = [f"{speeds[t]:.0f} ({_number(lengths.get(t)) or '-'})" for t in topics]
+        rows.append([name, *shown])
+    return _table(["tokens/s (acceptance length)", *topics], rows)
+
+
+def _ordered(cell: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Plain first, then by kind and k."""
+    return sorted(cell["variants"].items(), key=lambda item: (item[0] != "plain", item[0]))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
