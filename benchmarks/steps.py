@@ -21,9 +21,9 @@ from typing import Any
 import machine
 import torch
 
-from paceline.actors.decoding.build import stepper
 from paceline.actors.decoding.costs import grid_points, profile
 from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
+from paceline.actors.decoding.profiling import stepper
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.deploy.config import MODELS_DIR
 

@@ -1,0 +1,78 @@
+"""The controller over costs that are profiled here and now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.actors.decoding.costs import StepCosts, grid_points, profile
+from paceline.actors.decoding.draft_costs import DraftCosts
+from paceline.actors.decoding.experts import ExpertStack
+from paceline.actors.decoding.goodput import GoodputController
+from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.medusa import HeadStack, head_stepper
+from paceline.actors.decoding.pool.profile import profile_pool
+from paceline.actors.decoding.pool.proposer import PoolProposer
+from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.weights.slots import is_candidate
+
+_PROFILED_CONTEXT = 128
+
+
+def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
+    """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
+
+    def run(rows: int, tokens: int, experts: int) -> None:
+        for row in range(rows):  # where memory is short, some read the block of nobody
+            runner.kv.reserve(row, context + tokens)
+        positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
+        grid = Grid([i % experts for i in range(rows)], runner.device)
+        logits = runner.forward(range(rows), ids, positions, context + tokens, grid=grid)
+        logits.float().topk(1).indices.tolist()  # waits for the device
+
+    return run
+
+
+def build_controller(
+    settings: TargetSettings,
+    runner: ModelRunner,
+    stacks: Sequence[ExpertStack],
+    pool: PoolProposer | None = None,
+    heads: Sequence[HeadStack] = (),
+) -> GoodputController | None:
+    """The controller over costs profiled here and now; None where k is fixed.
+
+    Drafts of several architectures are taken to cost what those of the first do, heads only where
+    there is nothing else. Those of a pool are asked through it: their costs include the way there
+    and back.
+    """
+    if settings.num_speculative_tokens is not None or not (stacks or pool or heads):
+        return None
+    rows = grid_points(settings.max_num_seqs)
+    most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
+    tokens = sorted({1, 2, (most + 2) // 2, most + 1})
+    start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1]))
+    run = stepper(runner, start)
+    target_costs = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter)
+    for row in range(settings.max_num_seqs):
+        runner.kv.release(row)
+    if pool is not None:
+        draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
+        costs = DraftCosts(draft_costs, reads_elsewhere=True)
+        return GoodputController(StepCosts(target_costs), costs, most)
+    if not stacks:
+        head_costs = profile(head_stepper(heads[0]), rows, [1], time.perf_counter)
+        costs = DraftCosts(head_costs, reads_elsewhere=True)
+        return GoodputController(StepCosts(target_costs), costs, most)
+    draft = stacks[0].runner
+    served = sum(not is_candidate(name) for name in stacks[0].names)
+    experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
+    run = stepper(draft, start)
+    draft_costs = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
+    for row in range(settings.max_num_seqs):
+        draft.kv.release(row)
+    return GoodputController(StepCosts(target_costs), DraftCosts(draft_costs), most)
