@@ -15,8 +15,9 @@ import torch
 
 from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.drafting import Drafting
-from paceline.actors.decoding.engine import Engine, EngineSettings
+from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.experts import ExpertStack
+from paceline.actors.decoding.intake import EngineSettings
 from paceline.actors.decoding.kv import position_bytes
 from paceline.actors.decoding.loading import (
     load_causal_lm,

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.drafting import Drafting
+from paceline.actors.decoding.intake import EngineSettings, take_in
 from paceline.actors.decoding.logprobs import token_logprobs
 from paceline.actors.decoding.prefill import prefill_shares
-from paceline.actors.decoding.recorder import Recorder, RoundLog
+from paceline.actors.decoding.recorder import RoundLog
 from paceline.actors.decoding.request import (
-    DRAFT_OFF,
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_FAULT,
@@ -29,42 +29,18 @@ from paceline.actors.decoding.request import (
     GenerationChunk,
     GenerationRequest,
     TokenLogprob,
-    ended_late,
 )
 from paceline.actors.decoding.rules import count_tokens
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import LatestBatch
 from paceline.actors.decoding.schedule import Schedule
 from paceline.actors.decoding.sequence import Sequence
-from paceline.actors.decoding.text import TextStream
 from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal, Verdict, verify
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.weights.evidence import DraftOutcome
-from paceline.actors.weights.slots import slot_for
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Limits of an engine; see TargetSettings for the words.
-
-    ``max_speculative_tokens`` bounds what a round may draft for a request that names no number;
-    ``replay_branches`` records what follows rejected tokens, too. ``canary_share`` of the
-    requests use an expert's candidate while there is one.
-    """
-
-    max_num_seqs: int
-    max_model_len: int
-    num_speculative_tokens: int | None
-    replay_top_k: int
-    prefill_chunk: int
-    eos_token_ids: frozenset[int]
-    prefix_cache: bool = True
-    max_speculative_tokens: int = 32
-    replay_branches: bool = False
-    canary_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,44 +135,12 @@ class Engine:
         """Queue a request; one that has output already goes on from there.
 
         Raises:
-            ValueError: for an empty prompt, one that leaves no room for a token, or a token that
-                the target does not have: in a forward it would fail all requests.
+            ValueError: for one that cannot be served, see :func:`take_in`.
         """
-        room = self._settings.max_model_len - len(request.prompt_token_ids)
-        if not request.prompt_token_ids or room < 1:
-            raise ValueError(
-                f"the prompt has {len(request.prompt_token_ids)} tokens; "
-                f"1 to {self._settings.max_model_len - 1} can be served"
-            )
-        self._check_tokens(request)
-        request = ended_late(request, self._settings.eos_token_ids)
-        wanted = request.num_speculative_tokens
-        k = self._settings.num_speculative_tokens if wanted is None else wanted
         drafts = self._drafting.drafts()
-        if request.draft == DRAFT_OFF or request.draft not in drafts:
-            k = 0
-        draft = slot_for(request.draft, request.request_id, self._settings.canary_share, drafts)
-        recorded = request.store and not request.output_token_ids  # whole answers only
-        sequence = Sequence(
-            request=request,
-            text=TextStream(self._tokenizer, request.sampling.stop, request.sent_chars),
-            max_tokens=min(request.sampling.max_tokens, room),
-            num_speculative_tokens=k,
-            weight_version=drafts.get(draft, 0),
-            draft=draft,
-            recorder=Recorder() if recorded else None,
-        )
-        sequence.resume(self._settings.eos_token_ids)
-        if sequence.finish_reason is None:
-            self._waiting.append(sequence)
-        else:
-            self._ended.append(sequence)
-
-    def _check_tokens(self, request: GenerationRequest) -> None:
         size = self._runner.vocab_size
-        for token_ids in (request.prompt_token_ids, request.output_token_ids):
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
-                raise ValueError(f"a token id is not in the target's vocabulary of {size}")
+        sequence = take_in(request, self._settings, self._tokenizer, drafts, size)
+        (self._waiting if sequence.finish_reason is None else self._ended).append(sequence)
 
     def abort(self, request_id: str) -> None:
         """Drop a request, running or waiting, and free what it holds; unknown ids are fine."""
