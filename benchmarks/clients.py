@@ -35,6 +35,8 @@ class Reply:
     broken: bool = False
     pauses_s: list[float] = field(default_factory=list)
     last_at: float | None = None
+    first_token_at: float | None = None
+    speculative: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answer(self) -> tuple[tuple[int, ...], str, str | None]:
@@ -120,6 +122,8 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Rep
             if line == "data: [DONE]":
                 break
             _take(json.loads(line.removeprefix("data: ")), reply)
+            if reply.begun and reply.first_token_at is None:
+                reply.first_token_at = now
         else:
             raise ValueError("the stream ended without [DONE]")
     if reply.finish is None:
@@ -130,6 +134,8 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
     if "error" in event:
         reply.error = event["error"]["message"]
         return
+    if event.get("metrics") is not None:
+        reply.speculative = event["metrics"]["speculative_decoding"]
     for choice in event["choices"]:
         reply.token_ids.extend(choice.get("token_ids") or ())
         reply.text += choice["delta"].get("content") or ""
