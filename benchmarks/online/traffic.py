@@ -1,0 +1,65 @@
+"""Real request traces, replayed open-loop over HTTP: plain, frozen and online serving compared.
+
+    make bench-traffic ARGS="--quick"
+    make bench-traffic ARGS="--data ../shared/data"
+
+A block is a window of a trace at one load; every variant serves it in turn, from a fresh start:
+
+    plain    no drafts, no router, no training
+    frozen   the initial drafts behind the router, no training
+    online   the same drafts, that learn from this very traffic on the same cores
+
+``online`` starts each block from what it had learnt at the end of the one before. The load is a
+fraction of the requests a second that ``plain`` answers when it always has 16 at hand. Arrivals
+are the trace's on a stretched time axis; a request's prompt is real text whose rank by length
+among the block's is the rank of the trace's prompt; an answer ends where the target ends it, or
+at the trace's length, scaled so that the 99th percentile is a quarter of the target's context.
+Answers are greedy, and must be the same from every variant but for bfloat16's last bits.
+
+Blocks lie in out/bench/online/traffic, one JSON each; what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from online.store import Store
+from online.traces import FILES
+from online.traffic_plan import FULL, ONLINE, QUICK, VARIANTS
+from online.traffic_report import report
+from online.traffic_runs import Traffic
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one short window, two loads")
+    parser.add_argument("--data", help="folder of rows and traces; default: generated ones")
+    parser.add_argument("--traces", nargs="+", choices=list(FILES), default=None)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--port", type=int, default=8019)
+    parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
+    options = parser.parse_args(argv)
+    options.traces = options.traces or (["azure conv"] if options.quick else list(FILES))
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing; write table and plot from all that is there."""
+    options = parse(argv)
+    store = Store(options.out / "traffic")
+    traffic = Traffic(options, QUICK if options.quick else FULL, store)
+    state: Path | None = None
+    for number, block in enumerate(traffic.blocks()):
+        for turn in range(len(VARIANTS)):
+            variant = VARIANTS[(number + turn) % len(VARIANTS)]
+            after = traffic.run(number, block, variant, state)
+            state = after if variant == ONLINE else state
+    return report(store, traffic.common, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

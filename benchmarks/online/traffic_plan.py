@@ -1,0 +1,97 @@
+"""What a block of traffic sends, and when: windows, loads, prompts by rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from online.open_loop import Planned
+from online.rows import Question
+from online.traces import Arrival, answer_tokens, pair_by_rank
+
+PLAIN, FROZEN, ONLINE = "plain", "frozen", "online"
+VARIANTS = (PLAIN, FROZEN, ONLINE)
+OUTPUT_ROOM = 256  # tokens, of the embedded target's 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is run.
+
+    Attributes:
+        loads: as fractions of the capacity.
+        seconds: that the arrivals of a block last.
+        repeats: windows of each trace.
+        warm_up: requests before the clock runs.
+        probe: requests that measure the capacity.
+        drain_s: that answers may take after the last arrival.
+    """
+
+    loads: tuple[float, ...]
+    seconds: float
+    repeats: int
+    warm_up: int
+    probe: int
+    drain_s: float
+
+
+FULL = Plan((0.3, 0.6, 0.9), 180.0, 3, 16, 192, 120.0)
+QUICK = Plan((0.3, 0.8), 40.0, 1, 8, 48, 40.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A window of a trace at a load."""
+
+    trace: str
+    load: float
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """For file names and tables."""
+        return f"{self.trace.replace(' ', '-')}-{self.load:g}-{self.repeat}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The pool that blocks draw from, topics in turn."""
+
+    questions: Sequence[Question]
+    texts: Sequence[str]
+
+    def part(self, count: int, number: int) -> list[int]:
+        """Indices of so many, those after the part before; from the start again at the end."""
+        return [(number * count + i) % len(self.questions) for i in range(count)]
+
+
+def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
+    """A greedy chat request; only ``online`` has a use for its record."""
+    return {
+        "model": "paceline",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "return_token_ids": True,
+        "store": variant == ONLINE,
+        **({"speculative": {"draft": "off"}} if variant == PLAIN else {}),
+    }
+
+
+def planned(
+    arrivals: Sequence[Arrival], scale: float, prompts: Prompts, number: int, variant: str
+) -> list[Planned]:
+    """The requests of a block: what is due when, with which prompt and how long an answer."""
+    part = prompts.part(len(arrivals), number)
+    lengths = [len(prompts.questions[i].token_ids) for i in part]
+    paired = pair_by_rank([arrival.input_tokens for arrival in arrivals], lengths)
+    tokens = answer_tokens(arrivals, scale, OUTPUT_ROOM)
+    requests = []
+    for arrival, most, at in zip(arrivals, tokens, paired, strict=True):
+        question, text = prompts.questions[part[at]], prompts.texts[part[at]]
+        requests.append(
+            Planned(arrival.at_s, question.topic, lengths[at], body(text, most, variant))
+        )
+    return requests

@@ -1,0 +1,237 @@
+"""Table, plot and summary file of the traffic's blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import Timing, geometric_mean, paired_ratio
+from rich.console import Console
+from rich.table import Table
+
+from online.store import Store
+from online.traffic_plan import FROZEN, ONLINE, PLAIN, VARIANTS
+
+COLOURS = {PLAIN: "#6b7280", FROZEN: "#b0482f", ONLINE: "#0b6e4f"}
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+Unit = Mapping[str, Any]
+Key = tuple[str, float, str]
+
+
+def of_this_plan(store: Store, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All blocks in the store that were run with these settings."""
+    wanted = json.loads(json.dumps(common))
+    return [
+        unit
+        for unit in store.every("block-")
+        if all(unit["settings"].get(name) == value for name, value in wanted.items())
+    ]
+
+
+def rows_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """One row per trace, load and variant; repeats are averaged, latencies geometrically."""
+    grouped: dict[Key, list[Unit]] = {}
+    for unit in units:
+        block = unit["settings"]["block"]
+        key = block["trace"], block["load"], unit["settings"]["variant"]
+        grouped.setdefault(key, []).append(unit["result"])
+    order = sorted(grouped, key=lambda key: (key[0], key[1], VARIANTS.index(key[2])))
+    return [_row(key, grouped[key]) for key in order]
+
+
+def _row(key: Key, results: Sequence[Unit]) -> dict[str, Any]:
+    trace, load, variant = key
+    found = [result["summary"] for result in results]
+    row: dict[str, Any] = {"trace": trace, "load": load, "variant": variant, "blocks": len(found)}
+    for name in (*LATENCIES, "pause_s", "lag_s"):
+        for point in ("p50", "p99"):
+            values = [s[name][point] for s in found if s[name][point] is not None]
+            positive = bool(values) and min(values) > 0.0
+            row[f"{name[:-2]}_{point}_s"] = geometric_mean(values) if positive else None
+    for name in ("goodput", "within_limits", "tokens_per_s"):
+        row[name] = sum(s[name] for s in found) / len(found)
+    for name in ("requests", "failed"):
+        row[name] = sum(s[name] for s in found)
+    for name in ("acceptance_rate", "mean_acceptance_length", "first"):
+        values = [s["acceptance"][name] for s in found if s["acceptance"][name] is not None]
+        row[name] = sum(values) / len(values) if values else None
+    row["published"] = sum(result["published"] for result in results)
+    return row
+
+
+def ratios_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """How many times shorter a variant's latencies are than plain's, by load, over its blocks.
+
+    Intervals are of 95 % over blocks, traces being fixed strata; None where too few ran.
+    """
+    found = []
+    loads = sorted({unit["settings"]["block"]["load"] for unit in units})
+    for load in loads:
+        own = [unit for unit in units if unit["settings"]["block"]["load"] == load]
+        for name in LATENCIES:
+            for point in ("p50", "p99"):
+                timings = _timings(own, name, point)
+                for variant in (FROZEN, ONLINE):
+                    row = {"load": load, "figure": f"{name[:-2]} {point}", "variant": variant}
+                    found.append(row | _ratio(timings, variant))
+    return found
+
+
+def _timings(units: Sequence[Unit], name: str, point: str) -> list[Timing]:
+    blocks: dict[tuple[str, int], int] = {}
+    timings = []
+    for unit in units:
+        settings = unit["settings"]
+        block, value = settings["block"], unit["result"]["summary"][name][point]
+        number = blocks.setdefault((block["trace"], block["repeat"]), len(blocks))
+        if value is not None and value > 0.0:
+            timings.append(Timing(settings["variant"], number, block["trace"], 1, value))
+    return timings
+
+
+def _ratio(timings: Sequence[Timing], variant: str) -> dict[str, Any]:
+    both = [t for t in timings if t.variant == variant], [t for t in timings if t.variant == PLAIN]
+    common = {t.block for t in both[0]} & {t.block for t in both[1]}
+    if not common:
+        return {"ratio": None, "low": None, "high": None, "blocks": 0}
+    kept = [t for side in both for t in side if t.block in common]
+    ratio = paired_ratio(kept, variant, PLAIN)
+    return {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high, "blocks": ratio.blocks}
+
+
+def answers_that_differ(units: Sequence[Unit]) -> dict[str, dict[str, int]]:
+    """Per variant: answers compared with plain's in the same block, and how many differ."""
+    plain: dict[str, list[str | None]] = {}
+    for unit in units:
+        if unit["settings"]["variant"] == PLAIN:
+            plain[_block(unit)] = _answers(unit)
+    found = {v: {"compared": 0, "differ": 0} for v in (FROZEN, ONLINE)}
+    for unit in units:
+        variant, block = unit["settings"]["variant"], _block(unit)
+        if variant == PLAIN or block not in plain:
+            continue
+        pairs = [p for p in zip(_answers(unit), plain[block], strict=True) if None not in p]
+        found[variant]["compared"] += len(pairs)
+        found[variant]["differ"] += sum(own != other for own, other in pairs)
+    return found
+
+
+def _block(unit: Unit) -> str:
+    return json.dumps(unit["settings"]["block"], sort_keys=True)
+
+
+def _answers(unit: Unit) -> list[str | None]:
+    outcomes = unit["result"]["outcomes"]
+    return [o["answer"] if o["error"] is None else None for o in outcomes]
+
+
+def report(store: Store, common: Mapping[str, Any], out: Path) -> int:
+    """Print the table; write ``traffic.json`` and ``traffic.png``; 1 where a draft failed."""
+    units = of_this_plan(store, common)
+    rows, ratios = rows_of(units), ratios_of(units)
+    failures = sum(unit["result"]["draft_failures"] or 0 for unit in units)
+    figures = {
+        "settings": dict(common),
+        "machines": [unit["result"]["machine"] for unit in units[:1]],
+        "load_averages": [unit["result"]["machine"]["load_average_before"] for unit in units],
+        "capacity": {u["settings"]["trace"]: u["result"] for u in _capacities(store, common)},
+        "rows": rows,
+        "ratios_to_plain": ratios,
+        "answers": answers_that_differ(units),
+        "draft_failures": failures,
+    }
+    (out / "traffic.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    draw(out / "traffic.png", rows, units)
+    console = Console()
+    console.print(table_of(rows))
+    console.print(f"answers against plain's: {figures['answers']}; draft failures: {failures}")
+    return int(failures > 0)
+
+
+def _capacities(store: Store, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    wanted = json.loads(json.dumps(common))
+    every = store.every("capacity-")
+    return [u for u in every if all(u["settings"].get(n) == v for n, v in wanted.items())]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """For the terminal; times in milliseconds as p50 / p99."""
+    table = Table(title="Open-loop traffic, ms as p50 / p99", title_justify="left")
+    names = ("trace", "load", "variant", "TTFT", "per token", "end to end", "goodput/s")
+    names += ("in limits", "tokens/s", "first", "rate", "length", "versions", "failed", "lag p99")
+    for name in names:
+        table.add_column(name, justify="left" if name in names[:3] else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["trace"],
+            f"{row['load']:g}",
+            row["variant"],
+            *(_pair(row, name[:-2]) for name in LATENCIES),
+            f"{row['goodput']:.2f}",
+            f"{row['within_limits']:.0%}",
+            f"{row['tokens_per_s']:.0f}",
+            *(_number(row[n]) for n in ("first", "acceptance_rate", "mean_acceptance_length")),
+            str(row["published"]),
+            f"{row['failed']} of {row['requests']}",
+            _milli(row["lag_p99_s"]),
+        )
+    return table
+
+
+def _pair(row: Mapping[str, Any], name: str) -> str:
+    return f"{_milli(row[f'{name}_p50_s'])} / {_milli(row[f'{name}_p99_s'])}"
+
+
+def _milli(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1}f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], units: Sequence[Unit]) -> None:
+    """Latencies and goodput over load, and acceptance over the blocks' time, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    traces = sorted({row["trace"] for row in rows})
+    figure, grid = pyplot.subplots(
+        max(1, len(traces)), 4, figsize=(16, 3.6 * max(1, len(traces))), squeeze=False, dpi=120
+    )
+    panels = (("ttft", "s to the first token"), ("tpot", "s per output token"))
+    for line, trace in zip(grid, traces, strict=False):
+        for axes, (name, title) in zip(line, panels, strict=False):
+            for point, style in (("p50", "-"), ("p99", ":")):
+                _lines(axes, rows, trace, f"{name}_{point}_s", style)
+            axes.set(title=f"{trace}: {title} (p50 -, p99 ..)", yscale="log", xlabel="load")
+        _lines(line[2], rows, trace, "goodput", "-")
+        line[2].set(title="requests a second within limits", xlabel="load")
+        _over_time(line[3], [u for u in units if u["settings"]["block"]["trace"] == trace])
+    grid[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _lines(axes: Any, rows: Sequence[Mapping[str, Any]], trace: str, name: str, style: str) -> None:
+    for variant in VARIANTS:
+        own = [r for r in rows if r["trace"] == trace and r["variant"] == variant]
+        points = [(r["load"], r[name]) for r in own if r[name] is not None]
+        if points:
+            label = variant if style == "-" else None
+            axes.plot(*zip(*points, strict=True), style, color=COLOURS[variant], label=label)
+
+
+def _over_time(axes: Any, units: Sequence[Unit]) -> None:
+    """First-position acceptance along all blocks of a trace, one after the other."""
+    for variant in (FROZEN, ONLINE):
+        own = [u for u in units if u["settings"]["variant"] == variant]
+        own.sort(key=lambda u: (u["settings"]["block"]["repeat"], u["settings"]["block"]["load"]))
+        values = [part["first"] for u in own for part in u["result"]["summary"]["over_time"]]
+        axes.plot([v if v is not None else float("nan") for v in values], color=COLOURS[variant])
+    axes.set(title="first drafted token accepted", xlabel="sixths of blocks", ylim=(0, 1))

@@ -1,0 +1,246 @@
+"""The passes of traffic over real applications, each kept when it is done."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import machine
+from clients import Load
+from expert_cache import TARGET, base_hashes
+
+from online.latency import Limits, limits_from, summary
+from online.open_loop import Planned, one_by_one, replay
+from online.rows import interleaved, label, load
+from online.store import Store
+from online.traces import (
+    FILES,
+    GENERATED,
+    Arrival,
+    at_rate,
+    gap_cv,
+    generated,
+    output_scale,
+    read_trace,
+    window,
+)
+from online.traffic_plan import (
+    FROZEN,
+    ONLINE,
+    OUTPUT_ROOM,
+    PLAIN,
+    Block,
+    Plan,
+    Prompts,
+    planned,
+)
+from paceline.actors.decoding.loading import load_tokenizer
+from paceline.deploy import app
+from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.demo.prompts import TOPICS
+
+_AT_ONCE = 16  # target.max_num_seqs
+_IDLE = 12  # requests that tell what an idle server needs
+_LIMIT_TIMES = 5.0  # its median: slower is late
+_SEED = 77
+_POOL = 1500  # prompts of a topic at most
+
+
+def config_of(options: argparse.Namespace, variant: str, state_dir: Path) -> PacelineConfig:
+    """One target replica with the defaults of ``paceline serve``, less what a variant lacks."""
+    lacks = {
+        PLAIN: {"router.enabled": False, "training.enabled": False, "drafts.topics": []},
+        FROZEN: {"training.enabled": False},
+        ONLINE: {"replay.persist": True},  # a block goes on with the records of the one before
+    }
+    return load_config(
+        None,
+        {
+            "port": options.port,
+            "state_dir": str(state_dir),
+            "target.dtype": options.dtype,
+            "ray.dashboard": False,
+        }
+        | lacks[variant],
+    )
+
+
+class Traffic:
+    """Everything that the blocks share: traces, prompts, the capacity, results."""
+
+    def __init__(self, options: argparse.Namespace, plan: Plan, store: Store) -> None:
+        """Read traces and prompts.
+
+        Raises:
+            paceline.deploy.recipes.data.DataError: the folder lacks a topic's rows.
+        """
+        self.options, self.plan, self.store = options, plan, store
+        self.traces = _traces(options)
+        tokenizer = load_tokenizer(TARGET)
+        pools = [load(options.data, t, tokenizer, train=_POOL, test=1).train for t in TOPICS]
+        questions = interleaved(pools)
+        decoded = [tokenizer.decode(q.token_ids, skip_special_tokens=True) for q in questions]
+        self.prompts = Prompts(questions, decoded)
+        self.common = {
+            "models": base_hashes(),
+            "prompts": label(options.data),
+            "dtype": options.dtype,
+            "plan": asdict(plan),
+        }
+
+    def blocks(self) -> list[Block]:
+        """Loads in turn within a repeat, so that no load has the early ones alone."""
+        return [
+            Block(trace, load, repeat)
+            for repeat in range(self.plan.repeats)
+            for trace in self.traces
+            for load in self.plan.loads
+        ]
+
+    def capacity(self, trace: str) -> dict[str, Any]:
+        """Requests a second of a busy plain server, and latencies of an idle one."""
+        return self.store.unit(
+            f"capacity-{trace.replace(' ', '-')}",
+            self.common | {"trace": trace},
+            lambda: self._probe(trace),
+        )
+
+    def _probe(self, trace: str) -> dict[str, Any]:
+        arrivals = window(self.traces[trace], self.plan.probe)
+        scale = output_scale(self.traces[trace], OUTPUT_ROOM)
+        requests = planned(arrivals, scale, self.prompts, 0, PLAIN)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            app.start(config_of(self.options, PLAIN, Path(folder))) as running,
+        ):
+            url = running.base_url
+            asyncio.run(_closed(url, requests[: self.plan.warm_up]))
+            quiet = asyncio.run(one_by_one(url, requests[:_IDLE]))
+            seconds = asyncio.run(_closed(url, requests))
+        return {
+            "requests_per_s": len(requests) / seconds,
+            "requests": len(requests),
+            "limits": asdict(limits_from(quiet, _LIMIT_TIMES)),
+            "machine": machine.facts(),
+        }
+
+    def run(self, number: int, block: Block, variant: str, before: Path | None) -> Path | None:
+        """One variant's pass over a block, unless it is there.
+
+        Args:
+            number: of the block; its prompts depend on it.
+            block: see Block.
+            variant: one of ``VARIANTS``.
+            before: folder of the state that ``online`` starts from; None starts anew.
+
+        Returns:
+            the folder of ``online``'s state after it, None for the others.
+        """
+        facts = self.capacity(block.trace)
+        rate = block.load * facts["requests_per_s"]
+        settings = self.common | {
+            "block": asdict(block),
+            "variant": variant,
+            "requests_per_s": rate,
+            "begins_from": before.name if before is not None else None,
+        }
+        name = f"block-{block.name}-{variant}"
+        state = self.store.path(name, settings, ".state")
+        if self.store.find(name, settings) is None:
+            if variant == ONLINE:
+                _copy(before, state)
+            folder = tempfile.TemporaryDirectory() if variant != ONLINE else nullcontext(str(state))
+            with folder as state_dir:
+                result = self._serve(number, block, variant, rate, Path(state_dir), facts)
+            self.store.put(name, settings, result)
+            _say(name, result["summary"])
+            if variant == ONLINE and before is not None:
+                shutil.rmtree(before)  # the next block needs this one's alone
+        return state if variant == ONLINE else None
+
+    def _serve(
+        self,
+        number: int,
+        block: Block,
+        variant: str,
+        rate: float,
+        state_dir: Path,
+        facts: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        trace, plan = self.traces[block.trace], self.plan
+        count = min(max(20, round(rate * plan.seconds)), len(trace))
+        arrivals = at_rate(window(trace, count, block.repeat), rate)
+        scale = output_scale(trace, OUTPUT_ROOM)
+        requests = planned(arrivals, scale, self.prompts, number, variant)
+        with app.start(config_of(self.options, variant, state_dir)) as running:
+            url = running.base_url
+            warm_up = [Planned(p.due_s, p.topic, 0, p.body | {"store": False}) for p in requests]
+            asyncio.run(_closed(url, warm_up[: plan.warm_up]))
+            first, busy = _status(url), machine.facts()["load_average"]
+            outcomes = asyncio.run(replay(url, requests, plan.drain_s))
+            last = _status(url)
+        limits = Limits(**facts["limits"])
+        return {
+            "summary": summary(outcomes, limits),
+            "limits": asdict(limits),
+            "gap_cv": gap_cv(arrivals),
+            "output_scale": scale,
+            "published": _versions(last) - _versions(first),
+            "weight_versions": last.get("weight_versions", {}),
+            "trainer": last.get("trainer"),
+            "draft_failures": last["target"].get("draft_failures"),
+            "machine": machine.facts() | {"load_average_before": busy},
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+        }
+
+
+def _traces(options: argparse.Namespace) -> dict[str, list[Arrival]]:
+    if options.data is None or not (Path(options.data) / "traces").is_dir():
+        return {GENERATED: generated(20_000, _SEED)}
+    folder = Path(options.data) / "traces"
+    return {name: read_trace(folder / FILES[name]) for name in options.traces}
+
+
+async def _closed(url: str, requests: Sequence[Planned]) -> float:
+    """Seconds that the requests take, always as many under way as the target decodes at once."""
+    began = asyncio.get_running_loop().time()
+    replies = await Load(url, [request.body for request in requests], _AT_ONCE).run()
+    if wrong := [reply.error for reply in replies if reply.error is not None]:
+        raise RuntimeError(f"{len(wrong)} requests failed, the first: {wrong[0]}")
+    return asyncio.get_running_loop().time() - began
+
+
+def _status(url: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{url}/v1/paceline/status", timeout=60).json())
+
+
+def _versions(status: Mapping[str, Any]) -> int:
+    versions = status.get("weight_versions", {})
+    return sum(count for count in versions.values() if isinstance(count, int))
+
+
+def _copy(before: Path | None, state: Path) -> None:
+    shutil.rmtree(state, ignore_errors=True)  # a killed block's
+    if before is None:
+        state.mkdir(parents=True)
+    else:
+        shutil.copytree(before, state)
+
+
+def _say(name: str, facts: Mapping[str, Any]) -> None:
+    first, length = facts["ttft_s"], facts["acceptance"]["mean_acceptance_length"]
+    print(  # noqa: T201
+        f"{name}: {facts['requests']} requests, {facts['failed']} failed, TTFT p50 {first['p50']}, "
+        f"p99 {first['p99']}, {facts['tokens_per_s']:.0f} tokens/s, acceptance length {length}",
+        file=sys.stderr,
+        flush=True,
+    )
