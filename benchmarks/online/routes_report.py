@@ -1,0 +1,269 @@
+"""Every policy of choosing a draft, judged from the arms' units: table, plot, summary file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from online.figures import Interval, bootstrap
+from online.policies import (
+    Always,
+    Case,
+    Chance,
+    Hindsight,
+    Label,
+    Measured,
+    Policy,
+    Rule,
+    Tally,
+    picks_of,
+    share_of,
+)
+from online.store import Store
+from paceline.actors.routing.policy import GENERAL
+from paceline.deploy.demo.prompts import TOPICS
+
+SINGLE, EXPERTS, FROZEN = "single", "experts", "frozen"
+_RESAMPLES = 500
+Unit = Mapping[str, Any]
+# One row per prompt: rounds, drafted, accepted, summed over seeds.
+Sums = NDArray[np.float64]
+
+NAMES = {
+    FROZEN: "the initial draft",
+    SINGLE: "one online draft",
+    "rule": "experts, classifier",
+    "measured": "experts, classifier + Hedge",
+    GENERAL: "experts, general alone",
+    "chance": "experts, any",
+    "label": "experts, topic known",
+    "best": "experts, best in hindsight",
+    "worst": "experts, worst in hindsight",
+}
+
+
+def policies_of(
+    experts: Sequence[str], router: Mapping[str, float], seed: int
+) -> dict[str, Policy]:
+    """All policies over the experts, as they start."""
+    confidence, share = router["min_confidence"], router["sample_share"]
+    return {
+        "rule": Rule(experts, confidence),
+        "measured": Measured(experts, confidence, share, seed=0),
+        GENERAL: Always(GENERAL),
+        "chance": Chance(experts, seed),
+        "label": Label(experts),
+        "best": Hindsight(),
+        "worst": Hindsight(worst=True),
+    }
+
+
+def cases_of(judged: Unit) -> list[Case]:
+    """The prompts of one group, with the tallies of every draft that was judged there."""
+    return [
+        Case(
+            key=key,
+            label=judged["labels"][i],
+            probabilities=judged["probabilities"][i],
+            tallies={name: Tally(*own[i]) for name, own in judged["tallies"].items()},
+        )
+        for i, key in enumerate(judged["keys"])
+    ]
+
+
+def chosen(arms: Mapping[str, Unit], router: Mapping[str, float], seed: int) -> dict[str, Any]:
+    """Per policy and group the tallies of the drafts that it chose, in the prompts' order.
+
+    All groups come as one stream in a random order; what learns has first seen the requests of
+    the training stream that the scorer is sent.
+
+    Returns:
+        policy to group to a list of tallies; ``frozen`` and ``single`` are the single arm's.
+    """
+    single, experts = arms[SINGLE]["groups"], arms[EXPERTS]["groups"]
+    found: dict[str, dict[str, list[Tally]]] = {
+        FROZEN: {name: [c.tallies[FROZEN] for c in cases_of(g)] for name, g in single.items()},
+        SINGLE: {name: [c.tallies[GENERAL] for c in cases_of(g)] for name, g in single.items()},
+    }
+    cases = {name: cases_of(judged) for name, judged in experts.items()}
+    stream = [(name, case) for name, own in cases.items() for case in own]
+    stream.sort(key=lambda pair: share_of(f"{pair[0]}:{pair[1].key}", seed))
+    for policy_name, policy in policies_of((GENERAL, *TOPICS), router, seed).items():
+        for case in cases_of(arms[EXPERTS]["sampled"]):
+            policy.learn(case)
+        picks = picks_of(policy, [case for _, case in stream])
+        picked = {(n, c.key): pick for (n, c), pick in zip(stream, picks, strict=True)}
+        found[policy_name] = {
+            name: [case.tallies[picked[name, case.key]] for case in own]
+            for name, own in cases.items()
+        }
+    return found
+
+
+def together(names: Sequence[str]) -> dict[str, list[str]]:
+    """Groups by themselves, and those that belong together under a name of their own."""
+    found = {
+        "mixed": [n for n in names if n.startswith("topic ")],
+        "unpicked": [n for n in names if n.startswith("file ")],
+        "languages": [n for n in names if n.startswith("lang ")],
+    }
+    for name in names:
+        if name.startswith("lang "):
+            found.setdefault(" ".join(name.split()[:2]), []).append(name)
+    return {name: own for name, own in found.items() if own} | {name: [name] for name in names}
+
+
+def rows_of(by_seed: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per group and policy, over all seeds."""
+    first = next(iter(by_seed.values()))
+    rows = []
+    for group, members in together(list(first[SINGLE])).items():
+        sums = {policy: _sums(by_seed, policy, members) for policy in first}
+        for policy, own in sums.items():
+            lengths = [_length(_sums({s: v}, policy, members)) for s, v in by_seed.items()]
+            rows.append(
+                {
+                    "group": group,
+                    "policy": policy,
+                    "prompts": len(own),
+                    "acceptance_rate": asdict(_interval(_rate, own)),
+                    "mean_acceptance_length": asdict(_interval(_length, own)),
+                    "by_seed": lengths,
+                    "over_single": asdict(_difference(own, sums[SINGLE])),
+                }
+            )
+    return rows
+
+
+def _sums(by_seed: Mapping[int, Any], policy: str, members: Sequence[str]) -> Sums:
+    per_seed = [
+        [[t.rounds, t.drafted, t.accepted] for name in members for t in found[policy][name]]
+        for found in by_seed.values()
+    ]
+    return np.sum(np.array(per_seed, dtype=np.float64), axis=0)
+
+
+def _length(sums: Sums) -> float | None:
+    rounds, _, accepted = sums.sum(0)
+    return float(1.0 + accepted / rounds) if rounds else None
+
+
+def _rate(sums: Sums) -> float | None:
+    _, drafted, accepted = sums.sum(0)
+    return float(accepted / drafted) if drafted else None
+
+
+def _interval(statistic: Callable[[Sums], float | None], sums: Sums) -> Interval:
+    return bootstrap(lambda *c: statistic(np.stack(c, 1)), *sums.T, resamples=_RESAMPLES)
+
+
+def _difference(own: Sums, single: Sums) -> Interval:
+    """Of mean acceptance lengths, over the same prompts."""
+
+    def statistic(*columns: NDArray[np.float64]) -> float | None:
+        upper, lower = _length(np.stack(columns[:3], 1)), _length(np.stack(columns[3:], 1))
+        return None if upper is None or lower is None else upper - lower
+
+    return bootstrap(statistic, *own.T, *single.T, resamples=_RESAMPLES)
+
+
+def along_of(arms: Mapping[str, Unit], router: Mapping[str, float]) -> dict[str, list[float]]:
+    """Mean acceptance length of every part of the stream before it was learnt from."""
+    found: dict[str, list[float]] = {}
+    policies = policies_of((GENERAL, *TOPICS), router, 0)
+    for arm, names in ((SINGLE, (FROZEN, SINGLE)), (EXPERTS, ("rule", "label", GENERAL))):
+        for part in arms[arm]["along"]:
+            cases = cases_of(part)
+            for name in names:
+                draft = {FROZEN: Always(FROZEN), SINGLE: Always(GENERAL)}.get(name)
+                policy = draft or policies[name]
+                tallies = [case.tallies[policy.pick(case)] for case in cases]
+                sums = np.array([[t.rounds, t.drafted, t.accepted] for t in tallies], dtype=float)
+                found.setdefault(name, []).append(_length(sums) or 1.0)
+    return found
+
+
+def report(store: Store, common: Mapping[str, Any], out: Path) -> None:
+    """Print the table; write ``routes.json`` and ``routes.png``."""
+    wanted = json.loads(json.dumps(common))
+    arms: dict[int, dict[str, Unit]] = {}
+    for unit in store.every("arm-"):
+        if all(unit["settings"].get(n) == value for n, value in wanted.items()):
+            seed = unit["settings"]["learning"]["seed"]
+            arms.setdefault(seed, {})[unit["settings"]["arm"]] = unit["result"]
+    whole = {seed: own for seed, own in sorted(arms.items()) if len(own) == 2}
+    router = common["router"]
+    by_seed = {seed: chosen(own, router, seed) for seed, own in whole.items()}
+    rows = rows_of(by_seed)
+    along = {seed: along_of(own, router) for seed, own in whole.items()}
+    names = ("micro_steps", "positions", "published", "rejected", "seconds")
+    figures = {
+        "settings": dict(common),
+        "seeds": list(whole),
+        "check": store.find("check", common),
+        "machine": next(iter(whole.values()))[SINGLE]["machine"],
+        "training": {
+            seed: {arm: {n: own[arm]["learning"][n] for n in names} for arm in (SINGLE, EXPERTS)}
+            for seed, own in whole.items()
+        },
+        "rows": rows,
+        "along": along,
+    }
+    (out / "routes.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    draw(out / "routes.png", rows, along)
+    console = Console()
+    console.print(table_of(rows))
+    console.print(f"training: {figures['training']}\ncheck: {figures['check']}")
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Mean acceptance length by group and policy."""
+    table = Table(title="Mean acceptance length (acceptance rate)", title_justify="left")
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    table.add_column("group", no_wrap=True)
+    for policy in policies:
+        table.add_column(policy, justify="right", no_wrap=True)
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        length, rate = row["mean_acceptance_length"]["value"], row["acceptance_rate"]["value"]
+        text = "" if length is None else f"{length:.2f} ({rate:.2f})"
+        cells.setdefault(f"{row['group']} ({row['prompts']})", []).append(text)
+    for group, own in cells.items():
+        table.add_row(group, *own)
+    return table
+
+
+def draw(path: Path, rows: Sequence[Mapping[str, Any]], along: Mapping[int, Any]) -> None:
+    """Acceptance along the stream, and of every policy on the largest groups, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = [g for g in ("mixed", "unpicked", "languages") if any(r["group"] == g for r in rows)]
+    figure, axes = pyplot.subplots(1, 1 + len(groups), figsize=(5 + 5 * len(groups), 4), dpi=120)
+    lines = np.atleast_1d(axes)
+    for name in next(iter(along.values()), {}):
+        shortest = min(len(own[name]) for own in along.values())
+        values = np.mean([own[name][:shortest] for own in along.values()], axis=0)
+        lines[0].plot(values, label=NAMES[name])
+    lines[0].set(title="along the mixed stream", xlabel="rounds of training")
+    lines[0].legend(fontsize=7)
+    for panel, group in zip(lines[1:], groups, strict=True):
+        own = [r for r in rows if r["group"] == group][::-1]
+        found = [r["mean_acceptance_length"] for r in own]
+        reach = [[f["value"] - f["low"] for f in found], [f["high"] - f["value"] for f in found]]
+        panel.errorbar([f["value"] for f in found], range(len(own)), xerr=reach, fmt="o")
+        panel.set_yticks(range(len(own)), [NAMES[r["policy"]] for r in own], fontsize=7)
+        panel.set(title=f"{group}: tokens per round")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

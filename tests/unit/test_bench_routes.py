@@ -1,0 +1,145 @@
+"""The routing benchmark's own arithmetic: rounds replayed, policies, groups, intervals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import engine_of, request, run, served, tokens_of
+from online import policies, route_prompts, routes_report
+from online.policies import Case, Tally
+from tiny_models import tiny_llama
+
+GOOD, BAD = Tally(4, 16, 12, 0.9), Tally(10, 40, 2, 0.1)
+
+
+def case(key: str, topic: str, tallies: dict[str, Tally], sure: float = 0.9) -> Case:
+    rest = (1.0 - sure) / 2
+    thoughts = {"sql": rest, "math": rest, "general": rest} | {topic: sure}
+    return Case(key, topic, thoughts, tallies)
+
+
+def test_rounds_are_replayed_from_agreement() -> None:
+    yes, no = True, False
+    assert policies.replayed([], 4, 9) == Tally(0, 0, 0, 0.0)
+    assert policies.replayed([yes], 4, 9) == Tally(1, 4, 1, 1.0)
+    # a round of 4 accepts 2 and corrects, one of 2 accepts both: a third would be the 7th token
+    found = policies.replayed([yes, yes, no, yes, yes, no], 4, 6)
+    assert found == Tally(rounds=2, drafted=4 + 2, accepted=4, gain=pytest.approx(4 / 6))
+    # the last token that is allowed is not drafted for
+    assert policies.replayed([no, no], 4, 2) == Tally(1, 1, 0, 0.0)
+    # an answer that ended by itself: nothing is accepted beyond its end
+    assert policies.replayed([yes, yes], 4, 90) == Tally(1, 4, 2, 1.0)
+
+
+def noisy(model: Any) -> Any:
+    """A copy that agrees now and then."""
+    twin = tiny_llama(1)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for own, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            own.copy_(theirs + 0.05 * torch.randn(own.shape, generator=generator))
+    return twin
+
+
+@torch.inference_mode()
+def test_replayed_rounds_are_those_of_the_engine() -> None:
+    """Teacher-forced agreement decides greedy speculation: the same counts, exactly."""
+    target = tiny_llama(1)
+    draft = noisy(target)
+    stock = noisy(target)
+    engine = engine_of(served(target), [{"a": served(draft)}], k=3)
+    prompts = [(5, 9, 2, 7), (11, 3, 4), (8, 8, 1, 6, 2), (40, 41), (99, 3, 250)]
+    outputs = run(engine, [request(str(i), prompt) for i, prompt in enumerate(prompts)])
+    total = 0
+    for number, prompt in enumerate(prompts):
+        own = outputs[str(number)]
+        tokens, stats = tokens_of(own), own[-1].chunk.speculative
+        assert stats is not None
+        logits = stock(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        agrees = [a == b for a, b in zip(logits.argmax(-1).tolist(), tokens, strict=True)]
+        found = policies.replayed(agrees, 3, 20)
+        counts = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
+        assert (found.rounds, found.drafted, found.accepted) == counts
+        total += found.accepted
+    assert total > 3  # else nothing has been compared
+
+
+def test_oracles_rules_and_chance_pick_what_they_say() -> None:
+    experts = ("general", "math", "sql")
+    tallies = {"general": BAD, "math": BAD, "sql": GOOD}
+    wrong = case("x", "math", tallies)  # the classifier errs: sql would be best
+    unsure = case("y", "math", tallies, sure=0.4)
+    assert policies.Rule(experts, 0.5).pick(wrong) == "math"
+    assert policies.Rule(experts, 0.5).pick(unsure) == "general"
+    assert policies.Label(experts).pick(wrong) == "math"
+    assert policies.Label(("general", "sql")).pick(wrong) == "general"
+    assert policies.Hindsight().pick(wrong) == "sql"
+    assert policies.Hindsight(worst=True).pick(wrong) == "general"  # of equal ones the first
+    assert policies.Always("sql").pick(wrong) == "sql"
+    chance = policies.Chance(experts, 0)
+    picks = [chance.pick(case(str(i), "sql", tallies)) for i in range(600)]
+    assert picks == [chance.pick(case(str(i), "sql", tallies)) for i in range(600)]
+    assert all(150 < picks.count(expert) < 250 for expert in experts)
+
+
+def test_the_measured_policy_leaves_an_expert_that_is_worse_than_general() -> None:
+    tallies = {"general": GOOD, "math": BAD, "sql": BAD}
+    stream = [case(str(i), "sql", tallies) for i in range(60)]
+    policy = policies.Measured(("general", "math", "sql"), 0.5, sample_share=0.5, seed=0)
+    picks = policies.picks_of(policy, stream)
+    assert picks[0] == "sql"
+    assert set(picks[-20:]) == {"general"}
+    blind = policies.Measured(("general", "math", "sql"), 0.5, sample_share=0.0, seed=0)
+    assert set(policies.picks_of(blind, stream)) == {"sql"}
+
+
+def test_translations_of_an_item_have_its_id_in_common() -> None:
+    rows = [
+        {"id": "tldr-en-common/pass", "lang": "en"},
+        {"id": "tldr-de-common/pass", "lang": "de"},
+        {"id": "tldr-de-common/de-tool", "lang": "de"},
+    ]
+    first, second, other = map(route_prompts.item_of, rows)
+    assert first == second != other
+
+
+def judged(tallies: dict[str, Tally], count: int) -> dict[str, Any]:
+    return {
+        "keys": [str(i) for i in range(count)],
+        "labels": ["sql"] * count,
+        "probabilities": [{"sql": 0.9, "general": 0.1}] * count,
+        "tallies": {
+            name: [[t.rounds, t.drafted, t.accepted, t.gain]] * count for name, t in tallies.items()
+        },
+    }
+
+
+def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None:
+    experts = {"general": BAD, "math": BAD, "code": BAD, "shell": BAD, "sql": GOOD}
+    single = {"general": BAD, "frozen": BAD}
+    arms = {
+        "single": {"groups": {"topic sql": judged(single, 5)}, "along": [judged(single, 3)]},
+        "experts": {
+            "groups": {"topic sql": judged(experts, 5)},
+            "along": [judged(experts, 3)],
+            "sampled": judged(experts, 2),
+        },
+    }
+    router = {"min_confidence": 0.5, "sample_share": 1.0}
+    rows = routes_report.rows_of(
+        {seed: routes_report.chosen(arms, router, seed) for seed in (0, 1)}
+    )
+    found = {(row["group"], row["policy"]): row for row in rows}
+    assert {group for group, _ in found} == {"mixed", "topic sql"}
+    rule = found["mixed", "rule"]
+    assert rule["mean_acceptance_length"]["value"] == pytest.approx(4.0)
+    assert rule["acceptance_rate"]["value"] == pytest.approx(0.75)
+    assert rule["over_single"]["value"] == pytest.approx(4.0 - 1.2)
+    assert rule["over_single"]["low"] == pytest.approx(4.0 - 1.2)  # all prompts alike
+    assert len(rule["by_seed"]) == 2
+    assert found["mixed", "worst"]["mean_acceptance_length"]["value"] == pytest.approx(1.2)
+    along = routes_report.along_of(arms, router)
+    assert along["label"] == [pytest.approx(4.0)]
+    assert along["frozen"] == [pytest.approx(1.2)]

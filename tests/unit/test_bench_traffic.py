@@ -1,0 +1,208 @@
+"""The traffic benchmark's own arithmetic: traces scaled, prompts paired, latencies summed up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import Reply
+from online import latency, open_loop, traces, traffic_report
+from online.rows import Question
+from online.traffic_plan import ONLINE, PLAIN, Prompts, body, planned
+
+
+def trace(*times: float, tokens: int = 10) -> list[traces.Arrival]:
+    return [traces.Arrival(at, tokens + i, 5) for i, at in enumerate(times)]
+
+
+def outcome(**changes: Any) -> open_loop.Outcome:
+    fields: dict[str, Any] = {
+        "due_s": 0.0,
+        "topic": "sql",
+        "prompt_tokens": 9,
+        "lag_s": 0.0,
+        "ttft_s": 0.1,
+        "tpot_s": 0.01,
+        "e2e_s": 0.5,
+        "pause_s": 0.02,
+        "tokens": 10,
+        "answer": "a",
+        "rounds": 4,
+        "drafted": 16,
+        "accepted": 6,
+        "first_accepted": 3,
+        "draft": "sql",
+        "routed": "sql",
+        "weight_version": 1,
+        "error": None,
+    }
+    return open_loop.Outcome(**(fields | changes))
+
+
+def test_a_trace_is_read_in_the_order_of_its_arrivals(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    rows = [{"arrival_s": at, "input_tokens": 3, "output_tokens": 2} for at in (2.0, 0.5)]
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert [a.at_s for a in traces.read_trace(path)] == [0.5, 2.0]
+    with gzip.open(path, "wt", encoding="utf-8"):
+        pass
+    with pytest.raises(ValueError, match="empty"):
+        traces.read_trace(path)
+
+
+def test_a_window_holds_the_busiest_minute_and_what_leads_up_to_it() -> None:
+    quiet, busy = [100.0 * i for i in range(20)], [2000.0 + i for i in range(8)]
+    arrivals = trace(*quiet, *busy, 5000.0, 6000.0)
+    assert traces.busiest_minute(arrivals) == 20
+    found = traces.window(arrivals, 8)
+    assert found[0].at_s == 0.0
+    assert [a.input_tokens - 10 for a in found] == list(range(18, 26))  # a quarter leads up
+    following = traces.window(arrivals, 8, number=1)
+    assert following[0].input_tokens - 10 == (26 % (30 - 8 + 1))  # past the end: from the start
+    with pytest.raises(ValueError, match="window of 31"):
+        traces.window(arrivals, 31)
+
+
+def test_a_stretched_trace_has_the_rate_and_keeps_its_bursts() -> None:
+    arrivals = trace(5.0, 6.0, 6.5, 15.0)
+    found = traces.at_rate(arrivals, rate=2.0)
+    assert found[0].at_s == 0.0
+    assert found[-1].at_s == pytest.approx(3 / 2.0)
+    assert traces.gap_cv(found) == pytest.approx(traces.gap_cv(arrivals))
+    with pytest.raises(ValueError, match="cannot be brought"):
+        traces.at_rate(trace(1.0, 1.0), 2.0)
+
+
+def test_answers_are_scaled_down_to_the_room_but_never_up() -> None:
+    long = [traces.Arrival(0.0, 1, tokens) for tokens in range(1, 1001)]
+    scale = traces.output_scale(long, 100)
+    found = traces.answer_tokens(long, scale, 100)
+    assert scale == pytest.approx(100 / 990.01, rel=1e-3)
+    assert (min(found), max(found)) == (1, 100)
+    short = [traces.Arrival(0.0, 1, tokens) for tokens in (3, 7)]
+    assert traces.answer_tokens(short, traces.output_scale(short, 100), 100) == [3, 7]
+
+
+def test_prompts_are_paired_by_rank() -> None:
+    wanted, lengths = [900, 20, 5000, 20], [7, 300, 8, 50]
+    paired = traces.pair_by_rank(wanted, lengths)
+    assert [lengths[i] for i in paired] == [50, 7, 300, 8]
+    assert sorted(paired) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="4 requests and 1"):
+        traces.pair_by_rank(wanted, [1])
+
+
+def test_a_generated_trace_is_the_same_for_a_seed_and_comes_in_bursts() -> None:
+    found = traces.generated(6000, seed=3, rate=2.0)
+    assert found == traces.generated(6000, seed=3, rate=2.0)
+    assert found != traces.generated(6000, seed=4, rate=2.0)
+    minutes = found[-1].at_s / 60.0
+    parts = Counter(a.at_s % 60.0 < 15.0 for a in found)
+    assert parts[True] / (15.0 * minutes) == pytest.approx(6.0, rel=0.1)
+    assert parts[False] / (45.0 * minutes) == pytest.approx(2.0, rel=0.1)
+
+
+def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alone_learns() -> None:
+    questions = [Question(str(i), "sql", tuple(range(5 + i))) for i in range(6)]
+    prompts = Prompts(questions, [f"text {i}" for i in range(6)])
+    sent = {v: planned(trace(0.0, 1.0, 2.0), 1.0, prompts, 1, v) for v in (PLAIN, ONLINE)}
+    texts = {v: [p.body["messages"][0]["content"] for p in own] for v, own in sent.items()}
+    assert texts[PLAIN] == texts[ONLINE] == ["text 3", "text 4", "text 5"]  # block 1 has the rest
+    assert [p.due_s for p in sent[ONLINE]] == [0.0, 1.0, 2.0]
+    assert body("x", 4, PLAIN)["speculative"] == {"draft": "off"}
+    assert "speculative" not in body("x", 4, ONLINE)
+    assert [body("x", 4, v)["store"] for v in (PLAIN, ONLINE)] == [False, True]
+
+
+def test_a_reply_is_measured_from_when_it_was_due() -> None:
+    reply = Reply(
+        token_ids=[1, 2, 3],
+        finish="stop",
+        pauses_s=[0.4, 0.1, 0.7],
+        last_at=102.0,
+        first_token_at=101.0,
+        speculative={
+            "num_spec_steps": 2,
+            "num_draft_tokens": 8,
+            "num_accepted_draft_tokens": 1,
+            "acceptance_histogram": [1, 1],
+            "draft": "sql",
+            "topic": "sql",
+            "weight_version": 3,
+        },
+    )
+    plan = open_loop.Planned(0.5, "sql", 4, {})
+    found = open_loop.outcome_of(plan, 0.7, 100.0, reply)
+    assert (found.lag_s, found.ttft_s, found.e2e_s) == pytest.approx((0.2, 0.5, 1.5))
+    assert (found.tpot_s, found.pause_s) == pytest.approx((0.5, 0.7))
+    assert (found.first_accepted, found.accepted, found.weight_version) == (1, 1, 3)
+    nothing = open_loop.outcome_of(plan, 0.7, 100.0, Reply(error="refused"))
+    assert (nothing.ttft_s, nothing.tpot_s, nothing.rounds) == (None, None, 0)
+
+
+def test_goodput_counts_whole_answers_within_both_limits() -> None:
+    limits = latency.limits_from([outcome(ttft_s=0.1), outcome(ttft_s=0.3)], 2.0)
+    assert limits == latency.Limits(pytest.approx(0.4), pytest.approx(0.02))
+    found = latency.summary(
+        [
+            outcome(due_s=9.5),
+            outcome(ttft_s=0.5),
+            outcome(tpot_s=0.03),
+            outcome(error="HTTP 503"),
+            outcome(tokens=1, tpot_s=None),
+        ],
+        limits,
+        parts=2,
+    )
+    assert (found["requests"], found["failed"]) == (5, 1)
+    assert found["seconds"] == pytest.approx(10.0)
+    assert found["goodput"] == pytest.approx(0.2)
+    assert found["tokens_per_s"] == pytest.approx(3.1)
+    assert found["acceptance"]["first"] == pytest.approx(0.75)
+    assert found["acceptance"]["mean_acceptance_length"] == pytest.approx(2.5)
+    assert [part["drafted"] for part in found["over_time"]] == [48, 16]
+
+
+def test_percentiles_leave_out_what_is_not_there() -> None:
+    assert latency.percentiles([None]) == {"p50": None, "p99": None, "mean": None}
+    assert latency.percentiles([None, 1.0, 3.0])["p50"] == pytest.approx(2.0)
+    assert latency.percentiles([float(i) for i in range(101)])["p99"] == pytest.approx(99.0)
+
+
+def unit(variant: str, repeat: int, seconds: float, answers: str = "ab") -> dict[str, Any]:
+    outcomes = [outcome(answer=a, ttft_s=seconds) for a in answers]
+    return {
+        "settings": {"block": {"trace": "t", "load": 0.5, "repeat": repeat}, "variant": variant},
+        "result": {
+            "summary": latency.summary(outcomes, latency.Limits(1.0, 1.0)),
+            "published": 2,
+            "outcomes": [
+                {"answer": o.answer, "error": o.error, "ttft_s": o.ttft_s} for o in outcomes
+            ],
+        },
+    }
+
+
+def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
+    units = [
+        unit("plain", 0, 0.4),
+        unit("online", 0, 0.2, "ax"),
+        unit("plain", 1, 0.8),
+        unit("online", 1, 0.4),
+    ]
+    rows = traffic_report.rows_of(units)
+    assert [row["variant"] for row in rows] == ["plain", "online"]
+    assert rows[1]["ttft_p50_s"] == pytest.approx((0.2 * 0.4) ** 0.5)
+    assert rows[1]["published"] == 4
+    ratios = traffic_report.ratios_of(units)
+    first = next(r for r in ratios if r["variant"] == "online" and r["figure"] == "ttft p50")
+    assert first["ratio"] == pytest.approx(2.0)
+    assert first["blocks"] == 2
+    assert next(r for r in ratios if r["variant"] == "frozen")["ratio"] is None
+    differ = traffic_report.answers_that_differ(units)
+    assert differ["online"] == {"compared": 4, "differ": 1}
