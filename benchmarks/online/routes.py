@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from online import bench as harness
 from online.bench import Bench
+from online.fragments import command_of
 from online.judging import MAX_LENGTH, Judge
 from online.policies import Tally, replayed, share_of
 from online.route_prompts import Asked, Counts, RoutePrompts
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arm = Arm(name, prompts, replayer, learning)
             settings = common | {"arm": name, "learning": asdict(learning)}
             store.unit(f"arm-{name}-{seed}", settings, arm.run)
-    report(store, common, options.out)
+    report(store, common, options.out, command_of("bench-routes", argv))
     return 0
 
 

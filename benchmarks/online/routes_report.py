@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from online import fragments
 from online.figures import Interval, bootstrap
 from online.policies import (
     Always,
@@ -88,7 +89,7 @@ def chosen(arms: Mapping[str, Unit], router: Mapping[str, float], seed: int) -> 
     Returns:
         policy to group to a list of tallies; ``frozen`` and ``single`` are the single arm's.
     """
-    single, experts = arms[SINGLE]["groups"], arms[EXPERTS]["groups"]
+    single, experts = (_not_empty(arms[arm]["groups"]) for arm in (SINGLE, EXPERTS))
     found: dict[str, dict[str, list[Tally]]] = {
         FROZEN: {name: [c.tallies[FROZEN] for c in cases_of(g)] for name, g in single.items()},
         SINGLE: {name: [c.tallies[GENERAL] for c in cases_of(g)] for name, g in single.items()},
@@ -106,6 +107,11 @@ def chosen(arms: Mapping[str, Unit], router: Mapping[str, float], seed: int) -> 
             for name, own in cases.items()
         }
     return found
+
+
+def _not_empty(groups: Mapping[str, Unit]) -> dict[str, Unit]:
+    """Not every language has every part."""
+    return {name: judged for name, judged in groups.items() if judged["keys"]}
 
 
 def together(names: Sequence[str]) -> dict[str, list[str]]:
@@ -191,8 +197,8 @@ def along_of(arms: Mapping[str, Unit], router: Mapping[str, float]) -> dict[str,
     return found
 
 
-def report(store: Store, common: Mapping[str, Any], out: Path) -> None:
-    """Print the table; write ``routes.json`` and ``routes.png``."""
+def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> None:
+    """Print the table; write ``routes.json``, ``routes.md`` and ``routes.png``."""
     wanted = json.loads(json.dumps(common))
     arms: dict[int, dict[str, Unit]] = {}
     for unit in store.every("arm-"):
@@ -218,6 +224,7 @@ def report(store: Store, common: Mapping[str, Any], out: Path) -> None:
         "along": along,
     }
     (out / "routes.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (out / "routes.md").write_text(fragments.routes(figures, command) + "\n", encoding="utf-8")
     draw(out / "routes.png", rows, along)
     console = Console()
     console.print(table_of(rows))

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from online.fragments import command_of
 from online.store import Store
 from online.traces import FILES
 from online.traffic_plan import FULL, ONLINE, QUICK, VARIANTS
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             variant = VARIANTS[(number + turn) % len(VARIANTS)]
             after = traffic.run(number, block, variant, state)
             state = after if variant == ONLINE else state
-    return report(store, traffic.common, options.out)
+    return report(store, traffic.common, options.out, command_of("bench-traffic", argv))
 
 
 if __name__ == "__main__":

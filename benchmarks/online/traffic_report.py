@@ -11,6 +11,7 @@ from measure import Timing, geometric_mean, paired_ratio
 from rich.console import Console
 from rich.table import Table
 
+from online import fragments
 from online.store import Store
 from online.traffic_plan import FROZEN, ONLINE, PLAIN, VARIANTS
 
@@ -127,8 +128,8 @@ def _answers(unit: Unit) -> list[str | None]:
     return [o["answer"] if o["error"] is None else None for o in outcomes]
 
 
-def report(store: Store, common: Mapping[str, Any], out: Path) -> int:
-    """Print the table; write ``traffic.json`` and ``traffic.png``; 1 where a draft failed."""
+def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> int:
+    """Print the table; write ``traffic.json``, ``.md`` and ``.png``; 1 where a draft failed."""
     units = of_this_plan(store, common)
     rows, ratios = rows_of(units), ratios_of(units)
     failures = sum(unit["result"]["draft_failures"] or 0 for unit in units)
@@ -143,6 +144,7 @@ def report(store: Store, common: Mapping[str, Any], out: Path) -> int:
         "draft_failures": failures,
     }
     (out / "traffic.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (out / "traffic.md").write_text(fragments.traffic(figures, command) + "\n", encoding="utf-8")
     draw(out / "traffic.png", rows, units)
     console = Console()
     console.print(table_of(rows))
