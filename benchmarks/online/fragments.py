@@ -7,18 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from online.markdown import interval, number, table
-
-_POLICIES = {
-    "frozen": "initial draft",
-    "single": "one online draft",
-    "general": "general alone",
-    "rule": "classifier",
-    "measured": "classifier + Hedge",
-    "chance": "any expert",
-    "label": "topic known",
-    "best": "best in hindsight",
-    "worst": "worst in hindsight",
-}
+from online.routes_plot import NAMES, WHOLE
 
 
 def command_of(target: str, argv: Sequence[str] | None) -> str:
@@ -140,7 +129,8 @@ def routes(figures: Mapping[str, Any], command: str) -> str:
         "95 % by bootstrap over prompts, seeds summed up. The target knows four kinds of English "
         "text: on other prompts acceptance says how a draft follows it, and nothing of the text."
     )
-    return "\n\n".join((head, _against(figures["rows"]), _by_group(figures), _check(figures)))
+    tables = _against(figures["rows"]), _by_group(figures), _choices(figures)
+    return "\n\n".join((head, *tables, _check(figures)))
 
 
 def _against(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -148,13 +138,13 @@ def _against(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         [
             f"{row['group']} ({row['prompts']})",
-            _POLICIES[row["policy"]],
+            NAMES[row["policy"]],
             interval(row["mean_acceptance_length"], 2),
             number(row["acceptance_rate"]["value"]),
             interval(row["over_single"], 2),
         ]
         for row in rows
-        if row["group"] in ("mixed", "unpicked", "languages")
+        if row["group"] in WHOLE
     ]
     return table(headings, lines)
 
@@ -162,12 +152,24 @@ def _against(rows: Sequence[Mapping[str, Any]]) -> str:
 def _by_group(figures: Mapping[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for row in figures["rows"]:
-        if row["group"] not in ("mixed", "unpicked", "languages"):
+        if row["group"] not in WHOLE:
             cells = groups.setdefault(f"{row['group']} ({row['prompts']})", [])
             cells.append(number(row["mean_acceptance_length"]["value"], 2))
     policies = list(dict.fromkeys(row["policy"] for row in figures["rows"]))
-    headings = ["tokens per round", *(_POLICIES[policy] for policy in policies)]
+    headings = ["tokens per round", *(NAMES[policy] for policy in policies)]
     return table(headings, [[group, *cells] for group, cells in groups.items()])
+
+
+def _choices(figures: Mapping[str, Any]) -> str:
+    """What the first seed's classifier chose, and what with Hedge."""
+    choices = next(iter(figures["choices"].values()))
+    experts = sorted({e for own in choices.values() for found in own.values() for e in found})
+    lines = [
+        [group, NAMES[policy], *(str(own[group].get(expert, 0)) for expert in experts)]
+        for group in choices["rule"]
+        for policy, own in choices.items()
+    ]
+    return table(["prompts sent to", "", *experts], lines)
 
 
 def _check(figures: Mapping[str, Any]) -> str:

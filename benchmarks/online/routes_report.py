@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +30,7 @@ from online.policies import (
     picks_of,
     share_of,
 )
+from online.routes_plot import NAMES, WHOLE, draw
 from online.store import Store
 from paceline.actors.routing.policy import GENERAL
 from paceline.deploy.demo.prompts import TOPICS
@@ -37,18 +40,6 @@ _RESAMPLES = 500
 Unit = Mapping[str, Any]
 # One row per prompt: rounds, drafted, accepted, summed over seeds.
 Sums = NDArray[np.float64]
-
-NAMES = {
-    FROZEN: "the initial draft",
-    SINGLE: "one online draft",
-    "rule": "experts, classifier",
-    "measured": "experts, classifier + Hedge",
-    GENERAL: "experts, general alone",
-    "chance": "experts, any",
-    "label": "experts, topic known",
-    "best": "experts, best in hindsight",
-    "worst": "experts, worst in hindsight",
-}
 
 
 def policies_of(
@@ -80,20 +71,24 @@ def cases_of(judged: Unit) -> list[Case]:
     ]
 
 
-def chosen(arms: Mapping[str, Unit], router: Mapping[str, float], seed: int) -> dict[str, Any]:
+def chosen(
+    arms: Mapping[str, Unit], router: Mapping[str, float], seed: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Per policy and group the tallies of the drafts that it chose, in the prompts' order.
 
     All groups come as one stream in a random order; what learns has first seen the requests of
     the training stream that the scorer is sent.
 
     Returns:
-        policy to group to a list of tallies; ``frozen`` and ``single`` are the single arm's.
+        policy to group to a list of tallies, ``frozen`` and ``single`` being the single arm's;
+        and policy to group to how often every expert was chosen.
     """
     single, experts = (_not_empty(arms[arm]["groups"]) for arm in (SINGLE, EXPERTS))
     found: dict[str, dict[str, list[Tally]]] = {
         FROZEN: {name: [c.tallies[FROZEN] for c in cases_of(g)] for name, g in single.items()},
         SINGLE: {name: [c.tallies[GENERAL] for c in cases_of(g)] for name, g in single.items()},
     }
+    counts: dict[str, dict[str, Counter[str]]] = {}
     cases = {name: cases_of(judged) for name, judged in experts.items()}
     stream = [(name, case) for name, own in cases.items() for case in own]
     stream.sort(key=lambda pair: share_of(f"{pair[0]}:{pair[1].key}", seed))
@@ -102,11 +97,13 @@ def chosen(arms: Mapping[str, Unit], router: Mapping[str, float], seed: int) -> 
             policy.learn(case)
         picks = picks_of(policy, [case for _, case in stream])
         picked = {(n, c.key): pick for (n, c), pick in zip(stream, picks, strict=True)}
+        for (name, _), pick in zip(stream, picks, strict=True):
+            counts.setdefault(policy_name, {}).setdefault(name, Counter())[pick] += 1
         found[policy_name] = {
             name: [case.tallies[picked[name, case.key]] for case in own]
             for name, own in cases.items()
         }
-    return found
+    return found, counts
 
 
 def _not_empty(groups: Mapping[str, Unit]) -> dict[str, Unit]:
@@ -207,8 +204,8 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
             arms.setdefault(seed, {})[unit["settings"]["arm"]] = unit["result"]
     whole = {seed: own for seed, own in sorted(arms.items()) if len(own) == 2}
     router = common["router"]
-    by_seed = {seed: chosen(own, router, seed) for seed, own in whole.items()}
-    rows = rows_of(by_seed)
+    judged = {seed: chosen(own, router, seed) for seed, own in whole.items()}
+    rows = rows_of({seed: found for seed, (found, _) in judged.items()})
     along = {seed: along_of(own, router) for seed, own in whole.items()}
     names = ("micro_steps", "positions", "published", "rejected", "seconds")
     figures = {
@@ -221,56 +218,33 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
             for seed, own in whole.items()
         },
         "rows": rows,
+        "choices": {
+            seed: {n: c[n] for n in ("rule", "measured")} for seed, (_, c) in judged.items()
+        },
         "along": along,
     }
     (out / "routes.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / "routes.md").write_text(fragments.routes(figures, command) + "\n", encoding="utf-8")
     draw(out / "routes.png", rows, along)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table_of(rows))
     console.print(f"training: {figures['training']}\ncheck: {figures['check']}")
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Mean acceptance length by group and policy."""
-    table = Table(title="Mean acceptance length (acceptance rate)", title_justify="left")
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    table.add_column("group", no_wrap=True)
-    for policy in policies:
-        table.add_column(policy, justify="right", no_wrap=True)
-    cells: dict[str, list[str]] = {}
-    for row in rows:
-        length, rate = row["mean_acceptance_length"]["value"], row["acceptance_rate"]["value"]
-        text = "" if length is None else f"{length:.2f} ({rate:.2f})"
-        cells.setdefault(f"{row['group']} ({row['prompts']})", []).append(text)
-    for group, own in cells.items():
-        table.add_row(group, *own)
+    """Mean acceptance length with its interval, of the groups that hold others."""
+    table = Table(title="Mean acceptance length (95 %)", title_justify="left")
+    groups = list(dict.fromkeys(row["group"] for row in rows if row["group"] in WHOLE))
+    for heading in ("", *groups):
+        table.add_column(heading, no_wrap=True)
+    for policy, name in NAMES.items():
+        found = {row["group"]: row for row in rows if row["policy"] == policy}
+        cells = [_cell(found[g]["mean_acceptance_length"]) for g in groups if g in found]
+        table.add_row(name, *cells)
     return table
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, Any]], along: Mapping[int, Any]) -> None:
-    """Acceptance along the stream, and of every policy on the largest groups, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups = [g for g in ("mixed", "unpicked", "languages") if any(r["group"] == g for r in rows)]
-    figure, axes = pyplot.subplots(1, 1 + len(groups), figsize=(5 + 5 * len(groups), 4), dpi=120)
-    lines = np.atleast_1d(axes)
-    for name in next(iter(along.values()), {}):
-        shortest = min(len(own[name]) for own in along.values())
-        values = np.mean([own[name][:shortest] for own in along.values()], axis=0)
-        lines[0].plot(values, label=NAMES[name])
-    lines[0].set(title="along the mixed stream", xlabel="rounds of training")
-    lines[0].legend(fontsize=7)
-    for panel, group in zip(lines[1:], groups, strict=True):
-        own = [r for r in rows if r["group"] == group][::-1]
-        found = [r["mean_acceptance_length"] for r in own]
-        reach = [[f["value"] - f["low"] for f in found], [f["high"] - f["value"] for f in found]]
-        panel.errorbar([f["value"] for f in found], range(len(own)), xerr=reach, fmt="o")
-        panel.set_yticks(range(len(own)), [NAMES[r["policy"]] for r in own], fontsize=7)
-        panel.set(title=f"{group}: tokens per round")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+def _cell(found: Mapping[str, float | None]) -> str:
+    if found["value"] is None or found["low"] is None or found["high"] is None:
+        return ""
+    return f"{found['value']:.2f} ({found['low']:.2f}-{found['high']:.2f})"

@@ -128,9 +128,9 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
         },
     }
     router = {"min_confidence": 0.5, "sample_share": 1.0}
-    rows = routes_report.rows_of(
-        {seed: routes_report.chosen(arms, router, seed) for seed in (0, 1)}
-    )
+    judged_by = {seed: routes_report.chosen(arms, router, seed) for seed in (0, 1)}
+    rows = routes_report.rows_of({seed: found for seed, (found, _) in judged_by.items()})
+    assert judged_by[0][1]["rule"] == {"topic sql": {"sql": 5}}
     found = {(row["group"], row["policy"]): row for row in rows}
     assert {group for group, _ in found} == {"mixed", "topic sql"}
     rule = found["mixed", "rule"]
