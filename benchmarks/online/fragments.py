@@ -166,7 +166,7 @@ def _choices(figures: Mapping[str, Any]) -> str:
     experts = sorted({e for own in choices.values() for found in own.values() for e in found})
     lines = [
         [group, NAMES[policy], *(str(own[group].get(expert, 0)) for expert in experts)]
-        for group in choices["rule"]
+        for group in sorted(choices["rule"])
         for policy, own in choices.items()
     ]
     return table(["prompts sent to", "", *experts], lines)

@@ -232,6 +232,8 @@ def _copy(before: Path | None, state: Path) -> None:
     shutil.rmtree(state, ignore_errors=True)  # a killed block's
     if before is None:
         state.mkdir(parents=True)
+    elif not before.is_dir():
+        raise FileNotFoundError(f"{before}: what was learnt is gone; remove all of online's blocks")
     else:
         shutil.copytree(before, state)
 
