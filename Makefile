@@ -26,7 +26,8 @@ export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults \
-	soak bench-online test test-full check format links clean bench-routing bench-adapters
+	soak bench-online test test-full check format links clean bench-routing bench-adapters \
+	bench-traffic bench-routes
 
 help:
 	@sed -n '2,6s/^# *//p' Makefile
@@ -107,6 +108,14 @@ soak: setup
 # What learning brings: streams beside their frozen twins and offline ceilings, shifts, cost.
 bench-online: setup
 	@PYTHONPATH=benchmarks $(PY) -m online $(ARGS)
+
+# Request traces replayed open-loop: plain, frozen and online serving compared.
+bench-traffic: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
+
+# Experts behind the router against one draft of the same size and training steps.
+bench-routes: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
 
 links:
 	@mkdir -p .typing/paceline

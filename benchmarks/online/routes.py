@@ -74,13 +74,6 @@ class Replayer(Judge):
         return found
 
 
-class _NoEngine:
-    """Where weights go that nobody serves with: they are judged on recorded answers."""
-
-    def swap(self, *_: object) -> None:
-        """Nothing."""
-
-
 class Arm:
     """One way to spend the training steps: a draft for all, or experts."""
 
@@ -104,7 +97,8 @@ class Arm:
         """Learn from the stream, then judge every draft on every group."""
         stream = self._prompts.stream(self._learning.seed)
         with tempfile.TemporaryDirectory() as folder:
-            learner = Learner(Path(folder), self.drafts, self._learning, _NoEngine())  # type: ignore[arg-type]
+            # nobody serves with them: they are judged on recorded answers
+            learner = Learner(Path(folder), self.drafts, self._learning, lambda *_: None)
             along = self._learn(learner, stream)
             groups = {
                 name: self._judged(learner, make()) for name, make in self._prompts.groups().items()
