@@ -74,7 +74,10 @@ def _speculation(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
         if row["first"] is not None
     ]
-    return table(headings, lines)
+    return (
+        f"{table(headings, lines)}\n\nHow many tokens are drafted, and whether any, follows measured "
+        "goodput: variants draft in other rounds, and their acceptance compares roughly."
+    )
 
 
 def _ratios(figures: Mapping[str, Any]) -> str:
