@@ -75,8 +75,8 @@ def _speculation(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["first"] is not None
     ]
     return (
-        f"{table(headings, lines)}\n\nHow many tokens are drafted, and whether any, follows measured "
-        "goodput: variants draft in other rounds, and their acceptance compares roughly."
+        f"{table(headings, lines)}\n\nHow many tokens are drafted, and whether any, follows "
+        "measured goodput: variants draft in other rounds, and acceptance compares roughly."
     )
 
 

@@ -220,7 +220,8 @@ def _lines(axes: Any, rows: Sequence[Mapping[str, Any]], trace: str, name: str, 
         points = [(r["load"], r[name]) for r in own if r[name] is not None]
         if points:
             label = variant if style == "-" else None
-            axes.plot(*zip(*points, strict=True), style, color=COLOURS[variant], label=label)
+            line = {"color": COLOURS[variant], "label": label, "marker": "."}
+            axes.plot(*zip(*points, strict=True), style, **line)
 
 
 def _over_time(axes: Any, units: Sequence[Unit]) -> None:
