@@ -50,6 +50,7 @@ from paceline.deploy.sections import RouterConfig
 
 ROUTER = RouterConfig()
 _BATCH = 16
+_NEVER = 1_000_000  # an arm that rests, or starts over, has fewer steps than the other
 
 
 class Replayer(Judge):
@@ -221,7 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     store.unit("check", common, lambda: check(prompts, replayer))
     for seed in options.seeds:
         learning = Learning(
-            micro_steps=options.micro_steps, learning_rate=options.learning_rate, seed=seed
+            micro_steps=options.micro_steps,
+            learning_rate=options.learning_rate,
+            max_rejections=_NEVER,
+            seed=seed,
         )
         for name in (SINGLE, EXPERTS):
             say(f"{name}, seed {seed}")
