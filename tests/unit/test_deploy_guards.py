@@ -183,18 +183,22 @@ def test_the_status_survives_a_dead_part() -> None:
     async def history(_topic: str | None) -> list[dict[str, Any]]:
         return [{"topic": "sql"}] * 50
 
+    async def live() -> dict[str, dict[str, int]]:
+        return {"sql": {"requests": 4}}
+
     async def dead() -> Any:
         raise ConnectionError("gone")
 
     actors = LearningActors(
         shards={"sql": Remote(stats=dead)},
-        registry=Remote(current=current, history=history),
+        registry=Remote(current=current, history=history, live=live),
         board=None,
         trainer=Remote(status=dead),
     )
     status = asyncio.run(gather_status(Remote(describe=describe), actors))
     assert status["target"] == {"running": 0}
     assert status["weight_versions"] == {"sql": 3}
+    assert status["live_drafts"] == {"sql": {"requests": 4}}
     assert len(status["decisions"]) == 20
     assert status["trainer"] == {"error": "ConnectionError"}
     assert status["shards"] == {"sql": {"error": "ConnectionError"}}
