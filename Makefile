@@ -1,8 +1,8 @@
 # One command each: every target does its own set-up first, and a second call skips it.
-#   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check
-#   make experts | make bench-decode ARGS="--quick" | make bench-memory | make bench-placement
-#   make bench-faults | make soak | make bench-online ARGS="--quick" | make bench-routing
-#   make bench-adapters
+#   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
+#   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
+#   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routing
+#   make bench-routes | bench-traffic
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -25,12 +25,12 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults \
-	soak bench-online test test-full check format links clean bench-routing bench-adapters \
-	bench-traffic bench-routes
+.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
+	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
+	test test-full check format links clean
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 setup: $(STAMPS)/ops
 	@:
@@ -89,14 +89,21 @@ bench-placement: setup
 	@$(PY) benchmarks/placement.py $(ARGS)
 
 # Losses, contexts and weights of positions, each learnt from one logged replay.
-.PHONY: bench-grid
 bench-grid: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
 
-#   What the router costs, and what a wrong route costs; needs the experts.
-#   bench-routing: setup | 	@$(PY) benchmarks/experts.py | 	@$(PY) benchmarks/routing.py $(ARGS)
-#   What full copies and adapters cost in memory, and the acceptance that each reaches.
-#   bench-adapters: setup | 	@$(PY) benchmarks/adapters.py $(ARGS)
+# What the router costs, and what a wrong route costs; needs the experts.
+bench-routing: setup
+	@$(PY) benchmarks/experts.py
+	@$(PY) benchmarks/routing.py $(ARGS)
+
+# What full copies and adapters cost in memory, and the acceptance that each reaches.
+bench-adapters: setup
+	@$(PY) benchmarks/adapters.py $(ARGS)
+
+# Medusa heads against drafts that were taught with the same answers.
+bench-medusa: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.medusa $(ARGS)
 
 # What clients see when a part dies, and whether anything grows under half an hour of traffic.
 bench-faults: setup
