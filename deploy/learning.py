@@ -194,6 +194,10 @@ class TrainerActor(Trainer):
         if self._scorer is not None:
             self._scorer.offer(data)
 
+    def delete(self, request_id: str | None) -> int:
+        """See Scorer."""
+        return 0 if self._scorer is None else self._scorer.delete(request_id)
+
     def table(self) -> dict[str, Any]:
         """See Scorer."""
         return {} if self._scorer is None else self._scorer.table()

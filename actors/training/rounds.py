@@ -146,6 +146,9 @@ class Rounds:
         if self._losses:
             self._world.update_losses(topic, dict(self._losses))
         self._look_out()
+        if self._outlook.withdrawn(topic, candidate.version):  # in this round: the next follows it
+            self._note(state="rolled back")
+            return True
         if self._outlook.undecided(topic):  # another candidate now would throw its evidence away
             self._note(state="waiting for the canary")
             return True

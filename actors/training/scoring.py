@@ -200,12 +200,13 @@ class Scoring:
         Raises:
             Stopped: when told to end.
         """
+        with self._lock:
+            self._expire()  # whatever else is down: nothing is kept past its retention
         versions, live = world.versions(), world.live()
         if versions is None or live is None:
             return False
         self._on_trial = [e for e, facts in live.items() if facts.get("candidate") is not None]
         with self._lock:
-            self._expire()
             for name, version in versions.items():
                 self._follow(name, version)
             expert = self._next()

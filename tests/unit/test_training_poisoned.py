@@ -208,6 +208,41 @@ def test_training_goes_on_while_a_canary_is_undecided_and_publishes_after_it(
 
 
 @pytest.mark.usefixtures("deepspeed")
+def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
+    draft: Path, tmp_path: Path
+) -> None:
+    """What was withdrawn is neither what the next candidate is judged by nor where it begins."""
+    world = filled(tmp_path, canary=CANARY)
+    registry = world.registry
+    assert registry is not None
+    rounds = make_rounds(trainer_settings(draft, round_seconds=0.3), world)
+    assert rounds.tick()
+    assert registry.live()["sql"]["candidate"] == 1
+    registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
+    for _ in range(5):
+        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+
+    def leave() -> bool:  # asked for before every micro-step
+        if registry.live()["sql"]["candidate"] is not None:
+            registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (1, 2))])
+        return True
+
+    world.leave = leave
+    assert rounds.tick()
+    assert rounds.progress.state == "rolled back"
+    assert [d["version"] for d in registry.history("sql") if d.get("canary")] == [1]
+    for _ in range(5):
+        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    assert rounds.tick()
+    again = registry.history("sql")[-1]
+    assert again["served_expected_acceptance"] < 0.5  # the stable draft's, not the withdrawn one's
+    first = next(d for d in registry.history("sql") if d["version"] == 1)
+    assert again["served_expected_acceptance"] == pytest.approx(
+        first["served_expected_acceptance"], abs=0.1
+    )
+
+
+@pytest.mark.usefixtures("deepspeed")
 def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_path: Path) -> None:
     world = filled(tmp_path)
     registry = world.registry

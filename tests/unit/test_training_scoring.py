@@ -215,7 +215,7 @@ def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:
     assert scoring.delete("r11") == 1
     assert scoring.table()["rows"]["sql"] == 7
     now[0] = 11.0
-    assert not scoring.tick(_Nothing(), _Nobody())
+    assert not scoring.tick(_Down(), _Nobody())  # expiry waits for no registry
     assert scoring.table()["waiting"] == 0
     offer(scoring, [lesson(3, created=11.0)])
     assert scoring.delete(None) == 1
@@ -232,6 +232,11 @@ class _Nothing:
         return {}
 
     def weights(self, topic: str) -> None:  # noqa: ARG002 - the protocol's
+        return None
+
+
+class _Down(_Nothing):
+    def versions(self) -> dict[str, int] | None:
         return None
 
 
