@@ -83,6 +83,8 @@ class Drafting:
     def _withdraw(self, candidate: str) -> None:
         self._proposer.withdraw(candidate)
         self._versions.pop(candidate, None)
+        if self._controller is not None:  # its requests draft with the stable weights now
+            self._controller.swapped(candidate)
 
     def propose(self, batch: Sequence[RunningSequence]) -> Proposal:
         """Draft tokens for the batch; starts the round's clock."""
@@ -220,7 +222,8 @@ class Drafting:
 
         Nobody else shall pay for a candidate: the next round does without it.
         """
-        blamed = {d: self._proposer.version(d) for d in drafts if is_candidate(d)}
+        held = self._proposer.drafts()  # a slot that is empty already drafts as the stable one
+        blamed = {d: held[d] for d in drafts if is_candidate(d) and d in held}
         for draft in blamed:
             self._withdraw(draft)
         for sequence in batch:

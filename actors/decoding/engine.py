@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one request got from a round; ``record`` and ``outcome`` come with the last chunk."""
+    """What one request got from a round; ``record`` comes with the last chunk."""
 
     request_id: str
     chunk: GenerationChunk
@@ -252,12 +252,7 @@ class Engine:
         for i, sequence in enumerate(batch):
             own = logprobs[i] if logprobs else []
             self._accept(sequence, drafted[i], accepted[i], emitted[i], own)
-        outputs = [
-            StepOutput(
-                s.request_id, s.chunk(), self._close(s), s.outcome() if s.finish_reason else None
-            )
-            for s in batch
-        ]
+        outputs = [StepOutput(s.request_id, s.chunk(), self._close(s), s.news()) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
 

@@ -80,8 +80,9 @@ class ExpertStack:
         return self._index[draft if draft in self.versions else expert_of(draft)]
 
     def _recompute(self, draft: str) -> None:
+        """Read again what was read with a slot's weights, also for those of an empty slot."""
         for request_id, own in self._expert.items():
-            if own == draft:
+            if own == draft or (own not in self.versions and expert_of(own) == draft):
                 self._computed[request_id] = 0
                 self._drafted.pop(request_id, None)
 
@@ -220,8 +221,18 @@ class ExpertStack:
             self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
         proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
-        proposal, self.faulty = sound(proposal, [row.draft for row in rows])
+        proposal, cut = sound(proposal)
+        if cut is not None:
+            self.faulty = self._discard([row for row, bad in zip(rows, cut, strict=True) if bad])
         return proposal
+
+    def _discard(self, rows: Sequence[DraftRow]) -> frozenset[str]:
+        """Have what broken weights have written read by nobody; whose they are."""
+        for row in rows:
+            self.runner.kv.wipe(self._table.row(row.request_id))
+            self._computed[row.request_id] = 0
+            self._drafted.pop(row.request_id, None)
+        return frozenset(row.draft for row in rows)
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
         """Tokens int64 and their probabilities float32, ``[B, k]`` each."""

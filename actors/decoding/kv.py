@@ -162,6 +162,16 @@ class KVBlocks:
         self._host[row] = 0
         self._stale = True
 
+    def wipe(self, row: int) -> None:
+        """Write zeros over a row's blocks and over block 0, which takes the padding's.
+
+        A NaN there would spoil whoever reads the blocks later: what is masked is multiplied by 0,
+        and 0 x NaN is NaN. Not for rows that share blocks with others.
+        """
+        at = torch.tensor([0, *self._blocks[row]], device=self.device)
+        for part in (*self.keys, *self.values):
+            part[at] = 0
+
     def forget_all(self) -> None:
         """Keep nothing for later rows."""
         self._index.forget_all()

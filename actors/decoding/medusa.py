@@ -193,7 +193,9 @@ class HeadStack:
         if not ready:
             return Proposal.empty(len(rows), self.device)
         drafts = self._draft([rows[i] for i in ready], support, generator)
-        drafts, self.faulty = sound(drafts, [rows[i].draft for i in ready])
+        drafts, cut = sound(drafts)
+        if cut is not None:
+            self.faulty = frozenset(self.versions)
         return drafts.spread(ready, len(rows))
 
     def _draft(

@@ -45,6 +45,7 @@ class Sequence:
     recorder: Recorder | None
     draft: str = ""
     failed_version: int | None = None
+    _failure_told: bool = False
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
@@ -176,17 +177,29 @@ class Sequence:
         self.weight_version = weight_version
         self._versions.add(weight_version)
 
+    def news(self) -> DraftOutcome | None:
+        """What is to be reported after a round: a failure at once, all else at the end."""
+        if self.failed_version is not None and not self._failure_told:
+            self._failure_told = True
+            return self.outcome()
+        return self.outcome() if self.finish_reason else None
+
     def outcome(self) -> DraftOutcome | None:
         """What the draft did, where that tells one weight_version from another.
 
-        None where several versions drafted, where nothing was drafted, and for an answer that
-        another replica has begun.
+        None where several versions drafted, where the request itself wanted no drafts, and for an
+        answer that another replica has begun. No rounds: nothing was drafted, since that did not
+        pay.
         """
         expert = expert_of(self.draft)
-        if self.draft not in (expert, candidate_of(expert)) or self.request.output_token_ids:
+        if self.draft not in (expert, candidate_of(expert)):
             return None
         if self.failed_version is not None:
             return DraftOutcome(expert, self.failed_version, 0, 0, failed=True)
+        if self.request.output_token_ids:
+            return None
+        if not self._versions and self.num_speculative_tokens is None:
+            return DraftOutcome(expert, self.weight_version, 0, 0)
         if len(self._versions) != 1 or not self.num_spec_steps:
             return None
         accepted = self.num_spec_steps - self.histogram[0]

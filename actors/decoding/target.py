@@ -27,7 +27,9 @@ from paceline.actors.decoding.request import FAILED, GenerationChunk, Generation
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import is_scored
+from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import unflatten
+from paceline.actors.weights.slots import candidate_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class TargetReplica:
         self._pool = _pool(settings) if settings.placement == "pool" else None
         if self._pool is not None:  # experts load meanwhile
             Leases(self._pool, experts or {}, self._replica_id)
+        self._failed: dict[str, DraftOutcome] = {}  # by expert, the last candidate that did
         self._outcomes: OutcomeReporter | None = None
         if registry is not None:
             self._outcomes = OutcomeReporter(registry.report.remote, time.monotonic)
@@ -88,7 +91,7 @@ class TargetReplica:
             num_threads=settings.num_threads,
             on_record=self._store if self._shards else None,
             on_load=self._report,
-            on_outcome=self._outcomes.add if self._outcomes is not None else None,
+            on_outcome=self._tell if self._outcomes is not None else None,
         )
         if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
@@ -192,6 +195,22 @@ class TargetReplica:
         except Exception:
             logger.warning("record of %s was not kept", record.topic, exc_info=True)
 
+    def _tell(self, outcome: DraftOutcome) -> None:
+        if self._outcomes is not None:
+            self._outcomes.add(outcome)
+        if outcome.failed:
+            self._failed[outcome.expert] = outcome
+
+    def _insist(self, known: Mapping[str, int]) -> None:
+        """Report failed candidates again for as long as they are announced.
+
+        The report may be lost; nobody drafts with them any more, so nothing else would end them.
+        """
+        failed = self._failed.copy().values()
+        again = [o for o in failed if known.get(candidate_of(o.expert)) == o.weight_version]
+        if again:
+            self._registry.report.remote(again)
+
     def _report(self, running: int, waiting: int) -> None:
         """Tell the board on every change, and now and then while nothing changes."""
         if self._outcomes is not None:
@@ -220,6 +239,7 @@ class TargetReplica:
                     state = unflatten(ray.get(refs[0], timeout=_POLL_S)) if refs else None
                     self._loop.swap(slot, version, state)
                     known[slot] = version
+                self._insist(known)
             except Exception as error:
                 logger.info("no weights from the registry (%s), trying again", error)
                 time.sleep(_RETRY_S)

@@ -78,32 +78,37 @@ class Proposal:
             support_probs=widen(self.support_probs),
         )
 
-    def without(self, rows: Tensor) -> Proposal:
-        """The same, but the rows where bool ``[B]`` ``rows`` holds draft nothing."""
+    def cut(self, lengths: Tensor) -> Proposal:
+        """The same with at most int64 ``[B]`` ``lengths`` tokens per row; zeros behind them."""
+        kept = torch.minimum(self.num_drafted, lengths)
+        behind = torch.arange(self.token_ids.shape[1], device=kept.device) >= kept[:, None]
         return Proposal(
-            token_ids=self.token_ids.masked_fill(rows[:, None], 0),
-            num_drafted=self.num_drafted.masked_fill(rows, 0),
-            token_probs=self.token_probs.masked_fill(rows[:, None], 0.0),
-            support_ids=self.support_ids.masked_fill(rows[:, None, None], 0),
-            support_probs=self.support_probs.masked_fill(rows[:, None, None], 0.0),
+            token_ids=self.token_ids.masked_fill(behind, 0),
+            num_drafted=kept,
+            token_probs=self.token_probs.masked_fill(behind, 0.0),
+            support_ids=self.support_ids.masked_fill(behind[..., None], 0),
+            support_probs=self.support_probs.masked_fill(behind[..., None], 0.0),
         )
 
 
-def sound(proposal: Proposal, drafts: Sequence[str]) -> tuple[Proposal, frozenset[str]]:
+def sound(proposal: Proposal) -> tuple[Proposal, Tensor | None]:
     """Take away what was drafted without probabilities: verification would leave its law.
+
+    A row ends where they end, and keeps what it has before: whether there are any at a position
+    hangs on the tokens before it, not on the one drawn there. To drop the whole row would throw
+    away a first token because of which one it is, and the others would come too often.
 
     Args:
         proposal: of B rows.
-        drafts: who drafted each of them.
 
     Returns:
-        the proposal, and the drafts that gave something that is not finite.
+        the proposal, and bool ``[B]`` of the rows that were cut, None where none was.
     """
     if math.isfinite(float(proposal.token_probs.sum())):
-        return proposal, frozenset()
-    broken = ~proposal.token_probs.isfinite().all(dim=1)
-    names = zip(drafts, broken.tolist(), strict=True)
-    return proposal.without(broken), frozenset(draft for draft, bad in names if bad)
+        return proposal, None
+    lengths = proposal.token_probs.isfinite().cumprod(dim=1).sum(dim=1)
+    cut = lengths < proposal.num_drafted
+    return proposal.cut(lengths), cut if bool(cut.any()) else None
 
 
 @dataclass(frozen=True, slots=True)

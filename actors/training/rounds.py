@@ -145,15 +145,21 @@ class Rounds:
             return True
         if self._losses:
             self._world.update_losses(topic, dict(self._losses))
-        self._look_out()
-        if self._outlook.withdrawn(topic, candidate.version):  # in this round: the next follows it
-            self._note(state="rolled back")
-            return True
-        if self._outlook.undecided(topic):  # another candidate now would throw its evidence away
-            self._note(state="waiting for the canary")
+        if not self._may_publish(candidate):
             return True
         self._note(state="evaluating")
         self._decide(candidate, held_out, len(train))
+        return True
+
+    def _may_publish(self, candidate: Candidate) -> bool:
+        """Whether the registry's trials leave room for a candidate of this topic now."""
+        self._look_out()
+        if self._outlook.withdrawn(candidate.topic, candidate.version):  # the next round follows
+            self._note(state="rolled back")
+            return False
+        if self._outlook.undecided(candidate.topic):  # another now would throw evidence away
+            self._note(state="waiting for the canary")
+            return False
         return True
 
     def _look_out(self) -> None:
@@ -297,6 +303,8 @@ class Rounds:
         if not decision.publish:
             candidate.acceptance = _known(decision.served, candidate.acceptance)
             self._turn_down(candidate, facts, drop=decision.reason == NOT_FINITE)
+            return
+        if not self._may_publish(candidate):  # judging takes long where leave is seldom given
             return
         try:
             version = self._world.publish(candidate.topic, candidate.flat(state), facts)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from engines import engine_of, make_engine, request, run, served, tokens_of
+from laws import chi_square
 from pools import attached, make_drafter, pool_engine
 from tiny_models import tiny_llama
 from torch import Tensor
@@ -15,6 +17,9 @@ from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.outcomes import OutcomeReporter
 from paceline.actors.decoding.pool.drafter import SharedDrafter
 from paceline.actors.decoding.pool.server import ExpertServer
+from paceline.actors.decoding.request import SamplingParams
+from paceline.actors.decoding.sampling import LatestBatch
+from paceline.actors.decoding.verification import Proposal, sound, verify
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.slots import in_canary
 
@@ -214,7 +219,7 @@ def test_an_expert_of_a_pool_gives_up_a_candidate_without_probabilities() -> Non
         for name in IDS:
             assert tokens_of(outputs[name]) == plain(name)
         assert server.failed_candidate() == 8
-        assert server.failed_candidate() is None
+        assert server.failed_candidate() == 8  # until the registry has taken it back
         assert "a@candidate" not in engine.drafts()
     finally:
         server.close()
@@ -244,3 +249,68 @@ def test_outcomes_that_cannot_be_sent_are_lost_and_no_more() -> None:
     reporter = OutcomeReporter(broken, lambda: 0.0)
     reporter.add(DraftOutcome("a", 1, 3, 1))
     reporter.flush(idle=True)
+
+
+def test_a_draft_that_breaks_behind_one_token_leaves_the_others_their_share() -> None:
+    """Position 2 has no probabilities where X was drawn at position 1, and some where Y was.
+
+    To drop the whole row there would redraw X and keep every Y.
+    """
+    x, y = 0, 1
+    law = {x: 0.5, y: 0.5}
+    rows = 4000
+    generator = torch.Generator().manual_seed(5)
+    first = torch.randint(0, 2, (rows,), generator=generator)
+    broken = torch.where(first == x, float("nan"), 1.0)
+    proposal = Proposal(
+        token_ids=torch.stack([first, torch.zeros_like(first)], dim=1),
+        num_drafted=torch.full((rows,), 2),
+        token_probs=torch.stack([torch.full((rows,), 0.5), broken], dim=1),
+        support_ids=torch.tensor([x, y]).expand(rows, 2, 2).contiguous(),
+        support_probs=torch.stack(
+            [torch.full((rows, 2), 0.5), torch.stack([broken, 0 * broken], dim=1)], dim=1
+        ),
+    )
+    kept, cut = sound(proposal)
+    assert cut is not None
+    assert torch.equal(cut, first == x)
+    assert torch.equal(kept.num_drafted, torch.where(first == x, 1, 2))
+    assert bool(kept.support_probs.isfinite().all())
+    logits = torch.zeros(rows, 3, 2)  # the target: both alike, everywhere
+    params = LatestBatch(torch.device("cpu")).of([SamplingParams(4, temperature=1.0)] * rows)
+    verdict = verify(logits, kept, params, torch.zeros(rows, dtype=torch.int64), generator, None)
+    emitted = torch.where(verdict.num_accepted > 0, first, verdict.final_tokens)
+    counts = {token: int((emitted == token).sum()) for token in law}
+    assert chi_square(counts, law) > 1e-3
+
+
+def test_padding_behind_a_short_row_breaks_nothing() -> None:
+    probs = torch.tensor([[0.5, float("nan")], [0.5, 0.5]])
+    ids = torch.zeros(2, 2, dtype=torch.int64)
+    wide = probs[..., None].clone()
+    kept, cut = sound(Proposal(ids, torch.tensor([1, 2]), probs, ids[..., None], wide))
+    assert cut is None
+    assert kept.num_drafted.tolist() == [1, 2]
+    assert bool(kept.token_probs.isfinite().all())
+
+
+def test_a_failure_is_told_at_once_and_by_a_resumed_answer_too() -> None:
+    """Its client may go away, and then nothing would ever end the trial."""
+    engine = two_slots()
+    engine.swap("a@candidate", 8, state(1, float("nan")))
+    engine.add(asked(INSIDE[0], output_token_ids=tuple(plain(INSIDE[0])[:3])))
+    for _ in range(6):
+        told = [out.outcome for out in engine.step() if out.outcome is not None]
+        if told:
+            break
+    assert [(o.failed, o.weight_version) for o in told] == [(True, 8)]
+    assert engine.num_running == 1
+
+
+def test_what_broken_weights_wrote_is_read_by_nobody() -> None:
+    engine = two_slots()
+    engine.swap("a@candidate", 8, state(1, float("nan")))
+    run(engine, [asked(name) for name in IDS], draft_failures=True)
+    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    for part in (*stack.runner.kv.keys, *stack.runner.kv.values):
+        assert bool(part.isfinite().all())

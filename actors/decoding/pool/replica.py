@@ -17,7 +17,7 @@ from paceline.actors.decoding.pool.server import Lease
 from paceline.actors.decoding.pool.settings import ExpertSettings
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import unflatten
-from paceline.actors.weights.slots import expert_of
+from paceline.actors.weights.slots import candidate_of, expert_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,9 @@ class ExpertReplica:
                 time.sleep(_RETRY_S)
 
     def _report_failure(self) -> None:
-        """Have a candidate that failed here rolled back everywhere."""
+        """Have a candidate that failed here rolled back everywhere; until it is, again."""
         version = self._server.failed_candidate()
-        if version is not None:
+        if version is not None and self._known.get(candidate_of(self._expert)) == version:
             failed = DraftOutcome(self._expert, version, 0, 0, failed=True)
             self._registry.report.remote([failed])
 

@@ -126,9 +126,8 @@ class ExpertServer:
         self._commands.put(take)
 
     def failed_candidate(self) -> int | None:
-        """The weight_version of a candidate that was given up since the last call, if any."""
-        failed, self._drafter.failed_candidate = self._drafter.failed_candidate, None
-        return failed
+        """The weight_version of the last candidate that was given up, if any."""
+        return self._drafter.failed_candidate
 
     def ping(self, timeout_s: float) -> bool:
         """Whether the thread gets round to a command within so many seconds."""
