@@ -156,6 +156,7 @@ def outcome(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any,
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_ranks_learn_what_one_learns(outcome: tuple[Any, ...], variant: str) -> None:
     (alone, (state, weights)), (together, (other_state, other_weights)) = outcome[0][variant]
@@ -178,6 +179,7 @@ def test_two_ranks_learn_what_one_learns(outcome: tuple[Any, ...], variant: str)
     assert weights.keys() == other_weights.keys()
 
 
+@pytest.mark.full
 def test_the_death_of_a_rank_costs_the_round_and_nothing_else(outcome: tuple[Any, ...]) -> None:
     facts = outcome[2]
     assert facts["reason"].startswith("another rank failed")
@@ -188,6 +190,7 @@ def test_the_death_of_a_rank_costs_the_round_and_nothing_else(outcome: tuple[Any
     assert facts["alive"] == [False, False]  # a second one was hired, and dismissed at the end
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_does_not_keep_the_others_waiting(outcome: tuple[Any, ...]) -> None:
     reason, at_once = outcome[1]
     assert reason.startswith("another rank failed")
