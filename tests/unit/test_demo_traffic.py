@@ -162,7 +162,15 @@ def test_the_whole_course() -> None:
         async def resume() -> None:
             switches.append("resume")
 
-        plan = Plan(seconds=1.0, timed=4, reserve_s=0.0, shortest_stream_s=0.5, max_rate=60.0)
+        # However slow the machine is at the moment, all are timed.
+        plan = Plan(
+            seconds=1.0,
+            timed=4,
+            timed_share=100.0,
+            reserve_s=0.0,
+            shortest_stream_s=0.5,
+            max_rate=60.0,
+        )
         prompts = {topic: split(topic, 0, measured=6) for topic in topics}
         async with http:
             course = await play(
