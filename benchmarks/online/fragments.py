@@ -148,8 +148,9 @@ def routes(figures: Mapping[str, Any], command: str) -> str:
         f"of all experts together: {steps}. {len(seeds)} seed(s). Tokens per round (the corrected "
         "or bonus one included) with 4 drafted, greedy, replayed from whether a draft agrees with "
         "the target's own answer position by position, which decides every round. Intervals of "
-        "95 % by bootstrap over prompts, seeds summed up. The target knows four kinds of English "
-        "text: on other prompts acceptance says how a draft follows it, and nothing of the text."
+        "95 % by bootstrap over prompts, translations of one together, seeds summed up. The "
+        "target knows four kinds of English text: on other prompts acceptance says how a draft "
+        "follows it, and nothing of the text."
     )
     tables = _against(figures["rows"]), _by_group(figures), _choices(figures)
     return "\n\n".join((head, *tables, _check(figures)))
