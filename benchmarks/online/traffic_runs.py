@@ -22,7 +22,7 @@ from expert_cache import TARGET, base_hashes
 
 from online.latency import Limits, limits_from, summary
 from online.open_loop import Planned, one_by_one, replay
-from online.rows import interleaved, label, load
+from online.rows import interleaved, label, load, mark_of
 from online.store import Store
 from online.traces import (
     FILES,
@@ -109,6 +109,7 @@ class Traffic:
         self.common = {
             "models": base_hashes(),
             "prompts": label(options.data),
+            "pool": mark_of(questions),
             "dtype": options.dtype,
             "plan": asdict(plan),
             "config": config_facts(options),
