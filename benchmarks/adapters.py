@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from expert_cache import DRAFT, TARGET
 from experts import answer
+from online.store import digest
 from prompts import encode, training_texts
 from rich.console import Console
 from rich.table import Table
@@ -225,14 +227,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where results of these options lie: all that decides a figure is in the name."""
+    names = ("answers", "steps", "max_tokens", "learning_rate", "dtype", "seed", "topics")
+    facts = {name: getattr(options, name) for name in names}
+    facts["data"] = str(options.data.resolve()) if options.data else None
+    source = options.data.name if options.data else "generated"
+    fixed = {"rows": _ROWS, "batch": _MICRO_BATCH, "length": _MAX_LENGTH, "held_out": _HELD_OUT}
+    mark = digest(facts | fixed | {"distiller": asdict(DistillerSettings())})
+    return Path(options.out) / f"{source}-{options.answers}-{options.steps}-{mark}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, and print the table."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, console = parse(arguments), Console(width=120)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    source = options.data.name if options.data else "generated"
-    folder = options.out / f"{source}-{options.answers}-{options.steps}-{options.dtype}"
+    folder = folder_of(options)
     folder.mkdir(parents=True, exist_ok=True)
     if options.only:
         result = run_variant(options, folder, options.only)

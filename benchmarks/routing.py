@@ -70,6 +70,9 @@ class _Static:
     def versions(self) -> dict[str, int] | None:
         return dict.fromkeys(self._experts, 0)
 
+    def live(self) -> dict[str, dict[str, int | None]] | None:
+        return {}
+
     def weights(self, topic: str) -> tuple[int, None]:  # noqa: ARG002 - the protocol's
         return 0, None
 

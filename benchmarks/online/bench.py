@@ -16,6 +16,7 @@ from online.judging import Judge
 from online.rows import Question, Questions
 from online.serving import FROZEN, Served, Serving, make_engine
 from online.store import Store, digest
+from online.world import trainer_facts
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.loading import load_tokenizer
 
@@ -141,14 +142,15 @@ class Bench:
         return self.answers(topic, "test", self.questions(topic).test)
 
     def settings(self, topics: Sequence[str], more: Mapping[str, Any]) -> dict[str, Any]:
-        """All that decides a unit over these topics: models, prompts, serving, and ``more``."""
-        keys = [q.key for t in topics for q in (*self.stream(t), *self.questions(t).test)]
+        """All that decides a unit over these topics; ``more`` must hold its Learning, if any."""
+        prompts = [q for t in topics for q in (*self.stream(t), *self.questions(t).test)]
         return {
             "data": rows.label(self.data),
             "topics": list(topics),
-            "prompts": digest({"keys": keys}),
+            "prompts": rows.mark_of(prompts),
             "models": digest(base_hashes()),
             "serving": asdict(self.serving),
+            "trainer": trainer_facts(),
             "threads": self.threads,
             **more,
         }

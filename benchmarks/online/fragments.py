@@ -41,7 +41,8 @@ def traffic(figures: Mapping[str, Any], command: str) -> str:
         "its 99th percentile is 256 tokens of the target's 1,024, and never stretched. Latencies "
         "count from when a request was due. Within limits: first token and time per token of at "
         "most five times an idle plain server's medians. Load average before the blocks: "
-        f"{busy}. {plan['repeats']} window(s) of each trace, {plan['seconds']:g} s each."
+        f"{busy}. {plan['repeats']} window(s) of each trace, {plan['seconds']:g} s each. "
+        f"{_fresh(figures['rows'])}"
     )
     return "\n\n".join(
         (head, _latencies(figures["rows"]), _speculation(figures["rows"]), _ratios(figures))
@@ -67,16 +68,34 @@ def _latencies(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _speculation(rows: Sequence[Mapping[str, Any]]) -> str:
     headings = ("trace", "load", "variant", "first drafted token accepted", "acceptance rate")
-    headings += ("mean acceptance length", "weight versions published")
+    headings += ("mean acceptance length", "versions on trial", "promoted", "rolled back")
     names = ("first", "acceptance_rate", "mean_acceptance_length")
     lines = [
-        [*_names(row), *(number(row[name]) for name in names), str(row["published"])]
+        [
+            *_names(row),
+            *(number(row[name]) for name in names),
+            *(str(row[name]) for name in ("published", "promoted", "rolled_back")),
+        ]
         for row in rows
         if row["first"] is not None
     ]
     return (
         f"{table(headings, lines)}\n\nHow many tokens are drafted, and whether any, follows "
-        "measured goodput: variants draft in other rounds, and acceptance compares roughly."
+        "measured goodput: variants draft in other rounds, and acceptance compares roughly. The "
+        "application starts anew with every block, and with it the trials of versions that are "
+        "still undecided: their requests are counted from nothing again, so that fewer come to an "
+        "end than on a server that goes on."
+    )
+
+
+def _fresh(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Whether any block was measured on what an earlier one had taught."""
+    again = max((row["prompts_repeated"] for row in rows), default=0)
+    if not again:
+        return "No prompt comes in two blocks. The prefix cache is off."
+    return (
+        f"The pool of prompts was too small: up to {again} requests of a row had a prompt that an "
+        "earlier block had had. The prefix cache is off."
     )
 
 
@@ -129,8 +148,9 @@ def routes(figures: Mapping[str, Any], command: str) -> str:
         f"of all experts together: {steps}. {len(seeds)} seed(s). Tokens per round (the corrected "
         "or bonus one included) with 4 drafted, greedy, replayed from whether a draft agrees with "
         "the target's own answer position by position, which decides every round. Intervals of "
-        "95 % by bootstrap over prompts, seeds summed up. The target knows four kinds of English "
-        "text: on other prompts acceptance says how a draft follows it, and nothing of the text."
+        "95 % by bootstrap over prompts, translations of one together, seeds summed up. The "
+        "target knows four kinds of English text: on other prompts acceptance says how a draft "
+        "follows it, and nothing of the text."
     )
     tables = _against(figures["rows"]), _by_group(figures), _choices(figures)
     return "\n\n".join((head, *tables, _check(figures)))

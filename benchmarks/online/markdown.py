@@ -189,8 +189,9 @@ def _shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
     parts = [
         "## When the topic shifts",
         f"Phases of {phase} requests. *One draft* is `general`, learning from everything; "
-        "*experts* are one draft per topic, with the same micro-steps in all, and requests routed "
-        "by their true topics. A cell is the acceptance on a topic's test after a phase.",
+        "*experts* are one draft per topic, with the same micro-steps offered in all, and requests "
+        "routed by their true topics. Here no draft rests after rejected rounds. A cell is the "
+        "acceptance on a topic's test after a phase.",
     ]
     if "shift.png" in pictures:
         parts.append("![Acceptance by phase](shift.png)")
@@ -210,13 +211,15 @@ def _matrix(matrix: dict[str, dict[str, float]]) -> str:
 
 def _recovery(systems: dict[str, Any]) -> str:
     """Transfer and recovery of abrupt shifts, side by side; of mixed ones what there is."""
-    headings = ["system", "mean over tests at the end", "acceptance rate of the stream"]
+    headings = ["system", "micro-steps", "mean over tests at the end"]
+    headings += ["acceptance rate of the stream"]
     abrupt = any("backward_transfer" in facts for facts in systems.values())
     if abrupt:
         headings += ["backward transfer", "requests until recovery"]
     rows = []
     for system, facts in systems.items():
-        row = [system, number(facts["mean_at_the_end"]), number(facts["acceptance_rate"])]
+        row = [system, str(facts["learning"]["micro_steps"])]
+        row += [number(facts["mean_at_the_end"]), number(facts["acceptance_rate"])]
         if abrupt:
             recovery = ", ".join(
                 f"{topic} {'never' if n is None else n}" for topic, n in facts["recovery"].items()
@@ -266,7 +269,8 @@ def _cost(figures: dict[str, Any]) -> list[str]:
     return [
         "## What it costs",
         "A point is 0.01 of acceptance on the test. Seconds are of the processor, which other "
-        "programs on the machine do not change much; those of training hold the rounds' drawing, "
+        "programs on the machine do not change much, each of one pass by an engine that does "
+        "nothing else; those of training hold the rounds' drawing, "
         "judging and swapping too. Training takes turns with serving on the same thread, so the "
         "speed-up over the frozen twin is that of a machine without any idle time.",
         table(headings, rows),

@@ -149,8 +149,11 @@ class Measured:
 
     def learn(self, case: Case) -> None:
         """Score every expert on the answer, where it is among those that are sampled."""
-        if share_of(case.key, self._seed) >= self._share:
-            return
+        if share_of(case.key, self._seed) < self._share:
+            self.score(case)
+
+    def score(self, case: Case) -> None:
+        """The answer is among those that are sampled: score every expert on it."""
         topic = choose(case.probabilities, self._experts, self._min_confidence)
         self._hedge.open(topic, case.key)
         for expert, tally in case.tallies.items():

@@ -137,6 +137,11 @@ class RoutePrompts:
         return asdict(self.counts)
 
 
+def without_language(key: str, language: str) -> str:
+    """What the keys of one item's translations have in common."""
+    return key.replace(f"-{language}-", "-", 1)
+
+
 def item_of(row: Mapping[str, Any]) -> str:
     """A row's id without its language: translations of one item have it in common."""
-    return f"{_SEED}:{row['id'].replace('-' + row['lang'] + '-', '-', 1)}"
+    return f"{_SEED}:{without_language(row['id'], row['lang'])}"

@@ -34,13 +34,14 @@ from online import bench as harness
 from online.bench import Bench
 from online.fragments import command_of
 from online.judging import MAX_LENGTH, Judge
-from online.policies import Tally, replayed, share_of
+from online.policies import Tally, replayed
 from online.route_prompts import Asked, Counts, RoutePrompts
 from online.routes_report import EXPERTS, FROZEN, SINGLE, report
 from online.serving import Served, Serving
 from online.store import Store
-from online.world import Learner, Learning
+from online.world import Learner, Learning, tireless
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.replay.selection import is_scored
 from paceline.actors.routing.policy import GENERAL, choose
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import load_state, logits_at
@@ -50,7 +51,6 @@ from paceline.deploy.sections import RouterConfig
 
 ROUTER = RouterConfig()
 _BATCH = 16
-_NEVER = 1_000_000  # an arm that rests, or starts over, has fewer steps than the other
 
 
 class Replayer(Judge):
@@ -104,7 +104,7 @@ class Arm:
             groups = {
                 name: self._judged(learner, make()) for name, make in self._prompts.groups().items()
             }
-            sampled = self._judged(learner, _sample(stream))
+            sampled = self._judged(learner, sample(stream, self._learning.held_out_fraction))
             return {
                 "along": along,
                 "groups": groups,
@@ -153,10 +153,14 @@ class Arm:
         return None if draft == FROZEN else learner.served(draft)[1]
 
 
-def _sample(stream: Asked) -> Asked:
-    """The requests of the stream that the scorer would have been sent."""
+def sample(stream: Asked, held_out_fraction: float) -> Asked:
+    """The requests of the stream that the scorer would have been sent: none that was learnt."""
     share = ROUTER.sample_share
-    kept = [i for i, served in enumerate(stream.served) if share_of(served.key, 0) < share]
+    kept = [
+        i
+        for i, served in enumerate(stream.served)
+        if is_scored(served.record, share, held_out_fraction)
+    ]
     return Asked(
         [stream.served[i] for i in kept],
         [stream.labels[i] for i in kept],
@@ -221,11 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     common = bench.settings(TOPICS, {"counts": asdict(counts), "router": asdict_of(ROUTER)})
     store.unit("check", common, lambda: check(prompts, replayer))
     for seed in options.seeds:
-        learning = Learning(
-            micro_steps=options.micro_steps,
-            learning_rate=options.learning_rate,
-            max_rejections=_NEVER,
-            seed=seed,
+        learning = tireless(
+            Learning(
+                micro_steps=options.micro_steps, learning_rate=options.learning_rate, seed=seed
+            )
         )
         for name in (SINGLE, EXPERTS):
             say(f"{name}, seed {seed}")

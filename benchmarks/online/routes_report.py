@@ -30,6 +30,7 @@ from online.policies import (
     picks_of,
     share_of,
 )
+from online.route_prompts import without_language
 from online.routes_plot import NAMES, WHOLE, draw
 from online.store import Store
 from paceline.actors.routing.policy import GENERAL
@@ -38,7 +39,7 @@ from paceline.deploy.demo.prompts import TOPICS
 SINGLE, EXPERTS, FROZEN = "single", "experts", "frozen"
 _RESAMPLES = 500
 Unit = Mapping[str, Any]
-# One row per prompt: rounds, drafted, accepted, summed over seeds.
+# One row per item: rounds, drafted, accepted, summed over seeds.
 Sums = NDArray[np.float64]
 
 
@@ -77,7 +78,7 @@ def chosen(
     """Per policy and group the tallies of the drafts that it chose, in the prompts' order.
 
     All groups come as one stream in a random order; what learns has first seen the requests of
-    the training stream that the scorer is sent.
+    the training stream that the scorer is sent: prompts that no expert has learnt from.
 
     Returns:
         policy to group to a list of tallies, ``frozen`` and ``single`` being the single arm's;
@@ -93,8 +94,9 @@ def chosen(
     stream = [(name, case) for name, own in cases.items() for case in own]
     stream.sort(key=lambda pair: share_of(f"{pair[0]}:{pair[1].key}", seed))
     for policy_name, policy in policies_of((GENERAL, *TOPICS), router, seed).items():
-        for case in cases_of(arms[EXPERTS]["sampled"]):
-            policy.learn(case)
+        if isinstance(policy, Measured):
+            for case in cases_of(arms[EXPERTS]["sampled"]):
+                policy.score(case)
         picks = picks_of(policy, [case for _, case in stream])
         picked = {(n, c.key): pick for (n, c), pick in zip(stream, picks, strict=True)}
         for (name, _), pick in zip(stream, picks, strict=True):
@@ -124,19 +126,39 @@ def together(names: Sequence[str]) -> dict[str, list[str]]:
     return {name: own for name, own in found.items() if own} | {name: [name] for name in names}
 
 
-def rows_of(by_seed: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per group and policy, over all seeds."""
+def items_of(groups: Mapping[str, Unit]) -> dict[str, list[str]]:
+    """Per group the item of every prompt: translations of one item are one, all else its own."""
+    found = {}
+    for name, judged in _not_empty(groups).items():
+        kind, language = name.split()[:2]
+        found[name] = [
+            without_language(key, language) if kind == "lang" else f"{name}:{key}"
+            for key in judged["keys"]
+        ]
+    return found
+
+
+def rows_of(
+    by_seed: Mapping[int, Mapping[str, Any]], items: Mapping[str, Sequence[str]]
+) -> list[dict[str, Any]]:
+    """One row per group and policy, over all seeds; intervals are by bootstrap over items.
+
+    Args:
+        by_seed: seed to what :func:`chosen` found.
+        items: see :func:`items_of`.
+    """
     first = next(iter(by_seed.values()))
     rows = []
     for group, members in together(list(first[SINGLE])).items():
-        sums = {policy: _sums(by_seed, policy, members) for policy in first}
+        sums = {policy: _sums(by_seed, policy, members, items) for policy in first}
         for policy, own in sums.items():
-            lengths = [_length(_sums({s: v}, policy, members)) for s, v in by_seed.items()]
+            lengths = [_length(_sums({s: v}, policy, members, items)) for s, v in by_seed.items()]
             rows.append(
                 {
                     "group": group,
                     "policy": policy,
-                    "prompts": len(own),
+                    "prompts": sum(len(items[name]) for name in members),
+                    "items": len(own),
                     "acceptance_rate": asdict(_interval(_rate, own)),
                     "mean_acceptance_length": asdict(_interval(_length, own)),
                     "by_seed": lengths,
@@ -146,12 +168,20 @@ def rows_of(by_seed: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _sums(by_seed: Mapping[int, Any], policy: str, members: Sequence[str]) -> Sums:
-    per_seed = [
-        [[t.rounds, t.drafted, t.accepted] for name in members for t in found[policy][name]]
-        for found in by_seed.values()
-    ]
-    return np.sum(np.array(per_seed, dtype=np.float64), axis=0)
+def _sums(
+    by_seed: Mapping[int, Any],
+    policy: str,
+    members: Sequence[str],
+    items: Mapping[str, Sequence[str]],
+) -> Sums:
+    """Per item, so that whoever resamples rows keeps its translations together."""
+    found: dict[str, NDArray[np.float64]] = {}
+    for name in members:
+        for chosen_by in by_seed.values():
+            for item, t in zip(items[name], chosen_by[policy][name], strict=True):
+                own = found.setdefault(item, np.zeros(3))
+                own += (t.rounds, t.drafted, t.accepted)
+    return np.stack(list(found.values()))
 
 
 def _length(sums: Sums) -> float | None:
@@ -205,7 +235,8 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
     whole = {seed: own for seed, own in sorted(arms.items()) if len(own) == 2}
     router = common["router"]
     judged = {seed: chosen(own, router, seed) for seed, own in whole.items()}
-    rows = rows_of({seed: found for seed, (found, _) in judged.items()})
+    groups = next(iter(whole.values()))[SINGLE]["groups"]
+    rows = rows_of({seed: found for seed, (found, _) in judged.items()}, items_of(groups))
     along = {seed: along_of(own, router) for seed, own in whole.items()}
     names = ("micro_steps", "positions", "published", "rejected", "seconds")
     figures = {

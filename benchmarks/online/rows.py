@@ -83,6 +83,14 @@ class Questions:
     test: tuple[Question, ...]
 
 
+def mark_of(questions: Iterable[Question]) -> str:
+    """What stands for these prompts in settings: their keys and every token of them."""
+    found = hashlib.sha256()
+    for question in questions:
+        found.update(f"{question.key}:{question.token_ids}\n".encode())
+    return found.hexdigest()[:10]
+
+
 def label(data: str | None) -> str:
     """What stands for a source in settings and file names: no path of this machine."""
     return "generated" if data is None else "hub" if data == HUB else "rows"
@@ -154,7 +162,7 @@ def _generated(topic: str, split: str) -> Iterator[tuple[str, str]]:
     texts = islice(endless(topic, seed), _GENERATED)
     try:
         for number, text in enumerate(texts):
-            yield f"generated-{split}-{number:05d}", text
+            yield f"generated-{topic}-{split}-{number:05d}", text
     except ValueError:  # every combination has been given
         return
 

@@ -16,7 +16,7 @@ from online.bench import Bench, counts_of, packed
 from online.figures import mean
 from online.rows import Question
 from online.serving import Served, serve
-from online.world import Learner, Learning
+from online.world import Learner, Learning, tireless
 from paceline.actors.routing.policy import GENERAL
 
 ORDER = ("math", "sql", "shell", "code")
@@ -30,7 +30,7 @@ def shift_settings(
 ) -> dict[str, Any]:
     """All that decides :func:`run_shift`."""
     more = {
-        "learning": asdict(learning),
+        "learning": asdict(tireless(learning)),
         "phase": bench.sizes.phase,
         "kind": kind,
         "system": system,
@@ -67,7 +67,7 @@ def run_shift(
     """Serve all phases; after each, judge what every topic's requests would get.
 
     The system of experts is routed by the prompts' own topics: what a router adds or costs is
-    measured elsewhere. Both systems have the same micro-steps in all.
+    measured elsewhere. Both systems are offered the same micro-steps in all, and neither rests.
 
     Returns:
         ``phases``: counts per request and its topic; ``scores``: per phase (0 is before the
@@ -77,7 +77,7 @@ def run_shift(
     tests = {topic: [s.record for s in bench.test(topic)] for topic in order}
     engine = bench.engine(experts)
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), experts, learning, engine.swap)
+        learner = Learner(Path(folder), experts, tireless(learning), engine.swap)
 
         def look() -> dict[str, list[float]]:
             found = {}

@@ -34,19 +34,22 @@ def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     """Serve a topic's stream with a draft that learns from it alone.
 
     Returns:
-        ``frozen`` and ``online``: counts per request; ``checkpoints``: scores per test prompt by
-        requests served; ``test_frozen`` and ``test_online``: counts of the test served with the
-        initial and with the last weights; ``learning``: its cost and decisions.
+        ``frozen`` and ``online``: counts per request, each of one pass; ``checkpoints``: scores
+        per test prompt by requests served; ``test_frozen`` and ``test_online``: counts of the
+        test served with the initial and with the last weights; ``learning``: its cost and
+        decisions.
     """
     tests = [served.record for served in bench.test(topic)]
-    frozen = bench.frozen(topic)
+    questions = bench.stream(topic)
+    drafts = [topic] * len(questions)
+    # an engine and a pass of its own: seconds of answers from disk are those of other batches
+    frozen = list(serve(bench.engine([topic]), questions, drafts, bench.serving))
     engine = bench.engine([topic])
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(Path(folder), [topic], learning, engine.swap)
         online: list[Served] = []
         checkpoints = {"0": _judged(bench, learner, topic, tests)}
-        questions = bench.stream(topic)
-        for served in serve(engine, questions, [topic] * len(questions), bench.serving):
+        for served in serve(engine, questions, drafts, bench.serving):
             learner.take(served.record)
             online.append(served)
             done = len(online)

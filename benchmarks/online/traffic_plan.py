@@ -61,9 +61,18 @@ class Prompts:
     questions: Sequence[Question]
     texts: Sequence[str]
 
-    def part(self, count: int, number: int) -> list[int]:
-        """Indices of so many, those after the part before; from the start again at the end."""
-        return [(number * count + i) % len(self.questions) for i in range(count)]
+    def part(self, count: int, start: int) -> list[int]:
+        """Indices of so many from ``start`` on, which goes on at 0 where the pool ends.
+
+        Args:
+            count: of prompts.
+            start: how many the blocks before have had: blocks are of different lengths.
+        """
+        return [(start + i) % len(self.questions) for i in range(count)]
+
+    def repeated(self, count: int, start: int) -> int:
+        """How many of such a part have been in it or in a part before it already."""
+        return min(count, max(0, start + count - len(self.questions)))
 
 
 def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
@@ -80,11 +89,35 @@ def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
     }
 
 
+def busy_rate(ended_s: Sequence[float], at_once: int) -> float:
+    """Answers a second up to the moment when the last request was sent, and the rest fades out.
+
+    Args:
+        ended_s: when every answer had come, seconds after the first request was sent.
+        at_once: how many were under way as long as there were so many.
+
+    Raises:
+        ValueError: all were sent at once.
+    """
+    count = len(ended_s) - at_once
+    if count < 1:
+        raise ValueError(f"{len(ended_s)} requests, {at_once} at once: no rate can be told")
+    return count / sorted(ended_s)[count - 1]
+
+
 def planned(
-    arrivals: Sequence[Arrival], scale: float, prompts: Prompts, number: int, variant: str
+    arrivals: Sequence[Arrival], scale: float, prompts: Prompts, start: int, variant: str
 ) -> list[Planned]:
-    """The requests of a block: what is due when, with which prompt and how long an answer."""
-    part = prompts.part(len(arrivals), number)
+    """The requests of a block: what is due when, with which prompt and how long an answer.
+
+    Args:
+        arrivals: of the block.
+        scale: of answers, see :func:`online.traces.output_scale`.
+        prompts: the pool.
+        start: see :meth:`Prompts.part`.
+        variant: one of ``VARIANTS``.
+    """
+    part = prompts.part(len(arrivals), start)
     lengths = [len(prompts.questions[i].token_ids) for i in part]
     paired = pair_by_rank([arrival.input_tokens for arrival in arrivals], lengths)
     tokens = answer_tokens(arrivals, scale, OUTPUT_ROOM)

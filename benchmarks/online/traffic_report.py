@@ -17,6 +17,7 @@ from online.store import Store
 from online.traffic_plan import FROZEN, ONLINE, PLAIN, VARIANTS
 
 COLOURS = {PLAIN: "#6b7280", FROZEN: "#b0482f", ONLINE: "#0b6e4f"}
+DECISIONS = ("published", "promoted", "rolled_back")
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 Unit = Mapping[str, Any]
 Key = tuple[str, float, str]
@@ -59,7 +60,9 @@ def _row(key: Key, results: Sequence[Unit]) -> dict[str, Any]:
     for name in ("acceptance_rate", "mean_acceptance_length", "first"):
         values = [s["acceptance"][name] for s in found if s["acceptance"][name] is not None]
         row[name] = sum(values) / len(values) if values else None
-    row["published"] = sum(result["published"] for result in results)
+    for name in DECISIONS:
+        row[name] = sum(result["decisions"].get(name, 0) for result in results)
+    row["prompts_repeated"] = sum(result["prompts_repeated"] for result in results)
     return row
 
 

@@ -7,6 +7,8 @@ import asyncio
 import shutil
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from expert_cache import TARGET, base_hashes
 
 from online.latency import Limits, limits_from, summary
 from online.open_loop import Planned, one_by_one, replay
-from online.rows import interleaved, label, load
+from online.rows import interleaved, label, load, mark_of
 from online.store import Store
 from online.traces import (
     FILES,
@@ -38,12 +40,15 @@ from online.traffic_plan import (
     ONLINE,
     OUTPUT_ROOM,
     PLAIN,
+    VARIANTS,
     Block,
     Plan,
     Prompts,
+    busy_rate,
     planned,
 )
 from paceline.actors.decoding.loading import load_tokenizer
+from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy import app
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.demo.prompts import TOPICS
@@ -53,6 +58,7 @@ _IDLE = 12  # requests that tell what an idle server needs
 _LIMIT_TIMES = 5.0  # its median: slower is late
 _SEED = 77
 _POOL = 1500  # prompts of a topic at most
+_PLACES = {"port", "state_dir"}  # of a config: they change no figure
 
 
 def config_of(options: argparse.Namespace, variant: str, state_dir: Path) -> PacelineConfig:
@@ -68,10 +74,20 @@ def config_of(options: argparse.Namespace, variant: str, state_dir: Path) -> Pac
             "port": options.port,
             "state_dir": str(state_dir),
             "target.dtype": options.dtype,
+            "target.prefix_cache": False,  # no prompt is to be cheaper for having come before
             "ray.dashboard": False,
         }
         | lacks[variant],
     )
+
+
+def config_facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What of every variant's config decides a result: all but where things lie."""
+    nowhere = Path("/")
+    return {
+        variant: config_of(options, variant, nowhere).model_dump(mode="json", exclude=_PLACES)
+        for variant in VARIANTS
+    }
 
 
 class Traffic:
@@ -93,8 +109,10 @@ class Traffic:
         self.common = {
             "models": base_hashes(),
             "prompts": label(options.data),
+            "pool": mark_of(questions),
             "dtype": options.dtype,
             "plan": asdict(plan),
+            "config": config_facts(options),
         }
 
     def blocks(self) -> list[Block]:
@@ -125,9 +143,9 @@ class Traffic:
             url = running.base_url
             asyncio.run(_closed(url, requests[: self.plan.warm_up]))
             quiet = asyncio.run(one_by_one(url, requests[:_IDLE]))
-            seconds = asyncio.run(_closed(url, requests))
+            ended_s = asyncio.run(_closed(url, requests))
         return {
-            "requests_per_s": len(requests) / seconds,
+            "requests_per_s": busy_rate(ended_s, _AT_ONCE),
             "requests": len(requests),
             "limits": asdict(limits_from(quiet, _LIMIT_TIMES)),
             "machine": machine.facts(),
@@ -137,7 +155,7 @@ class Traffic:
         """One variant's pass over a block, unless it is there.
 
         Args:
-            number: of the block; its prompts depend on it.
+            number: of the block; its prompts are those after the blocks before it.
             block: see Block.
             variant: one of ``VARIANTS``.
             before: folder of the state that ``online`` starts from; None starts anew.
@@ -145,12 +163,13 @@ class Traffic:
         Returns:
             the folder of ``online``'s state after it, None for the others.
         """
-        facts = self.capacity(block.trace)
-        rate = block.load * facts["requests_per_s"]
+        facts, rate = self.capacity(block.trace), self._rate(block)
+        start = sum(map(self._count, self.blocks()[:number]))
         settings = self.common | {
             "block": asdict(block),
             "variant": variant,
             "requests_per_s": rate,
+            "first_prompt": start,
             "begins_from": before.name if before is not None else None,
         }
         name = f"block-{block.name}-{variant}"
@@ -160,32 +179,35 @@ class Traffic:
                 _copy(before, state)
             folder = tempfile.TemporaryDirectory() if variant != ONLINE else nullcontext(str(state))
             with folder as state_dir:
-                result = self._serve(number, block, variant, rate, Path(state_dir), facts)
+                result = self._serve(start, block, variant, Path(state_dir), facts)
             self.store.put(name, settings, result)
-            _say(name, result["summary"])
+            _say(name, result)
             if variant == ONLINE and before is not None:
                 shutil.rmtree(before)  # the next block needs this one's alone
         return state if variant == ONLINE else None
 
+    def _rate(self, block: Block) -> float:
+        """Requests a second."""
+        return block.load * float(self.capacity(block.trace)["requests_per_s"])
+
+    def _count(self, block: Block) -> int:
+        """Requests."""
+        wanted = max(20, round(self._rate(block) * self.plan.seconds))
+        return min(wanted, len(self.traces[block.trace]))
+
     def _serve(
-        self,
-        number: int,
-        block: Block,
-        variant: str,
-        rate: float,
-        state_dir: Path,
-        facts: Mapping[str, Any],
+        self, start: int, block: Block, variant: str, state_dir: Path, facts: Mapping[str, Any]
     ) -> dict[str, Any]:
-        trace, plan = self.traces[block.trace], self.plan
-        count = min(max(20, round(rate * plan.seconds)), len(trace))
-        arrivals = at_rate(window(trace, count, block.repeat), rate)
+        trace, plan, count = self.traces[block.trace], self.plan, self._count(block)
+        arrivals = at_rate(window(trace, count, block.repeat), self._rate(block))
         scale = output_scale(trace, OUTPUT_ROOM)
-        requests = planned(arrivals, scale, self.prompts, number, variant)
+        requests = planned(arrivals, scale, self.prompts, start, variant)
+        before = outcomes_of(state_dir)
         with app.start(config_of(self.options, variant, state_dir)) as running:
             url = running.base_url
             warm_up = [Planned(p.due_s, p.topic, 0, p.body | {"store": False}) for p in requests]
             asyncio.run(_closed(url, warm_up[: plan.warm_up]))
-            first, busy = _status(url), machine.facts()["load_average"]
+            busy = machine.facts()["load_average"]
             outcomes = asyncio.run(replay(url, requests, plan.drain_s))
             last = _status(url)
         limits = Limits(**facts["limits"])
@@ -194,7 +216,8 @@ class Traffic:
             "limits": asdict(limits),
             "gap_cv": gap_cv(arrivals),
             "output_scale": scale,
-            "published": _versions(last) - _versions(first),
+            "prompts_repeated": self.prompts.repeated(count, start),
+            "decisions": dict(outcomes_of(state_dir) - before),
             "weight_versions": last.get("weight_versions", {}),
             "trainer": last.get("trainer"),
             "draft_failures": last["target"].get("draft_failures"),
@@ -210,22 +233,22 @@ def _traces(options: argparse.Namespace) -> dict[str, list[Arrival]]:
     return {name: read_trace(folder / FILES[name]) for name in options.traces}
 
 
-async def _closed(url: str, requests: Sequence[Planned]) -> float:
-    """Seconds that the requests take, always as many under way as the target decodes at once."""
-    began = asyncio.get_running_loop().time()
+async def _closed(url: str, requests: Sequence[Planned]) -> list[float]:
+    """When every answer had come, seconds; as many are under way as the target decodes at once."""
+    began = time.monotonic()
     replies = await Load(url, [request.body for request in requests], _AT_ONCE).run()
     if wrong := [reply.error for reply in replies if reply.error is not None]:
         raise RuntimeError(f"{len(wrong)} requests failed, the first: {wrong[0]}")
-    return asyncio.get_running_loop().time() - began
+    return [reply.last_at - began for reply in replies if reply.last_at is not None]
 
 
 def _status(url: str) -> dict[str, Any]:
     return dict(httpx.get(f"{url}/v1/paceline/status", timeout=60).json())
 
 
-def _versions(status: Mapping[str, Any]) -> int:
-    versions = status.get("weight_versions", {})
-    return sum(count for count in versions.values() if isinstance(count, int))
+def outcomes_of(state_dir: Path) -> Counter[str]:
+    """How often every decision on weights was taken so far: a number alone tells no outcome."""
+    return Counter(str(decision.get("outcome")) for decision in read_all_decisions(state_dir))
 
 
 def _copy(before: Path | None, state: Path) -> None:
@@ -238,11 +261,13 @@ def _copy(before: Path | None, state: Path) -> None:
         shutil.copytree(before, state)
 
 
-def _say(name: str, facts: Mapping[str, Any]) -> None:
+def _say(name: str, result: Mapping[str, Any]) -> None:
+    facts, again = result["summary"], result["prompts_repeated"]
     first, length = facts["ttft_s"], facts["acceptance"]["mean_acceptance_length"]
     print(  # noqa: T201
         f"{name}: {facts['requests']} requests, {facts['failed']} failed, TTFT p50 {first['p50']}, "
-        f"p99 {first['p99']}, {facts['tokens_per_s']:.0f} tokens/s, acceptance length {length}",
+        f"p99 {first['p99']}, {facts['tokens_per_s']:.0f} tokens/s, acceptance length {length}"
+        + (f"; {again} PROMPTS NOT FOR THE FIRST TIME: the pool is too small" if again else ""),
         file=sys.stderr,
         flush=True,
     )

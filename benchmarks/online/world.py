@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.weights.flat import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
+_PATHS = ("draft_paths", "optimizer_dir")
 _MICRO_STEP_S = 2.0**-7  # of the virtual clock: its sums are exact
 _REQUEST_S = 1.0
+NEVER = 1_000_000  # rejections in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,15 @@ class Learning:
     max_rejections: int = 3
     recent_share: float = 0.5
     seed: int = 0
+
+
+def tireless(learning: Learning) -> Learning:
+    """The same, but no draft rests or starts over after rejected rounds.
+
+    One draft that rests has all of its system at rest, one expert of several has not: systems
+    are to have the same micro-steps.
+    """
+    return replace(learning, max_rejections=NEVER)
 
 
 class Ticks:
@@ -245,6 +256,12 @@ class Learner:
             "rejected": sum(d["outcome"] == "rejected" for d in decisions),
             "decisions": decisions,
         }
+
+
+def trainer_facts() -> dict[str, Any]:
+    """All of the trainer's settings that no Learning decides, as JSON holds them."""
+    facts = asdict(_settings((), Learning(), DRAFT))
+    return {name: value for name, value in facts.items() if name not in _PATHS}
 
 
 def _settings(experts: Sequence[str], learning: Learning, draft: Path) -> TrainerSettings:

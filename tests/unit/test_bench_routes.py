@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 from engines import engine_of, request, run, served, tokens_of
-from online import policies, route_prompts, routes_report
+from lessons import lesson
+from online import policies, route_prompts, routes, routes_report
 from online.policies import Case, Tally
+from online.route_prompts import Asked
+from online.serving import Served
 from tiny_models import tiny_llama
+
+from paceline.actors.replay.record import is_held_out
 
 GOOD, BAD = Tally(4, 16, 12, 0.9), Tally(10, 40, 2, 0.1)
 
@@ -105,6 +110,44 @@ def test_translations_of_an_item_have_its_id_in_common() -> None:
     assert first == second != other
 
 
+def test_only_prompts_that_no_expert_learns_from_are_sampled() -> None:
+    records = [lesson(i) for i in range(2000)]
+    served = [Served(i, r.request_id, 1, 4, 2, 12, 0.1, r) for i, r in enumerate(records)]
+    stream = Asked(served, ["sql"] * 2000, [{"sql": float(i)} for i in range(2000)])
+    found = routes.sample(stream, 0.4)
+    assert all(is_held_out(s.record.prompt_token_ids, 0.4) for s in found.served)
+    assert [p["sql"] for p in found.probabilities] == [s.number for s in found.served]
+    assert 0.5 < len(found.served) / (2000 * routes.ROUTER.sample_share) < 2.0
+
+
+def test_what_was_sampled_from_the_stream_is_not_sampled_again() -> None:
+    tallies = {"general": GOOD, "math": BAD, "sql": BAD, "code": BAD, "shell": BAD}
+    group = {"topic sql": judged(tallies, 3)}
+    arms = {
+        "single": {"groups": {"topic sql": judged({"general": BAD, "frozen": BAD}, 3)}},
+        "experts": {"groups": group, "sampled": judged(tallies, 40)},
+    }
+    _, counts = routes_report.chosen(arms, {"min_confidence": 0.5, "sample_share": 0.0}, 0)
+    assert counts["rule"]["topic sql"] == {"sql": 3}
+    assert counts["measured"]["topic sql"] == {"general": 3}
+
+
+def test_translations_of_an_item_are_resampled_together() -> None:
+    groups = {
+        f"lang {language} tldr": {"keys": [f"tldr-{language}-common/{i}" for i in range(6)]}
+        for language in ("de", "en", "fr")
+    }
+    items = routes_report.items_of(groups)
+    easy = [Tally(4, 16, 4 * (i % 2), 0.0) for i in range(6)]  # an item is alike in all languages
+    found = {0: {"single": dict.fromkeys(groups, easy)}}
+    rows = {row["group"]: row for row in routes_report.rows_of(found, items)}
+    whole, german = rows["languages"], rows["lang de"]
+    assert (whole["prompts"], whole["items"]) == (18, 6)
+    assert (german["prompts"], german["items"]) == (6, 6)
+    # three times the same tells no more than once
+    assert whole["mean_acceptance_length"] == german["mean_acceptance_length"]
+
+
 def judged(tallies: dict[str, Tally], count: int) -> dict[str, Any]:
     return {
         "keys": [str(i) for i in range(count)],
@@ -129,7 +172,8 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
     }
     router = {"min_confidence": 0.5, "sample_share": 1.0}
     judged_by = {seed: routes_report.chosen(arms, router, seed) for seed in (0, 1)}
-    rows = routes_report.rows_of({seed: found for seed, (found, _) in judged_by.items()})
+    items = routes_report.items_of(arms["single"]["groups"])
+    rows = routes_report.rows_of({seed: found for seed, (found, _) in judged_by.items()}, items)
     assert judged_by[0][1]["rule"] == {"topic sql": {"sql": 5}}
     found = {(row["group"], row["policy"]): row for row in rows}
     assert {group for group, _ in found} == {"mixed", "topic sql"}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from engines import make_engine
+from lessons import TINY_VOCAB, lesson
 from prompts import Prompt
 from routed import Runner, mean_length
+from routing import hedge_weights
+from tiny_models import tiny_llama
 
 from paceline.actors.decoding.request import SpeculativeStats
 
@@ -35,3 +40,13 @@ def test_every_request_is_drafted_by_its_own_expert_and_the_text_stays_the_targe
     assert sorted(r.expert for r in drafted.records) == ["a"] * 3 + ["b"] * 3
     assert plain.records == []
     assert engine.draft_failures == 0
+
+
+def test_every_expert_is_scored_on_every_record_of_the_primer(tmp_path: Path) -> None:
+    for number, name in enumerate(("general", "sql")):
+        tiny_llama(number, vocab=TINY_VOCAB, layers=1).save_pretrained(tmp_path / name)
+    drafts = {name: str(tmp_path / name) for name in ("general", "sql")}
+    weights, table = hedge_weights(drafts, [lesson(i) for i in range(5)])
+    assert table["scores"] == 2 * 5
+    assert table["waiting"] == 0
+    assert set(weights["sql"]) == {"general", "sql"}

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clients import Reply
-from online import latency, open_loop, traces, traffic_report
+from online import fragments, latency, open_loop, traces, traffic, traffic_report, traffic_runs
 from online.rows import Question
-from online.traffic_plan import ONLINE, PLAIN, Prompts, body, planned
+from online.store import Store
+from online.traffic_plan import ONLINE, PLAIN, Block, Prompts, body, busy_rate, planned
+
+from paceline.actors.weights.history import append_decision
 
 
 def trace(*times: float, tokens: int = 10) -> list[traces.Arrival]:
@@ -110,13 +114,79 @@ def test_a_generated_trace_is_the_same_for_a_seed_and_comes_in_bursts() -> None:
 def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alone_learns() -> None:
     questions = [Question(str(i), "sql", tuple(range(5 + i))) for i in range(6)]
     prompts = Prompts(questions, [f"text {i}" for i in range(6)])
-    sent = {v: planned(trace(0.0, 1.0, 2.0), 1.0, prompts, 1, v) for v in (PLAIN, ONLINE)}
+    sent = {v: planned(trace(0.0, 1.0, 2.0), 1.0, prompts, 3, v) for v in (PLAIN, ONLINE)}
     texts = {v: [p.body["messages"][0]["content"] for p in own] for v, own in sent.items()}
-    assert texts[PLAIN] == texts[ONLINE] == ["text 3", "text 4", "text 5"]  # block 1 has the rest
+    assert texts[PLAIN] == texts[ONLINE] == ["text 3", "text 4", "text 5"]  # three are gone
     assert [p.due_s for p in sent[ONLINE]] == [0.0, 1.0, 2.0]
     assert body("x", 4, PLAIN)["speculative"] == {"draft": "off"}
     assert "speculative" not in body("x", 4, ONLINE)
     assert [body("x", 4, v)["store"] for v in (PLAIN, ONLINE)] == [False, True]
+
+
+class Here(traffic_runs.Traffic):
+    """Blocks of two loads over a small pool, none of them served."""
+
+    def __init__(self, pool: int, store: Store) -> None:
+        self.options, self.store = traffic.parse(["--quick"]), store
+        self.plan = replace(traffic.QUICK, repeats=2)
+        self.traces = {"t": traces.generated(500, seed=1)}
+        questions = [Question(str(i), "sql", (1, 2)) for i in range(pool)]
+        self.prompts = Prompts(questions, [q.key for q in questions])
+        self.common = {}
+        self.seen: list[list[int]] = []
+
+    def capacity(self, trace: str) -> dict[str, Any]:  # noqa: ARG002
+        return {"requests_per_s": 2.0}
+
+    def _serve(self, start: int, block: Block, *_: Any) -> dict[str, Any]:
+        count = self._count(block)
+        self.seen.append(self.prompts.part(count, start))
+        return {
+            "summary": latency.summary([outcome()], latency.Limits(1.0, 1.0)),
+            "prompts_repeated": self.prompts.repeated(count, start),
+        }
+
+
+@pytest.mark.parametrize(("pool", "again"), [(176, 0), (170, 6)])
+def test_no_block_is_sent_a_prompt_of_another_until_the_pool_is_empty(
+    pool: int, again: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Here(pool, Store(tmp_path))
+    for number, block in enumerate(runs.blocks()):
+        runs.run(number, block, PLAIN, None)
+    assert [len(part) for part in runs.seen] == [24, 64, 24, 64]  # 40 s at 0.3 and 0.8 of 2/s
+    counts = Counter(i for part in runs.seen for i in part)
+    assert sum(n - 1 for n in counts.values()) == again
+    assert f"{again} PROMPTS" in capsys.readouterr().err or not again
+    found = [unit["result"]["prompts_repeated"] for unit in runs.store.every("block-")]
+    assert sum(found) == again
+
+
+def test_all_variants_have_the_same_prefix_cache_and_their_config_is_in_the_key() -> None:
+    options = traffic.parse(["--quick"])
+    facts = traffic_runs.config_facts(options)
+    assert {own["target"]["prefix_cache"] for own in facts.values()} == {False}
+    assert [own["training"]["enabled"] for own in facts.values()] == [False, False, True]
+    options.port, options.dtype = 1, "float32"
+    other = traffic_runs.config_facts(options)
+    assert other != facts
+    options.dtype = "auto"
+    assert traffic_runs.config_facts(options) == facts
+
+
+def test_capacity_does_not_count_the_end_in_which_the_server_runs_empty() -> None:
+    steady = [1.0 + i for i in range(20)]
+    assert busy_rate([*steady[::-1], 60.0, 90.0], at_once=2) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="2 at once"):
+        busy_rate([1.0, 2.0], at_once=2)
+
+
+def test_decisions_are_counted_by_outcome(tmp_path: Path) -> None:
+    for at, name in enumerate(("published", "rolled_back", "published", "promoted")):
+        append_decision(tmp_path / "history.jsonl", {"outcome": name, "time": at})
+    found = traffic_runs.outcomes_of(tmp_path)
+    assert found == {"published": 2, "rolled_back": 1, "promoted": 1}
+    assert not traffic_runs.outcomes_of(tmp_path / "none")
 
 
 def test_a_reply_is_measured_from_when_it_was_due() -> None:
@@ -180,7 +250,8 @@ def unit(variant: str, repeat: int, seconds: float, answers: str = "ab") -> dict
         "settings": {"block": {"trace": "t", "load": 0.5, "repeat": repeat}, "variant": variant},
         "result": {
             "summary": latency.summary(outcomes, latency.Limits(1.0, 1.0)),
-            "published": 2,
+            "decisions": {"published": 2, "rolled_back": 1},
+            "prompts_repeated": 3,
             "outcomes": [
                 {"answer": o.answer, "error": o.error, "ttft_s": o.ttft_s} for o in outcomes
             ],
@@ -198,7 +269,10 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     rows = traffic_report.rows_of(units)
     assert [row["variant"] for row in rows] == ["plain", "online"]
     assert rows[1]["ttft_p50_s"] == pytest.approx((0.2 * 0.4) ** 0.5)
-    assert rows[1]["published"] == 4
+    assert (rows[1]["published"], rows[1]["promoted"], rows[1]["rolled_back"]) == (4, 0, 2)
+    page = fragments._speculation(rows)
+    assert "| 4 | 0 | 2 |" in page
+    assert "up to 6 requests" in fragments._fresh(rows)
     ratios = traffic_report.ratios_of(units)
     first = next(r for r in ratios if r["variant"] == "online" and r["figure"] == "ttft p50")
     assert first["ratio"] == pytest.approx(2.0)

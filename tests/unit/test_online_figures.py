@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from online import figures, markdown, summary
+from online import figures, markdown, summary, world
 from online.bench import packed, unpacked
 from online.ceiling import Plateau
 from online.figures import Counts, Window
@@ -158,7 +158,7 @@ def test_a_shift_gives_matrix_transfer_and_recovery() -> None:
             {"topics": ["a"] * 4, "counts": packed(counts(1, 1, 9, 9))},
             {"topics": ["b"] * 4, "counts": packed(counts(2, 2, 4, 4))},
         ],
-        "learning": {"seconds": 1.0, "decisions": []},
+        "learning": {"seconds": 1.0, "micro_steps": 96, "decisions": []},
     }
     found = summary.shift_summary(shift, {"a": 0.9, "b": 0.8}, 2, abrupt=True)
     assert found["matrix"]["before"] == {"a": 0.1, "b": 0.1}
@@ -168,3 +168,13 @@ def test_a_shift_gives_matrix_transfer_and_recovery() -> None:
     mixed = summary.shift_summary(shift, {}, 2, abrupt=False)
     assert list(mixed["matrix"]) == ["before", "quarter 1", "quarter 2"]
     assert "backward_transfer" not in mixed
+    assert "| experts | 96 | 0.700 |" in markdown._recovery({"experts": found})
+
+
+def test_units_of_shifts_never_rest_and_every_trainer_setting_is_in_a_key() -> None:
+    assert world.tireless(world.Learning(seed=3)) == world.Learning(
+        seed=3, max_rejections=world.NEVER
+    )
+    facts = world.trainer_facts()
+    assert json.loads(json.dumps(facts, allow_nan=False))["gate"]
+    assert not {"draft_paths", "optimizer_dir"} & facts.keys()

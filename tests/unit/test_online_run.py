@@ -14,7 +14,7 @@ from online.serving import Serving
 from online.shifts import EXPERTS, ONE, shift_unit
 from online.store import Store
 from online.streams import rehearsal_unit, stream_unit
-from online.world import Learning
+from online.world import NEVER, Learning
 
 LEARNING = Learning(requests_per_round=8, micro_steps=3, held_out_fraction=0.4)
 OFFLINE = Offline(learning_rates=(3e-3,), look_every=6, patience=1, held_out_fraction=0.3)
@@ -29,9 +29,14 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
 
     first = bench()
     stream = stream_unit(first, "sql", LEARNING)
+    # seconds of both twins are of a pass of their own, none of answers that lie on disk
+    assert not list((tmp_path / "online" / "answers").glob("*-train-*"))
+    assert [r[3] for r in stream["frozen"]] == [r[3] for r in stream["online"]]  # the same texts
     ceiling = ceiling_unit(first, "sql", OFFLINE)
     for system in (ONE, EXPERTS):
         shift_unit(first, "abrupt", system, LEARNING)
+    rests = {u["settings"]["learning"]["max_rejections"] for u in first.store.every("shift-")}
+    assert rests == {NEVER}
     rehearsal_unit(first, "sql", replace(LEARNING, seed=1))
     assert set(stream["checkpoints"]) == {"0", "8", "16"}
     assert 0 < stream["learning"]["micro_steps"] <= 2 * LEARNING.micro_steps
@@ -53,4 +58,5 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 0 for path in written)
     page = docs.read_text(encoding="utf-8")
     assert "## When the topic shifts" in page
+    assert "| system | micro-steps |" in page
     assert "None" not in page

@@ -90,6 +90,18 @@ def test_the_generator_serves_who_has_no_data() -> None:
         rows.load(None, "finance", Words(), train=20, test=5)
 
 
+def test_no_two_generated_prompts_have_a_key_in_common() -> None:
+    both = [rows.load(None, topic, Words(), train=20, test=5) for topic in ("sql", "shell")]
+    keys = [q.key for found in both for q in (*found.train, *found.test)]
+    assert len(set(keys)) == 50  # the engine tells the requests of a mixed stream by them
+
+
+def test_prompts_of_the_same_keys_and_other_tokens_are_others() -> None:
+    some = questions(3)
+    other = [replace(some[0], token_ids=(1, 2)), *some[1:]]
+    assert rows.mark_of(some) == rows.mark_of(questions(3)) != rows.mark_of(other)
+
+
 def questions(count: int) -> list[Question]:
     return [Question(f"q{i}", "sql", (1, 3 + i, 4, 5)) for i in range(count)]
 
@@ -128,6 +140,11 @@ def test_answers_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     assert engines == 2
     assert ask(8)[:6] == first
     assert engines == 2
+    other = [Question("q0", "sql", (9, 8, 7)), *questions(8)[1:]]  # q0 is another prompt now
+    found = answers_of(tmp_path, "sql", other, SERVING, engine, draft="a@0")
+    assert found[0].record.prompt_token_ids.tolist() == [9, 8, 7]
+    assert found[5].record.output_token_ids.tolist() == first[5]
+    assert engines == 3
 
 
 @pytest.fixture(scope="module")
