@@ -90,9 +90,10 @@ def tried(route: Route, request_id: str, on_trial: Collection[str], share: float
         on_trial: experts with a candidate.
         share: of the requests that a candidate drafts for, in [0, 1].
     """
-    if route.draft != route.topic and route.topic in on_trial and in_canary(request_id, 2 * share):
-        return replace(route, draft=route.topic)
-    return route
+    if route.draft == route.topic or route.topic not in on_trial:
+        return route
+    taken = in_canary(route.topic, request_id, 2 * share)
+    return replace(route, draft=route.topic) if taken else route
 
 
 def _on_trial(table: dict[str, Any]) -> frozenset[str]:

@@ -26,14 +26,18 @@ def expert_of(draft: str) -> str:
     return draft.partition("@")[0]
 
 
-def in_canary(request_id: str, share: float) -> bool:
-    """Whether a request belongs to the canary: by its id alone, so that every replica agrees.
+def in_canary(expert: str, request_id: str, share: float) -> bool:
+    """Whether a request belongs to an expert's canary: by their names, so that replicas agree.
+
+    Experts split independently of each other: requests that one expert's trial has taken away are
+    missing in both halves of another one's. A smaller share lies within a larger one.
 
     Args:
+        expert: that drafts.
         request_id: any text.
         share: of the requests, in [0, 1].
     """
-    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{expert}/{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
@@ -47,4 +51,4 @@ def slot_for(draft: str, request_id: str, share: float, held: Container[str]) ->
         held: every draft that there is now; without the candidate's slot nothing is split.
     """
     candidate = candidate_of(draft)
-    return candidate if candidate in held and in_canary(request_id, share) else draft
+    return candidate if candidate in held and in_canary(draft, request_id, share) else draft

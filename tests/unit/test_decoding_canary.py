@@ -25,7 +25,7 @@ from paceline.actors.weights.slots import in_canary
 
 SHARE = 0.5
 IDS = [f"answer-{number}" for number in range(10)]
-INSIDE = [name for name in IDS if in_canary(name, SHARE)]
+INSIDE = [name for name in IDS if in_canary("a", name, SHARE)]
 OUTSIDE = [name for name in IDS if name not in INSIDE]
 SAMPLED = {"temperature": 1.0}
 

@@ -87,6 +87,20 @@ def test_a_trial_gets_as_many_stable_requests_as_candidates_and_no_others() -> N
     assert all(tried(lost, name, {"sql"}, 0.0) == lost for name in names)
 
 
+def test_two_trials_at_once_give_both_slots_of_the_generalist_the_same_traffic() -> None:
+    """Sql's trial takes requests from general's: as many from its candidate as from the other."""
+    held = {"sql", "sql@candidate", "general", "general@candidate"}
+    topics: dict[str, list[str]] = {"general": [], "general@candidate": []}
+    for number in range(4000):
+        topic, name = ("sql", "general")[number % 2], f"chatcmpl-{number}-0"
+        route = tried(Route(topic, "general"), name, {"sql", "general"}, 0.1)
+        if route.draft == "general":
+            topics[slot_for("general", name, 0.1, held)].append(topic)
+    expected = 0.8 / 1.8  # a fifth of sql's requests is sql's own
+    for seen in topics.values():
+        assert seen.count("sql") / len(seen) == pytest.approx(expected, abs=0.06)
+
+
 def test_without_a_scorer_nothing_is_known_and_nothing_runs() -> None:
     assert RouteTable(None, lambda: 0.0).weights() is None
 

@@ -154,12 +154,14 @@ def test_counts_that_cannot_be_are_left_out(counts: tuple[int, int]) -> None:
     assert trials.live("sql")["requests"] == 0
 
 
-def test_requests_are_split_by_their_ids_alone() -> None:
+def test_requests_are_split_by_their_ids_and_each_expert_splits_them_anew() -> None:
     ids = [f"request-{number}" for number in range(4_000)]
-    chosen = {name for name in ids if in_canary(name, 0.1)}
+    chosen = {name for name in ids if in_canary("sql", name, 0.1)}
     assert 320 < len(chosen) < 480
-    assert chosen <= {name for name in ids if in_canary(name, 0.3)}
-    assert not any(in_canary(name, 0.0) for name in ids)
+    assert chosen <= {name for name in ids if in_canary("sql", name, 0.3)}
+    assert not any(in_canary("sql", name, 0.0) for name in ids)
+    both = chosen & {name for name in ids if in_canary("general", name, 0.3)}
+    assert len(both) / len(chosen) == pytest.approx(0.3, abs=0.08)
     inside, outside = next(iter(chosen)), next(name for name in ids if name not in chosen)
     held = {"sql", candidate_of("sql"), "math", "sql@0"}
     assert slot_for("sql", inside, 0.1, held) == "sql@candidate"
