@@ -52,6 +52,12 @@ class Outlook:
         return stable is not None and version > stable and version != self.candidate(topic)
 
     def undecided(self, topic: str) -> bool:
-        """Whether there is a trial with evidence, which a new candidate would throw away."""
+        """Whether there is a trial that a new candidate must not replace.
+
+        One with evidence, which would be thrown away; and one of an earlier version against a
+        suspected one, which nobody would begin again.
+        """
         own = self._live.get(topic, {})
-        return own.get("candidate") is not None and own.get("canary_requests", 0) > 0
+        if own.get("candidate") is None:
+            return False
+        return own.get("canary_requests", 0) > 0 or own.get("restored_from") is not None

@@ -13,15 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 
 from paceline.actors.weights.announcements import Announcements, News, news_for
 from paceline.actors.weights.canary import CanarySettings
+from paceline.actors.weights.decisions import Decisions
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import FlatWeights, load_model
-from paceline.actors.weights.history import finite
 from paceline.actors.weights.lock import hold
 from paceline.actors.weights.shelf import Shelf
 from paceline.actors.weights.slots import candidate_of
@@ -79,10 +80,16 @@ class WeightRegistry:
         self._put = put
         self._clock = clock
         self._store = WeightStore(directory, {topic: marks[topic] for topic in topics})
-        self._history = self._store.read_history(_HISTORY)
+        self._decisions = Decisions(self._store, clock, _HISTORY)
         self._trials = Trials(self._topics, canary)
         self._shelves = {
-            topic: Shelf(self._store, topic, keep_versions, canary=canary is not None)
+            topic: Shelf(
+                self._store,
+                topic,
+                keep_versions,
+                canary=canary is not None,
+                initial=partial(self._weights, topic, 0),
+            )
             for topic in self._topics
         }
         self._references: dict[str, Any] = {}  # by slot
@@ -91,6 +98,7 @@ class WeightRegistry:
             self._restore(topic)
 
     def _restore(self, topic: str) -> None:
+        self._decisions.complete(topic)
         found = self._shelves[topic].restore()
         if found.stable is not None:
             self._references[topic] = self._put(found.stable)
@@ -98,7 +106,7 @@ class WeightRegistry:
             self._references[candidate_of(topic)] = self._put(found.candidate)
             self._begin_trial(topic)
         if found.decision is not None:
-            self._remember(topic, found.decision)
+            self._decisions.add(topic, found.decision)
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """Announce new weights of a topic, on trial where there is a canary.
@@ -120,7 +128,7 @@ class WeightRegistry:
         state = self._shelves[topic].state
         if not flat.finite():
             facts = {"outcome": "refused", "version": state.stable, "reason": _NOT_FINITE}
-            self._remember(topic, decision | facts | {"parent": state.stable})
+            self._decisions.add(topic, decision | facts | {"parent": state.stable})
             raise ValueError(f"{topic}: {_NOT_FINITE}")
         entry = decision | {"outcome": "published", "parent": state.stable}
         return self._announce(topic, flat, entry, trial=self._canary is not None)
@@ -131,7 +139,10 @@ class WeightRegistry:
         state = self._shelves[topic].state
         version = state.version + 1
         entry = entry | {"version": version} | ({"canary": True} if trial else {})
-        new = state.on_trial(version) if trial else state.published(version)
+        if trial:
+            new = state.on_trial(version, entry.get("restored_from"))
+        else:
+            new = state.published(version)
         self._commit(topic, new, entry, (version, flat))
         return version
 
@@ -142,19 +153,20 @@ class WeightRegistry:
         entry: dict[str, Any],
         new: tuple[int, FlatWeights] | None = None,
     ) -> None:
-        """Write, then take, then announce."""
+        """Put and write, which may fail; then take and announce, which may not."""
         entry = entry | {"time": self._clock(), "topic": topic}
         before, slot = self._shelves[topic].state, candidate_of(topic)
+        reference = None if new is None else self._put(new[1])
         self._shelves[topic].commit(state, entry, new)
         if new is not None:
-            self._references[slot if state.candidate == new[0] else topic] = self._put(new[1])
+            self._references[slot if state.candidate == new[0] else topic] = reference
         elif before.candidate is not None and state.stable == before.candidate:
             self._references[topic] = self._references[slot]
         if state.candidate is None:
             self._references.pop(slot, None)
         self._begin_trial(topic)
-        self._remember(topic, entry)
         self._announcements.wake()
+        self._decisions.add(topic, entry)
 
     def _begin_trial(self, topic: str) -> None:
         state = self._shelves[topic].state
@@ -171,8 +183,8 @@ class WeightRegistry:
                 continue
             try:
                 self._take(step)
-            except OSError:
-                logger.exception("%s: the decision could not be written", step.expert)
+            except Exception:  # of the disk or the object store
+                logger.exception("%s: the decision could not be carried out", step.expert)
                 self._begin_trial(step.expert)
 
     def _take(self, step: Step) -> None:
@@ -250,7 +262,7 @@ class WeightRegistry:
             KeyError: for an unknown topic.
         """
         version = self._shelves[topic].state.stable
-        self._remember(topic, decision | {"version": version, "parent": version})
+        self._decisions.add(topic, decision | {"version": version, "parent": version})
 
     def current(self) -> dict[str, int]:
         """Topic to stable weight_version; 0 are the initial weights."""
@@ -259,13 +271,16 @@ class WeightRegistry:
     def live(self) -> dict[str, dict[str, int | None]]:
         """Per topic: ``stable`` and ``candidate`` versions, and counts of its live drafts.
 
-        ``requests``, ``rounds`` and ``accepted`` (at the first position) count since the
-        registry's start; ``canary_requests`` are those that the candidate is judged by so far.
+        ``restored_from`` is the earlier version that the candidate is, on trial against one that
+        disappoints; None where the candidate is new, or there is none. ``requests``, ``rounds``
+        and ``accepted`` (at the first position) count since the registry's start;
+        ``canary_requests`` are those that the candidate is judged by so far.
         """
         return {
             topic: {
                 "stable": shelf.state.stable,
                 "candidate": shelf.state.candidate,
+                "restored_from": shelf.state.candidate_from,
                 **self._trials.live(topic),
             }
             for topic, shelf in self._shelves.items()
@@ -274,8 +289,8 @@ class WeightRegistry:
     def newest(self, topic: str) -> tuple[int, list[Any]]:
         """A topic's stable weight_version with the reference of its FlatWeights, in a list of one.
 
-        The list is empty where there are none: at version 0, and where files were lost. Then
-        the initial weights stand for that version.
+        The list is empty where there are none: at version 0, and where files were lost and the
+        initial ones cannot be read here. Then the initial weights stand for that version.
 
         Raises:
             KeyError: for an unknown topic.
@@ -305,14 +320,8 @@ class WeightRegistry:
 
     def history(self, topic: str | None = None) -> list[dict[str, Any]]:
         """Decisions of a topic, or of all, oldest first."""
-        return [d for d in self._history if topic is None or d.get("topic") == topic]
+        return self._decisions.of(topic)
 
     def ping(self) -> bool:
         """True: the actor answers."""
         return True
-
-    def _remember(self, topic: str, decision: dict[str, Any]) -> None:
-        decision = finite({"time": self._clock(), "topic": topic} | decision)
-        self._store.append_history(topic, decision)
-        self._history.append(decision)
-        del self._history[:-_HISTORY]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,15 @@ class Found:
 class Shelf:
     """The version numbers of a topic, and its files."""
 
-    def __init__(self, store: WeightStore, topic: str, keep: int, *, canary: bool) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        topic: str,
+        keep: int,
+        *,
+        canary: bool,
+        initial: Callable[[], FlatWeights | None] = lambda: None,
+    ) -> None:
         """Nothing is read yet, see :meth:`restore`.
 
         Args:
@@ -34,11 +42,13 @@ class Shelf:
             topic: this one.
             keep: files kept at most, beside those that are in use.
             canary: whether new weights go on trial first.
+            initial: reads the weights of version 0; None where they are not known here.
         """
         self._store = store
         self._topic = topic
         self._keep = keep
         self._canary = canary
+        self._initial = initial
         self.state = TopicVersions()
 
     def commit(
@@ -54,7 +64,7 @@ class Shelf:
         """
         if new is not None:
             self._store.write(self._topic, *new)
-        self._store.write_manifest(self._topic, {**decision, **state.manifest()})
+        self._store.write_manifest(self._topic, {**state.manifest(), "decision": {**decision}})
         self._store.remove(self._topic, state.withdrawn)
         self._store.prune(self._topic, self._keep, state.kept)
         self.state = state.cleaned()
@@ -72,7 +82,8 @@ class Shelf:
 
         Weights that were written whole and not announced are announced now, on trial where there
         is a canary. Where the stable ones cannot be read, older ones take their place under a new
-        number, since drafts may have seen the old one.
+        number, since drafts may have seen the old one; the initial ones where nothing else can be
+        read, so that a draft that lives on and one that begins anew serve the same.
         """
         manifest = self._store.manifest(self._topic)
         state = TopicVersions.of(manifest)
@@ -84,7 +95,8 @@ class Shelf:
         if "stable" not in manifest:  # of an earlier release, or lost: the newest is the stable one
             state, late = TopicVersions(highest, highest), []
         elif late and not self._canary:
-            state, late = replace(state, version=highest, stable=highest, candidate=None), []
+            state = replace(state, stable=highest, candidate=None, candidate_from=None)
+            late = []
         self.state = replace(state, version=highest)
         found = self._restore_stable(files)
         if found.decision is not None:
@@ -94,11 +106,12 @@ class Shelf:
     def _restore_stable(self, files: Sequence[int]) -> Found:
         wanted = self.state.stable
         version, flat = self._newest([version for version in files if version <= wanted])
+        if flat is None and wanted:  # keep counting from where drafts have been
+            logger.warning(
+                "no readable weights of %s; its versions go on from %d", self._topic, wanted
+            )
+            flat = self._read_initial()
         if flat is None:
-            if wanted:  # all files are gone: keep counting from where drafts have been
-                logger.warning(
-                    "no readable weights of %s; its versions go on from %d", self._topic, wanted
-                )
             return Found()
         if version == wanted:
             return Found(flat)
@@ -133,6 +146,13 @@ class Shelf:
             if flat is not None:
                 return version, flat
         return 0, None
+
+    def _read_initial(self) -> FlatWeights | None:
+        try:
+            return self._initial()
+        except Exception:
+            logger.warning("initial weights of %s cannot be read", self._topic, exc_info=True)
+            return None
 
 
 def _late(version: int, stable: int) -> dict[str, Any]:

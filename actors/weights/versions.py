@@ -16,6 +16,7 @@ class TopicVersions:
         stable: that of all requests but the canary's; 0 are the initial weights.
         candidate: on trial, None where there is none.
         previous: stable before the present one; None before the first change.
+        candidate_from: where the candidate is an earlier version under a new number, which one.
         withdrawn: candidates that were rolled back and whose files may still be there.
     """
 
@@ -24,6 +25,7 @@ class TopicVersions:
     candidate: int | None = None
     previous: int | None = None
     withdrawn: tuple[int, ...] = ()
+    candidate_from: int | None = None
 
     def published(self, version: int) -> TopicVersions:
         """New stable weights, without a trial; a candidate goes."""
@@ -31,14 +33,25 @@ class TopicVersions:
             self._without_candidate(), version=version, stable=version, previous=self.stable
         )
 
-    def on_trial(self, version: int) -> TopicVersions:
+    def on_trial(self, version: int, candidate_from: int | None = None) -> TopicVersions:
         """A new candidate, in place of one that there may be."""
-        return replace(self._without_candidate(), version=version, candidate=version)
+        return replace(
+            self._without_candidate(),
+            version=version,
+            candidate=version,
+            candidate_from=candidate_from,
+        )
 
     def promoted(self) -> TopicVersions:
         """The candidate becomes stable."""
         assert self.candidate is not None
-        return replace(self, stable=self.candidate, previous=self.stable, candidate=None)
+        return replace(
+            self,
+            stable=self.candidate,
+            previous=self.stable,
+            candidate=None,
+            candidate_from=None,
+        )
 
     def rolled_back(self) -> TopicVersions:
         """The candidate goes; its number is not given out again."""
@@ -51,7 +64,8 @@ class TopicVersions:
     def _without_candidate(self) -> TopicVersions:
         if self.candidate is None:
             return self
-        return replace(self, candidate=None, withdrawn=(*self.withdrawn, self.candidate))
+        withdrawn = (*self.withdrawn, self.candidate)
+        return replace(self, candidate=None, withdrawn=withdrawn, candidate_from=None)
 
     @property
     def kept(self) -> set[int]:
@@ -76,6 +90,7 @@ class TopicVersions:
             withdrawn=tuple(
                 v for v in (withdrawn if isinstance(withdrawn, list) else ()) if isinstance(v, int)
             ),
+            candidate_from=_number(manifest.get("candidate_from")),
         )
 
 

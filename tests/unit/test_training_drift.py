@@ -105,6 +105,8 @@ def test_a_registry_that_does_not_answer_leaves_the_outlook_as_it_is() -> None:
     assert not outlook.undecided("math")
     outlook.update({"sql": live | {"candidate": 5, "canary_requests": 0}})
     assert not outlook.undecided("sql")  # nothing would be thrown away
+    outlook.update({"sql": live | {"candidate": 6, "canary_requests": 0, "restored_from": 2}})
+    assert outlook.undecided("sql")  # nobody would begin it again
 
 
 def view(**changes: object) -> TopicView:

@@ -16,10 +16,11 @@ import torch
 
 from paceline.actors.weights import lock
 from paceline.actors.weights.fingerprint import fingerprint, fingerprints
-from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
+from paceline.actors.weights.flat import FlatWeights, flatten, save_safetensors, unflatten
 from paceline.actors.weights.history import append_decision, read_all_decisions
 from paceline.actors.weights.lock import StateFolderLocked
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.actors.weights.store import WeightStore
 
 TOPICS = ("sql", "shell", "general")
 
@@ -122,6 +123,81 @@ def test_versions_do_not_fall_when_all_files_are_gone(tmp_path: Path) -> None:
     again = registry(tmp_path)
     assert again.current()["sql"] == 1
     assert again.publish("sql", weights(2.0), {}) == 2
+
+
+@pytest.mark.parametrize("cause", ["unlinked", "torn"])
+def test_lost_weights_give_way_to_the_initial_ones_under_a_new_number(
+    tmp_path: Path, cause: str
+) -> None:
+    """Else a draft that lives on and one that begins anew would serve the same number."""
+    folder, state = tmp_path / "draft", tmp_path / "state"
+    folder.mkdir()
+    save_safetensors(weights(0.5), folder / "model.safetensors")
+
+    def start() -> WeightRegistry:
+        initial = {"sql": str(folder), "shell": str(tmp_path / "nowhere")}
+        return WeightRegistry(str(state), TOPICS, "aa", initial=initial, put=lambda x: x)
+
+    first = start()
+    for topic in ("sql", "shell"):
+        first.publish(topic, weights(1.0), {})
+        file = state / "aa" / topic / "1.safetensors"
+        file.unlink() if cause == "unlinked" else file.write_bytes(b"torn")
+    again = start()
+    assert again.current() == {"sql": 2, "shell": 1, "general": 0}
+    assert served(again, "sql") == (2, 0.5)
+    assert again.newest("shell") == (1, [])  # whose initial ones cannot be read either
+    last = again.history("sql")[-1]
+    assert (last["outcome"], last["version"], last["restored_from"]) == ("restored", 2, 0)
+    assert served(start(), "sql") == (2, 0.5)
+    assert again.publish("sql", weights(3.0), {}) == 3
+
+
+def test_a_full_disk_loses_a_line_of_the_history_until_the_next_start_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reg = registry(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    async def scenario() -> dict[str, Any]:
+        poll = asyncio.create_task(reg.wait_newer({"sql": 0}, 5.0))
+        await asyncio.sleep(0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightStore, "append_history", full)
+            assert reg.publish("sql", weights(1.0), {"records": 9, "loss": float("nan")}) == 1
+            reg.reject("shell", {})  # not worth a trainer's round
+        return await asyncio.wait_for(poll, 1.0)
+
+    assert asyncio.run(scenario())["sql"][0] == 1
+    assert [d["topic"] for d in reg.history()] == ["sql", "shell"]
+    reg.note("sql", {"outcome": "drift"})
+    for _ in range(2):  # the line comes back once
+        again = registry(tmp_path)
+        assert sorted(d["outcome"] for d in again.history("sql")) == ["drift", "published"]
+    published = next(d for d in again.history("sql") if d["outcome"] == "published")
+    assert (published["version"], published["records"], published["time"]) == (1, 9, 7.0)
+
+
+def test_weights_that_find_no_place_in_memory_are_not_announced(tmp_path: Path) -> None:
+    refused: list[bool] = []
+
+    def put(flat: FlatWeights) -> FlatWeights:
+        if refused:
+            raise MemoryError("the object store is full")
+        return flat
+
+    reg = WeightRegistry(str(tmp_path), TOPICS, "aa", put=put)
+    reg.publish("sql", weights(1.0), {})
+    refused.append(True)
+    with pytest.raises(MemoryError):
+        reg.publish("sql", weights(2.0), {})
+    assert served(reg, "sql") == (1, 1.0)
+    refused.clear()
+    assert served(registry(tmp_path), "sql") == (1, 1.0)
+    assert reg.publish("sql", weights(3.0), {}) == 2
+    assert served(reg, "sql") == (2, 3.0)
 
 
 def test_a_kill_between_weights_and_manifest_loses_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.actors.training.drift import DriftSettings
+from paceline.actors.training.outlook import Outlook
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import FlatWeights, flatten, save_safetensors, unflatten
@@ -161,6 +163,34 @@ def test_a_version_that_disappoints_later_is_tried_against_its_predecessor(tmp_p
     assert outcomes(reg)[-1] == "promoted"
 
 
+def undecided(reg: WeightRegistry) -> bool:
+    """What the trainer makes of the registry's live figures."""
+    outlook = Outlook(("sql",), DriftSettings())
+    outlook.update(reg.live())
+    return outlook.undecided("sql")
+
+
+def test_a_trainer_does_not_replace_a_predecessor_on_trial_that_nobody_would_try_again(
+    tmp_path: Path,
+) -> None:
+    reg = registry(tmp_path)
+    reg.publish("sql", weights(0.0), {})
+    assert not undecided(reg)  # a candidate of its own that no request has judged
+    promote(reg, 1.0)
+    second = promote(reg, 2.0)
+    assert not undecided(reg)
+    report(reg, {second: BAD})
+    assert reg.live()["sql"]["canary_requests"] == 0
+    again = registry(tmp_path)
+    for each in (reg, again):  # the trial survives the registry
+        assert each.live()["sql"]["restored_from"] == second - 1
+        assert undecided(each)
+    report(again, {second: BAD, second + 1: 10})
+    assert again.live()["sql"]["restored_from"] is None
+    again.publish("sql", weights(4.0), {})
+    assert not undecided(again)
+
+
 def test_drift_does_not_bring_back_what_is_no_better(tmp_path: Path) -> None:
     reg = registry(tmp_path)
     promote(reg, 1.0)
@@ -291,5 +321,12 @@ def test_a_kill_at_any_moment_leaves_the_state_before_or_after(
         assert now["sql"][0] >= seen["sql"][0]
         assert now.get("sql@candidate") in (None, (2, 2.0), (3, 9.0))
         assert (seen.get("sql@candidate") or (0,))[0] <= 3
+        # what is served, and nothing else, is in the history
+        stable = {"published": 1, "rolled_back": 1, "promoted": 2}[outcomes(again)[-1]]
+        assert (now["sql"][0], "sql@candidate" in now) == (
+            stable,
+            outcomes(again)[-1] == "published",
+        )
+        assert outcomes(registry(directory)) == outcomes(again)
         assert again.publish("sql", weights(5.0), {}) >= 3
         assert served(registry(directory))["sql@candidate"][1] == 5.0
