@@ -21,6 +21,11 @@ from paceline.actors.weights.evidence import (
     compare,
 )
 
+# A slot is silent where fewer of its requests were drafted for; the other one speaks from so many
+# on. Far apart, so that a topic that both slots draft for now and then is not decided by chance.
+_SILENT_BELOW = 0.25
+_SPEAKS_FROM = 0.5
+
 
 class Verdict(StrEnum):
     """What is to be done with a candidate."""
@@ -67,7 +72,7 @@ class Canary:
         self.stable = stable
         self._settings = settings
         self._looks = 0
-        self._failed = False
+        self._reason: str | None = None
         self._comparison: Comparison | None = None
         self.on_trial = Tally()
         self.others = Tally()
@@ -78,12 +83,32 @@ class Canary:
             self.others.add(outcome)
         elif outcome.weight_version == self.candidate:
             if outcome.failed:
-                self._failed = True
+                self._reason = "its drafts failed"
                 return Verdict.ROLL_BACK
             self.on_trial.add(outcome)
         else:
             return Verdict.WAIT
-        return self._look()
+        verdict = self._look()
+        return self._listen() if verdict is Verdict.WAIT else verdict
+
+    def _listen(self) -> Verdict:
+        """Decide a trial in which one slot hardly ever drafts, so that no looks come.
+
+        The controller drafts with what pays: weights that it leaves alone are the worse ones.
+        """
+        if self._speaks_alone(self.on_trial, self.others):
+            self._reason = "the stable draft hardly ever drafts"
+            return Verdict.PROMOTE
+        if self._speaks_alone(self.others, self.on_trial):
+            self._reason = "it hardly ever drafts"
+            return Verdict.ROLL_BACK
+        return Verdict.WAIT
+
+    def _speaks_alone(self, one: Tally, other: Tally) -> bool:
+        enough = self._settings.looks[-1]
+        if one.requests < enough or other.requests + other.silent < enough:
+            return False
+        return one.drafted_share >= _SPEAKS_FROM and other.drafted_share < _SILENT_BELOW
 
     def _look(self) -> Verdict:
         looks = self._settings.looks
@@ -109,9 +134,11 @@ class Canary:
             "stable_requests": self.others.requests,
             "canary_acceptance": rounded(self.on_trial.rate),
             "stable_acceptance": rounded(self.others.rate),
+            **({"canary_silent": self.on_trial.silent} if self.on_trial.silent else {}),
+            **({"stable_silent": self.others.silent} if self.others.silent else {}),
             "looks": self._looks,
             **interval(self._comparison),
-            **({"reason": "its drafts failed"} if self._failed else {}),
+            **({"reason": self._reason} if self._reason else {}),
         }
 
 

@@ -19,7 +19,7 @@ class DraftOutcome:
     Attributes:
         expert: whose draft it was.
         weight_version: the one version that drafted, from the request's start to its end.
-        rounds: rounds whose first position was drafted.
+        rounds: rounds whose first position was drafted; 0 where the request ended without any.
         accepted: of these, where that position was accepted.
         failed: the draft raised or gave no probabilities.
     """
@@ -33,23 +33,32 @@ class DraftOutcome:
     @property
     def possible(self) -> bool:
         """Whether the counts can be."""
-        return 0 <= self.accepted <= self.rounds and (self.rounds > 0 or self.failed)
+        return 0 <= self.accepted <= self.rounds
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over requests, enough for the acceptance and its spread from request to request."""
+    """Sums over requests, enough for the acceptance and its spread from request to request.
+
+    Attributes:
+        requests: that were drafted for; acceptance and spread are theirs.
+        rounds: of these.
+        accepted: rounds whose first position was accepted.
+        silent: requests that ended without one drafted round, and not because a draft failed.
+    """
 
     requests: int = 0
     rounds: int = 0
     accepted: int = 0
+    silent: int = 0
     _rounds_squared: int = 0
     _accepted_squared: int = 0
     _product: int = 0
 
     def add(self, outcome: DraftOutcome) -> None:
-        """Count a request; one without rounds says nothing."""
+        """Count a request; one without rounds says nothing of acceptance."""
         if outcome.rounds < 1:
+            self.silent += not outcome.failed
             return
         self.requests += 1
         self.rounds += outcome.rounds
@@ -57,6 +66,12 @@ class Tally:
         self._rounds_squared += outcome.rounds**2
         self._accepted_squared += outcome.accepted**2
         self._product += outcome.rounds * outcome.accepted
+
+    @property
+    def drafted_share(self) -> float:
+        """Of the requests that ended, how many were drafted for; nan without any."""
+        ended = self.requests + self.silent
+        return self.requests / ended if ended else math.nan
 
     @property
     def rate(self) -> float:

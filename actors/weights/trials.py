@@ -60,10 +60,15 @@ class Trials:
         self._experts[expert].canary = None
 
     def promoted(self, expert: str) -> None:
-        """The candidate is stable: from now on it is watched against its predecessor."""
+        """The candidate is stable: from now on it is watched against its predecessor.
+
+        A predecessor that hardly drafted has left nothing to compare with.
+        """
         own = self._experts[expert]
         if own.canary is not None:
-            own.watch = Watch(own.canary.candidate, own.canary.others, self._settings)
+            before, own.watch = own.canary.others, None
+            if before.requests >= self._settings.looks[0]:
+                own.watch = Watch(own.canary.candidate, before, self._settings)
         own.canary = None
 
     def forget(self, expert: str) -> None:

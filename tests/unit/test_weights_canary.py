@@ -118,6 +118,78 @@ def test_a_candidate_whose_drafts_fail_goes_at_once() -> None:
     assert canary.figures()["reason"] == "its drafts failed"
 
 
+SILENT, HALF = 0, 10  # rounds of a request without a draft; accepted of 20
+
+
+def heard(first: DraftOutcome, second: DraftOutcome, at_most: int = 400) -> tuple[Verdict, int]:
+    """The verdict on two slots whose requests end by turns, and how many of each it took."""
+    canary = Canary(CANDIDATE, STABLE, SETTINGS)
+    for number in range(1, at_most + 1):
+        for one in (first, second):
+            verdict = canary.observe(one)
+            if verdict is not Verdict.WAIT:
+                assert len(canary.figures()["reason"]) > 0
+                return verdict, number
+    return Verdict.WAIT, at_most
+
+
+def test_a_trial_in_which_one_slot_never_drafts_is_decided_for_the_other() -> None:
+    last = SETTINGS.looks[-1]
+    candidate, stable = outcome(CANDIDATE, HALF), outcome(STABLE, HALF)
+    none = {version: outcome(version, 0, SILENT) for version in (CANDIDATE, STABLE)}
+    assert heard(candidate, none[STABLE]) == (Verdict.PROMOTE, last)
+    assert heard(none[CANDIDATE], stable) == (Verdict.ROLL_BACK, last)
+    assert heard(none[CANDIDATE], none[STABLE])[0] is Verdict.WAIT
+    failing = DraftOutcome("sql", STABLE, 0, 0, failed=True)
+    assert heard(candidate, failing)[0] is Verdict.WAIT  # a failure is not silence
+
+
+def test_slots_that_both_draft_now_and_then_are_judged_by_what_they_draft() -> None:
+    """A controller that hardly drafts for a topic probes now and then, with either slot."""
+    canary = Canary(CANDIDATE, STABLE, SETTINGS)
+    for number in range(400):  # the stable draft has nine times the requests
+        for version in (*[STABLE] * 9, CANDIDATE):
+            drafts = number % 10 == 0 and (version == STABLE or number < 30)
+            assert canary.observe(outcome(version, HALF if drafts else 0, 20 * drafts)) is (
+                Verdict.WAIT
+            )
+
+
+def test_silence_moves_no_mean_and_no_count_of_drafted_requests() -> None:
+    with_silence, without = Tally(), Tally()
+    trials = Trials(("sql",), SETTINGS)
+    trials.begin("sql", CANDIDATE, STABLE)
+    for accepted in (3, 18, 7):
+        for version in (STABLE, CANDIDATE):
+            trials.observe(outcome(version, accepted))
+            trials.observe(outcome(version, 0, SILENT))
+        with_silence.add(outcome(STABLE, accepted))
+        without.add(outcome(STABLE, accepted))
+        with_silence.add(outcome(STABLE, 0, SILENT))
+    assert (with_silence.rate, with_silence.variance()) == (without.rate, without.variance())
+    assert with_silence.requests == 3
+    assert trials.live("sql") == {
+        "requests": 6, "rounds": 120, "accepted": 56, "canary_requests": 3,
+    }  # fmt: skip
+    figures = trials.figures("sql")
+    assert (figures["canary_silent"], figures["stable_silent"]) == (3, 3)
+
+
+@pytest.mark.parametrize("spoken", [0, 3, 7])
+def test_what_took_a_silent_drafts_place_is_watched_where_there_is_a_past(spoken: int) -> None:
+    trials = Trials(("sql",), SETTINGS)
+    trials.begin("sql", CANDIDATE, STABLE)
+    steps = [trials.observe(outcome(STABLE, 20)) for _ in range(spoken)]
+    steps += [trials.observe(outcome(STABLE, 0, SILENT)) for _ in range(40)]
+    if spoken < 4:
+        steps += [trials.observe(outcome(CANDIDATE, HALF)) for _ in range(SETTINGS.looks[-1])]
+        assert steps[-1] is not None
+        assert steps[-1].action is Action.PROMOTE
+    trials.promoted("sql")
+    later = [trials.observe(outcome(CANDIDATE, 1)) for _ in range(SETTINGS.watch[0])]
+    assert [s.action for s in later if s] == ([Action.TRY_PREVIOUS] if spoken >= 4 else [])
+
+
 def test_a_promoted_version_that_falls_behind_its_predecessor_is_suspected() -> None:
     before = Tally()
     for _ in range(20):
@@ -147,7 +219,7 @@ def test_trials_of_experts_are_their_own() -> None:
     assert trials.observe(outcome(1, 4, expert="poems")) is None
 
 
-@pytest.mark.parametrize("counts", [(5, 6), (-1, 0), (3, -1), (0, 0)])
+@pytest.mark.parametrize("counts", [(5, 6), (-1, 0), (3, -1), (-2, -3)])
 def test_counts_that_cannot_be_are_left_out(counts: tuple[int, int]) -> None:
     trials = Trials(("sql",), SETTINGS)
     trials.observe(DraftOutcome("sql", STABLE, *counts))
