@@ -24,6 +24,7 @@ def test_a_position_is_tried_only_where_all_before_it_were_accepted() -> None:
     assert Drafted().position_rates() == []
 
 
+@pytest.mark.full
 def test_every_variant_answers_alike_and_is_told_apart_by_topic() -> None:
     engine = medusa_engine(random_state(SIZES, 3), k=K)
     variants = [

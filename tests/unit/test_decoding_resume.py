@@ -14,7 +14,7 @@ from paceline.actors.decoding.request import GenerationRequest
 
 PROMPT = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. How many", add_special_tokens=False)
 ANY = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -76,6 +76,7 @@ def test_noise_without_end_costs_the_canarys_share_and_no_token(tmp_path: Path) 
     assert max(d["canary_requests"] for d in gone) <= CANARY.looks[1] + 8  # a batch at a time
 
 
+@pytest.mark.full
 def test_a_little_worse_again_and_again_is_not_let_through(tmp_path: Path) -> None:
     """Harm by small steps: every candidate is a bit worse than what is served."""
     serving = Serving(model(), lambda: model(), 0.5, canaried(tmp_path))
@@ -120,6 +121,7 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     assert versions == sorted(set(versions))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("deepspeed")
 def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_path: Path) -> None:
     world = LocalWorld(tmp_path, ("sql",), canary=CANARY)
