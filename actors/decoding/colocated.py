@@ -74,6 +74,10 @@ class DraftStack(Protocol):
         """The weight_version that a draft proposes with."""
         ...
 
+    def lacks(self, request_id: str, length: int) -> int:
+        """Tokens of a sequence that are to be read before drafting; unknown ones are fine."""
+        ...
+
     def withdraw(self, candidate: str) -> None:
         """Empty a candidate's slot; one that is not here is fine."""
         ...
@@ -132,6 +136,10 @@ class ColocatedProposer:
             self.faulty |= stack.faulty
         self.read_tokens = sum(stack.read_tokens for stack, _ in groups.values())
         return merge(parts, len(rows))
+
+    def lacks(self, request_id: str, draft: str, length: int) -> int:
+        """See Proposer."""
+        return self._stacks[draft].lacks(request_id, length)
 
     def release(self, request_id: str) -> None:
         """Free what a sequence held."""

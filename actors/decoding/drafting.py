@@ -149,12 +149,25 @@ class Drafting:
         free = Counter(s.draft for s in batch if s.num_speculative_tokens is None)
         plan: Mapping[str, int] = {}
         if free and self._controller is not None:
-            plan = self._controller.plan(free, len(batch) - free.total())
+            others = len(batch) - free.total()
+            plan = self._controller.plan(free, others, lambda: self._unread(batch))
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
             wanted.append(sequence.budget(plan.get(sequence.draft, 0) if k is None else k))
         return wanted
+
+    def _unread(self, batch: Sequence[RunningSequence]) -> dict[str, float]:
+        """Per draft: tokens that it lacks, for each that its sequences will emit yet."""
+        assert self._controller is not None
+        lacking: Counter[str] = Counter()
+        left: dict[str, float] = {}
+        for s in batch:
+            if s.num_speculative_tokens is None:
+                lacking[s.draft] += self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
+                expected = self._controller.left(s.num_output, s.max_tokens)
+                left[s.draft] = left.get(s.draft, 0.0) + expected
+        return {draft: lacking[draft] / tokens for draft, tokens in left.items()}
 
     def _resting(self) -> bool:
         """A proposer that fails is asked again after 1, 2, 4 ... rounds."""

@@ -86,6 +86,10 @@ class ExpertStack:
                 self._computed[request_id] = 0
                 self._drafted.pop(request_id, None)
 
+    def lacks(self, request_id: str, length: int) -> int:
+        """Tokens of a sequence of ``length`` that are to be read before drafting."""
+        return max(length - 2 - self._computed.get(request_id, 0), 0)
+
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
         if request_id not in self._table:

@@ -5,7 +5,7 @@ several experts that share one target forward):
 
     sum over rows r with expert e of [1 + sum_{i<=k_e} prod_{j<=i} a_{e,j}]  /  T(k_1 ... k_E)
 
-T counts what drafts spend on reading prompts, spread over the tokens of an answer.
+T counts what drafts have yet to read, spread over what is left of the answers.
 
 All rows that draft go through the same number of draft steps and are verified by one padded
 forward, so experts that take part draft the same k; the choice is k and who takes part.
@@ -13,7 +13,7 @@ forward, so experts that take part draft the same k; the choice is k and who tak
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.actors.decoding.costs import StepCosts
@@ -123,22 +123,31 @@ class GoodputController:
         self._drafted: set[str] = set()
         self._credit = 0.0  # seconds that looks may cost, over all experts
         self._plan = Plan()
+        self._unread: Mapping[str, float] = {}
         self._promised = 0  # times in a row that drafting seemed to be worth taking up
         self._planned_for: tuple[tuple[str, int], ...] = ()
         self._rounds = 0
 
-    def plan(self, rows: Mapping[str, int], others: int = 0) -> Mapping[str, int]:
+    def plan(
+        self,
+        rows: Mapping[str, int],
+        others: int = 0,
+        unread: Callable[[], Mapping[str, float]] = dict,
+    ) -> Mapping[str, int]:
         """Tokens to draft in the next round, per expert.
 
         Args:
             rows: how many rows of each expert leave the choice to the controller.
             others: rows of the batch that do not.
+            unread: asked where a choice is made: per expert, the tokens that it has to read
+                before it can draft for its rows, for each token that they will emit yet.
         """
         key = tuple(sorted(rows.items()))
         self._rounds += 1
         if self._rounds % _PLAIN_EVERY == 0:
             return dict.fromkeys(rows, 0)  # what plain decoding costs must stay known
         if key != self._planned_for or self._rounds % _PLAN_EVERY == 0:
+            self._unread = unread()
             self._plan = self._best(rows, others)
             self._planned_for = key
         oldest = min(rows, key=lambda expert: self._probe(expert).at)
@@ -186,6 +195,10 @@ class GoodputController:
         """A request that leaves the choice to the controller has ended: its lengths."""
         self._draft.reading.ended(prompt_tokens, output_tokens)
 
+    def left(self, output_tokens: int, limit: int) -> float:
+        """Tokens that a request is expected to emit yet, see ReadingCosts."""
+        return self._draft.reading.left(output_tokens, limit)
+
     def swapped(self, expert: str) -> None:
         """New weights: look at them soon."""
         self._of(expert).forget()
@@ -201,12 +214,14 @@ class GoodputController:
     def _goodput(self, plan: Plan, rows: Mapping[str, int], others: int) -> float:
         drafting = {e: n for e, n in rows.items() if e in plan.experts}
         batch = others + sum(rows.values())
-        gained = sum(n * self._of(e).expected_lengths()[plan.k] for e, n in drafting.items())
+        gains = {e: n * self._of(e).expected_lengths()[plan.k] for e, n in drafting.items()}
+        gained = sum(gains.values())
         seconds = self._target.seconds(batch, plan.k + 1)
         if plan.k and drafting:
             own = sum(drafting.values())
             seconds += self._draft.seconds(own, len(drafting), plan.k)
-            seconds += self._draft.reading.emitted_s * (own + gained)
+            read = sum(self._unread.get(e, 0.0) * (n + gains[e]) for e, n in drafting.items())
+            seconds += self._draft.reading.token_s * read
         return (batch + gained) / seconds
 
     def _candidates(self, rows: Mapping[str, int]) -> Sequence[Plan]:

@@ -226,6 +226,10 @@ class HeadStack:
     def release(self, request_id: str) -> None:
         """Nothing to do: all that is known of a sequence comes with it."""
 
+    def lacks(self, request_id: str, length: int) -> int:  # noqa: ARG002 - the protocol's
+        """Nothing: the target reads."""
+        return 0
+
     def version(self, draft: str) -> int:
         """The weight_version that these heads propose with."""
         return self.versions[draft]

@@ -61,6 +61,10 @@ class Proposer(Protocol):
         """The drafts that read the target's hidden states; a round without them gathers none."""
         ...
 
+    def lacks(self, request_id: str, draft: str, length: int) -> int:
+        """Tokens of a sequence of ``length`` that a draft reads in a round before it can draft."""
+        ...
+
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft tokens for every row, in the rows' order, padded to the longest."""
         ...

@@ -10,8 +10,9 @@ _OUTLIER = 4.0
 class ReadingCosts:
     """Seconds of a draft's reading, spread over the tokens that its requests emit. Pure.
 
-    A draft computes keys and values for the whole prompt before its first proposal. A long prompt
-    with a short answer may cost more of that than the answer can win back.
+    A draft computes keys and values for all that a request has, prompt and output, before its first
+    proposal. For a long prompt with a short answer, or an answer that soon ends, that may be more
+    than the rest of the answer can win back.
     """
 
     def __init__(self, token_s: float) -> None:
@@ -34,9 +35,19 @@ class ReadingCosts:
         self._outputs = keep * self._outputs + output_tokens
 
     @property
-    def emitted_s(self) -> float:
-        """Seconds of reading for every token that a request emits."""
-        return self._token_s * self._prompts / max(self._outputs, 1.0)
+    def token_s(self) -> float:
+        """Seconds of reading a token."""
+        return self._token_s
+
+    def left(self, output_tokens: int, limit: int) -> float:
+        """Tokens that a request is expected to emit yet, at least 1.
+
+        Args:
+            output_tokens: that it has emitted.
+            limit: of the request.
+        """
+        usual = self._outputs / self._requests
+        return max(min(limit - output_tokens, max(usual - output_tokens, usual / 4)), 1.0)
 
     @property
     def request_s(self) -> float:

@@ -83,18 +83,36 @@ class World:
         return plan
 
 
-def test_a_long_prompt_with_a_short_answer_is_not_worth_reading() -> None:
+def test_what_is_left_of_an_answer_must_be_worth_the_reading() -> None:
     """Steps alone promise a gain of a third; the reading costs more than that."""
 
-    def settled(prompt: int, answer: int) -> list[int]:
-        world = World({"a": 1}, {"a": 0.8})
-        for _ in range(50):
-            world.controller.took(1, 1, target_s(1, 1), (0, 0, 0), 0.1, read_tokens=100)
-            world.controller.ended(prompt, answer)
-        return [world.round()["a"] for _ in range(400)][200:]
+    def settled(unread: int, left: int) -> list[int]:
+        plans = controller()
+        draws, chosen = random.Random(2), []
+        for _ in range(60):
+            plans.took(1, 1, target_s(1, 1), (0, 0, 0), 0.05, read_tokens=100)
+        for _ in range(400):
+            k = plans.plan({"a": 1}, 0, lambda: {"a": unread / left})["a"]
+            tries = (draws.random() < 0.8 for _ in range(k))
+            plans.accepted("a", k, sum(1 for _ in itertools.takewhile(bool, tries)))
+            drafting = (1, 1, k) if k else (0, 0, 0)
+            plans.took(1, k + 1, target_s(1, k + 1), drafting, k * draft_s(1, 1))
+            chosen.append(k)
+        return chosen[200:]
 
-    assert sorted(settled(prompt=30, answer=300))[100] >= 3
-    assert sum(k > 0 for k in settled(prompt=600, answer=20)) < 20
+    assert sorted(settled(unread=30, left=300))[100] >= 3
+    assert sorted(settled(unread=0, left=4))[100] >= 3  # it has been read
+    assert sum(k > 0 for k in settled(unread=600, left=20)) < 20
+
+
+def test_what_is_left_follows_the_limit_and_what_is_usual() -> None:
+    plans = controller()
+    for _ in range(200):
+        plans.ended(40, 100)
+    assert plans.left(0, 1000) == pytest.approx(100, rel=0.1)
+    assert plans.left(30, 48) == pytest.approx(18)
+    assert plans.left(48, 48) == 1
+    assert plans.left(500, 1000) == pytest.approx(25, rel=0.1)  # it has outlived the usual
 
 
 def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None:

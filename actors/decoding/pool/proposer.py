@@ -127,6 +127,10 @@ class PoolProposer:
     def withdraw(self, candidate: str) -> None:
         """Nothing to do: an expert empties its own slots."""
 
+    def lacks(self, request_id: str, draft: str, length: int) -> int:  # noqa: ARG002
+        """Nothing that a round waits for: an expert reads while the target works."""
+        return 0
+
     def release(self, request_id: str) -> None:
         """Tell the expert that a sequence has ended."""
         expert = self._expert_of.pop(request_id, None)
