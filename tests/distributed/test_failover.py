@@ -128,6 +128,7 @@ def test_a_killed_replica_loses_no_stream_and_alters_none_and_comes_back(
     both_serve(running)
 
 
+@pytest.mark.full  # half a minute; benchmarks/faults.py shows the same
 def test_a_hung_replica_loses_no_stream_and_later_requests_do_not_wait_for_it(
     running: RunningApp, undisturbed: list[Reply]
 ) -> None:
