@@ -62,7 +62,7 @@ class DraftStack(Protocol):
 
     @property
     def faulty(self) -> frozenset[str]:
-        """Drafts that gave no probabilities in the latest call: their rows drafted nothing."""
+        """Drafts whose probabilities ended in the latest call, and their tokens with them."""
         ...
 
     @property

@@ -199,8 +199,8 @@ class ExpertStack:
     ) -> Proposal:
         """Draft for rows of these experts, one forward per position for all of them.
 
-        Rows whose prompt is still being read draft nothing yet. Those of a draft that gives no
-        probabilities draft nothing, and ``faulty`` names it until the next call.
+        Rows whose prompt is still being read draft nothing yet. Where a draft gives no
+        probabilities a row's tokens end, and ``faulty`` names it until the next call.
         """
         self.faulty = frozenset()
         ready = self._catch_up(rows)

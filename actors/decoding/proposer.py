@@ -53,7 +53,7 @@ class Proposer(Protocol):
 
     @property
     def faulty(self) -> frozenset[str]:
-        """Drafts that gave no probabilities in the latest round: their rows drafted nothing."""
+        """Drafts whose probabilities ended in the latest round, and their tokens with them."""
         ...
 
     @property

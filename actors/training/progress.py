@@ -8,7 +8,7 @@ from paceline.actors.training.schedule import Rest
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end
-    """Raised in the midst of a round when the trainer ends."""
+    """Raised in the midst of a round, or of scoring, when the trainer ends."""
 
 
 class Unfit(Exception):  # noqa: N818 - not an error: other topics go on

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from paceline.actors.training.scoring import Judge, ScorerSettings, Scoring, Stopped
+from paceline.actors.training.progress import Stopped
+from paceline.actors.training.scoring import Judge, ScorerSettings, Scoring
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
 from paceline.actors.routing.hedge import Hedge, HedgeSettings
+from paceline.actors.training.progress import Stopped
 
 if TYPE_CHECKING:
     from paceline.actors.weights.flat import FlatWeights
@@ -88,10 +89,6 @@ class Judge(Protocol):
         before_batch: Callable[[], None],
     ) -> list[float]:
         """Acceptance of every record, nan where it cannot be had. None are initial weights."""
-
-
-class Stopped(Exception):  # noqa: N818 - not an error: the scorer was told to end
-    """Raised in the midst of scoring when the scorer ends."""
 
 
 class Scoring:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import ray
 from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
+from waiting import eventually
 
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
@@ -45,19 +46,6 @@ def pid_of(handle: Any) -> int:
 def _session() -> Iterator[None]:
     with ray_session(num_cpus=2, environment=thread_environment(1)):
         yield
-
-
-def eventually(check: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """The first true answer; an actor that is down for the moment is asked again."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if answer := check():
-                return answer
-        except (ray.exceptions.RayError, TimeoutError):
-            pass
-        assert time.monotonic() < deadline, "it did not come back in time"
-        time.sleep(0.1)
 
 
 def kill(pid: int) -> None:

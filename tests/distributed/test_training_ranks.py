@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import ray
 from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
+from waiting import eventually
 
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
@@ -47,18 +48,6 @@ def _session() -> Iterator[None]:
 
 def actor(cls: type, *args: Any) -> Any:
     return ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(cls).remote(*args)
-
-
-def eventually(check: Callable[[], Any], seconds: float = 180.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if answer := check():
-                return answer
-        except (ray.exceptions.RayError, TimeoutError):
-            pass
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.1)
 
 
 def ranks() -> set[int]:

@@ -53,6 +53,10 @@ class World:
         self.fixed_s = 0.0  # of every round that drafts, beside its steps
         self.controller.ended(0, 64)  # prompts of no length to speak of
 
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.round()
+
     def round(self) -> dict[str, int]:
         plan = dict(self.controller.plan(self.rows))
         if self.silent and any(plan.values()):
@@ -160,8 +164,7 @@ def test_acceptance_counts_tried_positions_only() -> None:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_hopeless_drafts_are_left_off_and_cost_almost_nothing(batch: int) -> None:
     world = World({"a": batch}, {"a": 0.02})
-    for _ in range(200):  # learning that they are hopeless costs once
-        world.round()
+    world.run(200)  # learning that they are hopeless costs once
     world.seconds = world.plain_seconds = 0.0
     plans = [world.round()["a"] for _ in range(3000)]
     assert 0 < sum(k > 0 for k in plans) < 300  # it still looks
@@ -170,8 +173,7 @@ def test_hopeless_drafts_are_left_off_and_cost_almost_nothing(batch: int) -> Non
 
 def test_good_drafts_run_long_and_pay() -> None:
     world = World({"a": 1}, {"a": 0.9})
-    for _ in range(300):
-        world.round()
+    world.run(300)
     assert max(world.round()["a"] for _ in range(3)) >= 6
     assert world.tokens / world.seconds > 2.5 * 300 / world.plain_seconds
 
@@ -180,11 +182,9 @@ def test_good_drafts_run_long_and_pay() -> None:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_the_choice_is_near_the_best_fixed_number(acceptance: float, batch: int) -> None:
     world = World({"a": batch}, {"a": acceptance}, seed=3)
-    for _ in range(300):
-        world.round()
+    world.run(300)
     world.seconds = world.tokens = 0
-    for _ in range(3000):
-        world.round()
+    world.run(3000)
 
     def fixed(k: int) -> float:
         tokens = batch * sum(acceptance**i for i in range(k + 1))
@@ -199,14 +199,11 @@ def test_what_a_round_costs_beside_its_steps_is_not_charged_to_further_steps(bat
     """Else, after short drafts, long ones look dear for ever, and are never tried."""
     world = World({"a": batch}, {"a": 0.5}, seed=5)
     world.fixed_s = 0.004
-    for _ in range(400):
-        world.round()
+    world.run(400)
     world.acceptance["a"] = 0.85
-    for _ in range(1500):
-        world.round()
+    world.run(1500)
     world.seconds = world.tokens = 0
-    for _ in range(2000):
-        world.round()
+    world.run(2000)
 
     def fixed(k: int) -> float:
         tokens = batch * sum(0.85**i for i in range(k + 1))
@@ -252,8 +249,7 @@ def test_drafting_never_looks_free_nor_less_than_nothing(
 
 def test_experts_are_judged_one_by_one() -> None:
     world = World({"good": 2, "bad": 2}, {"good": 0.85, "bad": 0.02})
-    for _ in range(400):
-        world.round()
+    world.run(400)
     plans = [world.round() for _ in range(200)]
     assert sum(p["good"] > 0 for p in plans) >= 198
     assert sum(p["bad"] == 0 for p in plans) > 150
@@ -261,21 +257,18 @@ def test_experts_are_judged_one_by_one() -> None:
 
 def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() -> None:
     world = World({"a": 1}, {"a": 0.02})
-    for _ in range(1000):
-        world.round()
+    world.run(1000)
     world.acceptance["a"] = 0.9
     assert next(i for i in range(5000) if world.round()["a"] > 2) < 5000
     world = World({"a": 1}, {"a": 0.02})
-    for _ in range(1000):
-        world.round()
+    world.run(1000)
     world.controller.swapped("a")
     assert world.round()["a"] > 0
 
 
 def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
     world = World({"a": 1}, {"a": 0.02})
-    for _ in range(1000):
-        world.round()
+    world.run(1000)
     world.acceptance["a"], world.silent = 0.9, 20
     world.controller.swapped("a")
     assert max(world.round()["a"] for _ in range(60)) > 2
@@ -284,8 +277,7 @@ def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
 def test_deeper_positions_are_looked_at_again() -> None:
     """What is accepted further on changes without a swap: k must be able to grow."""
     world = World({"a": 1}, {"a": 0.45})
-    for _ in range(2000):
-        world.round()
+    world.run(2000)
     world.acceptance["a"] = 0.95
     plans = [world.round()["a"] for _ in range(3000)]
     assert sorted(plans[-100:])[50] >= 6
@@ -295,18 +287,14 @@ def test_a_slow_hour_is_forgotten() -> None:
     """Costs of a busy machine must not make plain decoding look dear on a quiet one."""
     world = World({"a": 1}, {"a": 0.02})
     world.slowness = 3.0
-    for _ in range(500):
-        world.round()
+    world.run(500)
     world.slowness, world.acceptance["a"] = 1.0, 0.9
     world.controller.swapped("a")
-    for _ in range(300):
-        world.round()
+    world.run(300)
     world.acceptance["a"] = 0.02
-    for _ in range(1500):
-        world.round()
+    world.run(1500)
     world.seconds = world.plain_seconds = 0.0
-    for _ in range(2000):
-        world.round()
+    world.run(2000)
     assert world.seconds < 1.03 * world.plain_seconds
 
 
@@ -314,8 +302,7 @@ def test_a_slow_hour_is_forgotten() -> None:
 def test_many_hopeless_experts_cost_no_more_than_one(count: int) -> None:
     names = [f"e{i}" for i in range(count)]
     world = World(dict.fromkeys(names, 1), dict.fromkeys(names, 0.02))
-    for _ in range(1000):
-        world.round()
+    world.run(1000)
     world.seconds = world.plain_seconds = 0.0
     looked: set[str] = set()
     for _ in range(4000):

@@ -27,6 +27,12 @@ NEW = itertools.count()
 CANARY = CanarySettings()
 
 
+def bring(world: LocalWorld, count: int) -> None:
+    """New records of the topic."""
+    for _ in range(count):
+        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+
+
 def model(noise: float = 0.0, seed: int = 0) -> Any:
     """The target, or a draft that is off by so much noise."""
     found = tiny_llama(0, vocab=TINY_VOCAB, layers=1)
@@ -109,8 +115,7 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     assert last["difference_upper_bound"] < 0.0
     assert mean_rate(serving.rates[-16:]) > 0.99  # the harm is over
     assert {version for version, _ in serving.rates[-16:]} == {0}
-    for _ in range(4):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, 4)
     assert rounds.tick()
     assert world.registry.current()["sql"] == 0
     again = world.registry.history("sql")[-1]  # judged against what is served, not against itself
@@ -131,18 +136,15 @@ def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_
     settings = trainer_settings(draft, ("sql",), round_seconds=0.3)
     rounds = make_rounds(settings, world)
     for number in range(1, settings.schedule.max_rejections + 1):
-        for _ in range(settings.schedule.min_new):
-            world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+        bring(world, settings.schedule.min_new)
         assert rounds.tick()
         assert registry.live()["sql"]["candidate"] == number
         for _ in range(4):
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (number, 2))])
         assert registry.live()["sql"]["candidate"] is None
-    for _ in range(settings.schedule.min_new):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, settings.schedule.min_new)
     assert not rounds.tick()  # enough for a rejected candidate, not for a plateau
-    for _ in range(40):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, 40)
     assert rounds.tick()
 
 
@@ -193,9 +195,7 @@ def test_training_goes_on_while_a_canary_is_undecided_and_publishes_after_it(
     assert rounds.tick()
     steps = rounds.candidate("sql").steps
     registry.report([DraftOutcome("sql", 1, 20, 12)])
-    world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
-    for _ in range(4):  # new records: a topic on trial is trained on with nothing else
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, 5)  # new records: a topic on trial is trained on with nothing else
     assert rounds.tick()
     assert rounds.progress.state == "waiting for the canary"
     assert rounds.candidate("sql").steps > steps
@@ -221,8 +221,7 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     assert rounds.tick()
     assert registry.live()["sql"]["candidate"] == 1
     registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
-    for _ in range(5):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, 5)
 
     def leave() -> bool:  # asked for before every micro-step
         if registry.live()["sql"]["candidate"] is not None:
@@ -233,8 +232,7 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     assert rounds.tick()
     assert rounds.progress.state == "rolled back"
     assert [d["version"] for d in registry.history("sql") if d.get("canary")] == [1]
-    for _ in range(5):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, 5)
     assert rounds.tick()
     again = registry.history("sql")[-1]
     assert again["served_expected_acceptance"] < 0.5  # the stable draft's, not the withdrawn one's
@@ -258,8 +256,7 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
         pass
     for _ in range(200):
         registry.report([DraftOutcome("sql", 0, 20, 16)])
-    for _ in range(2):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+    bring(world, 2)
     assert not rounds.tick()  # two new records are too few for a plateau
     for _ in range(60):
         registry.report([DraftOutcome("sql", 0, 20, 4)])

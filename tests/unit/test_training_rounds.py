@@ -16,7 +16,7 @@ from replay_samples import with_branches
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
-from paceline.actors.training.rounds import Stopped
+from paceline.actors.training.progress import Stopped
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import unflatten
 

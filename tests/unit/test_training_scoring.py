@@ -22,8 +22,9 @@ from paceline.actors.routing.hedge import HedgeSettings
 from paceline.actors.routing.policy import route
 from paceline.actors.training import world as ray_world
 from paceline.actors.training.jury import Jury
+from paceline.actors.training.progress import Stopped
 from paceline.actors.training.scorer import Scorer
-from paceline.actors.training.scoring import ScorerSettings, Scoring, Stopped
+from paceline.actors.training.scoring import ScorerSettings, Scoring
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat import flatten
 
