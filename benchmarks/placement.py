@@ -216,6 +216,7 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
     settings = TargetSettings(
         str(TARGET),
         drafts,
+        warm_up=True,
         dtype=options.dtype,
         device="cpu",
         num_threads=options.threads,

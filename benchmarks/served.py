@@ -35,6 +35,7 @@ def load_engine(
         max_num_seqs=rows,
         max_model_len=max_model_len,
         num_speculative_tokens=k,
+        warm_up=True,
         prefix_cache=False,  # prompts come back in every setting
         seed=1,
     )

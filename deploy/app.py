@@ -241,6 +241,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         scored_share=config.router.sample_share,
         held_out_fraction=config.replay.held_out_fraction,
         canary_share=config.training.trial_share,
+        warm_up=True,
     )
 
 

@@ -149,6 +149,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
             learning_rate=config.training.learning_rate,
+            average_decay=config.training.average_decay,
             device=config.target.device,
             objective=config.training.objective,
             adapter=config.training.adapter,

@@ -189,6 +189,9 @@ class TrainingConfig(Section):
     worse than the present one, or are as many as the last look wants; 0 gives new versions to all
     requests at once. Above 0 every draft's weights take their memory twice.
 
+    ``average_decay`` is that of the running mean of the weights in training, which is what is
+    judged and served; 0 takes the weights as the last step left them.
+
     ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
     merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
     of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
@@ -201,6 +204,7 @@ class TrainingConfig(Section):
     sampling: Sampling = "target"
     student_share: Fraction = 0.5
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
+    average_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.98
     num_threads: Count = 1
     micro_batch: Count = 8
     round_seconds: Seconds = 8.0

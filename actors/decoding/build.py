@@ -29,7 +29,7 @@ from paceline.actors.decoding.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.decoding.memory import free_memory
 from paceline.actors.decoding.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.decoding.pool.proposer import PoolProposer
-from paceline.actors.decoding.profiling import build_controller
+from paceline.actors.decoding.profiling import build_controller, warm_up
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.decoding.runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.decoding.settings import TargetSettings
@@ -130,6 +130,8 @@ def build_stacks(
             positions,
             graph_tokens=_graph_tokens(settings),
         )
+        if settings.warm_up:
+            warm_up(runner)
         stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
         for name, path in settings.drafts.items():
             if twins[path] in names:
@@ -224,6 +226,8 @@ def build_engine(
         graph_tokens=_graph_tokens(settings),
     )
     numerics = _numerics(settings, runner)
+    if settings.warm_up:
+        warm_up(runner)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
     stacks = (

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.verification import Proposal
 
 
@@ -66,8 +67,8 @@ class DraftStack(Protocol):
         ...
 
     @property
-    def read_tokens(self) -> int:
-        """Prompt tokens that the latest call of :meth:`propose` read."""
+    def reads(self) -> Reads:
+        """What the latest call of :meth:`propose` read."""
         ...
 
     def version(self, draft: str) -> int:
@@ -119,7 +120,7 @@ class ColocatedProposer:
         self.hidden_drafts = frozenset(
             name for stack in stacks if stack.reads_hidden for name in stack.versions
         )
-        self.read_tokens = 0
+        self.reads = Reads()
         self.faulty: frozenset[str] = frozenset()
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
@@ -134,7 +135,8 @@ class ColocatedProposer:
             batch = [rows[i] for i in indices]
             parts.append((indices, stack.propose(batch, self._support, self._generator)))
             self.faulty |= stack.faulty
-        self.read_tokens = sum(stack.read_tokens for stack, _ in groups.values())
+        own = [stack.reads for stack, _ in groups.values()]
+        self.reads = Reads(sum(r.requests for r in own), sum(r.tokens for r in own))
         return merge(parts, len(rows))
 
     def lacks(self, request_id: str, draft: str, length: int) -> int:

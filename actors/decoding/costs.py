@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _SMOOTHING = 0.1
-OUTLIER = 3.0
+OUTLIER = 1.5
 _TRUSTED_AFTER = 3
 _FORGOTTEN_AFTER = 500
 
@@ -31,7 +31,7 @@ class Measured:
         return self.count >= _TRUSTED_AFTER and now - self.at <= _FORGOTTEN_AFTER
 
     def take(self, seconds: float, now: int) -> None:
-        """A further measurement; the longer ago the last one, the less that says."""
+        """A further measurement; the longer ago the last one, the less that one says."""
         age = min((now - self.at) * _SMOOTHING, 5.0)
         share = max(1.0 - (1.0 - _SMOOTHING) ** max(age, 1.0), 1.0 / (self.count + 1))
         self.seconds += share * (seconds - self.seconds)
@@ -40,6 +40,9 @@ class Measured:
 
 class StepCosts:
     """Seconds of a step by two sizes (batch rows, and tokens or experts).
+
+    The first time of a size counts as no more than was expected: it holds what is done once, the
+    making of code for products of that size above all.
 
     A size that was measured often and lately has its own smoothed time. Any other is interpolated
     from the profile and scaled by how the latest measured ones compare to it: neither what was
@@ -65,7 +68,8 @@ class StepCosts:
 
     def observe(self, rows: int, column: int, seconds: float) -> None:
         """Take a measured time; a single stall does not move the estimate far."""
-        seconds = min(seconds, OUTLIER * self.seconds(rows, column))
+        bound = OUTLIER if (rows, column) in self._measured else 1.0
+        seconds = min(seconds, bound * self.seconds(rows, column))
         self._observed += 1
         first = Measured(seconds, 0, self._observed)
         self._measured.setdefault((rows, column), first).take(seconds, self._observed)

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.actors.decoding.costs import OUTLIER, Measured, StepCosts
-from paceline.actors.decoding.reading import ReadingCosts
+from paceline.actors.decoding.reading import ReadingCosts, Reads
 
 _WINDOW = 200.0
 # Observations that the profile counts as: much for what a step costs, next to nothing for what a
 # round costs beside its steps, of which it knows nothing.
 _SLOPE_PRIOR, _FIXED_PRIOR = 20.0, 0.01
 _LEAST_SLOPE = 0.2
+_NONE = Reads()
 
 
 @dataclass(slots=True)
@@ -52,22 +53,19 @@ class DraftCosts:
     """
 
     def __init__(
-        self, profile: Mapping[tuple[int, int], float], *, reads_elsewhere: bool = False
+        self, profile: Mapping[tuple[int, int], float], reading: ReadingCosts | None = None
     ) -> None:
         """Start from the seconds of one step, a full grid ``{(rows, experts): seconds}``.
 
         Args:
             profile: the grid.
-            reads_elsewhere: prompts are read while the target works, and cost the round nothing.
+            reading: what reading prompts costs; None is nothing.
         """
         self._steps = StepCosts(profile)
         self._line = _Line()
         self._measured: dict[tuple[int, int, int], Measured] = {}
         self._observed = 0
-        most = max(rows for rows, _ in profile)
-        self.reading = ReadingCosts(
-            0.0 if reads_elsewhere else self._steps.profiled(most, 1) / most
-        )
+        self.reading = reading or ReadingCosts()
 
     def seconds(self, rows: int, experts: int, steps: int) -> float:
         """The expected time of drafting ``steps`` tokens for ``rows`` rows; 0 steps take none."""
@@ -79,7 +77,7 @@ class DraftCosts:
         return self._line.fixed + self._line.slope * steps * self._steps.profiled(rows, experts)
 
     def observe(
-        self, rows: int, experts: int, steps: int, seconds: float, read_tokens: int = 0
+        self, rows: int, experts: int, steps: int, seconds: float, reads: Reads = _NONE
     ) -> None:
         """Take a round's drafting time.
 
@@ -88,15 +86,15 @@ class DraftCosts:
             experts: of these rows.
             steps: 0 where nothing was drafted.
             seconds: all of it.
-            read_tokens: prompt tokens that were read in it; then it says what reading costs.
+            reads: what was read in it; where there is something it says what reading costs.
         """
         expected = self.seconds(rows, experts, steps)
-        if read_tokens:
-            self.reading.read(read_tokens, seconds - expected)
+        if reads.tokens:
+            self.reading.read(reads, seconds - expected)
         elif steps:
-            seconds = min(seconds, OUTLIER * expected)
-            self._observed += 1
             size = rows, experts, steps
+            seconds = min(seconds, (OUTLIER if size in self._measured else 1.0) * expected)
+            self._observed += 1
             first = Measured(seconds, 0, self._observed)
             self._measured.setdefault(size, first).take(seconds, self._observed)
             self._line.observe(steps * self._steps.profiled(rows, experts), seconds)

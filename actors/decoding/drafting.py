@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.proposer import DraftRow, Proposer
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.sequence import Sequence as RunningSequence
 from paceline.actors.decoding.verification import Proposal
 from paceline.actors.weights.slots import is_candidate
@@ -86,10 +87,18 @@ class Drafting:
         if self._controller is not None:  # its requests draft with the stable weights now
             self._controller.swapped(candidate)
 
-    def propose(self, batch: Sequence[RunningSequence]) -> Proposal:
-        """Draft tokens for the batch; starts the round's clock."""
+    def propose(
+        self, batch: Sequence[RunningSequence], coming: Sequence[RunningSequence] = ()
+    ) -> Proposal:
+        """Draft tokens for the batch; starts the round's clock.
+
+        Args:
+            batch: B sequences.
+            coming: those whose prompts are being read; they will decode in a moment, so the
+                choice of k is made for them too.
+        """
         self._began = self._clock()
-        wanted = self._wanted(batch)
+        wanted = self._wanted(batch, coming)
         indices = [i for i, k in enumerate(wanted) if k > 0]
         proposal = Proposal.empty(len(batch), self._device)
         self._asked = bool(indices) and not self._resting()
@@ -136,7 +145,7 @@ class Drafting:
             total - self._drafting_s,
             (len(active), len(set(active)), timed_steps),
             self._drafting_s,
-            self._proposer.read_tokens if self._asked else 0,
+            self._proposer.reads if self._asked else Reads(),
         )
 
     def ended(self, sequence: RunningSequence) -> None:
@@ -144,13 +153,16 @@ class Drafting:
         if self._controller is not None and sequence.num_speculative_tokens is None:
             self._controller.ended(len(sequence.request.prompt_token_ids), sequence.num_output)
 
-    def _wanted(self, batch: Sequence[RunningSequence]) -> list[int]:
+    def _wanted(
+        self, batch: Sequence[RunningSequence], coming: Sequence[RunningSequence]
+    ) -> list[int]:
         """Tokens to draft per row: the request's own number, or the controller's choice."""
-        free = Counter(s.draft for s in batch if s.num_speculative_tokens is None)
+        both = (*batch, *coming)
+        free = Counter(s.draft for s in both if s.num_speculative_tokens is None)
         plan: Mapping[str, int] = {}
         if free and self._controller is not None:
-            others = len(batch) - free.total()
-            plan = self._controller.plan(free, others, lambda: self._unread(batch))
+            others = len(both) - free.total()
+            plan = self._controller.plan(free, others, lambda: self._unread(both))
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
@@ -158,16 +170,19 @@ class Drafting:
         return wanted
 
     def _unread(self, batch: Sequence[RunningSequence]) -> dict[str, float]:
-        """Per draft: tokens that it lacks, for each that its sequences will emit yet."""
+        """Per draft: seconds of what it has to read, for each token that will be emitted yet."""
         assert self._controller is not None
-        lacking: Counter[str] = Counter()
+        reading = self._controller.reading
+        seconds: dict[str, float] = {}
         left: dict[str, float] = {}
         for s in batch:
             if s.num_speculative_tokens is None:
-                lacking[s.draft] += self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
-                expected = self._controller.left(s.num_output, s.max_tokens)
+                lacking = self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
+                own = reading.seconds(1.0, lacking) if lacking else 0.0
+                seconds[s.draft] = seconds.get(s.draft, 0.0) + own
+                expected = reading.left(s.num_output, s.max_tokens)
                 left[s.draft] = left.get(s.draft, 0.0) + expected
-        return {draft: lacking[draft] / tokens for draft, tokens in left.items()}
+        return {draft: seconds[draft] / tokens for draft, tokens in left.items()}
 
     def _resting(self) -> bool:
         """A proposer that fails is asked again after 1, 2, 4 ... rounds."""

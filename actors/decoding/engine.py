@@ -164,7 +164,9 @@ class Engine:
         self._schedule.admit()
         self._prefill()
         ready = [s for s in self._running.values() if s.prefilled]
-        return outputs + self._decode(ready) if ready else outputs
+        if not ready:
+            return outputs
+        return outputs + self._decode(ready, [s for s in self._running.values() if not s.prefilled])
 
     def fail_all(self) -> list[StepOutput]:
         """End every request, after a fault of the target itself; those that wait have no part."""
@@ -212,8 +214,8 @@ class Engine:
         self._schedule.release(request_id)
 
     @torch.inference_mode()
-    def _decode(self, batch: list[Sequence]) -> list[StepOutput]:
-        proposal = self._drafting.propose(batch)
+    def _decode(self, batch: list[Sequence], coming: list[Sequence]) -> list[StepOutput]:
+        proposal = self._drafting.propose(batch, coming)
         device = self._runner.device
         now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
         state = device_tensor(now, device)

@@ -11,6 +11,7 @@ from paceline.actors.decoding.drawing import draw_drafts
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
 from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import LatestBatch, SamplingBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
@@ -48,7 +49,7 @@ class ExpertStack:
         self._drafted: dict[str, list[int]] = {}
         self._grid: tuple[list[int], Grid] | None = None
         self._params = LatestBatch(runner.device)
-        self.read_tokens = 0  # by the latest call
+        self.reads = Reads()  # by the latest call
         self.faulty: frozenset[str] = frozenset()
 
     def alias(self, name: str, expert: str) -> None:
@@ -136,7 +137,7 @@ class ExpertStack:
             indices of the rows that are there; the others go on in the next round.
         """
         ready, budget = [], self._prefill_chunk
-        self.read_tokens = 0
+        self.reads = Reads()
         victims: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
@@ -152,7 +153,7 @@ class ExpertStack:
             if known < end:
                 self.runner.prefill(slot, row.tokens[known:end], known, self._model(row.draft))
                 budget -= end - known
-                self.read_tokens += end - known
+                self.reads = Reads(self.reads.requests + 1, self.reads.tokens + end - known)
             self._computed[row.request_id] = max(known, end)
             if end >= wanted:
                 ready.append(i)

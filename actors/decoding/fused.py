@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from paceline.actors.decoding.attention import StepContext, attend
 from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.linear import StackedLinear, fuse, stack
+from paceline.actors.decoding.linear import StackedLinear, filled, fuse, stack
 from paceline.actors.decoding.native.library import Kernels, kernels_for
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -85,13 +85,17 @@ class _Attention:
     def __call__(
         self, x: Tensor, step: StepContext, grid: Grid, rotary: Rotary, kernels: Kernels | None
     ) -> Tensor:
-        """``[E', N, H]`` to the same; stores the new tokens' keys and values."""
+        """``[E', N, H]`` to the same; stores the new tokens' keys and values.
+
+        What lies behind a grid's tokens is filling.
+        """
         qkv = self._qkv(x, grid)
         if self._norms is not None:
             q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
             parts = (self._norms[0](q, grid), self._norms[1](k, grid), v)
             qkv = torch.cat(parts, dim=2).flatten(2)
-        qkv = grid.to_rows(qkv)
+        tokens = grid.tokens(step.positions)
+        qkv = grid.to_rows(qkv[:, :tokens])
         if kernels is not None:
             mixed = kernels.attend(
                 qkv,
@@ -107,7 +111,7 @@ class _Attention:
             )
         else:
             mixed = self._attend(qkv, step, rotary)
-        return self._output(grid.from_rows(mixed), grid)
+        return self._output(_fill(grid.from_rows(mixed), x.shape[1]), grid)
 
     def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
         """``[B, T, (heads + 2 * kv_heads) * dim]`` to ``[B, T, heads * dim]``."""
@@ -212,6 +216,11 @@ class FusedDecoder:
             linear.invariant = invariant
         self.refresh()
 
+    @property
+    def packed(self) -> bool:
+        """Whether products are oneDNN's, which makes code for every size, see ``filled``."""
+        return self._head.packed
+
     def refresh(self, expert: int | None = None) -> None:
         """Take note that the parameters (of one expert, or all) have changed."""
         for linear in self._linears:
@@ -229,24 +238,43 @@ class FusedDecoder:
         Returns:
             ``[B, T or keep, V]`` in the models' dtype.
         """
-        return grid.to_rows(self._head(self._hidden(token_ids, step, grid, keep), grid))
+        return self._logits(self._hidden(token_ids, step, grid, keep), grid)
 
     def with_hidden(
         self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
     ) -> tuple[Tensor, Tensor]:
         """The same logits, and the normed hidden states ``[B, T or keep, H]`` they come from."""
         hidden = self._hidden(token_ids, step, grid, keep)
-        return grid.to_rows(self._head(hidden, grid)), grid.to_rows(hidden)
+        return self._logits(hidden, grid), grid.to_rows(hidden)
+
+    def _logits(self, hidden: Tensor, grid: Grid) -> Tensor:
+        """``[E', R*T, H]`` to ``[B, T, V]``."""
+        tokens = hidden.shape[1]
+        return grid.to_rows(self._head(_fill(hidden, self._size(tokens)), grid)[:, :tokens])
+
+    def _size(self, tokens: int) -> int:
+        return filled(tokens) if self.packed else tokens
 
     def _hidden(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """What the head reads, ``[E', R*(T or keep), H]``."""
-        x = functional.embedding(grid.offset(token_ids, self._vocab), self._embeddings)
+        ids = grid.offset(token_ids, self._vocab)
+        tokens = ids.shape[1]
+        size = self._size(tokens)
+        if size > tokens:
+            ids = functional.pad(ids, (0, size - tokens))
+        x = functional.embedding(ids, self._embeddings)
         delta: Tensor | None = None
         for layer in self._layers:
             x, delta = layer(x, delta, step, grid, self._rotary, self._kernels)
         if delta is not None:
-            delta = grid.last(delta, keep)
-        return self._norm.after(grid.last(x, keep), delta, grid, self._kernels)[1]
+            delta = grid.last(delta[:, :tokens], keep)
+        x = grid.last(x[:, :tokens], keep)
+        return self._norm.after(x, delta, grid, self._kernels)[1]
+
+
+def _fill(x: Tensor, size: int) -> Tensor:
+    """``[E', N, H]`` with rows of zeros behind, ``size`` in all."""
+    return x if x.shape[1] == size else functional.pad(x, (0, 0, 0, size - x.shape[1]))
 
 
 def layer_window(config: Any, layer: int) -> int | None:

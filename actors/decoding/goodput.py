@@ -5,7 +5,7 @@ several experts that share one target forward):
 
     sum over rows r with expert e of [1 + sum_{i<=k_e} prod_{j<=i} a_{e,j}]  /  T(k_1 ... k_E)
 
-T counts what drafts have yet to read, spread over what is left of the answers.
+T counts what drafts have to read, spread over the answers.
 
 All rows that draft go through the same number of draft steps and are verified by one padded
 forward, so experts that take part draft the same k; the choice is k and who takes part.
@@ -18,19 +18,18 @@ from dataclasses import dataclass, field
 
 from paceline.actors.decoding.costs import StepCosts
 from paceline.actors.decoding.draft_costs import DraftCosts
+from paceline.actors.decoding.reading import ReadingCosts, Reads
 
 _PRIOR_TRIALS = 4.0
 _PRIOR_ACCEPTANCE = 0.6
 _WINDOW = 200.0
 _KEPT_AFTER_SWAP = 0.1
 _HYSTERESIS = 1.03
-# What drafting must promise over plain decoding to be taken up, and to be kept: estimates err, and
-# where the two are about even nothing is lost by decoding plainly.
-_WORTH_STARTING = 1.06
-_WORTH_KEEPING = 1.02
-# Taking it up has every draft read its prompt: a small promise must be made several times in a row.
-_SURELY_WORTH = 1.2
-_TIMES_PROMISED = 4
+# What drafting must promise over plain decoding to be taken up, and to be kept, at one row and what
+# is added for very many. Estimates err; and rows of a batch that draft end one after the other, so
+# that the last of them run in small batches, which a round's goodput does not show.
+_WORTH_STARTING, _STARTING_MANY = 1.03, 0.07
+_WORTH_KEEPING, _KEEPING_MANY = 1.01, 0.03
 _PLAN_EVERY = 8
 _PROBE_SHARE = 0.01
 _PROBE_ROUNDS = 4
@@ -38,6 +37,7 @@ _PROBE_TOKENS = 2
 _PATIENCE = 64
 _MOST_CREDIT_S = 0.5
 _PLAIN_EVERY = 100
+_NO_READS = Reads()
 
 
 @dataclass(slots=True)
@@ -124,7 +124,6 @@ class GoodputController:
         self._credit = 0.0  # seconds that looks may cost, over all experts
         self._plan = Plan()
         self._unread: Mapping[str, float] = {}
-        self._promised = 0  # times in a row that drafting seemed to be worth taking up
         self._planned_for: tuple[tuple[str, int], ...] = ()
         self._rounds = 0
 
@@ -139,7 +138,7 @@ class GoodputController:
         Args:
             rows: how many rows of each expert leave the choice to the controller.
             others: rows of the batch that do not.
-            unread: asked where a choice is made: per expert, the tokens that it has to read
+            unread: asked where a choice is made: per expert, the seconds of what it has to read
                 before it can draft for its rows, for each token that they will emit yet.
         """
         key = tuple(sorted(rows.items()))
@@ -169,7 +168,7 @@ class GoodputController:
         verify_s: float,
         drafting: tuple[int, int, int],
         draft_s: float,
-        read_tokens: int = 0,
+        reads: Reads = _NO_READS,
     ) -> None:
         """How long a round took.
 
@@ -180,11 +179,11 @@ class GoodputController:
             drafting: (rows, experts, steps) of the drafting; 0 steps where there was none, or
                 its time says nothing of what steps cost.
             draft_s: its seconds.
-            read_tokens: prompt tokens that drafts read in them.
+            reads: what drafts read in them.
         """
         self._target.observe(rows, tokens, verify_s)
         drafted_rows, experts, steps = drafting
-        self._draft.observe(drafted_rows, experts, steps, draft_s, read_tokens)
+        self._draft.observe(drafted_rows, experts, steps, draft_s, reads)
         self._credit = min(self._credit + _PROBE_SHARE * (verify_s + draft_s), _MOST_CREDIT_S)
         for expert in self._drafted:
             probe = self._probe(expert)
@@ -195,9 +194,10 @@ class GoodputController:
         """A request that leaves the choice to the controller has ended: its lengths."""
         self._draft.reading.ended(prompt_tokens, output_tokens)
 
-    def left(self, output_tokens: int, limit: int) -> float:
-        """Tokens that a request is expected to emit yet, see ReadingCosts."""
-        return self._draft.reading.left(output_tokens, limit)
+    @property
+    def reading(self) -> ReadingCosts:
+        """What it costs drafts to read prompts."""
+        return self._draft.reading
 
     def swapped(self, expert: str) -> None:
         """New weights: look at them soon."""
@@ -220,8 +220,10 @@ class GoodputController:
         if plan.k and drafting:
             own = sum(drafting.values())
             seconds += self._draft.seconds(own, len(drafting), plan.k)
-            read = sum(self._unread.get(e, 0.0) * (n + gains[e]) for e, n in drafting.items())
-            seconds += self._draft.reading.token_s * read
+            # Those that come after have to be read too, as long as this goes on.
+            usual = self._draft.reading.usual_s
+            for e, n in drafting.items():
+                seconds += max(self._unread.get(e, 0.0), usual) * (n + gains[e])
         return (batch + gained) / seconds
 
     def _candidates(self, rows: Mapping[str, int]) -> Sequence[Plan]:
@@ -238,17 +240,10 @@ class GoodputController:
         if not present.experts:
             present = Plan()
         promised = self._goodput(best, rows, others)
-        if not self._worth(promised / self._goodput(Plan(), rows, others), bool(present.k)):
+        gain = promised / self._goodput(Plan(), rows, others)
+        if gain < _worth(others + sum(rows.values()), drafting=bool(present.k)):
             return Plan()
         return best if promised > _HYSTERESIS * self._goodput(present, rows, others) else present
-
-    def _worth(self, gain: float, drafting: bool) -> bool:
-        """Whether to draft at all, for what it promises over plain decoding."""
-        if drafting:
-            self._promised = 0
-            return gain >= _WORTH_KEEPING
-        self._promised = self._promised + 1 if gain >= _WORTH_STARTING else 0
-        return gain >= _SURELY_WORTH or self._promised >= _TIMES_PROMISED
 
     def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int, oldest: str) -> int:
         """Draft further now and then than it pays, so that acceptance stays known there."""
@@ -279,3 +274,11 @@ class GoodputController:
         draft = self._draft.seconds(own, 1, k + _PROBE_TOKENS) - self._draft.seconds(own, 1, k)
         reading = 0.0 if k else own * self._draft.reading.request_s
         return _PROBE_ROUNDS * (max(verify, 0.0) + max(draft, 0.0)) + reading
+
+
+def _worth(rows: int, *, drafting: bool) -> float:
+    """What drafting must promise over plain decoding in a batch of so many rows."""
+    many = 1.0 - 1.0 / rows
+    if drafting:
+        return _WORTH_KEEPING + _KEEPING_MANY * many
+    return _WORTH_STARTING + _STARTING_MANY * many

@@ -60,6 +60,10 @@ class Grid:
             x = x[self._gather]
         return x.reshape(len(self.experts), self._width * x.shape[1], *x.shape[2:])
 
+    def tokens(self, positions: Tensor) -> int:
+        """How many tokens of ``[B, T]`` every expert computes, R*T."""
+        return self._width * positions.shape[1]
+
     def to_rows(self, x: Tensor) -> Tensor:
         """``[E', R*T, ...]`` to ``[B, T, ...]``."""
         steps = x.shape[1] // self._width

@@ -11,6 +11,21 @@ from torch.nn import functional
 from paceline.actors.decoding.grid import Grid
 
 _LONE_TRIALS = 8
+# Above the first number of rows, products have multiples of the second.
+_STEPS = ((256, 32), (128, 16), (64, 8))
+
+
+def filled(rows: int) -> int:
+    """So many rows, or some more: the sizes that products on CPUs are computed at.
+
+    oneDNN makes code for every new number of rows, at a millisecond a product, more than the
+    product itself takes, and keeps some hundred of them: prompts, which are of any length, would
+    have it made anew for ever. Batches that decode stay as they are, where a row more is dear.
+    """
+    for above, step in _STEPS:
+        if rows > above:
+            return -(-rows // step) * step
+    return rows
 
 
 class StackedLinear:
@@ -32,6 +47,11 @@ class StackedLinear:
         self.bias = bias
         self._packed: list[Tensor] | None = None
         self._lone_differs = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether products are oneDNN's, see :func:`filled`."""
+        return self._packed is not None
 
     def pack(self, expert: int | None = None) -> None:
         """Lay the weights (of one expert, or all) out anew, after they have changed."""

@@ -27,6 +27,7 @@ from paceline.actors.decoding.drawing import draw_drafts
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.linear import StackedLinear
 from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import LatestBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
@@ -130,7 +131,7 @@ class HeadStack:
     """
 
     reads_hidden = True
-    read_tokens = 0  # the target has read the prompt
+    reads = Reads()  # the target has read the prompt
 
     def __init__(
         self, name: str, config: HeadsConfig, state: Mapping[str, Tensor], target_output: Tensor

@@ -10,16 +10,34 @@ import torch
 from paceline.actors.decoding.costs import StepCosts, grid_points, profile
 from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.experts import ExpertStack
+from paceline.actors.decoding.fused import FusedDecoder
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.linear import filled
 from paceline.actors.decoding.medusa import HeadStack, head_stepper
 from paceline.actors.decoding.pool.profile import profile_pool
 from paceline.actors.decoding.pool.proposer import PoolProposer
+from paceline.actors.decoding.reading import ReadingCosts
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.weights.slots import is_candidate
 
 _PROFILED_CONTEXT = 128
+_WARM = 256  # tokens of a forward
+_PROFILED_PROMPT = 64
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Compute once at every size that products have: on CPUs the first time takes long."""
+    decoder = runner.decoder
+    if not (isinstance(decoder, FusedDecoder) and decoder.packed):
+        return
+    for tokens in sorted({filled(n) for n in range(1, min(_WARM, runner.max_model_len) + 1)}):
+        fits = min(tokens, runner.max_model_len)
+        runner.kv.reserve(0, fits)
+        ids = torch.zeros(1, fits, dtype=torch.int64)
+        runner.forward([0], ids, torch.arange(fits)[None], fits)
+    runner.kv.release(0)
 
 
 def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
@@ -62,17 +80,34 @@ def build_controller(
         runner.kv.release(row)
     if pool is not None:
         draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
-        costs = DraftCosts(draft_costs, reads_elsewhere=True)
+        costs = DraftCosts(draft_costs)
         return GoodputController(StepCosts(target_costs), costs, most)
     if not stacks:
         head_costs = profile(head_stepper(heads[0]), rows, [1], time.perf_counter)
-        costs = DraftCosts(head_costs, reads_elsewhere=True)
+        costs = DraftCosts(head_costs)
         return GoodputController(StepCosts(target_costs), costs, most)
     draft = stacks[0].runner
     served = sum(not is_candidate(name) for name in stacks[0].names)
     experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
     run = stepper(draft, start)
     draft_costs = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
+    reading = _reading(draft)
     for row in range(settings.max_num_seqs):
         draft.kv.release(row)
-    return GoodputController(StepCosts(target_costs), DraftCosts(draft_costs), most)
+    costs = DraftCosts(draft_costs, reading)
+    return GoodputController(StepCosts(target_costs), costs, most)
+
+
+def _reading(draft: ModelRunner) -> ReadingCosts:
+    """What reading costs, from prompts of two lengths."""
+    few, many = 1, max(2, min(_PROFILED_PROMPT, draft.max_model_len - 1))
+    draft.kv.reserve(0, many)
+
+    def run(_: int, tokens: int) -> None:
+        draft.prefill(0, [0] * tokens, 0)
+        if draft.device.type == "cuda":
+            torch.cuda.synchronize(draft.device)
+
+    times = profile(run, [1], [few, many], time.perf_counter)
+    token_s = max(times[1, many] - times[1, few], 0.0) / (many - few)
+    return ReadingCosts(max(times[1, few] - few * token_s, 0.0), token_s)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.request import SamplingParams
 from paceline.actors.decoding.verification import Proposal
 
@@ -47,8 +48,8 @@ class Proposer(Protocol):
         ...
 
     @property
-    def read_tokens(self) -> int:
-        """Prompt tokens that the latest round's time went to, beside drafting."""
+    def reads(self) -> Reads:
+        """The reading that the latest round's time went to, beside drafting."""
         ...
 
     @property

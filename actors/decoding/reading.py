@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-_SMOOTHING = 0.2
+from typing import NamedTuple
+
+_SMOOTHING = 0.1
 _WINDOW = 64.0  # requests
-_OUTLIER = 4.0
+_OUTLIER = 1.5
+
+
+class Reads(NamedTuple):
+    """What a draft has read, or has to read.
+
+    Attributes:
+        requests: of which it is.
+        tokens: all of them.
+    """
+
+    requests: int = 0
+    tokens: int = 0
 
 
 class ReadingCosts:
@@ -15,17 +29,31 @@ class ReadingCosts:
     than the rest of the answer can win back.
     """
 
-    def __init__(self, token_s: float) -> None:
-        """Start with a guess of the seconds that reading a token takes."""
-        self._token_s = token_s
+    def __init__(self, request_s: float = 0.0, token_s: float = 0.0) -> None:
+        """Start with what a profile says.
+
+        Args:
+            request_s: seconds of a request beside its tokens; 0, like the other, where reading
+                is done while the target works and costs the round nothing.
+            token_s: seconds of each token.
+        """
+        self._profiled = request_s, token_s
+        self._ratio = 1.0
         # One request whose prompt is as long as its answer, until others are known.
         self._requests = 1.0
         self._prompts = self._outputs = 32.0
 
-    def read(self, tokens: int, seconds: float) -> None:
-        """Take what reading some tokens took, at least one."""
-        token_s = min(max(seconds, 0.0) / tokens, _OUTLIER * self._token_s)
-        self._token_s += _SMOOTHING * (token_s - self._token_s)
+    def seconds(self, requests: float, tokens: float) -> float:
+        """Seconds of reading so much."""
+        request_s, token_s = self._profiled
+        return self._ratio * (request_s * requests + token_s * tokens)
+
+    def read(self, reads: Reads, seconds: float) -> None:
+        """Take what some reading took; a stall does not count as such."""
+        expected = self.seconds(*reads)
+        if expected > 0.0:
+            times = min(max(seconds, 0.0) / expected, _OUTLIER)
+            self._ratio *= 1.0 + _SMOOTHING * (times - 1.0)
 
     def ended(self, prompt_tokens: int, output_tokens: int) -> None:
         """Take a finished request's lengths."""
@@ -35,9 +63,14 @@ class ReadingCosts:
         self._outputs = keep * self._outputs + output_tokens
 
     @property
-    def token_s(self) -> float:
-        """Seconds of reading a token."""
-        return self._token_s
+    def usual_s(self) -> float:
+        """Seconds of reading for each token that requests emit, as they usually are."""
+        return self.seconds(self._requests, self._prompts) / max(self._outputs, 1.0)
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of reading for a request, as they usually are."""
+        return self.seconds(1.0, self._prompts / self._requests)
 
     def left(self, output_tokens: int, limit: int) -> float:
         """Tokens that a request is expected to emit yet, at least 1.
@@ -48,8 +81,3 @@ class ReadingCosts:
         """
         usual = self._outputs / self._requests
         return max(min(limit - output_tokens, max(usual - output_tokens, usual / 4)), 1.0)
-
-    @property
-    def request_s(self) -> float:
-        """Seconds of reading for a request."""
-        return self._token_s * self._prompts / self._requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.training.adapters import Adapters
+from paceline.actors.training.averaging import RunningMean
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.draft_state import load_state, tied_names
 from paceline.actors.training.forward import logits_at, takes_branches
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
-_WEIGHT = "weight."  # of a draft under adapters, in an optimizer's state
+# In an optimizer's state: weights that the published ones do not tell, and their running mean.
+_WEIGHT, _MEAN = "weight.", "mean."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class DistillerSettings:
         lora_alpha: its scale times its rank.
         lora_embeddings: whether embeddings, and a head tied to them, are adapted too.
         zero_stage: see :func:`paceline.actors.training.stages.zero_stage`.
+        average_decay: of the running mean of the weights, which is what a candidate consists of;
+            0 takes the weights as the last step left them.
     """
 
     learning_rate: float = 1.5e-3
@@ -60,6 +65,7 @@ class DistillerSettings:
     lora_alpha: float = 32.0
     lora_embeddings: bool = False
     zero_stage: ZeroStage = "auto"
+    average_decay: float = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,7 @@ class Distiller:
         self._initial = {k: v.detach().clone() for k, v in draft.state_dict().items()}
         self._engine: Any = None
         self._adapters: Adapters | None = None
+        self._mean: RunningMean | None = None
         self._build(draft)
 
     def _build(self, draft: Any) -> None:
@@ -158,15 +165,25 @@ class Distiller:
             ),
             dist_init_required=True,
         )
+        self._start_mean()
+
+    def _start_mean(self) -> None:
+        decay = self.settings.average_decay
+        weights = self._trained(self._engine.module.draft)
+        self._mean = RunningMean(weights, decay) if decay else None
 
     def _trained(self, draft: Any) -> list[Tensor]:
         return list(self._adapters.parameters() if self._adapters else draft.parameters())
 
     def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of weights, of gradients in their dtype, and of float32 masters and moments."""
+        """Bytes of weights, of gradients in their dtype, and of float32 masters and moments.
+
+        The running mean counts among the weights.
+        """
         draft = self._engine.module.draft
         trained = self._trained(draft)
         weights = sum(weight.nbytes for weight in draft.parameters())
+        weights += self._mean.nbytes() if self._mean else 0
         # float32 weights are their own masters where ZeRO has none of them in a row
         masters = 4 if self.stage or self.dtype == torch.bfloat16 else 0
         optimizer = sum((8 + masters) * weight.numel() for weight in trained)
@@ -184,12 +201,14 @@ class Distiller:
 
     def learn(self, share: Share) -> MicroStep:
         """Learn from this rank's share of a batch; the figures are those of the whole."""
-        engine, batch = self._engine, share.batch
+        engine, batch, before = self._engine, share.batch, self.steps
         engine.train()
         loss, acceptance, per_record = engine(batch.to(self.device), share.weights.to(self.device))
         # DeepSpeed takes the mean of the ranks' gradients, the whole has their sum
         engine.backward(loss * engine.world_size)
         engine.step()
+        if self._mean is not None and self.steps > before:
+            self._mean.update(self._trained(engine.module.draft))
         figures = torch.zeros(3 + share.total_records, device=self.device)
         figures[0] = loss.detach()
         if len(share.places):
@@ -222,37 +241,47 @@ class Distiller:
     def optimizer_state(self) -> OptimizerState:
         """Copies of what training needs beside the weights: float32 masters, moments, steps.
 
-        With adapters also the weights below them and their own: the merged ones do not tell.
+        With adapters also the weights below them and their own, with a running mean also that and
+        the weights: what is published, merged or averaged, does not tell them.
         """
         state = capture(self._engine.basic_optimizer, self.steps)
         if self.stage:
             state = whole(state, self._numel(), self.device)
-        if self._adapters is not None:
-            state.tensors.update(
-                (_WEIGHT + name, tensor.detach().to("cpu", copy=True))
-                for name, tensor in self._own_names().items()
-            )
+        more = {n: t.detach().to("cpu", copy=True) for n, t in self._untold().items()}
+        state.tensors.update(more)
         return state
+
+    def _untold(self) -> dict[str, Tensor]:
+        """What a published state does not tell, by its name in an optimizer's state."""
+        untold: dict[str, Tensor] = {}
+        if self._adapters is not None or self._mean is not None:
+            untold = {_WEIGHT + name: tensor for name, tensor in self._own_names().items()}
+        if self._mean is not None:
+            untold |= {_MEAN + name: tensor for name, tensor in self._mean.state().items()}
+        return untold
 
     def resume(self, state: OptimizerState) -> None:
         """Go on where :meth:`optimizer_state` was taken; the weights must be those of then.
 
         Raises:
-            ValueError: for tensors of another draft, adapter or dtype; nothing has changed then.
+            ValueError: for tensors of another draft, adapter, dtype or without the mean that is
+                kept now; nothing has changed then.
         """
-        weights = {n: t for n, t in state.tensors.items() if n.startswith(_WEIGHT)}
+        told = {n: t for n, t in state.tensors.items() if n.startswith((_WEIGHT, _MEAN))}
         kept = OptimizerState(
-            {n: t for n, t in state.tensors.items() if n not in weights}, state.steps
+            {n: t for n, t in state.tensors.items() if n not in told}, state.steps
         )
-        own = self._own_names() if self._adapters is not None else {}
-        shapes = {_WEIGHT + name: tensor.shape for name, tensor in own.items()}
-        if shapes != {name: tensor.shape for name, tensor in weights.items()}:
-            raise ValueError("the optimizer's state is of another adapter")
+        wanted = {name: tensor.shape for name, tensor in self._untold().items()}
+        if wanted != {name: tensor.shape for name, tensor in told.items()}:
+            raise ValueError("the optimizer's state is of another adapter or mean")
         optimizer = self._engine.basic_optimizer
         restore(optimizer, part(kept, optimizer, self._numel()) if self.stage else kept)
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[_WEIGHT + name])
+            for name, tensor in self._own_names().items():
+                if _WEIGHT + name in told:
+                    tensor.copy_(told[_WEIGHT + name])
+        if self._mean is not None:
+            self._mean.resume({n.removeprefix(_MEAN): t for n, t in told.items()})
         schedule = self._engine.lr_scheduler
         schedule.last_epoch = self._engine.global_steps = state.steps
         for group in optimizer.param_groups:
@@ -270,13 +299,14 @@ class Distiller:
         Weights that are tied to another appear once.
         """
         draft = self._engine.module.draft
-        merged = self._adapters.merged() if self._adapters else draft.state_dict()
-        tied = tied_names(draft)
-        return {
-            name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
-            for name, tensor in merged.items()
-            if name not in tied
-        }
+        with self._mean.in_place(self._trained(draft)) if self._mean else nullcontext():
+            merged = self._adapters.merged() if self._adapters else draft.state_dict()
+            tied = tied_names(draft)
+            return {
+                name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
+                for name, tensor in merged.items()
+                if name not in tied
+            }
 
     def served(self, state: Mapping[str, Tensor] | None) -> Any:
         """A draft of its own, in eval mode, with these weights (None: the initial ones)."""

@@ -17,7 +17,7 @@ from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.crew import Crew, CrewLost
 from paceline.actors.training.distiller import MicroStep
-from paceline.actors.training.gate import NOT_FINITE, judge
+from paceline.actors.training.gate import NOT_FINITE, GateDecision, judge
 from paceline.actors.training.outlook import Outlook
 from paceline.actors.training.progress import Diverged, Progress, Seen, Stopped, Unfit
 from paceline.actors.training.schedule import (
@@ -302,14 +302,15 @@ class Rounds:
         facts = decision.facts() | {"steps": candidate.steps, "train_records": train_records}
         if not decision.publish:
             candidate.acceptance = _known(decision.served, candidate.acceptance)
-            self._turn_down(candidate, facts, drop=decision.reason == NOT_FINITE)
+            self._turn_down(candidate, facts, drop=_hopeless(decision))
             return
         if not self._may_publish(candidate):  # judging takes long where leave is seldom given
             return
         try:
             version = self._world.publish(candidate.topic, candidate.flat(state), facts)
         except ValueError:
-            self._give_up(candidate)
+            candidate.reset()
+            self._rejected(candidate)
             return
         candidate.acceptance = decision.candidate
         candidate.published(version, state, held_out, scores)
@@ -317,22 +318,27 @@ class Rounds:
         logger.info("%s: published version %d %s", candidate.topic, version, facts)
 
     def _turn_down(self, candidate: Candidate, facts: dict[str, Any], *, drop: bool) -> None:
-        """Reject the candidate; start it again where it is hopeless or has failed too often."""
-        if not drop and (candidate.rejections + 1) % self._settings.schedule.max_rejections:
-            candidate.rejections += 1
-            self._note(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
-        else:
-            self._give_up(candidate)
+        """Reject the candidate, and start it again where it is hopeless.
+
+        One that is not shown to be better keeps what it has learnt: small gains add up over rounds.
+        """
+        if drop:
+            candidate.reset()
+        self._rejected(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._world.reject(candidate.topic, facts)
 
-    def _give_up(self, candidate: Candidate) -> None:
+    def _rejected(self, candidate: Candidate) -> None:
         candidate.rejections += 1
-        candidate.reset()
         self._note(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
 
     def _note(self, **changes: Any) -> None:
         self.progress = replace(self.progress, **changes)
+
+
+def _hopeless(decision: GateDecision) -> bool:
+    """Whether a candidate is broken, or shown to be worse than what is served."""
+    return decision.reason == NOT_FINITE or decision.gain_upper_bound < 0.0
 
 
 def _known(value: float, otherwise: float | None) -> float | None:

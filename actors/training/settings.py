@@ -53,7 +53,7 @@ class TrainerSettings:
     round_seconds: float = 8.0
     max_round_s: float = 45.0
     train_records: int = 256
-    held_out_records: int = 64
+    held_out_records: int = 256
     max_length: int = 512
     draft_top_k: int = 64
     report_losses: bool = False

@@ -55,7 +55,7 @@ class Learning:
     learning_rate: float = 1.5e-3
     micro_batch: int = 8
     train_records: int = 256
-    held_out_records: int = 64
+    held_out_records: int = 256
     held_out_fraction: float = 0.2
     max_rejections: int = 3
     recent_share: float = 0.5

@@ -14,6 +14,7 @@ from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.engine import StepOutput
 from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.verification import Proposal
 
@@ -283,6 +284,6 @@ def test_what_a_draft_reads_is_counted_once() -> None:
         return [DraftRow("r", "a", [*prompt, *extra], len(extra), 3, sampling)]
 
     first = proposer.propose(rows())
-    assert proposer.read_tokens == len(prompt) - 2  # the last two begin the round
+    assert proposer.reads == Reads(1, len(prompt) - 2)  # the last two begin the round
     proposer.propose(rows(*first.token_ids[0].tolist()))
-    assert proposer.read_tokens == 0
+    assert proposer.reads == Reads()

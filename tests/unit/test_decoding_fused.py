@@ -21,6 +21,7 @@ from paceline.actors.decoding.decoders import ModuleDecoder, make_decoder
 from paceline.actors.decoding.fused import FusedDecoder, Rotary
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
+from paceline.actors.decoding.linear import filled
 from paceline.actors.decoding.runner import ModelRunner, kv_shapes
 
 VOCAB, CAPACITY = 64, 48
@@ -101,17 +102,23 @@ def test_fused_logits_are_transformers_own(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    "experts", [[1], [2, 2], [0, 1, 2], [2, 0, 2], [1, 0, 1, 1, 2], [0, 2]], ids=str
+    "experts",
+    # of the last two, 81 tokens are computed as 88
+    [[1], [2, 2], [0, 1, 2], [2, 0, 2], [1, 0, 1, 1, 2], [0, 2], 9 * [1], [*(9 * [0]), 2, 2]],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_gets_its_own_experts_logits(experts: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_row_gets_its_own_experts_logits(
+    experts: list[int], dtype: torch.dtype, keep: int
+) -> None:
     models = [make(CONFIGS["llama_tied"], seed, dtype) for seed in (1, 2, 3)]
-    expected = logits(ModuleDecoder(models), models[0], experts, keep=2)
+    expected = logits(ModuleDecoder(models), models[0], experts, keep)
     decoder = FusedDecoder(models, CAPACITY)
     tolerance = 1e-5 if dtype is torch.float32 else 0.05 * float(expected.float().std())
-    found = logits(decoder, models[0], experts, keep=2)
+    found = logits(decoder, models[0], experts, keep)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert found.shape == (len(experts), 4, VOCAB)
+    assert found.shape == (len(experts), 2 * keep or 12, VOCAB)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -159,3 +166,11 @@ def test_a_model_whose_logits_are_off_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(StepContext, "mask", lambda _self, _window: None)
     with pytest.raises(ValueError, match=r"gpt2 cannot be served: .* off by"):
         ModelRunner([model], 2, CAPACITY)
+
+
+def test_products_have_few_sizes_beyond_those_of_batches() -> None:
+    assert [filled(n) for n in (1, 7, 64, 65, 128, 129, 250, 257)] == [
+        *(1, 7, 64, 72, 128, 144, 256, 288)
+    ]
+    assert all(n <= filled(n) < n * 1.15 for n in range(1, 2_000))
+    assert len({filled(n) for n in range(1, 257)}) <= 80

@@ -16,6 +16,7 @@ from paceline.actors.decoding.pool.channel import Channel
 from paceline.actors.decoding.pool.link import ExpertLink, connect
 from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.request import SamplingParams
 
 
@@ -67,6 +68,9 @@ def test_connections_do_not_pile_up_while_nothing_is_drafted() -> None:
         closing.close()
 
 
+NO_READS = Reads()
+
+
 class NotedCosts(DraftCosts):
     """Notes what it is told."""
 
@@ -75,11 +79,11 @@ class NotedCosts(DraftCosts):
         self.seen: list[tuple[int, int, int]] = []
 
     def observe(
-        self, rows: int, experts: int, steps: int, seconds: float, read_tokens: int = 0
+        self, rows: int, experts: int, steps: int, seconds: float, reads: Reads = NO_READS
     ) -> None:
         if steps:
             self.seen.append((rows, experts, steps))
-        super().observe(rows, experts, steps, seconds, read_tokens)
+        super().observe(rows, experts, steps, seconds, reads)
 
 
 @pytest.mark.parametrize("silent", [False, True])

@@ -66,7 +66,7 @@ def test_a_restarted_trainer_goes_on_from_the_published_weights(
     assert served == pytest.approx(published["candidate_expected_acceptance"], abs=0.02)
 
 
-def test_what_is_not_better_is_rejected_then_reset_then_rests(draft: Path, tmp_path: Path) -> None:
+def test_what_is_not_better_is_rejected_learns_on_then_rests(draft: Path, tmp_path: Path) -> None:
     world = filled(tmp_path)
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=2)
@@ -82,7 +82,29 @@ def test_what_is_not_better_is_rejected_then_reset_then_rests(draft: Path, tmp_p
     assert set(world.registry.current().values()) == {0}
     assert {d["outcome"] for d in world.registry.history()} == {"rejected"}
     assert rounds.candidate("sql").rejections == 2
-    assert rounds.candidate("sql").steps == 0  # the candidate was given up
+    assert rounds.candidate("sql").steps > 0  # what it has learnt is kept
+
+
+def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", average_decay=0.0)
+    rounds = make_rounds(
+        trainer_settings(draft, ("sql",), distiller=distiller, round_seconds=0.2), world
+    )
+    while world.registry is None or not world.registry.current()["sql"]:
+        assert rounds.tick()
+    draft_in_training = rounds.candidate("sql")._distiller._engine.module.draft
+    for weight in draft_in_training.parameters():
+        weight.data.normal_(0.0, 0.5)
+    for number in range(8):
+        world.shards["sql"].insert(encode(lesson(2_000 + number)))
+    version = world.registry.current()["sql"]
+    assert rounds.tick()
+    assert world.registry.current()["sql"] == version
+    last = world.registry.history("sql")[-1]
+    assert last["outcome"] == "rejected"
+    assert last["gain_upper_bound"] < 0
+    assert rounds.candidate("sql").steps == 0
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))

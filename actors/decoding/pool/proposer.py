@@ -19,6 +19,7 @@ from paceline.actors.decoding.pool.link import ExpertLink
 from paceline.actors.decoding.pool.peer import Peer
 from paceline.actors.decoding.pool.wire import Answer, Ask, Float32, Int32, Pong, WireError
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
+from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.verification import Proposal
 from paceline.actors.weights.slots import expert_of
 
@@ -72,7 +73,7 @@ class PoolProposer:
         self._attached = threading.Condition()
         self._links: dict[str, ExpertLink] = {}  # not taken yet; guarded by the condition
         self.waited_in_vain = False
-        self.read_tokens = 0  # experts read while the target works
+        self.reads = Reads()  # experts read while the target works
         self.faulty: frozenset[str] = frozenset()  # an expert sees to that itself
 
     def attach(self, expert: str, link: ExpertLink) -> None:
