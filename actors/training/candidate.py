@@ -36,7 +36,7 @@ class Candidate:
         """
         self.topic = topic
         self.version = 0
-        self.rejections = 0
+        self.rejections = self.fruitless = 0
         self.acceptance: float | None = None
         self._settings = settings
         path = settings.draft_paths[topic]
@@ -90,7 +90,7 @@ class Candidate:
         self._distiller.reset(served)
         self._served = served
         self.version = version
-        self.rejections = 0
+        self.rejections = self.fruitless = 0
         self.acceptance = None
         self._served_scores.clear()
         if flat is not None and self._memory is not None:
@@ -148,7 +148,7 @@ class Candidate:
         """The judged candidate is the served draft now; training goes on from it."""
         self._served = state
         self.version = version
-        self.rejections = 0
+        self.rejections = self.fruitless = 0
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }

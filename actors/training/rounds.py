@@ -177,6 +177,7 @@ class Rounds:
         for topic, seen in self._seen.items():
             candidate = self._candidates.get(topic)
             inserted = _inserted(stats, topic)
+            rejections, fruitless = self._in_vain(candidate, seen) if candidate else (0, 0)
             views.append(
                 TopicView(
                     name=topic,
@@ -185,7 +186,8 @@ class Rounds:
                     new_records=inserted - seen.inserted if inserted >= seen.inserted else inserted,
                     traffic=self._traffic.level(topic),
                     acceptance=candidate.acceptance if candidate else None,
-                    rejections=self._rejections(candidate, seen) if candidate else 0,
+                    rejections=rejections,
+                    fruitless=fruitless,
                     waited_s=now - seen.ended_at,
                     resting=now < seen.rest.until,
                     undecided=self._outlook.undecided(topic),
@@ -194,11 +196,14 @@ class Rounds:
             )
         return views
 
-    def _rejections(self, candidate: Candidate, seen: Seen) -> int:
-        """Rounds in a row without a gain; a rollback that was not followed yet is one more."""
+    def _in_vain(self, candidate: Candidate, seen: Seen) -> tuple[int, int]:
+        """Rounds in a row without a gain, and without hope of one.
+
+        A rollback that was not followed yet is one more.
+        """
         if self._outlook.withdrawn(candidate.topic, candidate.version):
-            return seen.rolled_back + 1
-        return candidate.rejections
+            return seen.rolled_back + 1, seen.rolled_back + 1
+        return candidate.rejections, candidate.fruitless
 
     def _follow(self, candidate: Candidate, wanted: int) -> None:
         """Have the candidate start from what is really served, or is its own and on trial."""
@@ -220,7 +225,7 @@ class Rounds:
             )
         candidate.take(version, flat)
         # What held-out records like and live requests do not shall not be tried for ever.
-        candidate.rejections = seen.rolled_back
+        candidate.rejections = candidate.fruitless = seen.rolled_back
 
     def _base_on_general(self, candidate: Candidate, version: int) -> None:
         """Lay first adapters on what ``general`` is served as; it may have learnt meanwhile."""
@@ -310,6 +315,7 @@ class Rounds:
             version = self._world.publish(candidate.topic, candidate.flat(state), facts)
         except ValueError:
             candidate.reset()
+            candidate.fruitless += 1
             self._rejected(candidate)
             return
         candidate.acceptance = decision.candidate
@@ -324,6 +330,8 @@ class Rounds:
         """
         if drop:
             candidate.reset()
+        hope = facts.get("gain_upper_bound")  # None where scores are no numbers
+        candidate.fruitless += hope is None or hope < self._settings.schedule.least_hope
         self._rejected(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._world.reject(candidate.topic, facts)

@@ -17,7 +17,9 @@ class ScheduleSettings:
         min_train: records to learn from.
         min_held_out: records to be judged by.
         min_new: new records since the topic's last round, unless that round was published.
-        max_rejections: rejected rounds in a row after which a topic rests.
+        max_rejections: fruitless rounds in a row after which a topic rests.
+        least_hope: a rejected round is fruitless where not even the upper bound of the candidate's
+            gain is above this.
         rest_growth: share of a resting topic's records that must be new for it to go on.
         general_share: weight of ``general``, which learns from all topics, against one topic.
         waiting_s: seconds of waiting that double a topic's weight.
@@ -33,6 +35,7 @@ class ScheduleSettings:
     min_held_out: int = 4
     min_new: int = 4
     max_rejections: int = 3
+    least_hope: float = 0.015
     rest_growth: float = 0.25
     general_share: float = 0.1
     waiting_s: float = 60.0
@@ -56,6 +59,7 @@ class TopicView:
         traffic: recent requests, in any unit common to all topics.
         acceptance: expected acceptance of the served draft, None before the first gate.
         rejections: rejected rounds in a row.
+        fruitless: of the rejected rounds in a row, those that left little to hope for.
         waited_s: since its last round ended, seconds.
         resting: whether it is left alone after a round that could not teach it.
         undecided: whether live requests have begun, and not ended, to judge its candidate.
@@ -69,6 +73,7 @@ class TopicView:
     traffic: float
     acceptance: float | None = None
     rejections: int = 0
+    fruitless: int = 0
     waited_s: float = 0.0
     resting: bool = False
     undecided: bool = False
@@ -78,14 +83,14 @@ class TopicView:
 def is_ready(view: TopicView, settings: ScheduleSettings) -> bool:
     """Whether a round may help this topic now.
 
-    A topic whose rounds bring nothing is on a plateau, and rests there until its traffic drifts,
-    much of it is new, or the maintenance is due.
+    A topic whose rounds bring nothing, nor promise to, is on a plateau, and rests there until its
+    traffic drifts, much of it is new, or the maintenance is due.
     """
     if view.resting:
         return False
     if view.records_train < settings.min_train or view.records_held_out < settings.min_held_out:
         return False
-    plateau = view.rejections >= settings.max_rejections
+    plateau = view.fruitless >= settings.max_rejections
     if plateau and not view.drifting and view.waited_s < settings.maintenance_s:
         return view.new_records >= max(settings.min_new, settings.rest_growth * view.records_train)
     fresh = view.new_records >= settings.min_new

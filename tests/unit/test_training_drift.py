@@ -116,12 +116,13 @@ def view(**changes: object) -> TopicView:
 
 def test_a_plateau_ends_by_drift_much_traffic_or_maintenance() -> None:
     settings = ScheduleSettings()
-    plateau = view(rejections=3, new_records=settings.min_new)
+    plateau = view(rejections=3, fruitless=3, new_records=settings.min_new)
     assert not is_ready(plateau, settings)
     assert is_ready(dataclasses.replace(plateau, drifting=True), settings)
     assert is_ready(dataclasses.replace(plateau, new_records=25), settings)
     assert is_ready(dataclasses.replace(plateau, waited_s=settings.maintenance_s), settings)
-    assert not is_ready(view(rejections=3, waited_s=1e6), settings)  # with nothing new at all
+    # with nothing new at all
+    assert not is_ready(view(rejections=3, fruitless=3, waited_s=1e6), settings)
 
 
 def test_a_topic_on_trial_is_trained_with_new_records_only() -> None:
