@@ -56,6 +56,10 @@ class LoadBoard:
         """Training again, when idle."""
         self._rule.resume()
 
+    def drain(self, on: bool) -> None:
+        """Have the front door take nothing new, and training pause, or end that."""
+        self._rule.drain(on=on)
+
     def snapshot(self) -> dict[str, Any]:
         """Present load and leave, with counts of the leave asked and granted."""
         view = self._rule.snapshot(self._clock())

@@ -31,6 +31,7 @@ class IdleRule:
     _reports: dict[str, _Report] = field(default_factory=dict)
     _busy_until: float = float("-inf")
     _paused: bool = False
+    _draining: bool = False
 
     def report(self, replica_id: str, running: int, waiting: int, now: float) -> None:
         """Take a replica's load.
@@ -58,10 +59,18 @@ class IdleRule:
         """Training again, when idle."""
         self._paused = False
 
+    def drain(self, *, on: bool) -> None:
+        """Whether the server takes nothing new; then nothing is trained either."""
+        self._draining = on
+
     def may_train(self, now: float) -> bool:
         """Whether a micro-step may start at ``now``, monotonic seconds."""
         self._forget(now)
-        if self._paused or any(self._busy(report) for report in self._reports.values()):
+        if (
+            self._paused
+            or self._draining
+            or any(self._busy(report) for report in self._reports.values())
+        ):
             return False
         return now - self._busy_until >= self.idle_after_s
 
@@ -71,6 +80,7 @@ class IdleRule:
         return {
             "may_train": may_train,
             "paused": self._paused,
+            "draining": self._draining,
             "running": sum(report.running for report in self._reports.values()),
             "waiting": sum(report.waiting for report in self._reports.values()),
             "replicas": len(self._reports),

@@ -141,9 +141,14 @@ class Partition:
             self._keep([entry for entry in self._entries if entry.created >= before])
 
     def delete(self, request_id: str | None) -> int:
-        """Drop a request's records, or all; returns how many."""
+        """Drop a request's records, or all; returns how many.
+
+        Of an answer with several choices each has a record, named by the answer and its number.
+        """
         kept = (
-            [] if request_id is None else [e for e in self._entries if e.request_id != request_id]
+            []
+            if request_id is None
+            else [e for e in self._entries if not _belongs(e.request_id, request_id)]
         )
         removed = len(self._entries) - len(kept)
         if removed:
@@ -180,6 +185,12 @@ class Partition:
         self._losses = {name: loss for name, loss in self._losses.items() if name in kept}
         self._oldest = min((entry.created for entry in entries), default=math.inf)
         self.bytes = sum(len(entry.data) for entry in entries)
+
+
+def _belongs(record: str, request: str) -> bool:
+    """Whether a record's name is a request's, or that with the number of a choice behind it."""
+    name, dash, number = record.rpartition("-")
+    return record == request or (bool(dash) and name == request and number.isdecimal())
 
 
 def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:

@@ -65,6 +65,7 @@ def test_pause_wins_over_idleness() -> None:
     assert board.snapshot() == {
         "may_train": True,
         "paused": False,
+        "draining": False,
         "running": 0,
         "waiting": 0,
         "replicas": 0,

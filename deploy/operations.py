@@ -1,0 +1,182 @@
+"""What operators may do to a running server over HTTP, beside adding topics.
+
+POST /v1/paceline/rollback       {"topic", "version"}
+POST /v1/paceline/replay/purge   {"topic", "request_id"}
+POST /v1/paceline/drain          {"on"}
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.deploy.drain import Drain
+from paceline.deploy.errors import ApiError, overloaded
+from paceline.deploy.operators import authorize, forbidden
+
+logger = logging.getLogger(__name__)
+
+_MOST_BODY_BYTES = 2**16
+_ASK_S = 30.0
+
+T = TypeVar("T")
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Rollback(_Body):
+    """Which topic's draft goes back; to which version, None being the one before."""
+
+    topic: str
+    version: int | None = Field(default=None, ge=0)
+
+
+class Purge(_Body):
+    """What replay forgets: a topic's records (None: all topics'), or those of one request."""
+
+    topic: str | None = None
+    request_id: str | None = Field(default=None, min_length=1)
+
+
+class DrainOrder(_Body):
+    """Whether to drain."""
+
+    on: bool = True
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+class Operations:
+    """The operators' endpoints of one replica of the front door."""
+
+    def __init__(
+        self,
+        registry: Any,
+        board: Any,
+        shards: Callable[[], Mapping[str, Any]],
+        drain: Drain,
+        *,
+        enabled: bool,
+        keyed: bool,
+    ) -> None:
+        """Take the handles.
+
+        Args:
+            registry: of weights.
+            board: of load.
+            shards: gives the replay shards by topic, those of today.
+            drain: this replica's view of the switch.
+            enabled: False refuses every call.
+            keyed: whether the server has API keys.
+        """
+        self._registry = registry
+        self._board = board
+        self._shards = shards
+        self._drain = drain
+        self._enabled = enabled
+        self._keyed = keyed
+
+    def add_to(self, api: FastAPI) -> None:
+        """Serve the endpoints."""
+        api.add_api_route("/v1/paceline/rollback", self.roll_back, methods=["POST"])
+        api.add_api_route("/v1/paceline/replay/purge", self.purge, methods=["POST"])
+        api.add_api_route("/v1/paceline/drain", self.drain, methods=["POST"])
+
+    async def roll_back(self, request: Request) -> Response:
+        """Withdraw a candidate, or put earlier weights of a topic's draft back."""
+        order = await self._order(request, Rollback, "A rollback")
+        call = self._registry.roll_back.remote(order.topic, order.version)
+        try:
+            version = await _part("weight registry", call)
+        except KeyError as error:
+            raise _unknown(order.topic) from error
+        except ValueError as error:
+            raise ApiError(409, f"{error}.", param="version", code="no_such_version") from error
+        logger.warning("%s was rolled back, stable is now version %d", order.topic, version)
+        return JSONResponse({"topic": order.topic, "weight_version": version})
+
+    async def purge(self, request: Request) -> Response:
+        """Drop records from memory and disk; says how many per topic, null where unknown."""
+        order = await self._order(request, Purge, "A purge")
+        shards = dict(self._shards())
+        if order.topic is not None and order.topic not in shards:
+            raise _unknown(order.topic)
+        wanted = [order.topic] if order.topic is not None else list(shards)
+        calls = [shards[topic].delete.remote(order.request_id) for topic in wanted]
+        found = await asyncio.gather(*map(_bounded, calls), return_exceptions=True)
+        removed = {
+            topic: None if isinstance(count, BaseException) else count
+            for topic, count in zip(wanted, found, strict=True)
+        }
+        logger.warning("replay was purged: %s", removed)
+        return JSONResponse({"removed": removed})
+
+    async def drain(self, request: Request) -> Response:
+        """Let nothing new in, or let it in again; says what is under way."""
+        order = await self._order(request, DrainOrder, "A drain")
+        await _part("load board", self._board.drain.remote(order.on))
+        await self._drain.look()
+        facts = await _part("load board", self._board.snapshot.remote())
+        state = {name: facts[name] for name in ("draining", "running", "waiting")}
+        logger.warning("draining: %s", state)
+        return JSONResponse(state)
+
+    async def _order(self, request: Request, model: type[Body], what: str) -> Body:
+        if not self._enabled:
+            raise forbidden(f"{what} over HTTP is off (operations.enabled is false).")
+        authorize(request, what, keyed=self._keyed)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BODY_BYTES:
+                raise ApiError(413, f"The body is larger than {_MOST_BODY_BYTES} bytes.")
+        return parse_order(bytes(body), model)
+
+
+def parse_order(body: bytes, model: type[Body]) -> Body:
+    """A body as its model.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = ".".join(map(str, first["loc"])) or None
+        where = "The body" if param is None else param
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
+        raise ApiError(400, f"{where}: {first['msg']}.", param=param, code=code) from error
+
+
+async def _bounded(call: Any) -> Any:
+    async with asyncio.timeout(_ASK_S):
+        return await call
+
+
+async def _part(name: str, call: Any) -> Any:
+    """An answer that is needed.
+
+    Raises:
+        ApiError: 503 where the part does not answer.
+        KeyError: the part knows of no such thing.
+        ValueError: it refuses.
+    """
+    try:
+        return await _bounded(call)
+    except (KeyError, ValueError):
+        raise
+    except Exception as error:
+        logger.warning("the %s does not answer", name, exc_info=True)
+        raise overloaded(f"The {name} does not answer: nothing was changed.") from error
+
+
+def _unknown(topic: str) -> ApiError:
+    return ApiError(404, f"There is no topic {topic}.", param="topic", code="topic_not_found")

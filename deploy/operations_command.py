@@ -1,0 +1,152 @@
+"""``paceline status``, ``rollback``, ``replay purge``, ``drain``: to operate a running server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.deploy.client import call
+from paceline.deploy.history import table
+
+Say = Callable[[str], None]
+
+_POLL_S = 1.0
+_DECISIONS = 6
+
+
+def show_status(url: str, say: Say) -> None:
+    """Print what a server does, on one screen.
+
+    Raises:
+        CallError: it does not answer, or refuses.
+    """
+    say(status_words(url, call(url, "GET", "/v1/paceline/status")))
+
+
+def roll_back(url: str, topic: str, version: int | None, say: Say) -> None:
+    """Have a topic's draft go back.
+
+    Raises:
+        CallError: the server does not answer, or refuses; nothing was changed then.
+    """
+    order = {"topic": topic, "version": version}
+    answer = call(url, "POST", "/v1/paceline/rollback", order)
+    say(f"{answer['topic']}: stable is version {answer['weight_version']}")
+
+
+def purge(url: str, topic: str | None, request_id: str | None, say: Say) -> None:
+    """Have replay forget records.
+
+    Raises:
+        CallError: the server does not answer, or refuses.
+    """
+    order = {"topic": topic, "request_id": request_id}
+    removed = call(url, "POST", "/v1/paceline/replay/purge", order)["removed"]
+    for name, count in removed.items():
+        say(f"{name}: {'does not answer, try again' if count is None else f'{count} removed'}")
+
+
+def drain(url: str, say: Say, *, on: bool = True, wait_s: float = 600.0) -> bool:
+    """Have a server take nothing new, and wait for what is under way.
+
+    Args:
+        url: of the server.
+        say: prints a line.
+        on: False: let requests in again, at once.
+        wait_s: longest wait.
+
+    Returns:
+        whether nothing is under way any more; True where ``on`` is False.
+
+    Raises:
+        CallError: the server does not answer, or refuses.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:  # told again each time: a load board that was restarted knows of no drain
+        state = call(url, "POST", "/v1/paceline/drain", {"on": on})
+        under_way = state["running"] + state["waiting"]
+        if not on:
+            say("requests are let in again")
+            return True
+        say(f"draining: {state['running']} running, {state['waiting']} waiting")
+        if not under_way:
+            say("nothing is under way: the server can be stopped")
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+def status_words(url: str, status: Mapping[str, Any]) -> str:
+    """The status on one screen; a part that does not answer is named with its error."""
+    lines = [*_target(url, _part(status, "target")), *_load(_part(status, "board")), ""]
+    lines += [*_drafts(status), "", *_trainer(status)]
+    decisions = status.get("decisions")
+    if isinstance(decisions, list) and decisions:
+        lines += ["", table(decisions[-_DECISIONS:])]
+    return "\n".join(lines)
+
+
+def _part(status: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = status.get(name)
+    return part if isinstance(part, Mapping) else {"error": "not here"}
+
+
+def _target(url: str, target: Mapping[str, Any]) -> list[str]:
+    if "error" in target:
+        return [f"{url}  the target does not answer ({target['error']})"]
+    used = target["kv_blocks_total"] - target["kv_blocks_available"]
+    return [
+        f"{url}  {target.get('model_type')} in {target.get('dtype')} on {target.get('device')}, "
+        f"{target.get('numerics')}",
+        f"target    {target['running']} running, {target['waiting']} waiting, "
+        f"{used} of {target['kv_blocks_total']} blocks of keys and values, "
+        f"{target['draft_failures']} draft failures",
+    ]
+
+
+def _load(board: Mapping[str, Any]) -> list[str]:
+    if "error" in board:
+        return [f"load      the board does not answer ({board['error']})"]
+    leave = "draining" if board.get("draining") else "training may run"
+    if not board["may_train"] and not board.get("draining"):
+        leave = "training waits" + (" (paused)" if board["paused"] else "")
+    return [f"load      {board['running']} running on {board['replicas']} replicas, {leave}"]
+
+
+def _drafts(status: Mapping[str, Any]) -> list[str]:
+    versions, live = _part(status, "weight_versions"), _part(status, "live_drafts")
+    shards = _part(status, "shards")
+    lines = [f"{'draft':12}  {'version':>7}  {'accepted':>8}  {'requests':>8}  {'records':>7}"]
+    for name in versions if "error" not in versions else [n for n in shards if n != "error"]:
+        own, shard = _part(live, name), _part(shards, name)
+        rounds = own.get("rounds", 0)
+        share = f"{own['accepted'] / rounds:.2f}" if rounds else "-"
+        records = (
+            shard["records_train"] + shard["records_held_out"]
+            if "records_train" in shard
+            else shard.get("error", "-")
+        )
+        lines.append(
+            f"{name:12}  {versions.get(name, '?')!s:>7}  {share:>8}  "
+            f"{own.get('requests', '-')!s:>8}  {records!s:>7}"
+        )
+    return [*lines, "accepted: share of rounds whose first drafted token was"]
+
+
+def _trainer(status: Mapping[str, Any]) -> list[str]:
+    if "trainer" not in status:
+        return ["trainer   off"]
+    trainer = _part(status, "trainer")
+    if "error" in trainer:
+        return [f"trainer   does not answer ({trainer['error']})"]
+    topic = f" {trainer['topic']}" if trainer.get("topic") else ""
+    lines = [
+        f"trainer   {trainer.get('state')}{topic}; {trainer.get('rounds', 0)} rounds, "
+        f"{trainer.get('published', 0)} published, {trainer.get('rejected', 0)} rejected, "
+        f"{trainer.get('training_s', 0.0):.0f} s"
+    ]
+    if trainer.get("last_error"):
+        lines.append(f"          {trainer['failures']} failures, last: {trainer['last_error']}")
+    return lines

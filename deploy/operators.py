@@ -1,0 +1,55 @@
+"""Who may operate a server over HTTP: change its topics and weights, purge replay, drain it.
+
+Without API keys that is whoever is on the server's own machine, but not a web page that is open
+there, and not through a proxy, whose callers may be anybody. With keys it is whoever shows one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from fastapi import Request
+
+from paceline.deploy.errors import ApiError
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+def authorize(request: Request, what: str, *, keyed: bool) -> None:
+    """Refuse a call that is not an operator's.
+
+    Args:
+        request: of the call; where there are keys, it has shown one already.
+        what: the call does, for the message.
+        keyed: whether the server has API keys.
+
+    Raises:
+        ApiError: 403; 415 for a body that a web page of another site could have sent unasked.
+    """
+    host = request.client.host if request.client is not None else ""
+    near = is_loopback(host) and not any(name in request.headers for name in _FORWARDED)
+    if not (near or keyed):
+        raise forbidden(
+            f"{what} is for operators: from the server's own machine, or with an API key where "
+            "the server has some."
+        )
+    if "origin" in request.headers:
+        raise forbidden(f"{what} is not for web pages.")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "The body must be application/json.", code="invalid_type")
+
+
+def forbidden(message: str) -> ApiError:
+    """Not allowed, whoever asks."""
+    return ApiError(403, message, "permission_error", code="forbidden")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)

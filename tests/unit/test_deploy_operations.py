@@ -1,0 +1,291 @@
+"""What operators do over HTTP, to real parts in this process, and the commands for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from replay_samples import make_record
+
+from paceline.actors.replay.record import encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.weights.flat import flatten, unflatten
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.board import LoadBoard
+from paceline.deploy import operations_command
+from paceline.deploy.drain import Drain
+from paceline.deploy.errors import ApiError, CallError
+from paceline.deploy.operations import Operations
+
+TOPICS = ("sql", "general")
+
+
+class Remote:
+    """An actor's handle, of an object that lives here; a dead one answers with what Ray raises."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def called(*arguments: Any) -> Any:
+            if self.dead:
+                raise ConnectionError("the actor died")
+            return getattr(self.part, name)(*arguments)
+
+        return type("Method", (), {"remote": staticmethod(called)})
+
+
+class World:
+    """Registry, board and shards, and the endpoints over them."""
+
+    def __init__(self, folder: Path, *, enabled: bool = True, keyed: bool = False) -> None:
+        self.registry = WeightRegistry(
+            str(folder), TOPICS, "aa", keep_versions=9, put=lambda flat: flat
+        )
+        self.board = LoadBoard()
+        settings = ReplaySettings(held_out_fraction=0.0)
+        self.shards = {
+            topic: ReplayShard(topic, settings, seed=0, clock=lambda: 1_000.0) for topic in TOPICS
+        }
+        self.handles = {
+            "registry": Remote(self.registry),
+            "board": Remote(self.board),
+            **{topic: Remote(shard) for topic, shard in self.shards.items()},
+        }
+        self.drain = Drain(self.handles["board"])
+        self.api = FastAPI()
+        Operations(
+            self.handles["registry"],
+            self.handles["board"],
+            lambda: {topic: self.handles[topic] for topic in TOPICS},
+            self.drain,
+            enabled=enabled,
+            keyed=keyed,
+        ).add_to(self.api)
+
+        async def answer(_: Request, error: Exception) -> JSONResponse:
+            assert isinstance(error, ApiError)
+            return JSONResponse(error.body(), error.status, error.headers())
+
+        self.api.add_exception_handler(ApiError, answer)
+
+    def post(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Any:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.api, client=(client, 5))
+            async with httpx.AsyncClient(transport=transport, base_url="http://s") as http:
+                return await http.post(f"/v1/paceline/{path}", json=body, headers=headers)
+
+        return asyncio.run(send())
+
+    def publish(self, value: float) -> None:
+        self.registry.publish("sql", flatten({"w": torch.full((2,), value)}), {})
+
+    def served(self) -> float:
+        _, [flat] = self.registry.newest("sql")
+        return float(unflatten(flat)["w"][0])
+
+    def insert(self, *names: str) -> None:
+        for number, name in enumerate(names):
+            self.shards["sql"].insert(encode(make_record(request_id=name, prompt=(number, 1))))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_topic_goes_back_to_the_version_before_or_a_named_one(world: World) -> None:
+    for value in (1.0, 2.0, 3.0):
+        world.publish(value)
+    answer = world.post("rollback", {"topic": "sql"})
+    assert answer.json() == {"topic": "sql", "weight_version": 4}
+    assert world.served() == 2.0
+    assert world.post("rollback", {"topic": "sql", "version": 1}).json()["weight_version"] == 5
+    assert world.served() == 1.0
+    assert world.registry.history("sql")[-1]["outcome"] == "rolled_back"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"topic": "poetry"}, 404, "topic"),
+        ({"topic": "sql", "version": 9}, 409, "version"),
+        ({"topic": "sql", "version": -1}, 400, "version"),
+        ({"topic": "sql", "verison": 1}, 400, "verison"),
+        ({}, 400, "topic"),
+    ],
+)
+def test_a_wrong_rollback_changes_nothing_and_names_the_field(
+    world: World, body: Any, status: int, param: str
+) -> None:
+    world.publish(1.0)
+    answer = world.post("rollback", body)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+    assert world.registry.current()["sql"] == 1
+
+
+def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:
+    world.insert("cmpl-a-0", "cmpl-a-1", "cmpl-ab-0", "cmpl-b-0")
+    assert world.post("replay/purge", {"request_id": "cmpl-a"}).json() == {
+        "removed": {"sql": 2, "general": 0}
+    }
+    assert world.shards["sql"].stats()["records_train"] == 2
+    assert world.post("replay/purge", {"topic": "sql"}).json() == {"removed": {"sql": 2}}
+    assert world.post("replay/purge", {"topic": "art"}).status_code == 404
+
+
+def test_a_shard_that_is_dead_is_told_apart_from_one_that_is_empty(world: World) -> None:
+    world.insert("cmpl-a-0")
+    world.handles["general"].dead = True
+    assert world.post("replay/purge", {}).json() == {"removed": {"sql": 1, "general": None}}
+
+
+def test_draining_is_known_to_all_and_ends(world: World) -> None:
+    world.board.report("r", 2, 1)
+    answer = world.post("drain", {}).json()
+    assert answer == {"draining": True, "running": 2, "waiting": 1}
+    other = Drain(world.handles["board"])
+    asyncio.run(other.look())
+    for view in (world.drain, other):
+        with pytest.raises(ApiError) as refused:
+            view.check()
+        assert (refused.value.status, refused.value.headers()) == (503, {"Retry-After": "5"})
+    world.board.report("r", 0, 0)
+    assert not world.board.may_train()
+    world.handles["board"].dead = True
+    asyncio.run(other.look())
+    assert other.on  # what was last heard holds
+    world.handles["board"].dead = False
+    assert world.post("drain", {"on": False}).json()["draining"] is False
+    world.drain.check()
+
+
+def test_a_dead_part_is_a_503_that_can_be_tried_again(world: World) -> None:
+    world.handles["registry"].dead = world.handles["board"].dead = True
+    for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
+        answer = world.post(path, body)
+        assert answer.status_code == 503
+        assert "Retry-After" in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "keyed", "status"),
+    [
+        ("127.0.0.1", {}, False, 200),
+        ("::1", {}, False, 200),
+        ("10.0.0.9", {}, False, 403),
+        ("10.0.0.9", {}, True, 200),
+        ("127.0.0.1", {"x-forwarded-for": "10.0.0.9"}, False, 403),
+        ("127.0.0.1", {"origin": "http://elsewhere"}, False, 403),
+        ("127.0.0.1", {"origin": "http://elsewhere"}, True, 403),
+        ("127.0.0.1", {"content-type": "text/plain"}, False, 415),
+    ],
+)
+def test_operators_alone_are_heard(
+    tmp_path: Path, client: str, headers: dict[str, str], keyed: bool, status: int
+) -> None:
+    world = World(tmp_path, keyed=keyed)
+    answer = world.post("drain", {"on": True}, client, **headers)
+    assert answer.status_code == status
+    assert world.board.snapshot()["draining"] is (status == 200)
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    world = World(tmp_path, enabled=False)
+    world.insert("cmpl-a-0")
+    assert world.post("replay/purge", {}).status_code == 403
+    assert world.shards["sql"].stats()["records_train"] == 1
+
+
+@pytest.fixture
+def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """The commands' calls go to that world."""
+
+    def call(_: str, method: str, path: str, body: Any = None) -> Any:
+        assert method == "POST"
+        answer = world.post(path.removeprefix("/v1/paceline/"), body)
+        if answer.status_code != 200:
+            raise CallError(answer.json()["error"]["message"])
+        return answer.json()
+
+    monkeypatch.setattr(operations_command, "call", call)
+    return world
+
+
+def test_the_commands_say_what_came_of_it(asked: World) -> None:
+    said: list[str] = []
+    say: Callable[[str], None] = said.append
+    asked.publish(1.0)
+    asked.publish(2.0)
+    operations_command.roll_back("u", "sql", None, say)
+    asked.insert("cmpl-a-0")
+    asked.handles["general"].dead = True
+    operations_command.purge("u", None, None, say)
+    assert said == [
+        "sql: stable is version 3",
+        "sql: 1 removed",
+        "general: does not answer, try again",
+    ]
+    with pytest.raises(CallError, match="no topic art"):
+        operations_command.roll_back("u", "art", None, say)
+
+
+def test_the_command_waits_until_nothing_is_under_way(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    asked.board.report("r", 1, 0)
+    monkeypatch.setattr(operations_command.time, "sleep", lambda _: asked.board.report("r", 0, 0))
+    assert operations_command.drain("u", said.append)
+    assert said[0] == "draining: 1 running, 0 waiting"
+    assert said[-1].startswith("nothing is under way")
+    asked.board.report("r", 1, 0)
+    assert not operations_command.drain("u", said.append, wait_s=-1.0)
+    assert operations_command.drain("u", said.append, on=False)
+    assert not asked.board.snapshot()["draining"]
+
+
+def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
+    status = {
+        "target": {
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "numerics": "invariant",
+            "running": 1,
+            "waiting": 0,
+            "kv_blocks_total": 64,
+            "kv_blocks_available": 60,
+            "draft_failures": 0,
+        },
+        "board": {"may_train": False, "paused": False, "draining": False, "running": 1}
+        | {"replicas": 1, "waiting": 0},
+        "weight_versions": {"general": 0, "sql": 3},
+        "live_drafts": {"sql": {"requests": 9, "rounds": 40, "accepted": 30}},
+        "shards": {
+            "sql": {"records_train": 7, "records_held_out": 2},
+            "general": {"error": "Died"},
+        },
+        "trainer": {"error": "ActorDiedError"},
+        "decisions": [],
+    }
+    words = operations_command.status_words("http://x", status)
+    assert "4 of 64 blocks" in words
+    assert "training waits" in words
+    row = next(line for line in words.splitlines() if line.startswith("sql"))
+    assert row.split() == ["sql", "3", "0.75", "9", "9"]
+    assert "trainer   does not answer (ActorDiedError)" in words
+    assert len(words.splitlines()) <= 24
+    bare = operations_command.status_words("http://x", {"target": {"error": "TimeoutError"}})
+    assert "the target does not answer (TimeoutError)" in bare
+    assert "trainer   off" in bare
