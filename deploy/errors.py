@@ -13,6 +13,10 @@ class StartError(RuntimeError):
     """The configuration is sound, but the application did not come up."""
 
 
+class CallError(RuntimeError):
+    """The server that a command asks does not answer, or refuses; the message is one line."""
+
+
 def cause_of(error: Exception) -> str:
     """One line of what is often a traceback of another process: its last, the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
