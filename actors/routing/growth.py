@@ -1,0 +1,322 @@
+"""A further row for the topic classifier, learnt from examples. Pure.
+
+The model and the rows that there are stay as they are: with f the model's features of a text and
+z its present logits, a new row gives the new topic the probability
+
+    p(new | text) = sigmoid(w . f + b - logsumexp(z)),  a softmax over z and w . f + b,
+
+and the others keep their proportions among each other. So only (w, b) is learnt: a logistic
+regression with the offset -logsumexp(z), examples against prompts that shall stay where they are,
+which weigh more (a wrong expert costs more than a right one gains), with a ridge on w (features
+standardised), by Newton's method.
+
+What comes of it is measured by cross-validation: every prompt is judged by a row that was learnt
+without it. The ridge is chosen by the same held-out likelihood, which flatters it a little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.actors.routing.policy import GENERAL, choose
+
+Doubles = NDArray[np.float64]
+
+_NEWTON_STEPS = 40
+_HALVINGS = 30
+_CONVERGED = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthSettings:
+    """How a row is learnt, and what it must show.
+
+    Attributes:
+        min_examples: different ones, at least.
+        folds: of the cross-validation.
+        ridges: on the weights, per unit of mean loss; the best is taken.
+        share: of the loss that the examples have; the other prompts have the rest.
+        min_recall: share of held-out examples that must go to the new topic.
+        max_moved: share of the held-out prompts of all present topics, and of any one, that may
+            change theirs.
+        min_prompts: of a topic, to go by it alone.
+        min_confidence: see `policy.choose`.
+        seed: of the folds.
+    """
+
+    min_examples: int = 12
+    folds: int = 5
+    ridges: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
+    share: float = 0.25
+    min_recall: float = 0.7
+    max_moved: float = 0.1
+    min_prompts: int = 10
+    min_confidence: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What the classifier makes of N texts.
+
+    Attributes:
+        features: float64 ``[N, H]``.
+        logits: float64 ``[N, L]``, of the present labels.
+    """
+
+    features: Doubles
+    logits: Doubles
+
+    def offsets(self) -> Doubles:
+        """-logsumexp of the logits, ``[N]``."""
+        highest = self.logits.max(axis=1)
+        sums: Doubles = np.exp(self.logits - highest[:, None]).sum(axis=1)
+        return np.asarray(-(highest + np.log(sums)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A classifier's row: ``weight`` float64 ``[H]`` and its bias."""
+
+    weight: Doubles
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A new row and what was measured of it, all on prompts that it was not learnt from.
+
+    Attributes:
+        row: learnt from all prompts.
+        recall: share of the examples that go to the new topic.
+        moved: share of the present prompts whose topic changes.
+        moved_by_topic: the same by their topic before, of topics with prompts.
+        prompts_by_topic: how many these were.
+        before: where the examples went before, by topic.
+        ridge: that was taken.
+    """
+
+    row: Row
+    recall: float
+    moved: float
+    moved_by_topic: dict[str, float]
+    prompts_by_topic: dict[str, int]
+    before: dict[str, int] = field(default_factory=dict)
+    ridge: float = 0.0
+
+    def fault(self, settings: GrowthSettings) -> str | None:
+        """Why the row must not be used, in words; None where it may."""
+        moved = {
+            f"{topic}'s": share
+            for topic, share in self.moved_by_topic.items()
+            if self.prompts_by_topic[topic] >= settings.min_prompts
+        }
+        moved["all topics'"] = self.moved
+        worst = max(moved, key=lambda whose: moved[whose])
+        if self.recall < settings.min_recall:
+            return (
+                f"only {self.recall:.0%} of held-out examples are told apart from other prompts "
+                f"({settings.min_recall:.0%} are needed)"
+            )
+        if moved[worst] > settings.max_moved:
+            return (
+                f"{moved[worst]:.0%} of {worst} held-out prompts would change their topic "
+                f"(at most {settings.max_moved:.0%} may)"
+            )
+        return None
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured, as plain data."""
+        return {
+            "recall": self.recall,
+            "moved": self.moved,
+            "moved_by_topic": dict(self.moved_by_topic),
+            "prompts_by_topic": dict(self.prompts_by_topic),
+            "examples_before": dict(self.before),
+            "ridge": self.ridge,
+        }
+
+
+def grow(
+    topic: str,
+    examples: Texts,
+    others: Texts,
+    labels: Sequence[str],
+    experts: Collection[str],
+    settings: GrowthSettings,
+) -> Growth:
+    """Learn a topic's row.
+
+    Args:
+        topic: the new one.
+        examples: prompts of it.
+        others: prompts that shall stay where they are.
+        labels: of the present logits.
+        experts: topics that are served now; others count as ``general``.
+        settings: see GrowthSettings.
+
+    Raises:
+        ValueError: too few prompts of either kind.
+    """
+    for kind, texts in (("examples", examples), ("other prompts", others)):
+        if len(texts.features) < settings.folds:
+            raise ValueError(f"{topic}: {len(texts.features)} {kind} are too few")
+    problem = _Problem.of(examples, others, settings.share)
+    folds = _folds(problem.targets, settings)
+    held_out = {ridge: _held_out(problem, folds, ridge) for ridge in settings.ridges}
+    ridge = max(settings.ridges, key=lambda r: _likelihood(problem, held_out[r]))
+    judge = _Judge(topic, labels, experts, settings.min_confidence)
+    row = _fitted(problem, np.ones(len(problem.targets), bool), ridge)
+    return _measured(row, problem, held_out[ridge], judge, ridge)
+
+
+def _measured(row: Row, problem: _Problem, margins: Doubles, judge: _Judge, ridge: float) -> Growth:
+    """The row with what held-out margins say of it."""
+    count = int(problem.targets.sum())
+    before = [judge.before(logits) for logits in problem.logits]
+    after = [judge.after(*pair) for pair in zip(problem.logits, margins.tolist(), strict=True)]
+    stayed = Counter(before[count:])
+    pairs = zip(before[count:], after[count:], strict=True)
+    left = Counter(old for old, new in pairs if old != new)
+    return Growth(
+        row=row,
+        recall=after[:count].count(judge.topic) / count,
+        moved=left.total() / stayed.total(),
+        moved_by_topic={name: left[name] / stayed[name] for name in sorted(stayed)},
+        prompts_by_topic=dict(sorted(stayed.items())),
+        before=dict(sorted(Counter(before[:count]).items())),
+        ridge=ridge,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Topics of prompts as the front door finds them."""
+
+    topic: str
+    labels: Sequence[str]
+    experts: Collection[str]
+    min_confidence: float
+
+    def before(self, logits: Doubles) -> str:
+        """Without the new row."""
+        return choose(self._shares(logits), {*self.experts, GENERAL}, self.min_confidence)
+
+    def after(self, logits: Doubles, margin: float) -> str:
+        """With it; ``margin`` is its logit less the logsumexp of the others."""
+        new = _sigmoid(np.array([margin]))[0]
+        shares = {name: p * (1 - new) for name, p in self._shares(logits).items()}
+        everyone = {*self.experts, GENERAL, self.topic}
+        return choose(shares | {self.topic: float(new)}, everyone, self.min_confidence)
+
+    def _shares(self, logits: Doubles) -> dict[str, float]:
+        exp = np.exp(logits - logits.max())
+        return dict(zip(self.labels, (exp / exp.sum()).tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Examples, then the others; ``share`` of the loss is the examples'."""
+
+    features: Doubles
+    logits: Doubles
+    offsets: Doubles
+    targets: Doubles
+    share: float
+
+    @classmethod
+    def of(cls, examples: Texts, others: Texts, share: float) -> _Problem:
+        return cls(
+            np.concatenate([examples.features, others.features]),
+            np.concatenate([examples.logits, others.logits]),
+            np.concatenate([examples.offsets(), others.offsets()]),
+            np.repeat([1.0, 0.0], [len(examples.features), len(others.features)]),
+            share,
+        )
+
+    def weights(self, chosen: NDArray[np.bool_]) -> Doubles:
+        """Of the chosen prompts in the loss; they sum to 1."""
+        targets = self.targets[chosen]
+        own, rest = targets.sum(), (1.0 - targets).sum()
+        return np.asarray(np.where(targets == 1.0, self.share / own, (1.0 - self.share) / rest))
+
+
+def _folds(targets: Doubles, settings: GrowthSettings) -> NDArray[np.int64]:
+    """The fold of every prompt; each kind is spread evenly."""
+    rng = np.random.default_rng(settings.seed)
+    folds = np.zeros(len(targets), np.int64)
+    for kind in (0.0, 1.0):
+        places = rng.permutation(np.flatnonzero(targets == kind))
+        folds[places] = np.arange(len(places)) % settings.folds
+    return folds
+
+
+def _held_out(problem: _Problem, folds: NDArray[np.int64], ridge: float) -> Doubles:
+    """Per prompt the margin that a row gives it which was learnt without its fold."""
+    margins = np.zeros(len(folds))
+    for fold in range(int(folds.max()) + 1):
+        out = folds == fold
+        row = _fitted(problem, ~out, ridge)
+        margins[out] = problem.features[out] @ row.weight + row.bias + problem.offsets[out]
+    return margins
+
+
+def _likelihood(problem: _Problem, margins: Doubles) -> float:
+    signed = np.where(problem.targets == 1.0, margins, -margins)
+    weights = problem.weights(np.ones(len(signed), bool))
+    return -float((weights * np.logaddexp(0.0, -signed)).sum())
+
+
+def _fitted(problem: _Problem, chosen: NDArray[np.bool_], ridge: float) -> Row:
+    """The row that the chosen prompts give."""
+    features = problem.features[chosen]
+    mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
+    design = np.concatenate([(features - mean) / scale, np.ones((len(features), 1))], axis=1)
+    kinds = problem.targets[chosen], problem.weights(chosen)
+    found = _newton(design, problem.offsets[chosen], *kinds, ridge)
+    weight = found[:-1] / scale
+    return Row(weight, float(found[-1] - mean @ weight))
+
+
+def _newton(
+    design: Doubles, offsets: Doubles, targets: Doubles, weights: Doubles, ridge: float
+) -> Doubles:
+    """Minimise the weighted logistic loss plus ``ridge / 2 * |w|^2``; the bias goes free."""
+    penalty = np.full(design.shape[1], ridge)
+    penalty[-1] = 1e-9  # nothing but a solvable system
+    signs = 2.0 * targets - 1.0
+
+    def loss(point: Doubles) -> float:
+        margins = signs * (design @ point + offsets)
+        return float((weights * np.logaddexp(0.0, -margins)).sum() + penalty @ (point**2) / 2)
+
+    point = np.zeros(design.shape[1])
+    point[-1] = -float(weights @ offsets)  # between the two kinds
+    present = loss(point)
+    for _ in range(_NEWTON_STEPS):
+        chances = _sigmoid(design @ point + offsets)
+        slope = design.T @ (weights * (chances - targets)) + penalty * point
+        curve = (design * (weights * chances * (1.0 - chances))[:, None]).T @ design
+        step = np.linalg.solve(curve + np.diag(penalty + 1e-12), slope)
+        for halving in range(_HALVINGS):
+            tried = point - step * 0.5**halving
+            reached = loss(tried)
+            if reached <= present:
+                break
+        else:
+            break
+        gained, point, present = present - reached, tried, reached
+        if gained < _CONVERGED or not math.isfinite(present):
+            break
+    return point
+
+
+def _sigmoid(x: Doubles) -> Doubles:
+    return np.exp(-np.logaddexp(0.0, -x))
