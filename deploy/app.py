@@ -18,6 +18,7 @@ from ray.serve.config import RequestRouterConfig
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.cluster import session
 from paceline.deploy import experts, learning
+from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.failover import FailoverPolicy
@@ -197,6 +198,8 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         max_per_client=_per_client(config),
         request_timeout_s=config.target.request_timeout_s,
         trial_share=config.training.trial_share,
+        key_digests=key_digests(config.auth.api_keys_env, os.environ),
+        page=config.ui.enabled,
     )
     return _ingress(config).bind(settings, target, router, actors)
 

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.sections import (
     EMBEDDED,
+    AuthConfig,
     DraftsConfig,
     IngressConfig,
     RayConfig,
@@ -21,6 +22,7 @@ from paceline.deploy.sections import (
     Section,
     TargetConfig,
     TrainingConfig,
+    UiConfig,
 )
 
 WEIGHTS_FOLDER = "weights"  # below the state folder: versions and decisions
@@ -40,6 +42,8 @@ class PacelineConfig(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     ingress: IngressConfig = Field(default_factory=IngressConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
+    ui: UiConfig = Field(default_factory=UiConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @property

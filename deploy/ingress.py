@@ -20,6 +20,7 @@ from paceline.actors.decoding.request import GenerationRequest
 from paceline.actors.routing.policy import Route
 from paceline.deploy import answers, translate
 from paceline.deploy.admission import Slots
+from paceline.deploy.auth import KeyGuard
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
@@ -29,7 +30,9 @@ from paceline.deploy.openai_types import (
     GenerationOptions,
 )
 from paceline.deploy.openapi import document
+from paceline.deploy.page import OPEN_PATHS, add_page
 from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
+from paceline.deploy.recent import RecentTraffic
 from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed
@@ -51,7 +54,8 @@ class IngressSettings:
     ``max_in_flight`` sequences are let through at once, more get a 503 with Retry-After; of one
     client ``max_per_client`` (None: all of them), more get a 429. A request that is not answered
     after ``request_timeout_s`` seconds is cancelled. A candidate on trial drafts for
-    ``trial_share`` of the requests.
+    ``trial_share`` of the requests. Where there are ``key_digests``, requests show one of those
+    keys. ``page`` serves the page at ``/ui``.
     """
 
     model_name: str
@@ -65,6 +69,8 @@ class IngressSettings:
     request_timeout_s: float = 600.0
     trial_share: float = 0.0
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
+    key_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    page: bool = False
 
 
 class Ingress:
@@ -105,6 +111,7 @@ class Ingress:
         self._names = TokenNames(tokenizer)
         self._slots = Slots(settings.max_in_flight, settings.max_per_client)
         self._document = document(settings.model_name)
+        self._recent = RecentTraffic(uuid.uuid4().hex, time.time)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes over this instance; Serve calls it after the constructor."""
@@ -115,7 +122,12 @@ class Ingress:
         api.add_api_route("/v1/completions", self.completions, methods=["POST"])
         api.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         api.add_api_route("/v1/paceline/status", self.status, methods=["GET"])
+        api.add_api_route("/v1/paceline/live", self.live, methods=["GET"])
         api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
+        if self._settings.page:
+            add_page(api)
+        if keys := self._settings.key_digests:
+            api.add_middleware(KeyGuard, digests=keys, open_paths=("/health", *OPEN_PATHS))
         api.add_exception_handler(ApiError, _answer_error)
         api.add_exception_handler(HTTPException, _answer_error)
         api.add_exception_handler(Exception, _answer_error)
@@ -156,6 +168,11 @@ class Ingress:
         status = await gather_status(self._target, self._actors)
         own = {"failover": self._failover.counts(), "routed": self._topics.counts()}
         return JSONResponse(status | own)
+
+    async def live(self, request: Request) -> Response:
+        """What went through this replica of the front door in the last minutes."""
+        since = translate.number_of(request.query_params.get("since"), "since")
+        return JSONResponse(self._recent.view(since))
 
     async def openapi(self) -> Response:
         """This API in OpenAPI's words."""
@@ -210,7 +227,8 @@ class Ingress:
             answer = self._head(job, [route.topic for route in routes])
             requests = _requests(job, answer.id, routes, self._routes.for_trial)
             if asked.stream:
-                pieces = timed(stream_all(self._streams, requests, self._failover), deadline)
+                pieces = stream_all(self._streams, requests, self._failover)
+                pieces = timed(self._recent.watched(pieces, requests), deadline)
                 pieces = await started(pieces)
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 response = EventStream(events(answer, pieces, usage), pieces, release)
@@ -218,6 +236,7 @@ class Ingress:
                 return response
             async with _until(deadline):
                 chunks = await complete_all(self._streams, requests, self._failover)
+            self._recent.add_all(requests, chunks)
             return Response(answers.whole(answer, chunks), media_type="application/json")
         finally:
             release()
@@ -267,7 +286,8 @@ def _requests(
             sampling = translate.sampling_of(asked, limit, choice)
             name = f"{answer_id}-{len(requests)}"
             facts = prompt, sampling, chosen(route, name), asked.speculative, store
-            requests.append(translate.generation_request(name, *facts))
+            origins = asked.return_token_origins
+            requests.append(translate.generation_request(name, *facts, origins))
     return requests
 
 
