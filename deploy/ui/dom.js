@@ -9,7 +9,8 @@ function fill(node, attributes, children) {
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  const kept = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+  node.append(...kept);
   return node;
 }
 

@@ -137,8 +137,17 @@ export class Live {
       const words = parts.map(({ kind, name }) => el("span", {}, el("span", { class: `swatch ${kind}` }), name, " "));
       return el("div", { class: "share" },
         el("p", { class: "words" }, el("span", {}, `${topic} (${count(total)})`), el("span", {}, words)),
-        stackedBar(parts, `${topic}: ${parts.map(({ name }) => name).join(", ")}`));
+        stackedBar(parts, `${topic}: ${parts.map(({ name }) => name).join(", ")}`),
+        this.measured(topic));
     });
+  }
+
+  // What all experts would have had accepted of the same answers: the scorer's means.
+  measured(topic) {
+    const means = Object.entries(object(object(object(this.status.routing).acceptance)[topic]));
+    if (means.length < 2) return null;
+    const best = means.sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, mean]) => `${name} ${figure(mean)}`);
+    return el("p", { class: "note" }, `scored on the same answers: ${best.join(", ")}`);
   }
 
   colour(draft) {

@@ -14,11 +14,13 @@ const live = new Live();
 const playground = new Playground(askForKey);
 let polls = 0;
 
+let shown = PARTS[0];
+
 function show() {
-  const wanted = PARTS.find((part) => location.hash === `#${part}`) ?? PARTS[0];
+  shown = PARTS.find((part) => location.hash === `#${part}`) ?? shown;
   for (const part of PARTS) {
-    byId(part).hidden = part !== wanted;
-    if (part === wanted) byId(`nav-${part}`).setAttribute("aria-current", "page");
+    byId(`part-${part}`).hidden = part !== shown;
+    if (part === shown) byId(`nav-${part}`).setAttribute("aria-current", "page");
     else byId(`nav-${part}`).removeAttribute("aria-current");
   }
   byId("tip").hidden = true;

@@ -24,8 +24,9 @@ for package in (paceline.actors, paceline.cluster, paceline.deploy):
         importlib.import_module(found.name)
 home = pathlib.Path(paceline.deploy.__file__).parent
 print(len(names), home)
-for path in sorted(home.glob("models/*/*")) + sorted(home.glob("configs/*")) + sorted(home.glob("ui/*")):
-    print(path.relative_to(home).as_posix())
+for pattern in ("models/*/*", "configs/*", "ui/*"):
+    for path in sorted(home.glob(pattern)):
+        print(path.relative_to(home).as_posix())
 """
 
 

@@ -105,9 +105,7 @@ def test_the_last_minutes_are_told_by_topic_and_draft(http: httpx.Client, stream
     body = ASKED | {"messages": MESSAGES, "stream": stream, "speculative": drafted, "store": False}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
     after = rows(http)["shell@0"]
-    requests, tokens, rounds, tried, accepted = (
-        b - a for a, b in zip(before, after, strict=True)
-    )
+    requests, tokens, rounds, tried, accepted = (b - a for a, b in zip(before, after, strict=True))
     assert (requests, tokens) == (1, 24)
     assert 0 < rounds <= tried <= 2 * rounds
     assert 0 <= accepted <= tried

@@ -115,6 +115,6 @@ def test_nothing_is_wider_than_a_narrow_window(answered: Browser) -> None:
     answered.look_at(390, 844)
     for part in ("live", "playground"):
         answered.value(f"location.hash = '#{part}'")
-        answered.wait(f"!document.getElementById('{part}').hidden")
+        answered.wait(f"!document.getElementById('part-{part}').hidden")
         assert answered.value("document.documentElement.scrollWidth") <= 390
     answered.look_at(1280, 900)

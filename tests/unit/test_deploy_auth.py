@@ -161,4 +161,4 @@ def test_the_banner_says_that_keys_are_asked_for_and_not_which(
     assert "Authorization: Bearer KEY" in text
     assert "secret-of-ours" not in text + config.model_dump_json()
     without = load_config(None, {"ui.enabled": False})
-    assert "/ui/" not in _banner(without, Running())  # type: ignore[arg-type]
+    assert ":8000/ui/" not in _banner(without, Running())  # type: ignore[arg-type]

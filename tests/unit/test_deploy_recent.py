@@ -23,9 +23,7 @@ def asked(topic: str = "sql", draft: str = "sql", k: int | None = None) -> Gener
     return GenerationRequest("r", (1,), sampling, topic, draft, num_speculative_tokens=k)
 
 
-LAST = GenerationChunk(
-    "x", (1, 2), "stop", SpeculativeStats("sql", 3, 4, 16, 6), num_cut_tokens=1
-)
+LAST = GenerationChunk("x", (1, 2), "stop", SpeculativeStats("sql", 3, 4, 16, 6), num_cut_tokens=1)
 
 
 def sums(recent: RecentTraffic, since: float = 0.0) -> Counter[str]:
@@ -79,7 +77,8 @@ def test_a_row_has_the_figures_of_the_requests_that_ended() -> None:
 def test_since_leaves_out_what_has_ended_by_then() -> None:
     now = 1000.0
     recent = RecentTraffic("me", lambda: now)
-    for now in (1000.0, 1006.0, 1012.0):
+    for pause in (0.0, 6.0, 6.0):
+        now += pause
         recent.add(asked(), LAST)
     assert sums(recent)["requests"] == 3
     assert sums(recent, since=1005.0)["requests"] == 2
