@@ -92,7 +92,9 @@ class Browser:
             self.complaints.append(str(params["args"]))
 
     def open(self, url: str) -> None:
+        """Go to an address; return when the page and its scripts are there."""
         self.call("Page.navigate", url=url)
+        self.wait("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def value(self, script: str) -> Any:
         """What a JavaScript expression gives, as JSON can hold it."""

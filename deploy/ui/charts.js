@@ -38,6 +38,9 @@ export class LineChart {
       height: this.height, viewBox: `0 0 ${this.width} ${this.height}`,
     });
     plot.append(...this.grid(), ...this.marks(), ...this.data.series.flatMap((one) => this.line(one)));
+    if (!this.data.series.some(({ points }) => points.some(([at, value]) => at >= this.data.from && value !== null))) {
+      plot.append(svg("text", { class: "nothing", x: this.width / 2, y: this.y(this.data.top / 2) - 8, "text-anchor": "middle" }, "nothing drafted yet"));
+    }
     this.cross = svg("line", { class: "cross", y1: TOP, y2: this.height - BOTTOM, visibility: "hidden" });
     plot.append(this.cross);
     this.host.replaceChildren(plot);

@@ -15,7 +15,7 @@ export class Live {
     this.decisions = new Map();
     this.experts = [];
     this.cards = new Map();
-    this.speed = new LineChart(byId("speed"), 150);
+    this.speed = new LineChart(byId("speed"));
   }
 
   take(status, view, whole) {
@@ -24,7 +24,8 @@ export class Live {
     for (const one of list(status.decisions)) {
       this.decisions.set(`${one.time}|${one.topic}|${one.outcome}|${one.version}`, one);
     }
-    this.experts = Object.keys(object(status.live_drafts));
+    // The generalist comes last: where topics are clear, it drafts for nobody.
+    this.experts = Object.keys(object(status.live_drafts)).sort((a, b) => (a === "general") - (b === "general"));
     if (!this.experts.length) this.experts = [...this.traffic.topics()].sort();
   }
 
@@ -54,11 +55,11 @@ export class Live {
     const seconds = 60 + this.traffic.bucket / 2; // the last bucket is half full, on average
     const tiles = [
       ["Tokens per second", count(minute.tokens / seconds), `${figure(minute.requests / seconds, 1)} answers per second`],
-      ["Acceptance, online drafts", percent(acceptance(online)), `frozen twins ${percent(acceptance(frozen))}`],
+      ["Acceptance", percent(acceptance(online)), `frozen twins ${percent(acceptance(frozen))}`],
       ["Tokens per round", figure(acceptanceLength(online)), `frozen twins ${figure(acceptanceLength(frozen))}`],
       ["Under way", count(board.running), `${count(board.waiting)} waiting, ${count(board.replicas)} at work`],
       ["Trainer", trainerWords(trainer), known(trainer.steps) ? `${count(trainer.steps)} steps of this draft` : "", true],
-      ["New weights", count(trainer.published), `published; ${count(trainer.rejected)} turned down by the gate`],
+      ["New weights published", count(trainer.published), `${count(trainer.rejected)} turned down by the gate`],
     ];
     byId("tiles").replaceChildren(...tiles.map(([name, value, more, words]) => el("li", {},
       el("p", { class: "name" }, name),
@@ -83,9 +84,9 @@ export class Live {
     const weights = object(object(this.status.live_drafts)[topic]);
     head.replaceChildren(
       el("h2", {}, topic),
-      known(weights.stable) ? el("span", { class: "chip" }, `version ${weights.stable}`) : "",
+      known(weights.stable) ? el("span", { class: "chip" }, `v${weights.stable}`) : "",
       known(weights.candidate)
-        ? el("span", { class: "chip warn" }, `${weights.candidate} on trial, ${weights.canary_requests} requests`) : "",
+        ? el("span", { class: "chip warn" }, `v${weights.candidate} on trial (${weights.canary_requests})`) : "",
       el("span", { class: "rate" }, percent(now[0])),
       known(now[1]) ? el("span", { class: "twin" }, `frozen ${percent(now[1])}`) : "",
     );
@@ -134,7 +135,7 @@ export class Live {
       const total = [...drafts.values()].reduce((a, b) => a + b, 0);
       const parts = [...drafts].sort((a, b) => b[1] - a[1]).map(([draft, requests]) => (
         { share: requests / total, kind: this.colour(draft), name: `${draft} ${percent(requests / total)}` }));
-      const words = parts.map(({ kind, name }) => el("span", {}, el("span", { class: `swatch ${kind}` }), name, " "));
+      const words = parts.map(({ kind, name }) => el("span", { class: "part" }, el("span", { class: `swatch ${kind}` }), name));
       return el("div", { class: "share" },
         el("p", { class: "words" }, el("span", {}, `${topic} (${count(total)})`), el("span", {}, words)),
         stackedBar(parts, `${topic}: ${parts.map(({ name }) => name).join(", ")}`),
@@ -151,7 +152,8 @@ export class Live {
   }
 
   colour(draft) {
-    return `e${Math.max(0, this.experts.indexOf(draft.split("@")[0])) % 8}`;
+    const expert = draft.split("@")[0];
+    return expert === "general" ? "e0" : `e${1 + (Math.max(0, this.experts.indexOf(expert)) % 7)}`;
   }
 
   decisionTable() {
