@@ -117,6 +117,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
 
     def picture(self, file: Path, *, whole: bool = False) -> None:
         """Write what is seen as PNG; ``whole`` takes what lies below the window too."""

@@ -58,8 +58,8 @@ export class Live {
       ["Acceptance", percent(acceptance(online)), `frozen twins ${percent(acceptance(frozen))}`],
       ["Tokens per round", figure(acceptanceLength(online)), `frozen twins ${figure(acceptanceLength(frozen))}`],
       ["Under way", count(board.running), `${count(board.waiting)} waiting, ${count(board.replicas)} at work`],
-      ["Trainer", trainerWords(trainer), known(trainer.steps) ? `${count(trainer.steps)} steps of this draft` : "", true],
-      ["New weights published", count(trainer.published), `${count(trainer.rejected)} turned down by the gate`],
+      ["Trainer", trainerWords(trainer), waits(board) || (known(trainer.steps) ? `${count(trainer.steps)} steps of this draft` : ""), true],
+      ["New weights published", count(trainer.published), `${count(trainer.rejected)} turned down`],
     ];
     byId("tiles").replaceChildren(...tiles.map(([name, value, more, words]) => el("li", {},
       el("p", { class: "name" }, name),
@@ -172,7 +172,7 @@ export class Live {
     const granted = board.asked ? percent(board.granted / board.asked) : "–";
     return facts([
       ["now", trainerWords(trainer)],
-      ["leave to train", board.paused ? "paused" : board.may_train ? "given" : "withheld: serving is busy"],
+      ["leave to train", waits(board) || "given"],
       ["asked, and given", `${count(board.asked)}, ${granted}`],
       ["time spent training", known(trainer.training_s) ? `${count(trainer.training_s)} s` : "–"],
       ["loss", figure(trainer.loss, 3)],
@@ -210,6 +210,12 @@ function trainerWords(trainer) {
   if (trainer.error) return "does not answer";
   if (!trainer.state) return "off";
   return trainer.topic && ["training", "evaluating"].includes(trainer.state) ? `${trainer.state} ${trainer.topic}` : trainer.state;
+}
+
+// Why the trainer may not train just now.
+function waits(board) {
+  if (!known(board.asked)) return "";
+  return board.paused ? "paused" : board.may_train ? "" : "withheld: serving is busy";
 }
 
 // `published` is said of what all requests get, `canary` of what is on trial first.
