@@ -16,11 +16,16 @@ export function keepApiKey(key) {
 
 async function send(path, options) {
   const headers = { ...options.headers };
-  if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
+  if (apiKey()) headers.Authorization = `Bearer ${byteString(apiKey())}`;
   const answer = await fetch(new URL(path, ROOT), { ...options, headers, cache: "no-store" });
   if (answer.ok) return answer;
   const message = await errorOf(answer);
   throw answer.status === 401 ? new Unauthorized(message) : new Error(message);
+}
+
+// Headers hold bytes, one per character; a key may hold any characters.
+function byteString(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
 async function errorOf(answer) {
