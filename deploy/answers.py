@@ -23,6 +23,7 @@ from paceline.deploy.openai_answers import (
     Usage,
 )
 from paceline.deploy.token_names import TokenNames
+from paceline.deploy.token_origins import token_origins
 
 MIXED = "mixed"
 DONE = b"data: [DONE]\n\n"
@@ -152,6 +153,7 @@ def _choice(answer: Answer, index: int, chunk: GenerationChunk) -> CompletionCho
             logprobs=chat_logprobs(chunk, answer.names),
             finish_reason=chunk.finish_reason,
             token_ids=_token_ids(answer, chunk),
+            token_origins=token_origins(chunk, answer.names),
         )
     return _completion_choice(answer, index, chunk)
 
@@ -163,6 +165,7 @@ def _completion_choice(answer: Answer, index: int, chunk: GenerationChunk) -> Co
         logprobs=completion_logprobs(chunk, answer.names),
         finish_reason=chunk.finish_reason,
         token_ids=_token_ids(answer, chunk),
+        token_origins=token_origins(chunk, answer.names),
     )
 
 
@@ -203,6 +206,7 @@ def piece_event(answer: Answer, index: int, chunk: GenerationChunk) -> bytes:
             logprobs=chat_logprobs(chunk, answer.names),
             finish_reason=chunk.finish_reason,
             token_ids=_token_ids(answer, chunk),
+            token_origins=token_origins(chunk, answer.names),
         )
     else:
         choice = _completion_choice(answer, index, chunk)

@@ -20,6 +20,7 @@ from paceline.actors.decoding.settings import TargetSettings
 from paceline.cluster import session
 from paceline.deploy import experts, learning
 from paceline.deploy.added import with_added
+from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.failover import FailoverPolicy
@@ -222,6 +223,8 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
             refusal=refusal(config),
             min_confidence=config.router.min_confidence,
         ),
+        key_digests=key_digests(config.auth.api_keys_env, os.environ),
+        page=config.ui.enabled,
     )
     return _ingress(config).bind(settings, target, router, actors)
 

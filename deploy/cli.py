@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import CallError, ConfigError, StartError
 from paceline.deploy.preflight import check, warnings
@@ -180,6 +182,8 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
     body = json.dumps(
         {"model": config.model_name, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
     )
+    keys = key_digests(config.auth.api_keys_env, os.environ)
+    key = "-H 'Authorization: Bearer KEY' " if keys else ""
     lines = [
         "",
         f"Paceline serves {config.model_name} at {running.base_url}/v1",
@@ -187,9 +191,11 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         f"  drafts   {drafts}; num_speculative_tokens {config.drafts.num_speculative_tokens}",
         f"  learning {'on' if running.trainer is not None else 'off'}; "
         f"versions in {config.state_path}",
+        *([f"  page     {running.base_url}/ui/"] if config.ui.enabled else []),
+        *([f"  keys     those in {config.auth.api_keys_env}"] if keys else []),
         "",
         f"  curl {running.base_url}/v1/chat/completions \\",
-        f"    -H 'Content-Type: application/json' -d '{body}'",
+        f"    {key}-H 'Content-Type: application/json' -d '{body}'",
         "",
         "Ctrl-C ends it.",
     ]

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.sections import (
     EMBEDDED,
+    AuthConfig,
     DraftsConfig,
     IngressConfig,
     RayConfig,
@@ -22,6 +23,7 @@ from paceline.deploy.sections import (
     TargetConfig,
     TopicsConfig,
     TrainingConfig,
+    UiConfig,
 )
 
 WEIGHTS_FOLDER = "weights"  # below the state folder: versions and decisions
@@ -42,6 +44,8 @@ class PacelineConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     topics: TopicsConfig = Field(default_factory=TopicsConfig)
     ingress: IngressConfig = Field(default_factory=IngressConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
+    ui: UiConfig = Field(default_factory=UiConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 
     @property

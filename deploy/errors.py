@@ -59,7 +59,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """HTTP headers that go with the answer."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        retry = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return retry | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def overloaded(message: str) -> ApiError:

@@ -21,6 +21,7 @@ from paceline.actors.routing.policy import Route
 from paceline.deploy import answers, translate
 from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
+from paceline.deploy.auth import KeyGuard
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
@@ -30,7 +31,9 @@ from paceline.deploy.openai_types import (
     GenerationOptions,
 )
 from paceline.deploy.openapi import document
+from paceline.deploy.page import OPEN_PATHS, add_page
 from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
+from paceline.deploy.recent import RecentTraffic
 from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed
@@ -53,7 +56,8 @@ class IngressSettings:
     ``max_in_flight`` sequences are let through at once, more get a 503 with Retry-After; of one
     client ``max_per_client`` (None: all of them), more get a 429. A request that is not answered
     after ``request_timeout_s`` seconds is cancelled. A candidate on trial drafts for
-    ``trial_share`` of the requests.
+    ``trial_share`` of the requests. Where there are ``key_digests``, requests show one of those
+    keys. ``page`` serves the page at ``/ui``.
     """
 
     model_name: str
@@ -68,6 +72,8 @@ class IngressSettings:
     trial_share: float = 0.0
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     topics: TopicRules = field(default_factory=TopicRules)
+    key_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    page: bool = False
 
 
 class Ingress:
@@ -111,6 +117,7 @@ class Ingress:
         self._document = document(settings.model_name)
         parts = (self._experts, router, target, actors, self._encoder)
         self._admin = TopicAdmin(settings.topics, *parts)
+        self._recent = RecentTraffic(uuid.uuid4().hex, time.time)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes over this instance; Serve calls it after the constructor."""
@@ -123,7 +130,12 @@ class Ingress:
         api.add_api_route("/v1/paceline/status", self.status, methods=["GET"])
         api.add_api_route("/v1/paceline/topics", self.topics, methods=["GET"])
         api.add_api_route("/v1/paceline/topics", self.add_topic, methods=["POST"])
+        api.add_api_route("/v1/paceline/live", self.live, methods=["GET"])
         api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
+        if self._settings.page:
+            add_page(api)
+        if keys := self._settings.key_digests:
+            api.add_middleware(KeyGuard, digests=keys, open_paths=("/health", *OPEN_PATHS))
         api.add_exception_handler(ApiError, _answer_error)
         api.add_exception_handler(HTTPException, _answer_error)
         api.add_exception_handler(Exception, _answer_error)
@@ -174,6 +186,11 @@ class Ingress:
     async def add_topic(self, request: Request) -> Response:
         """Add a topic while requests run; see TopicAdmin."""
         return JSONResponse(await self._admin.add(request, await _read(request)))
+
+    async def live(self, request: Request) -> Response:
+        """What went through this replica of the front door in the last minutes."""
+        since = translate.number_of(request.query_params.get("since"), "since")
+        return JSONResponse(self._recent.view(since))
 
     async def openapi(self) -> Response:
         """This API in OpenAPI's words."""
@@ -229,7 +246,8 @@ class Ingress:
             answer = self._head(job, [route.topic for route in routes])
             requests = _requests(job, answer.id, routes, self._routes.for_trial)
             if asked.stream:
-                pieces = timed(stream_all(self._streams, requests, self._failover), deadline)
+                pieces = stream_all(self._streams, requests, self._failover)
+                pieces = timed(self._recent.watched(pieces, requests), deadline)
                 pieces = await started(pieces)
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 response = EventStream(events(answer, pieces, usage), pieces, release)
@@ -237,6 +255,7 @@ class Ingress:
                 return response
             async with _until(deadline):
                 chunks = await complete_all(self._streams, requests, self._failover)
+            self._recent.add_all(requests, chunks)
             return Response(answers.whole(answer, chunks), media_type="application/json")
         finally:
             release()
@@ -286,7 +305,8 @@ def _requests(
             sampling = translate.sampling_of(asked, limit, choice)
             name = f"{answer_id}-{len(requests)}"
             facts = prompt, sampling, chosen(route, name), asked.speculative, store
-            requests.append(translate.generation_request(name, *facts))
+            origins = asked.return_token_origins
+            requests.append(translate.generation_request(name, *facts, origins))
     return requests
 
 

@@ -84,6 +84,22 @@ class ChatLogprobs(_Answer):
     refusal: None = None
 
 
+class TokenOriginEntry(_Answer):
+    """Where a token of the answer comes from; see ``TokenOrigin`` of the engine for the words.
+
+    ``rejected_token`` is the text of the draft's token that a recovered one stands for.
+    """
+
+    token: str
+    text_offset: int
+    origin: Literal["accepted", "recovered", "bonus", "plain"]
+    draft: str | None
+    weight_version: int | None
+    target_probability: float
+    acceptance_probability: float | None
+    rejected_token: str | None
+
+
 class CompletionChoice(_Answer):
     """A completed prompt, or a piece of one in a stream."""
 
@@ -92,6 +108,7 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
+    token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
 class AssistantMessage(_Answer):
@@ -116,6 +133,7 @@ class ChatChoice(_Answer):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
+    token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChatChunkChoice(_Answer):
@@ -126,6 +144,7 @@ class ChatChunkChoice(_Answer):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
+    token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
 class Envelope(_Answer):

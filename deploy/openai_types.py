@@ -114,6 +114,7 @@ class GenerationOptions(_Request):
     speculative: Annotated[Speculative, _or(Speculative())] = Field(default_factory=Speculative)
     store: bool | None = None
     return_token_ids: Flag = False
+    return_token_origins: Flag = False
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None

@@ -61,6 +61,7 @@ _FIELDS: dict[str, Schema] = {
     "logit_bias": {"anyOf": [_BIAS, _NULL]},
     "ignore_eos": _FLAG,
     "return_token_ids": _FLAG,
+    "return_token_origins": _FLAG,
     "include_usage": _FLAG,
     "include_obfuscation": _FLAG,
     "draft": {"anyOf": [_STRING, _NULL]},
@@ -69,6 +70,7 @@ _FIELDS: dict[str, Schema] = {
 _NOT_SERVED = "Known, and served at these values only."
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
+    "401": "This server has API keys, and the request shows none of them.",
     "404": "There is no such model.",
     "413": "The body is too large.",
     "429": "This client has too much under way.",
@@ -77,6 +79,13 @@ _ERRORS = {
     "504": "The answer took longer than the server gives a request.",
 }
 _LATER = ("429", "503", "504")
+_KEYS: Schema = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, where the server has any.",
+    }
+}
 
 
 def document(model_name: str) -> Schema:
@@ -100,7 +109,8 @@ def document(model_name: str) -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": _version()},
         "paths": _paths(model_name),
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas, "securitySchemes": _KEYS},
+        "security": [{}, {"bearer": []}],
     }
 
 
@@ -166,9 +176,20 @@ def _paths(model_name: str) -> Schema:
     return {
         "/v1/completions": _post("Complete prompts.", "CompletionRequest"),
         "/v1/chat/completions": _post("Answer a conversation.", "ChatCompletionRequest"),
-        "/v1/models": _get("The models that are served.", _json("ModelList")),
-        "/v1/models/{model}": _get("A model.", _json("ModelCard"), "404", parameters=[model]),
+        "/v1/models": _get("The models that are served.", _json("ModelList"), "401"),
+        "/v1/models/{model}": _get(
+            "A model.", _json("ModelCard"), "401", "404", parameters=[model]
+        ),
         "/health": _get("The target answers.", anything, "503"),
-        "/v1/paceline/status": _get("What every part is doing.", anything),
-        "/v1/paceline/topics": _get("The topics, and which parts know them.", anything),
+        "/v1/paceline/status": _get("What every part is doing.", anything, "401"),
+        "/v1/paceline/topics": _get(
+            "The topics, and which parts know them.", anything, "401"
+        ),
+        "/v1/paceline/live": _get(
+            "What went through this replica of the ingress in the last minutes.",
+            anything,
+            "400",
+            "401",
+            parameters=[{"name": "since", "in": "query", "schema": {"type": "number"}}],
+        ),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import socket
@@ -16,6 +17,7 @@ from paceline.actors.decoding.compatibility import (
     read_config,
 )
 from paceline.actors.weights.lock import is_locked
+from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.configs import read_shape
@@ -49,7 +51,26 @@ def check(config: PacelineConfig) -> None:
 
 def warnings(config: PacelineConfig) -> list[str]:
     """What can be served, but not as one may think; one line each, for a checked config."""
-    return _router_warnings(config) + _pool_warnings(config) + _rank_warnings(config)
+    found = _router_warnings(config) + _pool_warnings(config) + _rank_warnings(config)
+    return found + _exposure_warnings(config)
+
+
+def _exposure_warnings(config: PacelineConfig) -> list[str]:
+    variable = config.auth.api_keys_env
+    if _is_loopback(config.host) or key_digests(variable, os.environ):
+        return []
+    cure = f"set {variable}" if variable else "name a variable with keys in auth.api_keys_env"
+    return [
+        f"host {config.host} can be reached from other machines and no API key is asked for: "
+        f"{cure}, or listen on 127.0.0.1"
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:

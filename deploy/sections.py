@@ -261,6 +261,22 @@ class IngressConfig(Section):
     num_replicas: Count = 1
 
 
+class AuthConfig(Section):
+    """Who may use the server: ``api_keys_env`` names the environment variable with its API keys.
+
+    They are separated by commas and read at the start. Where there are none, or the name is null,
+    everybody may.
+    """
+
+    api_keys_env: Annotated[str, Field(min_length=1)] | None = "PACELINE_API_KEYS"
+
+
+class UiConfig(Section):
+    """The page at ``/ui``, for people with a browser."""
+
+    enabled: bool = True
+
+
 class RayConfig(Section):
     """The local Ray session that ``paceline serve`` starts and ends."""
 

@@ -36,7 +36,8 @@ async def events(
                 opened.add(index)
                 yield answers.opening_event(answer, index)
             tally.add(index, chunk)
-            tokens = bool(chunk.token_ids) and (answer.token_ids or chunk.logprobs is not None)
+            told = answer.token_ids or chunk.logprobs is not None or chunk.origins is not None
+            tokens = bool(chunk.token_ids) and told
             if chunk.text or chunk.finish_reason is not None or tokens:
                 yield answers.piece_event(answer, index, chunk)
     except ApiError as error:

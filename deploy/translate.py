@@ -5,6 +5,7 @@ Whatever is wrong with a request becomes an :class:`ApiError` that names the fie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -187,6 +188,22 @@ def fit_limit(
     return asked
 
 
+def number_of(text: str | None, param: str) -> float:
+    """A number in a query, 0 where there is none.
+
+    Raises:
+        ApiError: 400 naming ``param``.
+    """
+    try:
+        number = float(text or 0.0)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        text = f"Invalid value for {param}: it must be a number."
+        raise ApiError(400, text, param=param, code="invalid_value")
+    return number
+
+
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "prompt") -> None:
     """Refuse ids that the target does not have.
 
@@ -279,6 +296,7 @@ def generation_request(
     route: Route,
     speculative: Speculative,
     store: bool,
+    origins: bool = False,
 ) -> GenerationRequest:
     """What the engine is asked. ``auto`` takes the route's expert; the topic is always its."""
     return GenerationRequest(
@@ -289,4 +307,5 @@ def generation_request(
         draft=route.draft if speculative.draft == DRAFT_AUTO else speculative.draft,
         num_speculative_tokens=speculative.num_speculative_tokens,
         store=store,
+        origins=origins,
     )

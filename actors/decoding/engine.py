@@ -19,6 +19,7 @@ from paceline.actors.decoding.changes import Changes
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.intake import EngineSettings, take_in
 from paceline.actors.decoding.logprobs import token_logprobs
+from paceline.actors.decoding.origins import token_origins
 from paceline.actors.decoding.prefill import prefill_shares
 from paceline.actors.decoding.recorder import RoundLog
 from paceline.actors.decoding.request import (
@@ -29,6 +30,7 @@ from paceline.actors.decoding.request import (
     GenerationChunk,
     GenerationRequest,
     TokenLogprob,
+    TokenOrigin,
 )
 from paceline.actors.decoding.rules import count_tokens
 from paceline.actors.decoding.runner import ModelRunner
@@ -261,9 +263,10 @@ class Engine:
         self._record(batch, proposal, verdict, logits)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
+        origins = token_origins(batch, proposal, verdict, logits, emitted)
         for i, sequence in enumerate(batch):
             own = logprobs[i] if logprobs else []
-            self._accept(sequence, drafted[i], accepted[i], emitted[i], own)
+            self._accept(sequence, drafted[i], accepted[i], emitted[i], own, origins[i])
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s), s.news()) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
@@ -295,11 +298,12 @@ class Engine:
         accepted: int,
         emitted: list[int],
         logprobs: list[TokenLogprob],
+        origins: list[TokenOrigin],
     ) -> None:
         """Take a row's tokens; what fails for one request alone ends that request alone."""
         try:
             eos = self._settings.eos_token_ids
-            sequence.accept(drafted, accepted, emitted, eos, logprobs)
+            sequence.accept(drafted, accepted, emitted, eos, logprobs, origins)
         except Exception:
             logger.exception("request %s ends with an error", sequence.request_id)
             sequence.finish_reason = FINISH_ERROR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 DRAFT_OFF = "off"
 FINISH_STOP = "stop"
@@ -13,6 +14,8 @@ FINISH_ERROR = "error"  # this request failed, alone
 FINISH_FAULT = "fault"  # the engine failed while it ran this request, perhaps among others
 FINISH_REFUSED = "refused"  # the engine failed, and had not begun with this request
 FAILED = frozenset({FINISH_ERROR, FINISH_FAULT, FINISH_REFUSED})
+
+Origin = Literal["accepted", "recovered", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class GenerationRequest:
     ``output_token_ids``, and how many characters of its text the client has, ``sent_chars``:
     the engine goes on from there and gives only what comes after. ``attempt`` counts the
     replicas that it has been sent to before, and ``failed_on`` names those that said themselves
-    that they failed, the last one last.
+    that they failed, the last one last. ``origins`` reports where every token comes from.
     """
 
     request_id: str
@@ -90,6 +93,7 @@ class GenerationRequest:
     sent_chars: int = 0
     attempt: int = 0
     failed_on: tuple[str, ...] = ()
+    origins: bool = False
 
     @property
     def run_id(self) -> str:
@@ -148,13 +152,39 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenOrigin:
+    """Where one output token comes from.
+
+    ``origin`` is ``accepted`` for a draft's token that the target accepted, ``recovered`` for the
+    target's own in place of one that it rejected, ``bonus`` for the target's own after all that
+    were drafted had been accepted, ``plain`` for a round without drafts. ``draft`` proposed in
+    the round, with ``weight_version``; both are None where the token is plain.
+
+    ``target_probability`` is the token's in the target's own softmax at T = 1, before bias,
+    penalties, temperature and filters. ``acceptance_probability`` is min(1, p/q) of the token
+    drafted at this position, p and q being what the request samples from; None where nothing was
+    drafted, and for greedy and seeded requests, which do not leave acceptance to chance.
+    ``rejected_token_id`` is the draft's token that a recovered one stands for; ``text_offset`` is
+    where the token's text begins in the answer's, in characters.
+    """
+
+    origin: Origin
+    draft: str | None
+    weight_version: int | None
+    target_probability: float
+    acceptance_probability: float | None = None
+    rejected_token_id: int | None = None
+    text_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationChunk:
     """A piece of the answer; the last one carries ``finish_reason`` and ``speculative``.
 
     With stop strings ``token_ids`` are those whose text has been shown, at least in part: what
     is held back, or cut with a stop string, is not among them; ``num_cut_tokens`` says in the
-    last chunk how many were cut. ``logprobs`` has an entry per token id, None where none are
-    wanted. ``num_cached_tokens`` of the prompt were not computed again.
+    last chunk how many were cut. ``logprobs`` and ``origins`` have an entry per token id, None
+    where none are wanted. ``num_cached_tokens`` of the prompt were not computed again.
 
     ``rounds`` are the speculative rounds since the chunk before, as (drafted, accepted): should
     the replica die, no last chunk tells. A chunk with nothing in it says that the request lives.
@@ -170,6 +200,7 @@ class GenerationChunk:
     num_cut_tokens: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
     replica_id: str = ""
+    origins: tuple[TokenOrigin, ...] | None = None
 
 
 def joined(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
@@ -181,10 +212,14 @@ def joined(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
     logprobs = None
     if last.logprobs is not None:
         logprobs = tuple(item for chunk in said for item in chunk.logprobs or ())
+    origins = None
+    if last.origins is not None:
+        origins = tuple(item for chunk in said for item in chunk.origins or ())
     return replace(
         last,
         text="".join(chunk.text for chunk in said),
         token_ids=tuple(token for chunk in said for token in chunk.token_ids),
         logprobs=logprobs,
         rounds=tuple(each for chunk in chunks for each in chunk.rounds),
+        origins=origins,
     )

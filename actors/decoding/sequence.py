@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,10 +17,13 @@ from paceline.actors.decoding.request import (
     GenerationRequest,
     SpeculativeStats,
     TokenLogprob,
+    TokenOrigin,
 )
 from paceline.actors.decoding.text import TextStream
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.slots import candidate_of, expert_of
+
+Placed = TypeVar("Placed", TokenLogprob, TokenOrigin)
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class Sequence:
     histogram: list[int] = field(default_factory=list)
     _sent: int = 0  # output tokens that chunks have carried
     _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _origins: list[TokenOrigin] = field(default_factory=list)
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
     _versions: set[int] = field(default_factory=set)
     request_id: str = field(init=False)
@@ -100,10 +105,12 @@ class Sequence:
         emitted: list[int],
         eos: frozenset[int],
         logprobs: Items[TokenLogprob] = (),
+        origins: Items[TokenOrigin] = (),
     ) -> None:
         """Take the tokens of a round up to the one that ends the answer.
 
-        ``logprobs`` has an entry per emitted token where the request asks for them.
+        ``logprobs`` and ``origins`` have an entry per emitted token where the request asks for
+        them.
         """
         if drafted:
             self._unsent_rounds.append((drafted, accepted))
@@ -116,6 +123,8 @@ class Sequence:
         self._take(emitted, eos)
         if logprobs:
             self._logprobs.extend(logprobs[: len(self.tokens) - before])
+        if origins:
+            self._origins.extend(origins[: len(self.tokens) - before])
         self.num_computed = len(self.tokens) - 1
 
     def resume(self, eos: frozenset[int]) -> None:
@@ -157,18 +166,21 @@ class Sequence:
             finish_reason=self.finish_reason,
             speculative=self.stats() if last else None,
             num_cached_tokens=min(self.num_cached or 0, first),
-            logprobs=self._placed(start, self._sent),
+            logprobs=None
+            if self.request.sampling.logprobs is None
+            else self._placed(self._logprobs, start, self._sent),
             num_cut_tokens=self.num_output - self._sent if last else 0,
             rounds=rounds,
+            origins=self._placed(self._origins, start, self._sent)
+            if self.request.origins
+            else None,
         )
 
-    def _placed(self, start: int, end: int) -> tuple[TokenLogprob, ...] | None:
-        """The log-probabilities of output tokens, with where their text begins."""
-        if self.request.sampling.logprobs is None:
-            return None
-        before = self.num_output - len(self._logprobs)  # output that it came with
+    def _placed(self, told: list[Placed], start: int, end: int) -> tuple[Placed, ...]:
+        """What is told of output tokens, with where their text begins."""
+        before = self.num_output - len(told)  # output that it came with
         return tuple(
-            replace(self._logprobs[i - before], text_offset=self.text.start(i))
+            replace(told[i - before], text_offset=self.text.start(i))
             for i in range(max(start, before), end)
         )
 

@@ -90,6 +90,7 @@ def _config(options: argparse.Namespace) -> PacelineConfig:
             "target.dtype": options.dtype,
             "ray.dashboard": False,
             "training.canary_share": _CANARY_SHARE,
+            "auth.api_keys_env": None,  # its clients have none
         },
     )
     check(config)

@@ -24,9 +24,9 @@ for package in (paceline.actors, paceline.cluster, paceline.deploy):
         importlib.import_module(found.name)
 home = pathlib.Path(paceline.deploy.__file__).parent
 print(len(names), home)
-parts = ("models/*/*", "configs/*", "monitoring/*")
-for path in sorted(found for part in parts for found in home.glob(part)):
-    print(path.relative_to(home).as_posix())
+for pattern in ("models/*/*", "configs/*", "monitoring/*", "ui/*"):
+    for path in sorted(home.glob(pattern)):
+        print(path.relative_to(home).as_posix())
 """
 
 
@@ -72,6 +72,9 @@ def test_wheel_imports_and_carries_its_data(clean_python: Path, tmp_path: Path) 
         assert f"models/{model}/README.md" in data
     assert any(name.startswith("configs/") and name.endswith(".yaml") for name in data)
     assert {"monitoring/alerts.yml", "monitoring/paceline.json"} <= set(data)
+    page = {path.name for path in (ROOT / "deploy" / "ui").iterdir()}
+    assert {f"ui/{name}" for name in page} <= set(data)
+    assert {"index.html", "style.css", "main.js"} <= page
 
 
 def test_wheel_installs_the_command(clean_python: Path, tmp_path: Path) -> None:

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from tiny_models import tiny_tokenizer
 
-from paceline.actors.decoding.request import GenerationChunk, SpeculativeStats, TokenLogprob
+from paceline.actors.decoding.request import (
+    GenerationChunk,
+    SpeculativeStats,
+    TokenLogprob,
+    TokenOrigin,
+)
 from paceline.deploy import answers
 from paceline.deploy.errors import ApiError, internal
 from paceline.deploy.streams import events, started, timed
@@ -70,6 +75,52 @@ def test_no_speculation_divides_by_nothing() -> None:
     assert none is not None
     assert none.speculative_decoding.mean_acceptance_length == 0.0
     assert answers.metrics([]) is None
+
+
+ORIGINS = (
+    TokenOrigin("accepted", "sql", 3, 0.75, 0.5, None, 0),
+    TokenOrigin("recovered", "sql", 3, 0.25, 0.125, 7, 1),
+)
+
+
+@pytest.mark.parametrize("answer", [ANSWER, CHAT])
+def test_origins_are_told_where_they_were_asked_for(answer: answers.Answer) -> None:
+    told = dataclasses.replace(LAST, origins=ORIGINS)
+    (choice,) = json.loads(answers.whole(answer, [told]))["choices"]
+    assert choice["token_origins"] == [
+        {
+            "token": NAMES.name(8).text,
+            "text_offset": 0,
+            "origin": "accepted",
+            "draft": "sql",
+            "weight_version": 3,
+            "target_probability": 0.75,
+            "acceptance_probability": 0.5,
+            "rejected_token": None,
+        },
+        {
+            "token": NAMES.name(9).text,
+            "text_offset": 1,
+            "origin": "recovered",
+            "draft": "sql",
+            "weight_version": 3,
+            "target_probability": 0.25,
+            "acceptance_probability": 0.125,
+            "rejected_token": NAMES.name(7).text,
+        },
+    ]
+    (quiet,) = json.loads(answers.whole(answer, [LAST]))["choices"]
+    assert "token_origins" not in quiet
+
+
+def test_a_token_without_text_is_an_event_where_origins_are_asked_for() -> None:
+    async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
+        yield 0, GenerationChunk("", (8,), origins=ORIGINS[:1])
+        yield 0, dataclasses.replace(LAST, token_ids=(), origins=())
+
+    first, last = collect(ANSWER, pieces(), False)
+    assert len(first["choices"][0]["token_origins"]) == 1
+    assert last["choices"][0]["token_origins"] == []
 
 
 def collect(

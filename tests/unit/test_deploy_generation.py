@@ -133,6 +133,24 @@ def test_whole_answers_and_several_choices_too(replicas: list[TargetReplica]) ->
     assert asyncio.run(both()) == [list(c.token_ids) for c in expected]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_tokens_keep_their_origins_over_deaths(replicas: list[TargetReplica], whole: bool) -> None:
+    request = replace(asked("a"), origins=True)
+    streams = Streams(replicas, [(3, GONE), (2, HANG)])
+    if whole:
+        chunks = asyncio.run(complete_all(streams, [request], Failover(POLICY)))
+    else:
+        chunks = asyncio.run(streamed(streams, request))
+    for chunk in chunks:
+        assert chunk.origins is not None
+        assert len(chunk.origins) == len(chunk.token_ids)
+    found = [item for chunk in chunks for item in chunk.origins or ()]
+    assert len(found) == 30
+    alone = asyncio.run(streamed(Streams(replicas, []), request))
+    offsets = [item.text_offset for chunk in alone for item in chunk.origins or ()]
+    assert [item.text_offset for item in found] == offsets
+
+
 def test_what_the_request_itself_causes_is_not_tried_again(replicas: list[TargetReplica]) -> None:
     """A replica's own exception is tried once more, back-pressure and our own faults never."""
     for fault, tries, status in [

@@ -6,60 +6,22 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from front_doors import front_door
 from tiny_models import save_tiny, tiny_tokenizer
 
-from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
 from paceline.deploy import ingress, translate
-from paceline.deploy.ingress import Ingress, IngressSettings
-from paceline.deploy.status import LearningActors
 from paceline.deploy.streams import timed
 
 CONTEXT = 4096
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
-
-
-class Stream:
-    """A stream as Serve's handles give it: an iterator with a way to cancel it."""
-
-    def __init__(self, chunks: AsyncIterator[GenerationChunk]) -> None:
-        self._chunks = chunks
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> GenerationChunk:
-        return await anext(self._chunks)
-
-    def cancel(self) -> None:
-        """Closing, which cancellation has done already where there is no wire in between."""
-
-
-class Method:
-    def __init__(self, call: Any) -> None:
-        self.remote = call
-
-
-class Handle:
-    """Serve's handle of a target that runs here."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self.describe = Method(target.describe)
-        self.generate = Method(self._generate)
-
-    def _generate(self, request: GenerationRequest, whole: bool) -> Stream:
-        return Stream(self._target.generate(request, whole))
-
-    def options(self, **_: object) -> Handle:
-        return self
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +40,6 @@ def target(target_folder: Path) -> Iterator[TargetReplica]:
     replica = TargetReplica(settings)
     yield replica
     replica._loop.close()
-
-
-def front_door(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
-    settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
-    nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
-    api = Ingress(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
-    return httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
 
 
 async def freed(target: TargetReplica) -> None:

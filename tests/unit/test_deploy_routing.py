@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_deploy_ingress import Handle
+from front_doors import Handle
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.decoding.settings import TargetSettings

@@ -1,0 +1,258 @@
+// The live part: what the drafts do, what was decided about their weights, who trains.
+
+import { LineChart, stackedBar } from "./charts.js";
+import { byId, bytes, clock, count, el, facts, figure, known, percent } from "./dom.js";
+import { acceptance, acceptanceLength, armOf, Traffic } from "./traffic.js";
+
+const WINDOW_S = 45;
+const SHORTEST_S = 120;
+const DECISIONS = 60;
+
+export class Live {
+  constructor() {
+    this.traffic = new Traffic();
+    this.status = {};
+    this.decisions = new Map();
+    this.experts = [];
+    this.cards = new Map();
+    this.speed = new LineChart(byId("speed"));
+  }
+
+  take(status, view, whole) {
+    this.traffic.merge(view, whole);
+    this.status = status;
+    for (const one of list(status.decisions)) {
+      this.decisions.set(`${one.time}|${one.topic}|${one.outcome}|${one.version}`, one);
+    }
+    // The generalist comes last: where topics are clear, it drafts for nobody.
+    this.experts = Object.keys(object(status.live_drafts)).sort((a, b) => (a === "general") - (b === "general"));
+    if (!this.experts.length) this.experts = [...this.traffic.topics()].sort();
+  }
+
+  draw() {
+    this.from = this.traffic.now - this.span();
+    this.drawTiles();
+    for (const topic of this.experts) this.drawTopic(topic);
+    this.drawSpeed();
+    byId("shares").replaceChildren(...this.shares());
+    byId("decisions").replaceChildren(this.decisionTable());
+    byId("trainer").replaceChildren(this.trainer());
+    byId("replay").replaceChildren(...this.replay());
+  }
+
+  // Charts begin where there is something to show.
+  span() {
+    const { first, now, keep } = this.traffic;
+    const seen = first === null ? 0 : now - first + this.traffic.bucket;
+    return Math.min(keep, Math.max(SHORTEST_S, seen));
+  }
+
+  drawTiles() {
+    const minute = this.traffic.total(60);
+    const online = this.traffic.total(60, (row) => armOf(row.draft) === "online");
+    const frozen = this.traffic.total(60, (row) => armOf(row.draft) === "frozen");
+    const board = object(this.status.board), trainer = object(this.status.trainer);
+    const seconds = 60 + this.traffic.bucket / 2; // the last bucket is half full, on average
+    const tiles = [
+      ["Tokens per second", count(minute.tokens / seconds), `${figure(minute.requests / seconds, 1)} answers per second`],
+      ["Acceptance", percent(acceptance(online)), `frozen twins ${percent(acceptance(frozen))}`],
+      ["Tokens per round", figure(acceptanceLength(online)), `frozen twins ${figure(acceptanceLength(frozen))}`],
+      ["Under way", count(board.running), `${count(board.waiting)} waiting, ${count(board.replicas)} at work`],
+      ["Trainer", trainerWords(trainer), waits(board) || (known(trainer.steps) ? `${count(trainer.steps)} steps of this draft` : ""), true],
+      ["New weights published", count(trainer.published), `${count(trainer.rejected)} turned down`],
+    ];
+    byId("tiles").replaceChildren(...tiles.map(([name, value, more, words]) => el("li", {},
+      el("p", { class: "name" }, name),
+      el("p", { class: words ? "value words" : "value" }, value),
+      el("p", { class: "more" }, more))));
+  }
+
+  card(topic) {
+    if (!this.cards.has(topic)) {
+      const head = el("header"), host = el("div", { class: "chart" });
+      byId("topics").append(el("article", { class: "card topic", "data-topic": topic }, head, host));
+      this.cards.set(topic, { head, chart: new LineChart(host) });
+    }
+    return this.cards.get(topic);
+  }
+
+  drawTopic(topic) {
+    const { head, chart } = this.card(topic);
+    const arm = (name) => (row) => row.topic === topic && armOf(row.draft) === name;
+    const [online, frozen] = ["online", "frozen"].map((name) => this.traffic.series(arm(name), WINDOW_S, acceptance));
+    const now = [online, frozen].map((points) => points.findLast(([, value]) => value !== null)?.[1]);
+    const weights = object(object(this.status.live_drafts)[topic]);
+    head.replaceChildren(
+      el("h2", {}, topic),
+      known(weights.stable) ? el("span", { class: "chip" }, `v${weights.stable}`) : "",
+      known(weights.candidate)
+        ? el("span", { class: "chip warn" }, `v${weights.candidate} on trial (${weights.canary_requests})`) : "",
+      el("span", { class: "rate" }, percent(now[0])),
+      known(now[1]) ? el("span", { class: "twin" }, `frozen ${percent(now[1])}`) : "",
+    );
+    chart.update({
+      label: `Acceptance of ${topic}: online ${percent(now[0])}, frozen ${percent(now[1])}`,
+      from: this.from, to: this.traffic.now, top: 1,
+      format: (value, exact) => (exact ? figure(value, 3) : percent(value).replace(" ", "")),
+      series: [
+        { name: "frozen", kind: "frozen", points: frozen },
+        { name: "online", kind: "online", points: online, area: true },
+      ],
+      marks: this.marks(topic),
+    });
+  }
+
+  marks(topic) {
+    const found = [];
+    for (const one of this.decisions.values()) {
+      if (one.topic !== topic) continue;
+      const word = outcome(one);
+      if (word === "canary") found.push({ at: one.time, kind: "trial", name: "" });
+      if (word === "published" || word === "promoted") found.push({ at: one.time, kind: "", name: `v${one.version}` });
+      if (word === "rolled_back") found.push({ at: one.time, kind: "back", name: `✕ v${one.version}` });
+    }
+    return found.sort((a, b) => a.at - b.at);
+  }
+
+  drawSpeed() {
+    const rate = (sum, seconds) => sum.tokens / seconds;
+    const points = this.traffic.series(() => true, 15, rate, false);
+    const most = Math.max(10, ...points.map(([, value]) => value));
+    const step = 10 ** Math.floor(Math.log10(most));
+    this.speed.update({
+      label: `Tokens per second, at most ${count(most)}`,
+      from: this.from, to: this.traffic.now, top: Math.ceil(most / step) * step,
+      format: (value) => count(value),
+      series: [{ name: "tokens per second", kind: "", points, area: true }],
+      marks: [],
+    });
+  }
+
+  shares() {
+    const table = this.traffic.shares();
+    if (!table.size) return [el("p", { class: "empty" }, "No requests yet. Send one from the playground.")];
+    return [...table].sort().map(([topic, drafts]) => {
+      const total = [...drafts.values()].reduce((a, b) => a + b, 0);
+      const parts = [...drafts].sort((a, b) => b[1] - a[1]).map(([draft, requests]) => (
+        { share: requests / total, kind: this.colour(draft), name: `${draft} ${percent(requests / total)}` }));
+      const words = parts.map(({ kind, name }) => el("span", { class: "part" }, el("span", { class: `swatch ${kind}` }), name));
+      return el("div", { class: "share" },
+        el("p", { class: "words" }, el("span", {}, `${topic} (${count(total)})`), el("span", {}, words)),
+        stackedBar(parts, `${topic}: ${parts.map(({ name }) => name).join(", ")}`),
+        this.measured(topic));
+    });
+  }
+
+  // What all experts would have had accepted of the same answers: the scorer's means.
+  measured(topic) {
+    const means = Object.entries(object(object(object(this.status.routing).acceptance)[topic]));
+    if (means.length < 2) return null;
+    const best = means.sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, mean]) => `${name} ${figure(mean)}`);
+    return el("p", { class: "note" }, `scored on the same answers: ${best.join(", ")}`);
+  }
+
+  colour(draft) {
+    const expert = draft.split("@")[0];
+    return expert === "general" ? "e0" : `e${1 + (Math.max(0, this.experts.indexOf(expert)) % 7)}`;
+  }
+
+  decisionTable() {
+    const rows = [...this.decisions.values()].sort((a, b) => b.time - a.time).slice(0, DECISIONS);
+    if (!rows.length) return el("p", { class: "empty" }, "None yet: the trainer learns while serving is idle, and the gate judges what it has learnt.");
+    const names = ["time", "topic", "decision", "version", "before", "after", "on what"];
+    return el("table", {},
+      el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col" }, name)))),
+      el("tbody", {}, rows.map((one) => decisionRow(one))));
+  }
+
+  trainer() {
+    const trainer = object(this.status.trainer), board = object(this.status.board);
+    if (!this.status.trainer) return el("p", { class: "empty" }, "Training is off.");
+    if (trainer.error) return el("p", { class: "empty" }, "The trainer does not answer; it is started again by itself.");
+    const granted = board.asked ? percent(board.granted / board.asked) : "–";
+    return facts([
+      ["now", trainerWords(trainer)],
+      ["leave to train", waits(board) || "given"],
+      ["asked, and given", `${count(board.asked)}, ${granted}`],
+      ["time spent training", known(trainer.training_s) ? `${count(trainer.training_s)} s` : "–"],
+      ["loss", figure(trainer.loss, 3)],
+      ["rounds that failed", count(trainer.failures)],
+    ]);
+  }
+
+  replay() {
+    const shards = Object.entries(object(this.status.shards));
+    const most = Math.max(1, ...shards.map(([, own]) => (own.records_train ?? 0) + (own.records_held_out ?? 0)));
+    return shards.map(([topic, own]) => {
+      if (own.error) return el("p", { class: "share" }, `${topic}: does not answer`);
+      const parts = [
+        { share: own.records_train / most, kind: "e1", name: "to learn from" },
+        { share: own.records_held_out / most, kind: "e2", name: "held out" },
+      ];
+      const words = `${count(own.records_train)} + ${count(own.records_held_out)} held out, ${bytes(own.bytes)}`;
+      return el("div", { class: "share" },
+        el("p", { class: "words" }, el("span", {}, topic), el("span", {}, words)),
+        stackedBar(parts, `${topic}: ${words}`));
+    });
+  }
+}
+
+function list(value) {
+  return Array.isArray(value) ? value : [];
+}
+
+// A part that does not answer says {"error": why}; then it has no figures.
+function object(value) {
+  return value && typeof value === "object" ? value : {};
+}
+
+function trainerWords(trainer) {
+  if (trainer.error) return "does not answer";
+  if (!trainer.state) return "off";
+  return trainer.topic && ["training", "evaluating"].includes(trainer.state) ? `${trainer.state} ${trainer.topic}` : trainer.state;
+}
+
+// Why the trainer may not train just now.
+function waits(board) {
+  if (!known(board.asked)) return "";
+  return board.paused ? "paused" : board.may_train ? "" : "withheld: serving is busy";
+}
+
+// `published` is said of what all requests get, `canary` of what is on trial first.
+function outcome(one) {
+  return one.outcome === "published" && one.canary ? "canary" : one.outcome;
+}
+
+const WORDS = {
+  canary: ["on trial", "warn"], published: ["published", "good"], promoted: ["promoted", "good"],
+  rolled_back: ["rolled back", "bad"], rejected: ["turned down", ""], refused: ["refused", "bad"], drift: ["drift", "warn"],
+};
+
+function decisionRow(one) {
+  const [word, kind] = WORDS[outcome(one)] ?? [String(one.outcome), ""];
+  const [before, after] = acceptances(one);
+  return el("tr", {},
+    el("td", {}, clock(one.time)), el("td", {}, one.topic),
+    el("td", {}, el("span", { class: `chip ${kind}` }, word)),
+    el("td", {}, known(one.version) ? String(one.version) : "–"),
+    el("td", {}, figure(before, 3)), el("td", {}, figure(after, 3)),
+    el("td", { class: "why" }, evidence(one)));
+}
+
+function acceptances(one) {
+  const pairs = [["stable_acceptance", "canary_acceptance"], ["acceptance_before", "acceptance"],
+    ["acceptance_slow", "acceptance_fast"]];
+  const [before, after] = pairs.find((names) => names.some((name) => name in one))
+    ?? ["served_expected_acceptance", "candidate_expected_acceptance"];
+  return [one[before], one[after]];
+}
+
+function evidence(one) {
+  const parts = [];
+  if (known(one.gain_lower_bound)) parts.push(`gain at least ${figure(one.gain_lower_bound, 3)}`);
+  if (known(one.records)) parts.push(`${one.records} held-out records`);
+  if (known(one.canary_requests)) parts.push(`${one.canary_requests} requests against ${one.stable_requests}`);
+  if (known(one.restored_from)) parts.push(`weights of version ${one.restored_from}`);
+  if (one.reason && one.reason !== "better") parts.push(one.reason);
+  return parts.join(", ");
+}

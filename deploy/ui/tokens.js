@@ -1,0 +1,110 @@
+// An answer as it comes, every token in the colour of its origin.
+
+import { byId, el, figure, placeTip } from "./dom.js";
+
+const WORDS = {
+  accepted: "accepted: drafted, and kept",
+  recovered: "recovered: the target's own, a draft token was rejected",
+  bonus: "bonus: the target's own, all drafted tokens were accepted",
+  plain: "plain: nothing was drafted in this round",
+};
+
+export class TokenText {
+  constructor(host) {
+    this.host = host;
+    this.clear();
+    host.addEventListener("pointerover", (event) => this.point(event.target));
+    host.addEventListener("click", (event) => this.point(event.target));
+    host.addEventListener("pointerleave", () => this.leave());
+    host.addEventListener("blur", () => this.leave());
+    host.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  clear() {
+    this.characters = []; // code points: the server counts offsets in them
+    this.entries = [];
+    this.spans = [];
+    this.at = -1;
+    this.host.replaceChildren();
+  }
+
+  get text() {
+    return this.characters.join("");
+  }
+
+  add(text, entries) {
+    this.characters.push(...text);
+    const first = Math.max(0, this.entries.length - 1);
+    for (const entry of entries) {
+      const span = el("span", { class: `tok ${entry.origin}` });
+      this.entries.push(entry);
+      this.spans.push(span);
+      this.host.append(span);
+    }
+    for (let i = first; i < this.entries.length; i++) this.write(i);
+  }
+
+  // A token reaches to where the next one begins; the last one's text may still grow.
+  write(i) {
+    const end = this.entries[i + 1]?.text_offset ?? this.characters.length;
+    const text = this.characters.slice(this.entries[i].text_offset, end).join("");
+    this.spans[i].textContent = text;
+    this.spans[i].classList.toggle("newline", /^\n/.test(text));
+  }
+
+  // Mark the token that ended the answer without a text of its own.
+  finish() {
+    const last = this.spans.at(-1);
+    if (last && !last.textContent) last.classList.add("end");
+  }
+
+  counts() {
+    const counts = { accepted: 0, recovered: 0, bonus: 0, plain: 0 };
+    for (const { origin } of this.entries) counts[origin] += 1;
+    return counts;
+  }
+
+  point(target) {
+    const i = this.spans.indexOf(target);
+    if (i >= 0) this.show(i);
+  }
+
+  key(event) {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    if (event.key === "Escape") this.leave();
+    if (!step || !this.spans.length) return;
+    event.preventDefault();
+    this.show(Math.min(Math.max(this.at + step, 0), this.spans.length - 1));
+  }
+
+  show(i) {
+    this.leave();
+    this.at = i;
+    this.spans[i].classList.add("here");
+    byId("tip").replaceChildren(...describe(this.entries[i]));
+    placeTip(byId("tip"), this.spans[i].getBoundingClientRect());
+  }
+
+  leave() {
+    this.spans[this.at]?.classList.remove("here");
+    byId("tip").hidden = true;
+  }
+}
+
+function visible(text) {
+  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(nothing)";
+}
+
+function describe(entry) {
+  const rows = [];
+  if (entry.draft !== null) rows.push(["draft", `${entry.draft}, version ${entry.weight_version}`]);
+  if (entry.acceptance_probability !== null) {
+    rows.push(["accepted with probability", figure(entry.acceptance_probability, 3)]);
+  }
+  rows.push(["target's probability", figure(entry.target_probability, 3)]);
+  return [
+    el("strong", {}, el("code", {}, visible(entry.token)), " ", WORDS[entry.origin]),
+    entry.rejected_token === null ? "" : el("span", {}, "instead of ", el("code", {}, visible(entry.rejected_token))),
+    el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+  ];
+}

@@ -1,0 +1,114 @@
+// What went through the server: every replica of the front door tells its own part, they are added up.
+
+const COUNTS = ["requests", "tokens", "rounds", "drafted", "accepted"];
+
+export function armOf(draft) {
+  if (draft === "off") return "plain";
+  return draft.endsWith("@0") ? "frozen" : "online";
+}
+
+function nothing() {
+  return { requests: 0, tokens: 0, rounds: 0, drafted: 0, accepted: 0 };
+}
+
+function add(sum, row) {
+  for (const name of COUNTS) sum[name] += row[name];
+}
+
+export function acceptance(sum) {
+  return sum.drafted ? sum.accepted / sum.drafted : null;
+}
+
+export function acceptanceLength(sum) {
+  return sum.rounds ? 1 + sum.accepted / sum.rounds : null;
+}
+
+export class Traffic {
+  constructor() {
+    this.replicas = new Map();
+    this.now = 0;
+    this.bucket = 5;
+    this.keep = 900;
+    this.first = null;
+  }
+
+  // Take the view of one replica; a whole one replaces what it said before, a part adds to it.
+  merge(view, whole) {
+    this.now = view.now;
+    this.bucket = view.bucket_s;
+    this.keep = view.keep_s;
+    const rows = whole ? new Map() : (this.replicas.get(view.replica) ?? new Map());
+    for (const values of view.rows) {
+      const row = Object.fromEntries(view.columns.map((name, i) => [name, values[i]]));
+      rows.set(`${row.at}|${row.topic}|${row.draft}`, row);
+    }
+    this.replicas.set(view.replica, rows);
+    this.forget();
+  }
+
+  forget() {
+    const oldest = this.now - this.keep;
+    this.first = null;
+    for (const [replica, rows] of this.replicas) {
+      for (const [key, row] of rows) {
+        if (row.at + this.bucket < oldest) rows.delete(key);
+        else this.first = this.first === null ? row.at : Math.min(this.first, row.at);
+      }
+      if (!rows.size) this.replicas.delete(replica);
+    }
+  }
+
+  *rows() {
+    for (const rows of this.replicas.values()) yield* rows.values();
+  }
+
+  topics() {
+    return new Set([...this.rows()].map((row) => row.topic));
+  }
+
+  // Sums over the last seconds of the rows that fit.
+  total(seconds, fits = () => true) {
+    const sum = nothing();
+    for (const row of this.rows()) if (row.at > this.now - seconds - this.bucket && fits(row)) add(sum, row);
+    return sum;
+  }
+
+  // Sums per bucket, those that nothing fell into included.
+  buckets(fits) {
+    const sums = new Map();
+    for (const row of this.rows()) {
+      if (!fits(row)) continue;
+      if (!sums.has(row.at)) sums.set(row.at, nothing());
+      add(sums.get(row.at), row);
+    }
+    const from = Math.ceil((this.now - this.keep) / this.bucket) * this.bucket;
+    const found = [];
+    for (let at = from; at <= this.now; at += this.bucket) found.push([at, sums.get(at) ?? nothing()]);
+    return found;
+  }
+
+  // [time, value] of a figure over a window that moves by a bucket; null where it says nothing.
+  // The last bucket is still filling: its own rate would read low, its ratio does not.
+  series(fits, seconds, value, withLast = true) {
+    const buckets = this.buckets(fits);
+    if (!withLast) buckets.pop();
+    const width = Math.max(1, Math.round(seconds / this.bucket));
+    return buckets.map(([at], i) => {
+      const sum = nothing();
+      for (const [, part] of buckets.slice(Math.max(0, i + 1 - width), i + 1)) add(sum, part);
+      return [Math.min(at + this.bucket, this.now), value(sum, width * this.bucket)];
+    });
+  }
+
+  // Requests by topic and the expert that drafted, of those that the server itself drafts for.
+  shares() {
+    const table = new Map();
+    for (const row of this.rows()) {
+      if (armOf(row.draft) !== "online" || !row.requests) continue;
+      const own = table.get(row.topic) ?? new Map();
+      own.set(row.draft, (own.get(row.draft) ?? 0) + row.requests);
+      table.set(row.topic, own);
+    }
+    return table;
+  }
+}
