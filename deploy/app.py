@@ -301,7 +301,7 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=actor_options(config.placement.ingress),
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=config.ingress.drain_s,
         graceful_shutdown_wait_loop_s=0.2,
     )(serve.ingress()(Ingress))
 

@@ -196,7 +196,7 @@ def test_a_host_dies_under_load_and_no_request_is_lost(
     def recovered() -> bool:
         now = status(cluster)
         shards, versions = now["shards"], now["weight_versions"]
-        records = shards.get("sql", {}).get("train", 0)
+        records = shards.get("sql", {}).get("records_train", 0)
         return versions.get("sql", -1) >= version and records > 0 and "error" not in now["trainer"]
 
     asyncio.run(until(recovered, "versions and replay from the storage", 240))
