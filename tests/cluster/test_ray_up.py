@@ -213,6 +213,23 @@ def test_the_host_comes_back_and_ray_with_it(cluster: Launched, plain: list[Any]
     assert answers(replies) == plain
 
 
+def test_a_host_that_is_to_go_drains_and_no_request_is_lost(
+    cluster: Launched, plain: list[Any]
+) -> None:
+    leaving = cluster.others[0]
+    script = ROOT / "cluster" / "kubernetes" / "drain.sh"
+
+    async def load() -> list[Reply]:
+        running = Load(cluster.url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE)
+        replies = asyncio.create_task(running.run())
+        await until(lambda: running.begun >= AT_ONCE // 2, "the first tokens", 120)
+        await asyncio.to_thread(cluster.on, leaving, f"bash {script} 20")
+        return await replies
+
+    assert answers(asyncio.run(load())) == plain
+    assert on_host(leaving, "target") == 0
+
+
 def test_ray_down_leaves_nothing(cluster: Launched) -> None:
     cluster.down()
 
