@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from hosts import RESOURCES, ROOT, Host, Hosts
 
 TOKEN = "not-a-secret-" + "0" * 32
@@ -100,4 +99,6 @@ class Launched:
             text=True,
             timeout=timeout_s,
         )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+        assert done.returncode == 0, (
+            f"{' '.join(command)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+        )

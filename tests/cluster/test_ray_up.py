@@ -42,7 +42,15 @@ RESOURCES = {
     "east": {"serving": 1, "training": 1},
     "west": {"serving": 1, "training": 1},
 }
-PARTS = {"ingress": 1, "target": 2, "expert": 2, "registry": 1, "board": 1, "shard": 2, "trainer": 1}
+PARTS = {
+    "ingress": 1,
+    "target": 2,
+    "expert": 2,
+    "registry": 1,
+    "board": 1,
+    "shard": 2,
+    "trainer": 1,
+}
 REQUESTS, AT_ONCE, MAX_TOKENS = 16, 8, 48
 
 
