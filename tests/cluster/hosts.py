@@ -44,7 +44,8 @@ def missing() -> str | None:
         return "hosts need root, to make namespaces"
     absent = [tool for tool in NEEDED if shutil.which(tool, path=_SEARCH) is None]
     if absent:
-        return f"hosts need {', '.join(absent)} (Debian: apt-get install iproute2 openssh-server rsync)"
+        packages = "iproute2 openssh-server rsync"
+        return f"hosts need {', '.join(absent)} (Debian: apt-get install {packages})"
     try:
         _run("unshare", "--mount", "--pid", "--fork", "--uts", "--net", "true")
     except subprocess.CalledProcessError as error:
@@ -161,19 +162,8 @@ class Hosts:
     def _wire(self, host: Host) -> None:
         inside = ("ip", "-n", host.space)
         _run("ip", "netns", "add", host.space)
-        _run(
-            "ip",
-            "link",
-            "add",
-            host.link,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            host.space,
-        )
+        ends = ("type", "veth", "peer", "name", "eth0", "netns", host.space)
+        _run("ip", "link", "add", host.link, *ends)
         _run("ip", "link", "set", host.link, "master", self._mark, "up")
         _run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         _run(*inside, "link", "set", "lo", "up")

@@ -1,4 +1,4 @@
-"""The files for `ray up` and Kubernetes: by the schemas of those who read them, and by each other."""
+"""The files for `ray up` and Kubernetes, by their readers' schemas and by each other."""
 
 from __future__ import annotations
 
