@@ -143,14 +143,14 @@ class Hosts:
             self.switch_on(host)
 
     def _furnish(self, host: Host, resources: Mapping[str, float]) -> None:
-        host.folder.mkdir()
+        (host.folder / "root").mkdir(parents=True)
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "host_key"))
         exports = [f"export {name}='{value}'" for name, value in self._environment.items()]
         files = {
             "sshd_config": _SSHD,
             "authorized_keys": self.key.with_suffix(".pub").read_text(),
             "profile.sh": "\n".join([*exports, f"export PATH={sys.prefix}/bin:$PATH", ""]),
-            "bashrc": "",
+            "root/.bashrc": "",
             "hosts": "127.0.0.1 localhost\n"
             + "".join(f"{other.address} {other.name}\n" for other in self.hosts),
             "resolv.conf": "nameserver 127.0.0.1\n",
