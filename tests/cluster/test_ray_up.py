@@ -232,11 +232,12 @@ def test_a_host_that_is_to_go_drains_and_no_request_is_lost(
         running = Load(cluster.url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE)
         replies = asyncio.create_task(running.run())
         await until(lambda: running.begun >= AT_ONCE // 2, "the first tokens", 120)
-        await asyncio.to_thread(cluster.on, leaving, f"bash {script} 20")
+        said = await asyncio.to_thread(cluster.on, leaving, f"bash {script} 20 2>&1")
+        assert on_host(leaving, "target") == on_host(leaving, "proxy") == 0, said
         return await replies
 
+    assert on_host(leaving, "target") == 1
     assert answers(asyncio.run(load())) == plain
-    assert on_host(leaving, "target") == 0
 
 
 def test_ray_down_leaves_nothing(cluster: Launched) -> None:
