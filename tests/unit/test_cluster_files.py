@@ -145,14 +145,17 @@ def test_pods_have_what_the_application_asks_for(name: str) -> None:
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_pods_carry_secrets_storage_and_environment(name: str) -> None:
     claim = manifests(name)["PersistentVolumeClaim"]["metadata"]["name"]
+    cluster = manifests(name)["RayService"]["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    operators = {"RAY_AUTH_MODE"}  # and the token: set by it, from a secret of its own
     for kind, group in groups(name):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         given = {variable["name"]: variable for variable in container["env"]}
         plain = {key: given[key].get("value") for key in given if "value" in given[key]}
-        assert plain == ENVIRONMENT, kind
+        assert plain == {k: v for k, v in ENVIRONMENT.items() if k not in operators}, kind
         secrets = {key for key in given if "secretKeyRef" in given[key].get("valueFrom", {})}
-        assert secrets == {"RAY_AUTH_TOKEN", "PACELINE_API_KEYS"}
+        assert secrets == {"PACELINE_API_KEYS"}
         assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
         assert container["volumeMounts"][0]["mountPath"] == "/srv/paceline"
         assert pod["securityContext"]["runAsNonRoot"]
