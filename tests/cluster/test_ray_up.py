@@ -201,6 +201,7 @@ def test_a_host_dies_under_load_and_no_request_is_lost(
 
     assert answers(asyncio.run(load())) == plain
     assert not lost.processes
+    assert status(cluster)["failover"]["resumed"] > before["failover"]["resumed"]
 
     def recovered() -> bool:
         now = status(cluster)
