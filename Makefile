@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routing
-#   make bench-routes | bench-traffic
+#   make bench-routes | bench-traffic | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -27,7 +27,7 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
-	test test-full check format links clean
+	test test-full test-cluster check format links clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -150,6 +150,11 @@ test-full: check
 	$(PY) -m pytest tests/unit tests/property
 	$(PY) -m pytest tests/serve
 	$(PY) -m pytest tests/distributed
+
+# Three hosts of this machine's own, `ray up` and the death of one: root, and Debian's iproute2,
+# openssh-server and rsync. Some ten minutes.
+test-cluster: setup links
+	$(PY) -m pytest -v tests/cluster $(ARGS)
 
 clean:
 	rm -rf $(VENV) .typing .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -27,6 +27,7 @@ from paceline.deploy.failover import FailoverPolicy
 from paceline.deploy.ingress import IngressSettings
 from paceline.deploy.keeper import TopicKeeper, refusal
 from paceline.deploy.monitoring.front import MeteredIngress
+from paceline.deploy.placement import actor_options
 from paceline.deploy.preflight import check
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
@@ -202,7 +203,8 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
     )
     router = None
     if config.router.enabled:
-        router = _router().bind(str(config.router_path), config.router.num_threads, actors.registry)
+        path, threads = str(config.router_path), config.router.num_threads
+        router = _router(config).bind(path, threads, actors.registry)
     settings = IngressSettings(
         model_name=config.model_name,
         model_path=str(config.target_path),
@@ -220,7 +222,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         trial_share=config.training.trial_share,
         topics=TopicRules(
             mutable=config.topics.mutable,
-            refusal=refusal(config),
+            refusal=no_topics or refusal(config),
             min_confidence=config.router.min_confidence,
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
@@ -273,13 +275,9 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
     )
 
 
-def _actor_options(num_gpus: float = 0) -> dict[str, Any]:
-    """Actor options of a replica; CPU shares are the idle rule's business, not Ray's.
-
-    Every process has one thread for numerics from its environment; target, router and trainer
-    set their own number, which saves a runtime_env and with it a second start of each worker.
-    """
-    return {"num_cpus": 0, "num_gpus": num_gpus}
+# CPU shares are the idle rule's business, not Ray's, where nobody books them. Every process has
+# one thread for numerics from its environment; target, router and trainer set their own number,
+# which saves a runtime_env and with it a second start of each worker.
 
 
 def _target(config: PacelineConfig) -> serve.Deployment:
@@ -287,7 +285,7 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         name="target",
         num_replicas=config.target.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=_actor_options(_gpu_share(config)),
+        ray_actor_options=actor_options(config.placement.target, _gpu_share(config)),
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
@@ -298,6 +296,8 @@ def _target(config: PacelineConfig) -> serve.Deployment:
 
 def _gpu_share(config: PacelineConfig) -> float:
     """GPUs of one target replica: a whole one less what the trainer and a pool's experts take."""
+    if "GPU" in config.placement.target:
+        return config.placement.target["GPU"]
     gpus = float(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or config.target.device == "cpu":
         return 0
@@ -312,11 +312,11 @@ def _gpu_share(config: PacelineConfig) -> float:
     return int(share) if share >= 1 else int(share * 100) / 100
 
 
-def _router() -> serve.Deployment:
+def _router(config: PacelineConfig) -> serve.Deployment:
     return serve.deployment(
         name="router",
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=_actor_options(),
+        ray_actor_options=actor_options(config.placement.router),
         health_check_period_s=5,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=1,
@@ -329,8 +329,8 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=_actor_options(),
-        graceful_shutdown_timeout_s=5,
+        ray_actor_options=actor_options(config.placement.ingress),
+        graceful_shutdown_timeout_s=config.ingress.drain_s,
         graceful_shutdown_wait_loop_s=0.2,
     )(serve.ingress()(MeteredIngress))
 

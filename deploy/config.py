@@ -11,6 +11,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from paceline.deploy.errors import ConfigError
+from paceline.deploy.placement import PlacementConfig, WeightsConfig
 from paceline.deploy.sections import (
     EMBEDDED,
     AuthConfig,
@@ -47,6 +48,8 @@ class PacelineConfig(Section):
     auth: AuthConfig = Field(default_factory=AuthConfig)
     ui: UiConfig = Field(default_factory=UiConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
     @property
     def target_path(self) -> Path:
@@ -69,8 +72,9 @@ class PacelineConfig(Section):
     @property
     def state_path(self) -> Path:
         """Where weight versions and gate decisions outlive a restart."""
-        if self.state_dir is not None:
-            return Path(self.state_dir).expanduser().absolute()
+        chosen = self.weights.storage or self.state_dir
+        if chosen is not None:
+            return Path(chosen).expanduser().absolute()
         home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(home).expanduser() / "paceline"
 

@@ -10,6 +10,7 @@ from ray import serve
 from paceline.actors.decoding.pool.settings import ExpertSettings
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.deploy.config import PacelineConfig
+from paceline.deploy.placement import actor_options
 
 _PREFIX = "expert-"
 # By name: the driver then need not import torch and transformers.
@@ -65,7 +66,7 @@ def _deployment(config: PacelineConfig, expert: str) -> serve.Deployment:
         name=deployment_name(expert),
         num_replicas=config.drafts.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options={"num_cpus": 0, "num_gpus": config.drafts.num_gpus},
+        ray_actor_options=actor_options(config.placement.experts, config.drafts.num_gpus),
         # A lease ends only with its target: there is nothing to wait for.
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,

@@ -5,8 +5,9 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,6 +18,8 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.fingerprint import fingerprints
+from paceline.cluster.named import NamedActor
+from paceline.cluster.session import NAMESPACE
 from paceline.deploy.added import with_added
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
@@ -24,6 +27,7 @@ from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
 from paceline.deploy.monitoring.sink import RaySink
+from paceline.deploy.placement import actor_options
 from paceline.deploy.ranks import hiring, node_address
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
@@ -31,8 +35,7 @@ from paceline.deploy.status import LearningActors
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
 
-_PREFIX, _SHARD = "paceline-", "shard-"
-_REGISTRY, _BOARD, _TRAINER = "registry", "board", "trainer"
+_REGISTRY, _BOARD, _TRAINER = "paceline-registry", "paceline-board", "paceline-trainer"
 _TRAINER_GPU_SHARE = 0.25
 _MEBIBYTE = 2**20
 _HOUR_S = 3600.0
@@ -44,16 +47,36 @@ def start_actors(config: PacelineConfig) -> LearningActors:
     Args:
         config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
     """
-    shards = {expert: start_shard(config, expert) for expert in config.drafts.experts}
-    registry = _registry(config)
-    board = _named(MeteredBoard, _BOARD).remote(
-        config.training.idle_after_s, occupied_above=occupied_above(config, os.cpu_count() or 1)
-    )
-    trainer = _trainer(config) if config.training.enabled else None
+    actors = {name: make() for name, make in makers(config).items()}
+    return _gathered(config, actors.__getitem__)
+
+
+def named_actors(config: PacelineConfig) -> LearningActors:
+    """The same actors by their names, for processes that have not started them."""
+    return _gathered(config, NamedActor)
+
+
+def makers(config: PacelineConfig) -> dict[str, Callable[[], Any]]:
+    """Name to what starts that actor and returns its handle, in the order of their needs.
+
+    Args:
+        config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
+    """
+    found: dict[str, Callable[[], Any]] = {
+        _shard_name(expert): partial(start_shard, config, expert) for expert in config.drafts.experts
+    }
+    found |= {_REGISTRY: partial(_registry, config), _BOARD: partial(_board, config)}
+    if config.training.enabled:
+        found[_TRAINER] = partial(_trainer, config)
+    return found
+
+
+def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningActors:
+    trainer = actor(_TRAINER) if config.training.enabled else None
     return LearningActors(
-        shards=shards,
-        registry=registry,
-        board=board,
+        shards={expert: actor(_shard_name(expert)) for expert in config.drafts.experts},
+        registry=actor(_REGISTRY),
+        board=actor(_BOARD),
         trainer=trainer,
         scorer=trainer if scores_experts(config) else None,
     )
@@ -64,8 +87,10 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
 
     Args:
         config: see PacelineConfig.
-        cores: of this machine.
+        cores: of this machine; they do not matter to a trainer on a host of its own.
     """
+    if config.placement.trainer_is_apart:
+        return int(config.training.max_occupancy * config.target.max_num_seqs)
     threads = config.target.num_threads or default_threads(cores)
     serving = threads * config.target.num_replicas
     serving += config.drafts.pool_processes * config.drafts.num_threads
@@ -100,14 +125,14 @@ def stop_actors(actors: LearningActors) -> None:
             ray.kill(actor, no_restart=True)
 
 
-def _named(cls: type, name: str, num_gpus: float = 0) -> Any:
+def _named(cls: type, name: str, options: Mapping[str, Any]) -> Any:
     """The class as an actor that is restarted for ever and whose calls are never repeated."""
-    return ray.remote(
-        num_cpus=0,
-        num_gpus=num_gpus,
-        max_restarts=-1,
-        max_task_retries=0,
-    )(cls).options(name=_PREFIX + name)
+    actor = ray.remote(**options, max_restarts=-1, max_task_retries=0)(cls)
+    return actor.options(name=name, namespace=NAMESPACE)
+
+
+def _shard_name(expert: str) -> str:
+    return "paceline-shard-" + expert
 
 
 def replay_settings(config: PacelineConfig) -> ReplaySettings:
@@ -129,14 +154,22 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
         expert: the topic.
     """
     folder = str(config.state_path / "replay") if config.replay.persist else None
-    return _named(MeteredShard, _SHARD + expert).remote(expert, replay_settings(config), folder)
+    shard = _named(MeteredShard, _shard_name(expert), actor_options(config.placement.learning))
+    return shard.remote(expert, replay_settings(config), folder)
+
+
+def _board(config: PacelineConfig) -> Any:
+    board = _named(MeteredBoard, _BOARD, actor_options(config.placement.learning))
+    occupied = occupied_above(config, os.cpu_count() or 1)
+    return board.remote(config.training.idle_after_s, occupied_above=occupied)
 
 
 def _registry(config: PacelineConfig) -> Any:
     from paceline.actors.weights.canary import CanarySettings
     from paceline.deploy.monitoring.registry import MeteredRegistry  # imports torch
 
-    return _named(MeteredRegistry, _REGISTRY).remote(
+    registry = _named(MeteredRegistry, _REGISTRY, actor_options(config.placement.learning))
+    return registry.remote(
         directory=str(config.state_path / WEIGHTS_FOLDER),
         topics=config.drafts.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
@@ -147,8 +180,8 @@ def _registry(config: PacelineConfig) -> Any:
 
 
 def _trainer(config: PacelineConfig) -> Any:
-    actor = _named(TrainerActor, _TRAINER, num_gpus=trainer_gpus(config))
-    return actor.remote(config)
+    options = actor_options(config.placement.trainer, trainer_gpus(config))
+    return _named(TrainerActor, _TRAINER, options).remote(config)
 
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
@@ -181,18 +214,17 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
 class TrainerActor(Trainer):
     """The trainer, and beside it the scorer, which needs the same libraries in memory.
 
-    It looks the others up by name whenever Ray starts it.
-
-    Handles among its arguments would be objects that a restart may not find again, and Ray
-    warns of it.
+    It looks the others up by name whenever Ray starts it, and again now and then: handles among
+    its arguments would be objects that a restart may not find, and Ray warns of it.
     """
 
     def __init__(self, config: PacelineConfig) -> None:
         """See Trainer."""
-        experts = config.drafts.experts
-        shards = {expert: ray.get_actor(_PREFIX + _SHARD + expert) for expert in experts}
+        shards = {name: NamedActor(_shard_name(name)) for name in config.drafts.experts}
+        registry, board = NamedActor(_REGISTRY), NamedActor(_BOARD)
+        for actor in (*shards.values(), registry, board):
+            actor.find()  # without them there is nothing to learn from or for
         config = with_added(config)  # since the first start; their shards are told of by others
-        registry, board = (ray.get_actor(_PREFIX + name) for name in (_REGISTRY, _BOARD))
         # Importing torch takes seconds of a core that the replicas, starting now too, need more.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
@@ -222,7 +254,10 @@ class TrainerActor(Trainer):
 
 def trainer_gpus(config: PacelineConfig) -> float:
     """The part of a GPU that the trainer takes from the target, 0 where there is none."""
-    return _TRAINER_GPU_SHARE if _has_gpu(config) and config.training.enabled else 0.0
+    if not config.training.enabled:
+        return 0.0
+    reckoned = _TRAINER_GPU_SHARE if _has_gpu(config) else 0.0
+    return config.placement.trainer.get("GPU", reckoned)
 
 
 def rank_gpus(config: PacelineConfig) -> int:
@@ -231,4 +266,6 @@ def rank_gpus(config: PacelineConfig) -> int:
 
 
 def _has_gpu(config: PacelineConfig) -> bool:
+    if "GPU" in config.placement.trainer:
+        return config.placement.trainer["GPU"] > 0
     return ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"

@@ -29,6 +29,20 @@ def check(config: PacelineConfig) -> None:
     Raises:
         ConfigError: one line that says what is wrong.
     """
+    check_parts(config)
+    _check_device(config.target.device)
+    _check_pool(config)
+    _check_training(config)
+    _check_state(config.state_path)
+    _check_port(config.host, config.port)
+
+
+def check_parts(config: PacelineConfig) -> None:
+    """Refuse models that do not fit together, on whichever host; the device is not looked at.
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+    """
     try:
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
         known = set(router_labels(config))
@@ -42,11 +56,6 @@ def check(config: PacelineConfig) -> None:
             "router.enabled to false"
         )
     _check_memory(config)
-    _check_device(config.target.device)
-    _check_pool(config)
-    _check_training(config)
-    _check_state(config.state_path)
-    _check_port(config.host, config.port)
 
 
 def warnings(config: PacelineConfig) -> list[str]:

@@ -256,9 +256,14 @@ class TopicsConfig(Section):
 
 
 class IngressConfig(Section):
-    """The front door; the death of a replica breaks the connections that it holds."""
+    """The front door; the death of a replica breaks the connections that it holds.
+
+    One that Serve ends, for another configuration or a host that is to go, has ``drain_s`` for
+    what it has begun.
+    """
 
     num_replicas: Count = 1
+    drain_s: Seconds = 5.0
 
 
 class AuthConfig(Section):

@@ -15,7 +15,8 @@ _DECISIONS = 20
 class LearningActors:
     """Handles of the actors that learn; each may be dead at any moment, or None.
 
-    ``scorer`` compares experts, and lives in the trainer's process.
+    ``scorer`` compares experts, and lives in the trainer's process. ``steward`` is the Serve
+    handle of what keeps them all on a cluster.
     """
 
     shards: Mapping[str, Any]
@@ -23,32 +24,35 @@ class LearningActors:
     board: Any
     trainer: Any
     scorer: Any = None
+    steward: Any = None
 
 
-async def _ask(answer: Awaitable[Any]) -> Any:
+async def _ask(actor: Any, method: str, *arguments: Any) -> Any:
     """An actor's answer, or ``{"error": why}``: status never fails over a dead part."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await answer
+            return await getattr(actor, method).remote(*arguments)
     except Exception as error:
         return {"error": type(error).__name__}
 
 
 async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
     """Target, weight versions, last gate decisions, trainer, routing, load board and shards."""
-    asked: dict[str, Awaitable[Any]] = {"target": target.describe.remote()}
+    asked: dict[str, Awaitable[Any]] = {"target": _ask(target, "describe")}
     if actors.registry is not None:
-        asked["weight_versions"] = actors.registry.current.remote()
-        asked["live_drafts"] = actors.registry.live.remote()
-        asked["decisions"] = actors.registry.history.remote(None)
+        asked["weight_versions"] = _ask(actors.registry, "current")
+        asked["live_drafts"] = _ask(actors.registry, "live")
+        asked["decisions"] = _ask(actors.registry, "history", None)
     if actors.trainer is not None:
-        asked["trainer"] = actors.trainer.status.remote()
+        asked["trainer"] = _ask(actors.trainer, "status")
     if actors.scorer is not None:
-        asked["routing"] = actors.scorer.table.remote()
+        asked["routing"] = _ask(actors.scorer, "table")
     if actors.board is not None:
-        asked["board"] = actors.board.snapshot.remote()
-    shards = {topic: shard.stats.remote() for topic, shard in actors.shards.items()}
-    answers = await asyncio.gather(*(_ask(a) for a in [*asked.values(), *shards.values()]))
+        asked["board"] = _ask(actors.board, "snapshot")
+    if actors.steward is not None:
+        asked["steward"] = _ask(actors.steward, "describe")
+    shards = {topic: _ask(shard, "stats") for topic, shard in actors.shards.items()}
+    answers = await asyncio.gather(*asked.values(), *shards.values())
     status = dict(zip(asked, answers, strict=False))
     if isinstance(status.get("decisions"), list):
         status["decisions"] = status["decisions"][-_DECISIONS:]

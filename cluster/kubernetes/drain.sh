@@ -1,0 +1,13 @@
+#!/bin/bash
+# The preStop of a pod (or what to run on a host that is to go): Serve starts the replicas of this
+# node elsewhere and ends those here when they have answered; then Ray ends.
+#   drain.sh [SECONDS]   at most so long, 90 where nothing is said
+seconds=${1:-90}
+ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "this host is to go" \
+  --deadline-remaining-seconds "$seconds" || exit 0
+end=$((SECONDS + seconds))
+while pgrep -f '^ray::ServeReplica:' > /dev/null && [ "$SECONDS" -lt "$end" ]; do
+  sleep 1
+done
+sleep 5 # for what the proxy is still sending
+ray stop --grace-period 20

@@ -1,0 +1,69 @@
+"""The application on a Ray cluster that runs already: what ``serve deploy`` builds.
+
+No ``from __future__ import annotations`` here: Serve reads the annotations of what it calls.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from paceline.deploy.app import build_app
+from paceline.deploy.config import PacelineConfig
+from paceline.deploy.errors import ConfigError
+from paceline.deploy.learning import named_actors
+from paceline.deploy.placement import actor_options
+from paceline.deploy.preflight import check_parts
+from paceline.deploy.steward import Steward
+
+_RECKONED = ("target", "trainer")
+
+
+def build(config: PacelineConfig) -> serve.Application:
+    """The application for ``import_path: paceline.deploy.cluster_app:build``.
+
+    The learning actors are started and kept by a steward, a deployment of its own, and found by
+    their names. Models are read, under the same paths, by every host that runs a part.
+
+    Args:
+        config: the ``args`` of the application in Serve's config file. ``host``, ``port`` and
+            ``ray`` are of one machine: here Serve's own file and ``ray start`` say these things.
+
+    Raises:
+        ConfigError: one line that says what is wrong; ``serve status`` shows it.
+    """
+    config = for_cluster(config)
+    check_parts(config)
+    steward = serve.deployment(
+        name="steward",
+        ray_actor_options=actor_options(config.placement.learning),
+        health_check_period_s=5,
+        health_check_timeout_s=20,
+        graceful_shutdown_timeout_s=1,
+        graceful_shutdown_wait_loop_s=0.2,
+    )(Steward).bind(config)
+    return build_app(config, replace(named_actors(config), steward=steward))
+
+
+def for_cluster(config: PacelineConfig) -> PacelineConfig:
+    """The config with what several hosts need: experts on tcp, GPUs only where they are named.
+
+    Raises:
+        ConfigError: there is no storage that every host sees.
+    """
+    storage = config.weights.storage
+    if storage is None or not Path(storage).is_absolute():
+        raise ConfigError(
+            "weights.storage: on a cluster it must be the absolute path of a folder that every "
+            "host sees"
+        )
+    placement: dict[str, Any] = config.placement.model_dump()
+    for role in _RECKONED:
+        placement[role].setdefault("GPU", 0.0)
+    return config.model_copy(
+        update={
+            "drafts": config.drafts.model_copy(update={"across_nodes": True}),
+            "placement": type(config.placement)(**placement),
+        }
+    )

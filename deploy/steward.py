@@ -1,0 +1,82 @@
+"""The steward: on a cluster, the replica that keeps the learning actors.
+
+No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
+"""
+
+import logging
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError
+
+from paceline.deploy.config import PacelineConfig
+from paceline.deploy.learning import makers
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 2.0
+_ANSWER_S = 5.0
+_HANGS_AFTER_S = 120.0
+
+
+class Steward:
+    """Starts the learning actors, and makes anew what Ray has given up on.
+
+    They are its own: they end when it ends, so that nothing of a withdrawn application goes on
+    learning or holds the storage's lock, and a new configuration begins with new ones. Ray
+    restarts those whose process or host dies; those whose constructor failed (the storage was
+    not there, another registry still had it) it does not, and these are made again here.
+    """
+
+    def __init__(self, config: PacelineConfig) -> None:
+        """Begin.
+
+        Args:
+            config: see PacelineConfig.
+        """
+        self._makers = makers(config)
+        self._handles: dict[str, Any] = {}
+        self._made = dict.fromkeys(self._makers, 0)
+        self._error: str | None = None
+        self._looked_at = time.monotonic()
+        threading.Thread(target=self._keep, name="paceline-steward", daemon=True).start()
+
+    async def describe(self) -> dict[str, Any]:
+        """Actor to how often it was made here, and the last error in words, or None."""
+        return {"made": dict(self._made), "last_error": self._error}
+
+    def check_health(self) -> None:
+        """Serve's health check; RuntimeError has Serve replace this replica."""
+        if time.monotonic() - self._looked_at > _HANGS_AFTER_S:
+            raise RuntimeError("the steward does not get on")
+
+    def _keep(self) -> None:
+        while True:
+            for name in self._missing():
+                try:
+                    self._handles[name] = self._makers[name]()
+                    self._made[name] += 1
+                except Exception as error:  # its predecessor's name is free only when that is dead
+                    self._error = f"{name}: {type(error).__name__}: {error}"
+                    logger.info("%s is not made yet (%s)", name, error)
+                    break  # those after it need it
+            self._looked_at = time.monotonic()
+            time.sleep(_EVERY_S)
+
+    def _missing(self) -> list[str]:
+        """Actors that were never made or that Ray has given up on."""
+        asked = {name: handle.ping.remote() for name, handle in self._handles.items()}
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
+        for name, answer in asked.items():
+            try:
+                ray.get(answer, timeout=0)
+            except ActorDiedError as error:
+                self._error = f"{name}: {' '.join(str(error).split())[-300:]}"
+                logger.warning("%s is made anew: %s", name, error)
+                del self._handles[name]
+            except Exception:  # on its way up, or busy: that is Ray's business
+                continue
+        return [name for name in self._makers if name not in self._handles]

@@ -1,0 +1,91 @@
+"""The application for a cluster on one host: what the steward keeps, and what ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from free_ports import find_port
+from ray import serve
+from tiny_models import tiny_llama, tiny_tokenizer
+from waiting import eventually
+
+from paceline.cluster.session import NAMESPACE, ray_session
+from paceline.deploy.cluster_app import build
+from paceline.deploy.config import load_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
+NAMES = {"paceline-registry", "paceline-board", "paceline-shard-general", "paceline-shard-sql"}
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[Any]:
+    """Serve's handle of the steward of a running application of tiny models."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
+    for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
+        tiny_llama(seed, layers=layers, vocab=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    config = load_config(
+        None,
+        {
+            "weights.storage": str(storage),
+            "target.path": str(folder / "target"),
+            "target.dtype": "float32",
+            "target.num_threads": 1,
+            "drafts.general": str(folder / "draft"),
+            "drafts.topics": ["sql"],
+            "router.enabled": False,
+            "training.enabled": False,
+            "replay.persist": True,
+        },
+    )
+    with ray_session(num_cpus=2):
+        serve.start(http_options={"host": "127.0.0.1", "port": find_port()})
+        serve.run(build(config), name="paceline", route_prefix="/")
+        yield serve.get_deployment_handle("steward", "paceline")
+
+
+def made(handle: Any) -> dict[str, int]:
+    found: dict[str, int] = handle.describe.remote().result(timeout_s=30)["made"]
+    return found
+
+
+def named() -> set[str]:
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return {actor["name"] for actor in found if actor["namespace"] == NAMESPACE}
+
+
+def versions() -> Any:
+    """What the registry says; None where there is none at the moment."""
+    try:
+        registry = ray.get_actor("paceline-registry", NAMESPACE)
+    except ValueError:
+        return None
+    return ray.get(registry.current.remote(), timeout=30)
+
+
+def test_what_ray_gives_up_on_is_made_anew_under_its_name(handle: Any) -> None:
+    eventually(lambda: named() == NAMES)
+    assert made(handle) == dict.fromkeys(NAMES, 1)
+    assert eventually(versions) == {"general": 0, "sql": 0}
+    ray.kill(ray.get_actor("paceline-registry", NAMESPACE), no_restart=True)
+    assert eventually(lambda: versions() == {"general": 0, "sql": 0})
+    assert eventually(lambda: made(handle)["paceline-registry"] == 2)
+    assert made(handle) == dict.fromkeys(NAMES, 1) | {"paceline-registry": 2}
+
+
+def test_nothing_outlives_the_application(handle: Any, storage: Path) -> None:  # noqa: ARG001
+    from paceline.actors.weights.lock import is_locked
+
+    assert is_locked(storage / "weights")
+    serve.delete("paceline")
+    assert eventually(lambda: named() == set())
+    assert eventually(lambda: not is_locked(storage / "weights"))
