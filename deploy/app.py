@@ -186,12 +186,15 @@ def _describe() -> dict[str, Any]:
     return facts
 
 
-def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Application:
+def build_app(
+    config: PacelineConfig, actors: LearningActors, *, no_topics: str | None = None
+) -> serve.Application:
     """The Serve application: ingress over router and target.
 
     Args:
         config: see PacelineConfig.
         actors: handles that target and status use.
+        no_topics: why none can be added while it runs; None where that depends on the config.
     """
     target = _target(config).bind(
         target_settings(config),
@@ -227,6 +230,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
         page=config.ui.enabled,
+        operations=config.operations.enabled,
     )
     return _ingress(config).bind(settings, target, router, actors)
 

@@ -1,4 +1,4 @@
-"""``paceline``: serve, demo, plan, history, topics, monitoring, build-ops."""
+"""``paceline``: serve, demo, status, history, topics, rollback, replay, drain, plan and more."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.deploy import operator_commands as operator
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import CallError, ConfigError, StartError
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     history.add_argument("--json", action="store_true", help="one JSON object a line")
     history.set_defaults(command=_history)
     _add_topics(commands)
+    operator.add_commands(commands, [_server_options()], _url, _say)
     monitoring = commands.add_parser(
         "monitoring", help="write what Prometheus and Grafana start from"
     )
@@ -89,10 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_topics(commands: Any) -> None:
-    # Before or after the action: a default of the inner parser would undo what the outer one read.
-    server = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    server.add_argument("--url", help="of the server (default: the config's host and port)")
-    server.add_argument("--config", type=Path, help="YAML file that the server was started with")
+    server = _server_options()
     topics = commands.add_parser(
         "topics", parents=[server], help="list a running server's topics, or add one"
     )
@@ -111,11 +110,26 @@ def _add_topics(commands: Any) -> None:
     )
 
 
-def _topics(options: argparse.Namespace) -> int:
-    from paceline.deploy.topics_command import add_topic, list_topics, read_examples, server_url
+def _server_options() -> argparse.ArgumentParser:
+    """Options of a command to a running server, before or after an action's name."""
+    # a default of the inner parser would undo what the outer one read
+    server = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    server.add_argument("--url", help="of the server (default: the config's host and port)")
+    server.add_argument("--config", type=Path, help="YAML file that the server was started with")
+    return server
+
+
+def _url(options: argparse.Namespace) -> str:
+    from paceline.deploy.client import server_url
 
     given = vars(options)
-    url = given.get("url") or server_url(load_config(given.get("config")))
+    return given.get("url") or server_url(load_config(given.get("config")))
+
+
+def _topics(options: argparse.Namespace) -> int:
+    from paceline.deploy.topics_command import add_topic, list_topics, read_examples
+
+    url = _url(options)
     if options.action == "add":
         add_topic(url, options.name, read_examples(options.examples), _say)
     else:

@@ -18,6 +18,10 @@ from paceline.deploy.preflight import check_parts
 from paceline.deploy.steward import Steward
 
 _RECKONED = ("target", "trainer")
+_NO_TOPICS = (
+    "On a cluster topics come from the configuration: name the topic in drafts.topics and deploy "
+    "the application again."
+)
 
 
 def build(config: PacelineConfig) -> serve.Application:
@@ -43,7 +47,8 @@ def build(config: PacelineConfig) -> serve.Application:
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,
     )(Steward).bind(config)
-    return build_app(config, replace(named_actors(config), steward=steward))
+    actors = replace(named_actors(config), steward=steward)
+    return build_app(config, actors, no_topics=_NO_TOPICS)
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:

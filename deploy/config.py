@@ -17,6 +17,7 @@ from paceline.deploy.sections import (
     AuthConfig,
     DraftsConfig,
     IngressConfig,
+    OperationsConfig,
     RayConfig,
     ReplayConfig,
     RouterConfig,
@@ -44,6 +45,7 @@ class PacelineConfig(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     topics: TopicsConfig = Field(default_factory=TopicsConfig)
+    operations: OperationsConfig = Field(default_factory=OperationsConfig)
     ingress: IngressConfig = Field(default_factory=IngressConfig)
     auth: AuthConfig = Field(default_factory=AuthConfig)
     ui: UiConfig = Field(default_factory=UiConfig)

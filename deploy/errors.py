@@ -17,6 +17,10 @@ class CallError(RuntimeError):
     """The server that a command asks does not answer, or refuses; the message is one line."""
 
 
+class NoAnswer(CallError):
+    """It does not answer: whether it did what was asked is not known."""
+
+
 def cause_of(error: Exception) -> str:
     """One line of what is often a traceback of another process: its last, the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

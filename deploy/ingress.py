@@ -22,6 +22,7 @@ from paceline.deploy import answers, translate
 from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
 from paceline.deploy.auth import KeyGuard
+from paceline.deploy.drain import Drain
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
@@ -31,6 +32,7 @@ from paceline.deploy.openai_types import (
     GenerationOptions,
 )
 from paceline.deploy.openapi import document
+from paceline.deploy.operations import Operations
 from paceline.deploy.page import OPEN_PATHS, add_page
 from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
 from paceline.deploy.recent import RecentTraffic
@@ -57,7 +59,7 @@ class IngressSettings:
     client ``max_per_client`` (None: all of them), more get a 429. A request that is not answered
     after ``request_timeout_s`` seconds is cancelled. A candidate on trial drafts for
     ``trial_share`` of the requests. Where there are ``key_digests``, requests show one of those
-    keys. ``page`` serves the page at ``/ui``.
+    keys. ``page`` serves the page at ``/ui``, ``operations`` what operators may do.
     """
 
     model_name: str
@@ -74,6 +76,7 @@ class IngressSettings:
     topics: TopicRules = field(default_factory=TopicRules)
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     page: bool = False
+    operations: bool = True
 
 
 class Ingress:
@@ -116,7 +119,17 @@ class Ingress:
         self._slots = Slots(settings.max_in_flight, settings.max_per_client)
         self._document = document(settings.model_name)
         parts = (self._experts, router, target, actors, self._encoder)
-        self._admin = TopicAdmin(settings.topics, *parts)
+        keyed = bool(settings.key_digests)
+        self._admin = TopicAdmin(settings.topics, *parts, keyed=keyed)
+        self._drain = Drain(actors.board)
+        self._operations = Operations(
+            actors.registry,
+            actors.board,
+            self._shards,
+            self._drain,
+            enabled=settings.operations,
+            keyed=keyed,
+        )
         self._recent = RecentTraffic(uuid.uuid4().hex, time.time)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -132,6 +145,7 @@ class Ingress:
         api.add_api_route("/v1/paceline/topics", self.add_topic, methods=["POST"])
         api.add_api_route("/v1/paceline/live", self.live, methods=["GET"])
         api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
+        self._operations.add_to(api)
         if self._settings.page:
             add_page(api)
         if keys := self._settings.key_digests:
@@ -142,7 +156,9 @@ class Ingress:
         return api
 
     async def health(self) -> Response:
-        """200 where any replica of the target answers, else 503."""
+        """200 where any replica of the target answers and requests are let in, else 503."""
+        self._drain.follow()
+        self._drain.check()
         for attempt in range(_HEALTH_TRIES):  # the choice of the next replica goes by it
             try:
                 async with asyncio.timeout(_HEALTH_TIMEOUT_S):
@@ -174,10 +190,12 @@ class Ingress:
     async def status(self) -> Response:
         """What target, drafts, replay and trainer are doing."""
         self._experts.follow()
-        shards = {**self._actors.shards, **self._experts.shards}
-        status = await gather_status(self._target, replace(self._actors, shards=shards))
+        status = await gather_status(self._target, replace(self._actors, shards=self._shards()))
         own = {"failover": self._failover.counts(), "routed": self._topics.counts()}
         return JSONResponse(status | own)
+
+    def _shards(self) -> dict[str, Any]:
+        return {**self._actors.shards, **self._experts.shards}
 
     async def topics(self) -> Response:
         """Every topic, and how far each part knows it."""
@@ -234,6 +252,8 @@ class Ingress:
         """Route the prompts, run them and word the answer."""
         asked = job.asked
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
+        self._drain.follow()
+        self._drain.check()
         self._experts.follow()
         translate.check_draft(asked.speculative.draft, self._experts)
         self._encoder.check_tokens(asked)

@@ -5,7 +5,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,8 @@ def makers(config: PacelineConfig) -> dict[str, Callable[[], Any]]:
         config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
     """
     found: dict[str, Callable[[], Any]] = {
-        _shard_name(expert): partial(start_shard, config, expert) for expert in config.drafts.experts
+        _shard_name(expert): partial(start_shard, config, expert)
+        for expert in config.drafts.experts
     }
     found |= {_REGISTRY: partial(_registry, config), _BOARD: partial(_board, config)}
     if config.training.enabled:

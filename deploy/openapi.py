@@ -182,9 +182,7 @@ def _paths(model_name: str) -> Schema:
         ),
         "/health": _get("The target answers.", anything, "503"),
         "/v1/paceline/status": _get("What every part is doing.", anything, "401"),
-        "/v1/paceline/topics": _get(
-            "The topics, and which parts know them.", anything, "401"
-        ),
+        "/v1/paceline/topics": _get("The topics, and which parts know them.", anything, "401"),
         "/v1/paceline/live": _get(
             "What went through this replica of the ingress in the last minutes.",
             anything,

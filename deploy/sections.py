@@ -255,6 +255,16 @@ class TopicsConfig(Section):
     mutable: bool = True
 
 
+class OperationsConfig(Section):
+    """What operators may do over HTTP: roll back, purge replay, drain.
+
+    They call from the server's own machine, or show an API key where there are some. ``enabled``
+    false refuses it all; ``topics.mutable`` is for topics alone.
+    """
+
+    enabled: bool = True
+
+
 class IngressConfig(Section):
     """The front door; the death of a replica breaks the connections that it holds.
 
