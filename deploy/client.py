@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from paceline.deploy.config import PacelineConfig
-from paceline.deploy.errors import CallError, NoAnswer
+from paceline.deploy.errors import CallError, NoAnswerError
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -24,7 +24,7 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     """The answer's JSON; the environment variable ``PACELINE_API_KEY`` is shown as key.
 
     Raises:
-        CallError: the server refuses, or (NoAnswer) does not answer; for people.
+        CallError: the server refuses, or (NoAnswerError) does not answer; for people.
     """
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -32,7 +32,7 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         address = url.rstrip("/") + path
         answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout_s)
     except httpx.HTTPError as error:
-        raise NoAnswer(f"{url} does not answer: {error}") from error
+        raise NoAnswerError(f"{url} does not answer: {error}") from error
     try:
         content = answer.json()
     except ValueError as error:

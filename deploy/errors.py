@@ -17,7 +17,7 @@ class CallError(RuntimeError):
     """The server that a command asks does not answer, or refuses; the message is one line."""
 
 
-class NoAnswer(CallError):
+class NoAnswerError(CallError):
     """It does not answer: whether it did what was asked is not known."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.deploy.client import call
-from paceline.deploy.errors import ConfigError, NoAnswer
+from paceline.deploy.errors import ConfigError, NoAnswerError
 
 PATH = "/v1/paceline/topics"
 _ADD_S = 180.0
@@ -77,8 +77,10 @@ def add_topic(
     body = {"name": name, "examples": list(examples)}
     try:
         answer = call(url, "POST", PATH, body, _ADD_S)
-    except NoAnswer as error:
-        raise NoAnswer(f"{error}; whether the topic was added, `paceline topics` tells") from error
+    except NoAnswerError as error:
+        raise NoAnswerError(
+            f"{error}; whether the topic was added, `paceline topics` tells"
+        ) from error
     for line in added_words(answer):
         say(line)
     deadline = time.monotonic() + wait_s
