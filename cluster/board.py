@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ class LoadBoard:
 
     It keeps nothing: killed and restarted, it knows of no replica and is not paused until the
     next reports, which come within a second where there is load.
+
+    Any thread may call it: beside the actor's own there is one that exports its figures.
     """
 
     def __init__(
@@ -36,25 +39,30 @@ class LoadBoard:
         self._clock = clock
         self._asked = 0
         self._granted = 0
+        self._lock = threading.Lock()
 
     def report(self, replica_id: str, running: int, waiting: int) -> None:
         """Take a replica's load; replicas call it on every change."""
-        self._rule.report(replica_id, running, waiting, self._clock())
+        with self._lock:
+            self._rule.report(replica_id, running, waiting, self._clock())
 
     def may_train(self) -> bool:
         """Leave for one micro-step."""
-        granted = self._rule.may_train(self._clock())
-        self._asked += 1
-        self._granted += granted
-        return granted
+        with self._lock:
+            granted = self._rule.may_train(self._clock())
+            self._asked += 1
+            self._granted += granted
+            return granted
 
     def pause(self) -> None:
         """No training until :meth:`resume`, idle or not."""
-        self._rule.pause()
+        with self._lock:
+            self._rule.pause()
 
     def resume(self) -> None:
         """Training again, when idle."""
-        self._rule.resume()
+        with self._lock:
+            self._rule.resume()
 
     def drain(self, on: bool) -> None:
         """Have the front door take nothing new, and training pause, or end that."""
@@ -62,8 +70,9 @@ class LoadBoard:
 
     def snapshot(self) -> dict[str, Any]:
         """Present load and leave, with counts of the leave asked and granted."""
-        view = self._rule.snapshot(self._clock())
-        return view | {"asked": self._asked, "granted": self._granted}
+        with self._lock:
+            view = self._rule.snapshot(self._clock())
+            return view | {"asked": self._asked, "granted": self._granted}
 
     def ping(self) -> bool:
         """True: the actor answers."""

@@ -17,6 +17,11 @@ class Slots:
         self._per_client = limit if per_client is None else min(limit, per_client)
         self._taken: Counter[str] = Counter()
 
+    @property
+    def taken(self) -> int:
+        """Sequences under way."""
+        return self._taken.total()
+
     def take(self, count: int, client: str = "", param: str = "prompt") -> Callable[[], None]:
         """Let ``count`` sequences in; the returned call, once or more often, lets them out.
 

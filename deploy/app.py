@@ -21,7 +21,8 @@ from paceline.deploy import experts, learning
 from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.failover import FailoverPolicy
-from paceline.deploy.ingress import Ingress, IngressSettings
+from paceline.deploy.ingress import IngressSettings
+from paceline.deploy.monitoring.front import MeteredIngress
 from paceline.deploy.preflight import check
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
@@ -32,7 +33,7 @@ APPLICATION = "paceline"
 # Admission is the ingress' own (Serve's 503 is not in OpenAI's shape), so Serve must not queue.
 _UNBOUNDED = 100_000
 # By name: the driver then need not import torch and transformers, seconds of one core each.
-_TARGET_CLASS: Any = "paceline.actors.decoding.target.TargetReplica"
+_TARGET_CLASS: Any = "paceline.deploy.monitoring.target.MeteredTarget"
 _ROUTER_CLASS: Any = "paceline.actors.routing.router.TopicRouter"
 _REPLICA_CHOICE = "paceline.deploy.replicas.ReplicaChoice"
 _ANSWER_S = 60.0
@@ -304,7 +305,7 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         ray_actor_options=_actor_options(),
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.2,
-    )(serve.ingress()(Ingress))
+    )(serve.ingress()(MeteredIngress))
 
 
 def _run_all(stops: list[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""``paceline``: serve, demo, plan, history, build-ops."""
+"""``paceline``: serve, demo, plan, history, monitoring, build-ops."""
 
 from __future__ import annotations
 
@@ -71,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     history.add_argument("--topic", help="of this topic only")
     history.add_argument("--json", action="store_true", help="one JSON object a line")
     history.set_defaults(command=_history)
+    monitoring = commands.add_parser(
+        "monitoring", help="write what Prometheus and Grafana start from"
+    )
+    monitoring.add_argument("out", nargs="?", type=Path, default=Path("monitoring"))
+    monitoring.add_argument("--ray-dir", type=Path, help="where Ray keeps sessions (/tmp/ray)")
+    monitoring.set_defaults(command=_monitoring)
     build = commands.add_parser("build-ops", help="build DeepSpeed's CPU op once")
     build.set_defaults(command=_build_ops)
     return parser
@@ -161,6 +167,17 @@ def _history(options: argparse.Namespace) -> int:
             _say(json.dumps(decision))
     else:
         _say(table(decisions) if decisions else "No decision has been taken yet.")
+    return 0
+
+
+def _monitoring(options: argparse.Namespace) -> int:
+    from paceline.deploy.monitoring.files import ray_folder, write
+
+    out = options.out.absolute()
+    for path in write(out, options.ray_dir or ray_folder()):
+        _say(str(path))
+    _say(f"\nprometheus --config.file={out}/prometheus.yml --web.listen-address=127.0.0.1:9090")
+    _say(f"grafana server --config {out}/grafana/grafana.ini --homepath /usr/share/grafana")
     return 0
 
 

@@ -5,20 +5,24 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util import metrics
 
-from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.fingerprint import fingerprints
-from paceline.cluster.board import LoadBoard
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
+from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
+from paceline.deploy.monitoring.exporter import Exporter, Sample
+from paceline.deploy.monitoring.readings import trainer_samples
+from paceline.deploy.monitoring.sink import RaySink
 from paceline.deploy.ranks import hiring, node_address
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
@@ -41,7 +45,7 @@ def start_actors(config: PacelineConfig) -> LearningActors:
     """
     shards = {expert: _shard(config, expert) for expert in config.drafts.experts}
     registry = _registry(config)
-    board = _named(LoadBoard, _BOARD).remote(
+    board = _named(MeteredBoard, _BOARD).remote(
         config.training.idle_after_s, occupied_above=occupied_above(config, os.cpu_count() or 1)
     )
     trainer = _trainer(config) if config.training.enabled else None
@@ -118,14 +122,14 @@ def replay_settings(config: PacelineConfig) -> ReplaySettings:
 
 def _shard(config: PacelineConfig, expert: str) -> Any:
     folder = str(config.state_path / "replay") if config.replay.persist else None
-    return _named(ReplayShard, _SHARD + expert).remote(expert, replay_settings(config), folder)
+    return _named(MeteredShard, _SHARD + expert).remote(expert, replay_settings(config), folder)
 
 
 def _registry(config: PacelineConfig) -> Any:
     from paceline.actors.weights.canary import CanarySettings
-    from paceline.actors.weights.registry import WeightRegistry  # imports torch
+    from paceline.deploy.monitoring.registry import MeteredRegistry  # imports torch
 
-    return _named(WeightRegistry, _REGISTRY).remote(
+    return _named(MeteredRegistry, _REGISTRY).remote(
         directory=str(config.state_path / WEIGHTS_FOLDER),
         topics=config.drafts.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
@@ -189,6 +193,10 @@ class TrainerActor(Trainer):
         hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
         super().__init__(settings, shards, registry, board, hire, node_address())
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
+        self._exporter = Exporter(self._samples, RaySink(metrics)).start()
+
+    def _samples(self) -> Iterable[Sample]:
+        return trainer_samples(self.status(), self.drifts(), self.table())
 
     def offer(self, data: bytes) -> None:
         """See Scorer."""

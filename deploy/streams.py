@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.actors.decoding.request import GenerationChunk
 from paceline.deploy import answers
 from paceline.deploy.errors import ApiError, timed_out
+from paceline.deploy.monitoring.outcomes import note_failure
 
 Pieces = AsyncGenerator[tuple[int, GenerationChunk], None]
 
@@ -39,6 +40,7 @@ async def events(
             if chunk.text or chunk.finish_reason is not None or tokens:
                 yield answers.piece_event(answer, index, chunk)
     except ApiError as error:
+        note_failure(error.status)
         yield answers.error_event(error)
     else:
         if include_usage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 Weights = Mapping[str, Mapping[str, float]]
 NOTHING_KNOWN: dict[str, float] = {}
+_MOST_LATENCIES = 4096  # that nobody has taken; the oldest go
 
 
 class RouterCircuit:
@@ -71,7 +72,13 @@ class RouterCircuit:
 
 
 class TopicFinder:
-    """The router behind a time box and a circuit: late, failed or unsure means ``general``."""
+    """The router behind a time box and a circuit: late, failed or unsure means ``general``.
+
+    Attributes:
+        asked: questions by what came of them: ``answered``, ``late``, ``failed``, or ``skipped``
+            because the circuit is open.
+        latencies: seconds that the latest answers took; whoever reads them takes them out.
+    """
 
     def __init__(
         self,
@@ -100,11 +107,13 @@ class TopicFinder:
         self._circuit = RouterCircuit()
         self._weights = weights
         self._counts: Counter[Route] = Counter()
+        self.asked: Counter[str] = Counter()
+        self.latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Requests that were routed, by topic and expert."""
         counts: dict[str, dict[str, int]] = {}
-        for found, number in self._counts.items():
+        for found, number in list(self._counts.items()):
             counts.setdefault(found.topic, {})[found.draft] = number
         return counts
 
@@ -118,7 +127,10 @@ class TopicFinder:
     async def _classify(self, text: str) -> dict[str, float]:
         """Probabilities by topic; none where the router does not tell in time."""
         asked_at = self._clock()
-        if self._router is None or not self._circuit.ask(asked_at):
+        if self._router is None:
+            return NOTHING_KNOWN
+        if not self._circuit.ask(asked_at):
+            self.asked["skipped"] += 1
             return NOTHING_KNOWN
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -127,9 +139,12 @@ class TopicFinder:
             self._circuit.gave_up()
             raise
         except Exception as error:  # a router must never cost an answer
+            self.asked["late" if isinstance(error, TimeoutError) else "failed"] += 1
             if self._circuit.closed:
                 logger.warning("the router fails (%r), requests go to general meanwhile", error)
             self._circuit.failed(asked_at, self._clock())
             return NOTHING_KNOWN
+        self.asked["answered"] += 1
+        self.latencies.append(self._clock() - asked_at)
         self._circuit.succeeded()
         return probabilities

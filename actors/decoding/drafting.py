@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.goodput import GoodputController
+from paceline.actors.decoding.meter import RoundMeter
 from paceline.actors.decoding.proposer import DraftRow, Proposer
 from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.sequence import Sequence as RunningSequence
@@ -51,6 +52,7 @@ class Drafting:
         self._drafting_s = 0.0
         self._asked = False
         self.failures = 0
+        self.meter = RoundMeter()
         self._rest = 0  # rounds until a proposer that failed is asked again
         self._next_rest = 1
         self._versions: dict[str, int] = {}
@@ -131,15 +133,37 @@ class Drafting:
         self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
     ) -> None:
         """Note a round that ends now: what was drafted and accepted, per row."""
+        total, tokens, plain_s = self._clock() - self._began, len(batch) + sum(accepted), None
+        if self._controller is not None:
+            self._teach(self._controller, batch, drafted, accepted, total)
+            plain_s = self._controller.plain_seconds(len(batch), tokens)
+        self.meter.took(total, self._drafting_s, tokens, plain_s)
+        for s, tried, taken in zip(batch, drafted, accepted, strict=True):
+            if s.num_speculative_tokens != 0:
+                self.meter.row(s.request.topic, s.draft, s.weight_version, tried, taken)
+
+    def chosen(self) -> tuple[dict[str, int], float | None]:
+        """The controller's present k by draft, and the tokens per second that it expects."""
         if self._controller is None:
-            return
+            return {}, None
+        asked = {draft for _, draft in list(self.meter.counts)}
+        chosen = {draft: self._controller.chosen(draft) for draft in sorted(asked)}
+        return chosen, self._controller.predicted
+
+    def _teach(
+        self,
+        controller: GoodputController,
+        batch: Sequence[RunningSequence],
+        drafted: list[int],
+        accepted: list[int],
+        total: float,
+    ) -> None:
         for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
-            self._controller.accepted(sequence.draft, tried, taken)
+            controller.accepted(sequence.draft, tried, taken)
         active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
         steps = max(drafted)
         timed_steps = 0 if self._proposer.waited_in_vain else steps
-        total = self._clock() - self._began
-        self._controller.took(
+        controller.took(
             len(batch),
             steps + 1,
             total - self._drafting_s,

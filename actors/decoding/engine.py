@@ -123,6 +123,16 @@ class Engine:
         return pool.size, pool.available
 
     @property
+    def drafting(self) -> Drafting:
+        """Who drafts; others read its counts."""
+        return self._drafting
+
+    @property
+    def admitted(self) -> list[str]:
+        """Requests that got a row in the latest round, some not for the first time."""
+        return self._schedule.admitted
+
+    @property
     def has_work(self) -> bool:
         """True where :meth:`step` has something to do."""
         return bool(self._running or self._waiting or self._ended or self._swaps)

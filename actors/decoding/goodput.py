@@ -126,6 +126,7 @@ class GoodputController:
         self._unread: Mapping[str, float] = {}
         self._planned_for: tuple[tuple[str, int], ...] = ()
         self._rounds = 0
+        self.predicted: float | None = None  # goodput of the present plan, tokens per second
 
     def plan(
         self,
@@ -149,11 +150,20 @@ class GoodputController:
             self._unread = unread()
             self._plan = self._best(rows, others)
             self._planned_for = key
+            self.predicted = self._goodput(self._plan, rows, others)
         oldest = min(rows, key=lambda expert: self._probe(expert).at)
         return {
             expert: self._plan.tokens(expert) + self._probe_tokens(expert, rows, others, oldest)
             for expert in rows
         }
+
+    def chosen(self, expert: str) -> int:
+        """The k that the present plan has for an expert, looks beyond it left out."""
+        return self._plan.tokens(expert)
+
+    def plain_seconds(self, rows: int, tokens: int) -> float:
+        """What plain decoding is expected to take for ``tokens`` tokens, ``rows`` at a time."""
+        return tokens / rows * self._target.seconds(rows, 1)
 
     def accepted(self, expert: str, drafted: int, accepted: int) -> None:
         """What verification made of one row's drafts."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.engine import Engine, StepOutput
+from paceline.actors.decoding.meter import EngineFigures, RequestMeter
 from paceline.actors.decoding.request import (
     FINISH_ERROR,
     FINISH_FAULT,
@@ -60,6 +61,7 @@ class EngineLoop:
         self._on_outcome = on_outcome
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
+        self._requests = RequestMeter(time.monotonic)
         self._faults = 0
         self._turned_at = time.monotonic()
         self._closed = False
@@ -83,7 +85,8 @@ class EngineLoop:
         if not self.healthy:
             deliver(_ended(FINISH_REFUSED))
             return
-        self._inbox.put(lambda: self._add(request, deliver))
+        came = time.monotonic()
+        self._inbox.put(lambda: self._add(request, deliver, came))
 
     def abort(self, request_id: str) -> None:
         """Drop a request by its ``run_id``; it delivers nothing more."""
@@ -100,6 +103,25 @@ class EngineLoop:
     def load(self) -> tuple[int, int]:
         """(running, waiting) requests now."""
         return self._engine.num_running, self._engine.num_waiting
+
+    def figures(self) -> EngineFigures:
+        """What the engine is at and has done."""
+        running, waiting = self.load()
+        blocks, available = self.kv_blocks
+        chosen, predicted = self._engine.drafting.chosen()
+        return EngineFigures(
+            running=running,
+            waiting=waiting,
+            kv_blocks=blocks,
+            kv_blocks_available=available,
+            preemptions=self.preemptions,
+            draft_failures=self.draft_failures,
+            drafts=self.drafts(),
+            chosen=chosen,
+            predicted_goodput=predicted,
+            rounds=self._engine.drafting.meter,
+            requests=self._requests,
+        )
 
     @property
     def kv_blocks(self) -> tuple[int, int]:
@@ -122,7 +144,7 @@ class EngineLoop:
         self._inbox.put(None)
         self._thread.join(timeout=10)
 
-    def _add(self, request: GenerationRequest, deliver: Deliver) -> None:
+    def _add(self, request: GenerationRequest, deliver: Deliver, came: float) -> None:
         try:
             self._engine.add(request)
         except Exception:
@@ -130,9 +152,11 @@ class EngineLoop:
             deliver(_ended(FINISH_ERROR))
             return
         self._deliver[request.run_id] = deliver
+        self._requests.came(request, came)
 
     def _drop(self, request_id: str) -> None:
         self._deliver.pop(request_id, None)
+        self._requests.dropped(request_id)
         self._engine.abort(request_id)
 
     def _take(self, *, wait: bool) -> None:
@@ -163,6 +187,7 @@ class EngineLoop:
                 self._faults += 1
                 logger.exception("the target failed; its running requests end with an error")
                 outputs = self._fail_all()
+            self._requests.begun(self._engine.admitted, self._turned_at)
             for output in outputs:
                 self._hand_out(output)
             if not self._engine.has_work:
@@ -180,7 +205,10 @@ class EngineLoop:
             self._on_load(*self.load())
 
     def _hand_out(self, output: StepOutput) -> None:
-        finished = output.chunk.finish_reason is not None
+        chunk = output.chunk
+        finished = chunk.finish_reason is not None
+        tokens = len(chunk.token_ids) + chunk.num_cut_tokens
+        self._requests.gave(output.request_id, tokens, chunk.finish_reason)
         if finished:
             deliver = self._deliver.pop(output.request_id, None)
         else:

@@ -40,6 +40,7 @@ class Schedule:
         self.running: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
+        self.admitted: list[str] = []  # in the latest round
         self._refused: tuple[str, int, int] | None = None
         self._kv = kv
         self._longest_draft = max_speculative_tokens
@@ -64,6 +65,7 @@ class Schedule:
         Every running request that may still grow keeps a block to do so, or the new one would
         soon have to give up its own.
         """
+        self.admitted = []
         while self.waiting and not self.rows.full:
             sequence = self.waiting[0]
             state = (sequence.request_id, self._kv.pool.available, len(self.running))
@@ -79,6 +81,7 @@ class Schedule:
                 return
             self.waiting.popleft()
             self.running[sequence.request_id] = sequence
+            self.admitted.append(sequence.request_id)
             sequence.begin(computed)
 
     def keep(self, sequence: Sequence) -> None:

@@ -20,6 +20,7 @@ from paceline.actors.decoding.build import build_engine
 from paceline.actors.decoding.compatibility import read_config
 from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
+from paceline.actors.decoding.meter import EngineFigures
 from paceline.actors.decoding.outcomes import OutcomeReporter
 from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
@@ -175,6 +176,14 @@ class TargetReplica:
                 "preemptions": self._loop.preemptions,
             }
         )
+
+    def figures(self) -> EngineFigures:
+        """What the engine is at and has done; any thread may ask."""
+        return self._loop.figures()
+
+    def experts(self) -> dict[str, dict[str, Any]]:
+        """State and counts of every expert of the pool; empty where drafts are colocated."""
+        return {} if self._pool is None else self._pool.describe()
 
     def check_health(self) -> None:
         """Serve's health check; RuntimeError has Serve replace this replica."""

@@ -85,17 +85,21 @@ class Entry:
 
 
 class Partition:
-    """Records of one split, oldest first."""
+    """Records of one split, oldest first.
+
+    Since the start, ``evicted`` records had no room or made way, and ``expired`` ones were past
+    retention.
+    """
 
     def __init__(self, capacity_bytes: int, remover: Remover) -> None:
         """Start empty."""
-        self._capacity = capacity_bytes
+        self.capacity = capacity_bytes
         self._remover = remover
         self._entries: deque[Entry] = deque()
         self._losses: dict[str, float] = {}  # by request, of what is kept
         self._oldest = math.inf  # a lower bound of what is kept: no need to look below it
         self.bytes = 0
-        self.inserted = 0
+        self.inserted = self.evicted = self.expired = 0
 
     def __len__(self) -> int:
         """How many records are kept."""
@@ -108,20 +112,22 @@ class Partition:
     def insert(self, entry: Entry, rng: np.random.Generator) -> None:
         """Take a record and drop others, or this one, until all fit."""
         self.inserted += 1
-        if len(entry.data) > self._capacity:
+        if len(entry.data) > self.capacity:
+            self.evicted += 1
             return
-        full = self.bytes + len(entry.data) > self._capacity
+        full = self.bytes + len(entry.data) > self.capacity
         if full and self._remover == "reservoir":
             if rng.random() >= len(self._entries) / self.inserted:
+                self.evicted += 1
                 return
-            while self.bytes + len(entry.data) > self._capacity:
+            while self.bytes + len(entry.data) > self.capacity:
                 self._drop(int(rng.integers(len(self._entries))))
         if full and self._remover == "priority":
             self._make_room(len(entry.data))
         self._entries.append(entry)
         self._oldest = min(self._oldest, entry.created)
         self.bytes += len(entry.data)
-        while self.bytes > self._capacity:
+        while self.bytes > self.capacity:
             self._drop(0)
 
     def losses(self) -> NDArray[np.float64]:
@@ -138,7 +144,9 @@ class Partition:
     def expire(self, before: float) -> None:
         """Drop records created before a unix time."""
         if self._oldest < before:
-            self._keep([entry for entry in self._entries if entry.created >= before])
+            kept = [entry for entry in self._entries if entry.created >= before]
+            self.expired += len(self._entries) - len(kept)
+            self._keep(kept)
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or all; returns how many.
@@ -166,15 +174,17 @@ class Partition:
     def _make_room(self, size: int) -> None:
         """Drop records of the least loss until ``size`` bytes fit."""
         gone: set[int] = set()
-        room = self._capacity - self.bytes
+        room = self.capacity - self.bytes
         for index in np.argsort(self.losses(), kind="stable").tolist():
             if room >= size:
                 break
             gone.add(index)
             room += len(self._entries[index].data)
+        self.evicted += len(gone)
         self._keep([entry for i, entry in enumerate(self._entries) if i not in gone])
 
     def _drop(self, index: int) -> None:
+        self.evicted += 1
         self.bytes -= len(self._entries[index].data)
         self._losses.pop(self._entries[index].request_id, None)
         del self._entries[index]
@@ -294,13 +304,23 @@ class ReplayTable:
         return [(name, e) for name, part in self._splits.items() for e in part.entries()]
 
     def stats(self, now: float) -> dict[str, int]:
-        """Counts: records per split, bytes, and inserts since the start (in both splits)."""
+        """Records and bytes per split, and counts since the start, of both splits together."""
         self.expire(now)
-        train, held_out = self._splits["train"], self._splits["held_out"]
+        parts = self._splits.values()
+        own = {
+            f"{what}_{name}": int(value)
+            for name, part in self._splits.items()
+            for what, value in (
+                ("records", len(part)),
+                ("bytes", part.bytes),
+                ("capacity_bytes", part.capacity),
+            )
+        }
         return {
-            "records_train": len(train),
-            "records_held_out": len(held_out),
-            "bytes": train.bytes + held_out.bytes,
+            **own,
+            "bytes": sum(part.bytes for part in parts),
             "capacity_bytes": self._settings.capacity_bytes,
-            "inserted_total": train.inserted + held_out.inserted,
+            "inserted_total": sum(part.inserted for part in parts),
+            "evicted_total": sum(part.evicted for part in parts),
+            "expired_total": sum(part.expired for part in parts),
         }

@@ -41,6 +41,11 @@ class Outlook:
         """See Drift.figures."""
         return self._drifts[topic].figures()
 
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Per topic, see Drift.figures, and whether it is ``drifting``."""
+        drifts = list(self._drifts.items())
+        return {topic: drift.figures() | {"drifting": drift.drifting} for topic, drift in drifts}
+
     def candidate(self, topic: str) -> int | None:
         """The version on trial, None where there is none."""
         version: int | None = self._live.get(topic, {}).get("candidate")

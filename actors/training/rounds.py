@@ -78,6 +78,10 @@ class Rounds:
             self._candidates[topic] = Candidate(topic, self._settings, self._crew)
         return self._candidates[topic]
 
+    def drifts(self) -> dict[str, dict[str, Any]]:
+        """Per topic how its live acceptance moves; any thread may ask. See Outlook.figures."""
+        return self._outlook.figures()
+
     def tick(self) -> bool:
         """One round of the topic that needs it most; False where nothing was trained.
 

@@ -78,6 +78,10 @@ class Trainer:
             "started": self._started,
         }
 
+    def drifts(self) -> dict[str, dict[str, Any]]:
+        """Per topic how its live acceptance moves, see Outlook.figures; empty at the start."""
+        return self._rounds.drifts() if self._rounds else {}
+
     def ping(self) -> bool:
         """True: the actor answers."""
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,17 @@ from paceline.actors.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
+_GATE = ("candidate_expected_acceptance", "served_expected_acceptance")
+
 
 class Decisions:
-    """What was decided about all topics; the file keeps all of it, memory the last ones."""
+    """What was decided about all topics; the file keeps all of it, memory the last ones.
+
+    Attributes:
+        counts: decisions since the start, by topic and outcome; of what was published,
+            ``canary`` is on trial and ``deployed`` serves all at once.
+        gates: by topic, what the gate last expected of the candidate and of the served draft.
+    """
 
     def __init__(self, store: WeightStore, clock: Callable[[], float], limit: int) -> None:
         """Read what is on disk.
@@ -27,6 +36,10 @@ class Decisions:
         self._clock = clock
         self._limit = limit
         self._kept = store.read_history(limit)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.gates: dict[str, tuple[float | None, float | None]] = {}
+        for decision in self._kept:
+            self._note_gate(decision)
 
     def add(self, topic: str, decision: Mapping[str, Any]) -> None:
         """Keep a decision, with the time now where it has none.
@@ -36,10 +49,17 @@ class Decisions:
         entry = finite({"time": self._clock(), "topic": topic, **decision})
         self._kept.append(entry)
         del self._kept[: -self._limit]
+        self.counts[topic, outcome_of(entry)] += 1
+        self._note_gate(entry)
         try:
             self._store.append_history(topic, entry)
         except OSError:
             logger.exception("%s: a decision is missing in the history's file", topic)
+
+    def _note_gate(self, decision: Mapping[str, Any]) -> None:
+        if _GATE[0] in decision:
+            candidate, served = (decision.get(name) for name in _GATE)
+            self.gates[str(decision.get("topic"))] = candidate, served
 
     def complete(self, topic: str) -> None:
         """Add the decision that the topic's manifest was written for, if it is missing.
@@ -63,3 +83,11 @@ class Decisions:
     def of(self, topic: str | None) -> list[dict[str, Any]]:
         """Those of a topic, or of all (None), oldest first."""
         return [d for d in self._kept if topic is None or d.get("topic") == topic]
+
+
+def outcome_of(decision: Mapping[str, Any]) -> str:
+    """A decision's outcome; of what was published, whether it is on trial or serves all."""
+    outcome = str(decision.get("outcome", "unknown"))
+    if outcome == "published":
+        return "canary" if decision.get("canary") else "deployed"
+    return outcome

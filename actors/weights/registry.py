@@ -322,6 +322,14 @@ class WeightRegistry:
         """Decisions of a topic, or of all, oldest first."""
         return self._decisions.of(topic)
 
+    def figures(self) -> dict[str, Any]:
+        """:meth:`live`, counts of decisions and last gates; see Decisions."""
+        return {
+            "live": self.live(),
+            "updates": dict(self._decisions.counts),
+            "gates": dict(self._decisions.gates),
+        }
+
     def ping(self) -> bool:
         """True: the actor answers."""
         return True

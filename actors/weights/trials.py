@@ -109,7 +109,8 @@ class Trials:
     def live(self, expert: str) -> dict[str, int]:
         """Finished requests since the start, their rounds, and rounds whose first was accepted."""
         own = self._experts[expert]
-        requests = 0 if own.canary is None else own.canary.on_trial.requests
+        canary = own.canary  # another thread may end it meanwhile
+        requests = 0 if canary is None else canary.on_trial.requests
         return {
             "requests": own.live.requests,
             "rounds": own.live.rounds,

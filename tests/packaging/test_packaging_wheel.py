@@ -24,7 +24,8 @@ for package in (paceline.actors, paceline.cluster, paceline.deploy):
         importlib.import_module(found.name)
 home = pathlib.Path(paceline.deploy.__file__).parent
 print(len(names), home)
-for path in sorted(home.glob("models/*/*")) + sorted(home.glob("configs/*")):
+parts = ("models/*/*", "configs/*", "monitoring/*")
+for path in sorted(found for part in parts for found in home.glob(part)):
     print(path.relative_to(home).as_posix())
 """
 
@@ -70,6 +71,7 @@ def test_wheel_imports_and_carries_its_data(clean_python: Path, tmp_path: Path) 
         assert f"models/{model}/model.safetensors" in data
         assert f"models/{model}/README.md" in data
     assert any(name.startswith("configs/") and name.endswith(".yaml") for name in data)
+    assert {"monitoring/alerts.yml", "monitoring/paceline.json"} <= set(data)
 
 
 def test_wheel_installs_the_command(clean_python: Path, tmp_path: Path) -> None:

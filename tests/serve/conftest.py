@@ -1,6 +1,7 @@
 """One running application for every test here: tiny random models, real Ray, real HTTP."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tiny_models import tiny_llama, tiny_tokenizer
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 
 CONTEXT = 2048
+# Metrics are looked at: nobody shall wait ten seconds for them.
+os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""What Prometheus and Grafana see: the metrics, their export, dashboard and alert rules."""

@@ -1,0 +1,46 @@
+"""The ingress with an exporter beside it.
+
+No ``from __future__ import annotations`` here: FastAPI and Ray read the annotations.
+"""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from ray.serve import metrics
+
+from paceline.actors.decoding.meter import drained
+from paceline.deploy.ingress import Ingress
+from paceline.deploy.monitoring.exporter import Exporter
+from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
+from paceline.deploy.monitoring.readings import IngressFigures, ingress_samples
+from paceline.deploy.monitoring.sink import RaySink
+
+
+class MeteredIngress(Ingress):
+    """An ingress whose figures are exported."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See Ingress."""
+        super().__init__(*args, **options)
+        self._outcomes = Outcomes(time.monotonic)
+        sink = RaySink(metrics)
+        self._exporter = Exporter(lambda: ingress_samples(self.figures()), sink).start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The routes of Ingress, their requests counted."""
+        api = super().__serve_build_asgi_app__()
+        api.add_middleware(OutcomeMiddleware, outcomes=self._outcomes)
+        return api
+
+    def figures(self) -> IngressFigures:
+        """What this replica has done; takes the latencies out. Any one thread may ask."""
+        return IngressFigures(
+            outcomes=dict(self._outcomes.counts),
+            latencies=drained(self._outcomes.latencies),
+            in_flight=self._slots.taken,
+            router=dict(self._topics.asked),
+            router_latencies=drained(self._topics.latencies),
+            routed=self._topics.counts(),
+            failovers=self._failover.counts(),
+        )

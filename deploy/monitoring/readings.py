@@ -1,0 +1,197 @@
+"""From what the parts say of themselves to samples. Pure: figures in, samples out.
+
+Series that count what is rare begin with the part, at 0, so that the first event is a rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.actors.decoding.meter import DraftCounts, EngineFigures, drained
+from paceline.actors.weights.slots import expert_of, is_candidate
+from paceline.deploy.monitoring.exporter import Sample
+from paceline.deploy.monitoring.outcomes import OUTCOMES
+
+UPDATES = ("deployed", "canary", "promoted", "rolled_back", "rejected", "refused", "restored")
+ROUTER_OUTCOMES = ("answered", "late", "failed", "skipped")
+FAILOVERS = ("gone", "broken", "faults", "resumed", "given_up")
+TRAINER_STATES = {
+    "starting": "starting",
+    "training": "training",
+    "evaluating": "evaluating",
+    "no new records": "no_new_records",
+    "waiting for the registry": "waiting_for_registry",
+    "waiting for the canary": "waiting_for_canary",
+    "rolled back": "rolled_back",
+}
+_UNFIT = "topic_unfit"  # any other: why a topic cannot be taught for now
+
+
+def slot_labels(draft: str) -> tuple[str, str]:
+    """Labels ``draft`` and ``slot`` of a draft's name: ``sql@candidate`` is sql's candidate."""
+    expert = expert_of(draft)
+    if is_candidate(draft):
+        return expert, "candidate"
+    return expert, "stable" if draft == expert else "initial"
+
+
+def target_samples(figures: EngineFigures) -> Iterator[Sample]:
+    """Of an engine."""
+    yield from _speculation(figures)
+    yield from _engine(figures)
+    requests = figures.requests
+    for name, totals in (
+        ("prompt_tokens", requests.prompt_tokens),
+        ("generation_tokens", requests.generation_tokens),
+    ):
+        for topic, total in list(totals.items()):
+            yield Sample(name, total, (topic,))
+    for name, values in (
+        ("request_queue_time_seconds", requests.queue_s),
+        ("time_to_first_token_seconds", requests.first_token_s),
+        ("time_per_output_token_seconds", requests.per_token_s),
+    ):
+        yield from (Sample(name, value) for value in drained(values))
+
+
+def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+    """Of ``TargetReplica.experts``."""
+    for draft, facts in experts.items():
+        yield Sample("expert_connected", float(facts["connected"]), (draft,))
+        for outcome in ("answered", "silent", "late", "lost"):
+            yield Sample("expert_answers", facts[outcome], (draft, outcome))
+
+
+def _engine(figures: EngineFigures) -> Iterator[Sample]:
+    rounds = figures.rounds
+    yield Sample("decode_tokens", rounds.tokens)
+    yield Sample("decode_seconds", rounds.seconds)
+    yield Sample("draft_seconds", rounds.drafting_s)
+    if figures.predicted_goodput is not None:
+        yield Sample("predicted_goodput", figures.predicted_goodput)
+    if rounds.plain_s > 0.0:
+        yield Sample("plain_decode_seconds", rounds.plain_s)
+    yield Sample("draft_failures", figures.draft_failures)
+    yield Sample("preemptions", figures.preemptions)
+    yield Sample("num_requests_running", figures.running)
+    yield Sample("num_requests_waiting", figures.waiting)
+    free = figures.kv_blocks_available
+    yield Sample("kv_blocks", free, ("free",))
+    yield Sample("kv_blocks", figures.kv_blocks - free, ("used",))
+
+
+def _speculation(figures: EngineFigures) -> Iterator[Sample]:
+    for (topic, draft), counts in list(figures.rounds.counts.items()):
+        labels = topic, *slot_labels(draft)
+        yield Sample("spec_decode_num_rounds", counts.rounds, labels)
+        yield Sample("spec_decode_num_drafts", counts.drafts, labels)
+        yield Sample("spec_decode_num_draft_tokens", counts.draft_tokens, labels)
+        yield Sample("spec_decode_num_accepted_tokens", counts.accepted_tokens, labels)
+        for position, accepted in enumerate(list(counts.accepted_per_position)):
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            yield Sample(name, accepted, (*labels, str(position)))
+    for draft, k in figures.chosen.items():
+        yield Sample("num_speculative_tokens", k, slot_labels(draft))
+    for draft, version in figures.drafts.items():
+        if slot_labels(draft)[1] != "initial":
+            yield Sample("draft_weight_version", version, slot_labels(draft))
+    for (expert, version), counts in list(figures.rounds.versions.items()):
+        yield from _version(counts, (expert, str(version)))
+
+
+def _version(counts: DraftCounts, labels: tuple[str, str]) -> Iterator[Sample]:
+    yield Sample("version_num_drafts", counts.drafts, labels)
+    yield Sample("version_num_draft_tokens", counts.draft_tokens, labels)
+    yield Sample("version_num_accepted_tokens", counts.accepted_tokens, labels)
+
+
+@dataclass(frozen=True, slots=True)
+class IngressFigures:
+    """What an ingress replica has done since its start; latencies in seconds, since the last look.
+
+    ``routed`` counts by topic and expert, ``router`` by what came of the question.
+    """
+
+    outcomes: Mapping[str, int]
+    latencies: Iterable[float]
+    in_flight: int
+    router: Mapping[str, int]
+    router_latencies: Iterable[float]
+    routed: Mapping[str, Mapping[str, int]]
+    failovers: Mapping[str, int]
+
+
+def ingress_samples(figures: IngressFigures) -> Iterator[Sample]:
+    """Of an ingress replica."""
+    yield from (Sample("requests", figures.outcomes.get(o, 0), (o,)) for o in OUTCOMES)
+    yield from (Sample("e2e_request_latency_seconds", value) for value in figures.latencies)
+    yield Sample("requests_in_flight", figures.in_flight)
+    yield from (Sample("router_requests", figures.router.get(o, 0), (o,)) for o in ROUTER_OUTCOMES)
+    yield from (Sample("router_latency_seconds", value) for value in figures.router_latencies)
+    for topic, experts in figures.routed.items():
+        for expert, count in experts.items():
+            yield Sample("routed_requests", count, (topic, expert))
+    yield from (Sample("failovers", figures.failovers.get(k, 0), (k,)) for k in FAILOVERS)
+
+
+def registry_samples(figures: Mapping[str, Any]) -> Iterator[Sample]:
+    """Of ``WeightRegistry.figures``."""
+    updates: Mapping[tuple[str, str], int] = figures["updates"]
+    for draft, live in figures["live"].items():
+        yield Sample("weight_version", live["stable"], (draft, "stable"))
+        if live["candidate"] is not None:
+            yield Sample("weight_version", live["candidate"], (draft, "candidate"))
+        yield Sample("canary_requests", live["canary_requests"], (draft,))
+        for outcome in UPDATES:
+            yield Sample("weight_updates", updates.get((draft, outcome), 0), (draft, outcome))
+    for draft, gate in figures["gates"].items():
+        for of, acceptance in zip(("candidate", "served"), gate, strict=True):
+            if acceptance is not None:
+                yield Sample("expected_acceptance", acceptance, (draft, of))
+
+
+def shard_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
+    """Of ``ReplayShard.stats``."""
+    topic = stats["topic"]
+    for split in ("train", "held_out"):
+        for name in ("records", "bytes", "capacity_bytes"):
+            yield Sample(f"replay_{name}", stats[f"{name}_{split}"], (topic, split))
+    for name in ("inserted", "evicted", "expired", "refused"):
+        yield Sample(f"replay_{name}", stats[f"{name}_total"], (topic,))
+
+
+def trainer_samples(
+    status: Mapping[str, Any],
+    drifts: Mapping[str, Mapping[str, Any]],
+    table: Mapping[str, Any],
+) -> Iterator[Sample]:
+    """Of ``Trainer.status``, ``Trainer.drifts`` and ``Scorer.table``."""
+    present = TRAINER_STATES.get(status["state"], _UNFIT)
+    for state in (*TRAINER_STATES.values(), _UNFIT):
+        yield Sample("trainer_state", float(state == present), (state,))
+    yield Sample("trainer_micro_steps", status.get("micro_steps", 0))
+    yield Sample("trainer_seconds", status.get("training_s", 0.0))
+    for outcome in ("published", "rejected"):
+        yield Sample("trainer_rounds", status.get(outcome, 0), (outcome,))
+    yield Sample("trainer_failures", status["failures"])
+    if status.get("loss") is not None:
+        yield Sample("trainer_loss", status["loss"])
+    for draft, drift in drifts.items():
+        yield Sample("drifting", float(drift["drifting"]), (draft,))
+        for mean in ("fast", "slow"):
+            if drift[f"acceptance_{mean}"] is not None:
+                yield Sample("live_acceptance", drift[f"acceptance_{mean}"], (draft, mean))
+    for topic, weights in table.get("weights", {}).items():
+        for expert, weight in weights.items():
+            yield Sample("routing_weight", weight, (topic, expert))
+
+
+def board_samples(snapshot: Mapping[str, Any]) -> Iterator[Sample]:
+    """Of ``LoadBoard.snapshot``."""
+    yield Sample("training_leave", float(snapshot["may_train"]))
+    yield Sample("training_paused", float(snapshot["paused"]))
+    yield Sample("training_leave_asked", snapshot["asked"])
+    yield Sample("training_leave_granted", snapshot["granted"])
+    yield Sample("serving_replicas", snapshot["replicas"])

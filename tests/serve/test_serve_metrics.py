@@ -1,0 +1,118 @@
+"""What a node really exports: the families that Prometheus scrapes, their kinds and labels."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import ray
+from prometheus_client import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.deploy.monitoring.catalogue import (
+    BOARD,
+    INGRESS,
+    METRICS,
+    REGISTRY,
+    SHARD,
+    TARGET,
+    Kind,
+)
+
+pytestmark = pytest.mark.cluster
+
+CHAT = {"model": "paceline", "messages": [{"role": "user", "content": "List all files"}]}
+# Learning is off here, and drafts are colocated.
+LATER = {"expected_acceptance", "expert_answers", "expert_connected"}
+WAIT_S = 40.0
+
+
+def scraped() -> Iterator[Family]:
+    """Paceline's families at every node's export."""
+    for node in ray.nodes():
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for family in text_string_to_metric_families(httpx.get(address, timeout=10).text):
+            if family.name.startswith("ray_paceline_"):
+                yield family
+
+
+def total(families: dict[str, Family], name: str, **labels: str) -> float:
+    found = families.get(f"ray_paceline_{name}")
+    samples = found.samples if found is not None else []
+    own = (s for s in samples if not s.name.endswith(("_created", "_bucket", "_sum")))
+    return sum(s.value for s in own if labels.items() <= s.labels.items())
+
+
+@pytest.fixture(scope="module")
+def families(base_url: str) -> dict[str, Family]:
+    """The export, once it has what these requests brought."""
+    ask = {"max_tokens": 24, "ignore_eos": True, "speculative": {"draft": "sql"}}
+    with httpx.Client(base_url=base_url, timeout=120) as http:
+        for stream in (False, True):
+            for k in (3, None):
+                body = CHAT | ask | {"stream": stream}
+                body["speculative"] = {"draft": "sql", "num_speculative_tokens": k}
+                assert http.post("/v1/chat/completions", json=body).status_code == 200
+        assert http.post("/v1/chat/completions", json=CHAT | ask | {"n": 0}).status_code == 400
+        for _ in range(2):
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    wanted = {m.name for m in METRICS if m.part in (TARGET, INGRESS, REGISTRY, SHARD, BOARD)}
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        found = {family.name: family for family in scraped()}
+        lacking = {name for name in wanted - LATER if f"ray_paceline_{name}" not in found}
+        enough = total(found, "generation_tokens", topic="sql") >= 4 * 24
+        if not lacking and enough and total(found, "requests", outcome="refused"):
+            return found
+        assert time.monotonic() < deadline, (lacking, enough)
+        time.sleep(0.3)
+
+
+def test_kinds_and_labels_are_the_catalogue_s(families: dict[str, Family]) -> None:
+    for metric in METRICS:
+        family = families.get(f"ray_{metric.full_name}")
+        if family is None:
+            continue
+        assert family.type == metric.kind, metric.name
+        series = {sample.name for sample in family.samples if not sample.name.endswith("_created")}
+        assert series <= set(metric.series), metric.name
+        for sample in family.samples:
+            assert set(metric.labels) <= set(sample.labels), sample
+            if metric.part in (TARGET, INGRESS):
+                assert sample.labels["deployment"] == metric.part
+        if metric.kind is Kind.HISTOGRAM:
+            bounds = {s.labels["le"] for s in family.samples if s.name.endswith("_bucket")}
+            assert {float(bound) for bound in bounds} == {*metric.buckets, float("inf")}
+
+
+def test_counts_are_those_of_the_requests(families: dict[str, Family]) -> None:
+    assert total(families, "requests", outcome="ok") >= 6
+    assert total(families, "requests", outcome="refused") >= 1
+    assert total(families, "requests", outcome="failed") == 0
+    sql = {"topic": "sql", "draft": "sql", "slot": "stable"}
+    drafts = total(families, "spec_decode_num_drafts", **sql)
+    drafted = total(families, "spec_decode_num_draft_tokens", **sql)
+    accepted = total(families, "spec_decode_num_accepted_tokens", **sql)
+    assert 0 < drafts <= drafted
+    assert accepted <= drafted
+    per_position = total(families, "spec_decode_num_accepted_tokens_per_pos", **sql)
+    assert per_position == accepted
+    assert total(families, "version_num_draft_tokens", draft="sql", weight_version="0") >= drafted
+    assert total(families, "time_to_first_token_seconds") >= 6
+    assert total(families, "plain_decode_seconds") > 0
+    assert total(families, "draft_failures") == 0
+
+
+def test_series_that_count_what_is_rare_are_there_at_zero(families: dict[str, Family]) -> None:
+    updates = families["ray_paceline_weight_updates"].samples
+    rolled_back = [s for s in updates if s.labels["outcome"] == "rolled_back"]
+    assert {s.labels["draft"] for s in rolled_back} >= {"general", "sql"}
+    assert {s.value for s in rolled_back} == {0.0}
+
+
+def test_no_series_names_a_request(families: dict[str, Family]) -> None:
+    values = {v for f in families.values() for s in f.samples for v in s.labels.values()}
+    assert not [value for value in values if re.match(r"(chat)?cmpl-", value)]
