@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.actors.decoding.request import FAILED, GenerationRequest
-from paceline.actors.weights.slots import expert_of
 
-_VERSIONS = 4  # of an expert: stable, candidate, their predecessor, the initial one
+_VERSIONS = 3  # of a slot: the present one, and those that requests may still draft with
 _MOST_WAITING = 4096  # latencies that nobody has taken; the oldest go
 
 
@@ -26,14 +25,14 @@ class DraftCounts:
         drafts: rounds that drafted.
         draft_tokens: drafted in them.
         accepted_tokens: of these, accepted; recovered and bonus tokens are none of them.
-        accepted_per_position: accepted tokens by their position in the draft, from 0.
+        histogram: rounds with drafts by how many tokens were accepted, from 0.
     """
 
     rounds: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
+    histogram: list[int] = field(default_factory=lambda: [0])
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count a request's round."""
@@ -43,11 +42,14 @@ class DraftCounts:
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
-        positions = self.accepted_per_position
-        if drafted > len(positions):
-            positions.extend([0] * (drafted - len(positions)))
-        for position in range(accepted):
-            positions[position] += 1
+        if drafted >= len(self.histogram):
+            self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
+
+    def accepted_per_position(self) -> list[int]:
+        """Accepted tokens by their position in the draft, from 0."""
+        histogram = list(self.histogram)
+        return [sum(histogram[position:]) for position in range(1, len(histogram))]
 
 
 class RoundMeter:
@@ -58,14 +60,16 @@ class RoundMeter:
         drafting_s: of these, the part that drafting took.
         plain_s: seconds that plain decoding is expected to take for the same tokens.
         tokens: that the rounds emitted, those behind an answer's end included.
-        versions: counts by expert and weight_version, of the latest versions of each.
+        counts: by topic and draft, that is its slot or initial weights (``sql@candidate``).
+        versions: by draft and weight_version, of the latest versions of each; of rounds with
+            drafts alone.
     """
 
     def __init__(self) -> None:
         """Begin at zero."""
         self.seconds = self.drafting_s = self.plain_s = 0.0
         self.tokens = 0
-        self.counts: dict[tuple[str, str], DraftCounts] = {}  # by topic and draft
+        self.counts: dict[tuple[str, str], DraftCounts] = {}
         self.versions: dict[tuple[str, int], DraftCounts] = {}
 
     def row(self, topic: str, draft: str, weight_version: int, drafted: int, accepted: int) -> None:
@@ -73,7 +77,7 @@ class RoundMeter:
 
         Args:
             topic: of the request.
-            draft: its slot or initial weights (``sql``, ``sql@candidate``, ``sql@0``).
+            draft: its slot or initial weights.
             weight_version: that drafted, or would have.
             drafted: tokens.
             accepted: of these.
@@ -82,8 +86,12 @@ class RoundMeter:
         if counts is None:
             counts = self.counts[topic, draft] = DraftCounts()
         counts.add(drafted, accepted)
-        if drafted:
-            self._version(expert_of(draft), weight_version).add(drafted, accepted)
+        if not drafted:
+            return
+        counts = self.versions.get((draft, weight_version))
+        if counts is None:
+            counts = self._new_version(draft, weight_version)
+        counts.add(drafted, accepted)
 
     def took(self, seconds: float, drafting_s: float, tokens: int, plain_s: float | None) -> None:
         """Count a round's time; ``plain_s`` None: nobody knows what plain decoding costs."""
@@ -92,13 +100,11 @@ class RoundMeter:
         self.tokens += tokens
         self.plain_s += plain_s or 0.0
 
-    def _version(self, expert: str, weight_version: int) -> DraftCounts:
-        counts = self.versions.get((expert, weight_version))
-        if counts is None:
-            own = [key for key in self.versions if key[0] == expert]
-            for key in own[: len(own) + 1 - _VERSIONS]:
-                del self.versions[key]
-            counts = self.versions[expert, weight_version] = DraftCounts()
+    def _new_version(self, draft: str, weight_version: int) -> DraftCounts:
+        own = [key for key in self.versions if key[0] == draft]
+        for key in own[: max(0, len(own) + 1 - _VERSIONS)]:
+            del self.versions[key]
+        counts = self.versions[draft, weight_version] = DraftCounts()
         return counts
 
 

@@ -89,7 +89,7 @@ def _speculation(figures: EngineFigures) -> Iterator[Sample]:
         yield Sample("spec_decode_num_drafts", counts.drafts, labels)
         yield Sample("spec_decode_num_draft_tokens", counts.draft_tokens, labels)
         yield Sample("spec_decode_num_accepted_tokens", counts.accepted_tokens, labels)
-        for position, accepted in enumerate(list(counts.accepted_per_position)):
+        for position, accepted in enumerate(counts.accepted_per_position()):
             name = "spec_decode_num_accepted_tokens_per_pos"
             yield Sample(name, accepted, (*labels, str(position)))
     for draft, k in figures.chosen.items():
@@ -97,14 +97,24 @@ def _speculation(figures: EngineFigures) -> Iterator[Sample]:
     for draft, version in figures.drafts.items():
         if slot_labels(draft)[1] != "initial":
             yield Sample("draft_weight_version", version, slot_labels(draft))
-    for (expert, version), counts in list(figures.rounds.versions.items()):
-        yield from _version(counts, (expert, str(version)))
+    yield from _versions(list(figures.rounds.versions.items()))
 
 
-def _version(counts: DraftCounts, labels: tuple[str, str]) -> Iterator[Sample]:
-    yield Sample("version_num_drafts", counts.drafts, labels)
-    yield Sample("version_num_draft_tokens", counts.draft_tokens, labels)
-    yield Sample("version_num_accepted_tokens", counts.accepted_tokens, labels)
+def _versions(held: Iterable[tuple[tuple[str, int], DraftCounts]]) -> Iterator[Sample]:
+    """An expert's version may have drafted in both slots, the one after the other."""
+    totals: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for (draft, version), counts in held:
+        key = expert_of(draft), str(version)
+        drafts, drafted, accepted = totals.get(key, (0, 0, 0))
+        totals[key] = (
+            drafts + counts.drafts,
+            drafted + counts.draft_tokens,
+            accepted + counts.accepted_tokens,
+        )
+    for labels, (drafts, drafted, accepted) in totals.items():
+        yield Sample("version_num_drafts", drafts, labels)
+        yield Sample("version_num_draft_tokens", drafted, labels)
+        yield Sample("version_num_accepted_tokens", accepted, labels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ def rule_expressions() -> dict[str, str]:
 def test_every_panel_and_rule_has_data(scraped: Scraped, traffic: list[int]) -> None:
     left = panel_expressions() | rule_expressions()
     assert len(left) > 60
+    assert scraped.values("ray_paceline_no_such_metric") == []
     deadline = time.monotonic() + LEARNT_WITHIN_S
     while left:  # some need a gate's decision, or experts that were scored
         left = {name: text for name, text in left.items() if not scraped.values(text)}

@@ -64,10 +64,15 @@ def families(base_url: str) -> dict[str, Family]:
     while True:
         found = {family.name: family for family in scraped()}
         lacking = {name for name in wanted - LATER if f"ray_paceline_{name}" not in found}
-        enough = total(found, "generation_tokens", topic="sql") >= 4 * 24
-        if not lacking and enough and total(found, "requests", outcome="refused"):
+        counts = [
+            total(found, "generation_tokens", topic="sql") >= 4 * 24,
+            total(found, "time_to_first_token_seconds") >= 6,
+            total(found, "requests", outcome="ok") >= 6,
+            total(found, "requests", outcome="refused") >= 1,
+        ]
+        if not lacking and all(counts):
             return found
-        assert time.monotonic() < deadline, (lacking, enough)
+        assert time.monotonic() < deadline, (lacking, counts)
         time.sleep(0.3)
 
 

@@ -13,6 +13,7 @@ from lessons import lesson
 from test_decoding_meter import served
 from test_weights_registry import weights
 
+from paceline.actors.decoding.meter import RoundMeter
 from paceline.actors.decoding.pool.peer import Peer
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
@@ -67,6 +68,17 @@ def test_a_target_s_figures() -> None:
     assert len([s for s in samples if s.name == "time_to_first_token_seconds"]) == 3
     again = list(readings.target_samples(figures))
     assert not [s for s in again if s.name == "time_to_first_token_seconds"]  # once each
+
+
+def test_a_version_that_was_promoted_goes_on_under_its_number() -> None:
+    meter = RoundMeter()
+    meter.row("sql", "sql@candidate", 1, 4, 2)
+    meter.row("sql", "sql", 0, 4, 1)
+    meter.row("sql", "sql", 1, 4, 3)  # promoted
+    held = list(readings._versions(meter.versions.items()))
+    drafts, accepted = (by_labels(held, f"version_num_{n}") for n in ("drafts", "accepted_tokens"))
+    assert drafts == {("sql", "0"): 1, ("sql", "1"): 2}
+    assert accepted == {("sql", "0"): 1, ("sql", "1"): 5}
 
 
 def test_experts_of_a_pool_by_what_came_of_their_questions() -> None:
