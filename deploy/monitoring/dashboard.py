@@ -25,6 +25,10 @@ SWAPS = (
 )
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
+_ON_OFF = {
+    "mode": "absolute",
+    "steps": [{"color": "transparent", "value": None}, {"color": "green", "value": 1}],
+}
 
 
 def dashboard() -> dict[str, Any]:
@@ -99,8 +103,10 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     custom: dict[str, Any] = {"lineWidth": 2, "fillOpacity": 8, "showPoints": "never"}
     if panel.stacked:
         custom |= {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.states:
         custom = {"fillOpacity": 80, "lineWidth": 0}
+        defaults |= {"color": {"mode": "thresholds"}, "thresholds": _ON_OFF}
     return {
         "id": number,
         "type": "state-timeline" if panel.states else "timeseries",
@@ -108,10 +114,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "description": panel.description,
         "datasource": _SOURCE,
         "gridPos": place,
-        "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, "custom": custom},
-            "overrides": [],
-        },
+        "fieldConfig": {"defaults": defaults | {"custom": custom}, "overrides": []},
         "options": {
             "legend": {"displayMode": "list", "placement": "bottom"},
             "tooltip": {"mode": "multi", "sort": "desc"},
