@@ -1,0 +1,102 @@
+"""Every alert fires on what it is for, and on nothing else: series by hand, rules by promtool."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.deploy.monitoring import files
+
+PROMTOOL = shutil.which("promtool")
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (Debian: prometheus)")
+
+Series = dict[str, str]  # name to values a minute, in promtool's notation
+
+FIRST = 'spec_decode_num_accepted_tokens_per_pos_total{topic="sql",position="0",slot="stable"}'
+DRAFTS = 'spec_decode_num_drafts_total{topic="sql",slot="stable"}'
+LEAVE, ASKED = "training_leave", "training_leave_asked_total"
+FULL, ROOM = (
+    'replay_bytes{topic="sql",split="train"}',
+    'replay_capacity_bytes{topic="sql",split="train"}',
+)
+OK, FAILED = 'requests_total{outcome="ok"}', 'requests_total{outcome="failed"}'
+ROLLED_BACK = 'weight_updates_total{draft="sql",outcome="rolled_back"}'
+DRAFT_FAILURES = 'draft_failures_total{replica="r"}'
+WELL: Series = {
+    FIRST: "0+480x240",
+    DRAFTS: "0+600x240",
+    "plain_decode_seconds_total": "0+50x240",
+    "decode_seconds_total": "0+30x240",
+    ROLLED_BACK: "0x240",
+    FULL: "50x240",
+    ROOM: "100x240",
+    LEAVE: "1x240",
+    ASKED: "0+500x240",
+    "trainer_failures_total": "0x240",
+    DRAFT_FAILURES: "0x240",
+    "num_requests_waiting": "1x240",
+    "num_requests_running": "4x240",
+    OK: "0+100x240",
+    FAILED: "0x240",
+}
+SICK: dict[str, Series] = {
+    "PacelineAcceptanceCollapse": {FIRST: "0+480x120 57660+60x120"},
+    "PacelineSpeculationSlower": {"plain_decode_seconds_total": "0+25x240"},
+    "PacelineRollbackStorm": {ROLLED_BACK: "0x120 1+1x120"},
+    "PacelineReplayShardFull": {FULL: "99x240"},
+    "PacelineTrainerStarving": {LEAVE: "0x240"},
+    "PacelineTrainerFailing": {"trainer_failures_total": "0x120 1+1x120"},
+    "PacelineDraftFailures": {DRAFT_FAILURES: "0x120 1+1x120"},
+    "PacelineTargetQueue": {"num_requests_waiting": "3x240"},
+    "PacelineRequestsFail": {FAILED: "0x120 5+5x120"},
+}
+# Nothing to worry about, or nothing that these say.
+FINE: dict[str, Series] = {
+    "all is well": {},
+    "no traffic": dict.fromkeys(WELL, "0x240") | {ROOM: "100x240", LEAVE: "1x240"},
+    "training is off beside a busy target": {LEAVE: "0x240", ASKED: "0x240"},
+    "a topic that is new": {FIRST: "_x150 0+480x90", DRAFTS: "_x150 0+600x90"},
+    "a rollback or two": {ROLLED_BACK: "0x130 2x110"},
+    "a burst that has gone": {"num_requests_waiting": "0x150 9x3 0x87"},
+}
+
+
+def firing(series: Series, folder: Path, expected: set[str]) -> subprocess.CompletedProcess[str]:
+    """Whether these alerts, and no others, fire after two hours and a half."""
+    all_alerts = sorted(SICK)
+    tests = [
+        {
+            "expr": f'count(ALERTS{{alertname="{name}",alertstate="firing"}})',
+            "eval_time": "150m",
+            "exp_samples": [{"labels": "{}", "value": 1}] if name in expected else [],
+        }
+        for name in all_alerts
+    ]
+    given = [{"series": f"ray_paceline_{name}", "values": v} for name, v in series.items()]
+    group = {"interval": "1m", "input_series": given, "promql_expr_test": tests}
+    suite = {"rule_files": [str(files.ALERTS)], "evaluation_interval": "1m", "tests": [group]}
+    file = folder / "suite.yml"
+    file.write_text(yaml.safe_dump(suite))
+    command = [str(PROMTOOL), "test", "rules", str(file)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_every_alert_has_its_case() -> None:
+    groups = yaml.safe_load(files.ALERTS.read_text())["groups"]
+    assert set(SICK) == {r["alert"] for group in groups for r in group["rules"] if "alert" in r}
+
+
+@pytest.mark.parametrize("alert", sorted(SICK))
+def test_an_alert_fires_alone_on_what_it_is_for(alert: str, tmp_path: Path) -> None:
+    result = firing(WELL | SICK[alert], tmp_path, {alert})
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("case", sorted(FINE))
+def test_no_alert_fires_without_a_cause(case: str, tmp_path: Path) -> None:
+    result = firing(WELL | FINE[case], tmp_path, set())
+    assert result.returncode == 0, result.stdout + result.stderr
