@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.routing.hedge import Hedge
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.outlook import Outlook
+from paceline.actors.training.progress import Progress
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.decisions import outcome_of
 from paceline.actors.weights.evidence import DraftOutcome
@@ -216,6 +218,12 @@ def test_a_trainer_s_figures() -> None:
     acceptance = {("sql", "fast"): 0.5, ("sql", "slow"): 0.5}
     assert by_labels(samples, "live_acceptance") == acceptance
     assert by_labels(samples, "drifting") == {("sql",): 0, ("general",): 0}
+
+
+def test_every_state_that_rounds_name_has_a_label() -> None:
+    rounds = Path(__file__).parents[2] / "actors" / "training" / "rounds.py"
+    named = set(re.findall(r'state="([^"]+)"', rounds.read_text(encoding="utf-8")))
+    assert named | {Progress().state} == set(readings.TRAINER_STATES)
 
 
 @pytest.mark.parametrize("state", ["no usable records to learn from", "anything else"])
