@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from front_doors import Handle
 from replay_samples import make_record
-from test_deploy_ingress import Handle
 from tiny_models import save_tiny, tiny_tokenizer
 from topic_examples import trips
 

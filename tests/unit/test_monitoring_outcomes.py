@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import Request, Response
-from test_deploy_ingress import CONTEXT, Handle
+from front_doors import Handle
+from test_deploy_ingress import CONTEXT
 from test_deploy_routing import remote
 from tiny_models import save_tiny, tiny_tokenizer
 
