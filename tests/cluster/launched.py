@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +51,7 @@ class Launched:
     def _cluster(self) -> dict[str, Any]:
         """cluster/local.yaml for these hosts, on which Paceline is there already."""
         config: dict[str, Any] = yaml.safe_load((ROOT / "cluster/local.yaml").read_text())
+        config["cluster_name"] = f"paceline-test-{os.getpid()}"
         config["provider"]["head_ip"] = self.head.address
         config["provider"]["worker_ips"] = [host.address for host in self.others]
         config["auth"]["ssh_private_key"] = str(self.hosts.key)
@@ -81,6 +85,16 @@ class Launched:
         for host in self.others:
             if host.first is not None:
                 self.hosts.on(host, "ray stop --grace-period 10")
+
+    def forget(self) -> None:
+        """Remove what Ray's ssh leaves in /tmp of this machine, where no setting moves it."""
+        name = yaml.safe_load(self.file.read_text())["cluster_name"]
+        for folder in Path("/tmp").glob(
+            f"ray_ssh_*/{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another cluster's is in it
+                folder.parent.rmdir()
 
     def on_head(self, command: str) -> str:
         """Run a command of Ray's on the head."""

@@ -62,6 +62,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     folder = tmp_path_factory.mktemp("cluster")
     links = ROOT / ".typing"  # a checkout that is not installed is found by these
     hosts = Hosts(folder, list(RESOURCES), {"PYTHONPATH": str(links), "RAY_AUTH_MODE": "token"})
+    launched = None
     try:
         hosts.start(RESOURCES)
         launched = Launched(hosts, folder)
@@ -69,6 +70,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         yield launched
     finally:
         hosts.stop()
+        if launched is not None:
+            launched.forget()
 
 
 def on_host(host: Host, role: str) -> int:
