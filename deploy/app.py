@@ -25,13 +25,9 @@ from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.failover import FailoverPolicy
 from paceline.deploy.ingress import IngressSettings
-<<<<<<< HEAD
 from paceline.deploy.keeper import TopicKeeper, refusal
 from paceline.deploy.monitoring.front import MeteredIngress
 from paceline.deploy.placement import actor_options
-=======
-from paceline.deploy.monitoring.front import MeteredIngress
->>>>>>> w-metrics
 from paceline.deploy.preflight import check
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors

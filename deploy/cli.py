@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """``paceline``: serve, demo, status, history, topics, rollback, replay, drain, plan and more."""
-=======
-"""``paceline``: serve, demo, plan, history, monitoring, build-ops."""
->>>>>>> w-metrics
 
 from __future__ import annotations
 
@@ -81,11 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     history.add_argument("--topic", help="of this topic only")
     history.add_argument("--json", action="store_true", help="one JSON object a line")
     history.set_defaults(command=_history)
-<<<<<<< HEAD
     _add_topics(commands)
     operator.add_commands(commands, [_server_options()], _url, _say)
-=======
->>>>>>> w-metrics
     monitoring = commands.add_parser(
         "monitoring", help="write what Prometheus and Grafana start from"
     )

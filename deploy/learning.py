@@ -5,11 +5,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import os
 import time
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Mapping
-=======
-from collections.abc import Iterable
->>>>>>> w-metrics
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,22 +18,16 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.fingerprint import fingerprints
-<<<<<<< HEAD
 from paceline.cluster.named import NamedActor
 from paceline.cluster.session import NAMESPACE
 from paceline.deploy.added import with_added
-=======
->>>>>>> w-metrics
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
 from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
 from paceline.deploy.monitoring.sink import RaySink
-<<<<<<< HEAD
 from paceline.deploy.placement import actor_options
-=======
->>>>>>> w-metrics
 from paceline.deploy.ranks import hiring, node_address
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
@@ -57,7 +47,6 @@ def start_actors(config: PacelineConfig) -> LearningActors:
     Args:
         config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
     """
-<<<<<<< HEAD
     actors = {name: make() for name, make in makers(config).items()}
     return _gathered(config, actors.__getitem__)
 
@@ -85,14 +74,6 @@ def makers(config: PacelineConfig) -> dict[str, Callable[[], Any]]:
 
 def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningActors:
     trainer = actor(_TRAINER) if config.training.enabled else None
-=======
-    shards = {expert: _shard(config, expert) for expert in config.drafts.experts}
-    registry = _registry(config)
-    board = _named(MeteredBoard, _BOARD).remote(
-        config.training.idle_after_s, occupied_above=occupied_above(config, os.cpu_count() or 1)
-    )
-    trainer = _trainer(config) if config.training.enabled else None
->>>>>>> w-metrics
     return LearningActors(
         shards={expert: actor(_shard_name(expert)) for expert in config.drafts.experts},
         registry=actor(_REGISTRY),
@@ -174,7 +155,6 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
         expert: the topic.
     """
     folder = str(config.state_path / "replay") if config.replay.persist else None
-<<<<<<< HEAD
     shard = _named(MeteredShard, _shard_name(expert), actor_options(config.placement.learning))
     return shard.remote(expert, replay_settings(config), folder)
 
@@ -183,21 +163,14 @@ def _board(config: PacelineConfig) -> Any:
     board = _named(MeteredBoard, _BOARD, actor_options(config.placement.learning))
     occupied = occupied_above(config, os.cpu_count() or 1)
     return board.remote(config.training.idle_after_s, occupied_above=occupied)
-=======
-    return _named(MeteredShard, _SHARD + expert).remote(expert, replay_settings(config), folder)
->>>>>>> w-metrics
 
 
 def _registry(config: PacelineConfig) -> Any:
     from paceline.actors.weights.canary import CanarySettings
     from paceline.deploy.monitoring.registry import MeteredRegistry  # imports torch
 
-<<<<<<< HEAD
     registry = _named(MeteredRegistry, _REGISTRY, actor_options(config.placement.learning))
     return registry.remote(
-=======
-    return _named(MeteredRegistry, _REGISTRY).remote(
->>>>>>> w-metrics
         directory=str(config.state_path / WEIGHTS_FOLDER),
         topics=config.drafts.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
