@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.verification import Proposal
+from paceline.actors.weights.slots import expert_of
 
 
 def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
@@ -148,6 +150,18 @@ class ColocatedProposer:
         stack = self._stack_of.pop(request_id, None)
         if stack is not None:
             stack.release(request_id)
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:
+        """See Proposer."""
+        stack = self._stacks[like]
+        if expert in self._stacks:
+            return
+        if not isinstance(stack, ExpertStack):
+            raise ValueError(f"{expert} cannot be a copy of the heads {like}")
+        yield from stack.enlist(expert, like)
+        names = [n for n in (*stack.names, *stack.versions) if expert_of(n) == expert]
+        # A new dictionary: other threads may be reading the old one.
+        self._stacks = {**self._stacks, **dict.fromkeys(names, stack)}
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Put new weights in place of an expert's present ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,14 @@ class Decoder(Protocol):
         """Take note that the parameters (of one expert, or all) have changed."""
         ...
 
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """Take further models in, a part at a time; the present ones may run in between.
+
+        Args:
+            models: the present ones, which keep their places, then the further ones.
+        """
+        ...
+
 
 class ModuleDecoder:
     """Transformers' own modules, any architecture, one forward per expert."""
@@ -56,6 +64,11 @@ class ModuleDecoder:
 
     def refresh(self, expert: int | None = None) -> None:
         """Nothing to do: the modules read their parameters."""
+
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """See Decoder."""
+        self._models = list(models)
+        yield
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """See Decoder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,13 @@ class Drafting:
     def release(self, request_id: str) -> None:
         """Forget a sequence."""
         self._proposer.release(request_id)
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:
+        """Take a further expert in, a part at a time, see Proposer; what fails is logged."""
+        try:
+            yield from self._proposer.enlist(expert, like)
+        except Exception:
+            logger.exception("the expert %s could not be added here", expert)
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
         """Put new weights in place, or with None empty a candidate's slot.

@@ -7,7 +7,6 @@ Single-threaded and free of Ray: requests come in by :meth:`Engine.add`, weights
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding.changes import Changes
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.intake import EngineSettings, take_in
 from paceline.actors.decoding.logprobs import token_logprobs
@@ -94,7 +94,7 @@ class Engine:
         self._running = self._schedule.running
         self._waiting = self._schedule.waiting
         self._ended: list[Sequence] = []
-        self._swaps: deque[tuple[str, int, Mapping[str, Tensor] | None]] = deque()
+        self._changes = Changes()
 
     @property
     def draft_failures(self) -> int:
@@ -125,7 +125,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True where :meth:`step` has something to do."""
-        return bool(self._running or self._waiting or self._ended or self._swaps)
+        return bool(self._running or self._waiting or self._ended or self._changes)
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
@@ -153,13 +153,17 @@ class Engine:
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
         """Queue new weights of a slot, None to empty a candidate's, for between two rounds."""
-        self._swaps.append((expert, weight_version, state))
+        self._changes.add(lambda: self._drafting.swap(expert, weight_version, state))
+
+    def enlist(self, expert: str, like: str) -> None:
+        """Queue a further expert, a copy of another's initial weights, for between the rounds."""
+        self._changes.add(lambda: self._drafting.enlist(expert, like))
 
     def step(self) -> list[StepOutput]:
         """Run one round; returns what every request got."""
         ended, self._ended = self._ended, []
         outputs = [StepOutput(s.request_id, s.chunk()) for s in ended]
-        self._apply_swaps()
+        self._changes.carry_out(busy=bool(self._running))
         self._schedule.grow()
         self._schedule.admit()
         self._prefill()
@@ -181,10 +185,6 @@ class Engine:
         self._runner.kv.forget_all()
         self._waiting.clear()
         return outputs
-
-    def _apply_swaps(self) -> None:
-        while self._swaps:
-            self._drafting.swap(*self._swaps.popleft())
 
     def _keep(self, sequence: Sequence) -> None:
         """Leave a request's full blocks to those that begin like it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,14 +11,14 @@ from torch import Tensor
 from paceline.actors.decoding.drawing import draw_drafts
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
-from paceline.actors.decoding.proposer import DraftRow
+from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.decoding.reading import Reads
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import LatestBatch, SamplingBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
 from paceline.actors.decoding.transfer import device_tensor
 from paceline.actors.decoding.verification import Proposal, sound
-from paceline.actors.weights.slots import expert_of, is_candidate
+from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
 
 
 class ExpertStack:
@@ -56,6 +57,34 @@ class ExpertStack:
         """Give an expert a further name; the expert's own is fine too."""
         self._index[name] = self._index[expert]
         self.versions[name] = self.versions[expert]
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:
+        """Take a further expert in, as a copy of another one's initial weights.
+
+        It comes a part at a time: between two parts rounds may run. Afterwards it is at version 0,
+        with an empty candidate's slot where the others have one. Sequences notice nothing.
+
+        Args:
+            expert: not here yet.
+            like: one of these.
+
+        Raises:
+            KeyError: there is no ``like``.
+        """
+        first = like + INITIAL_SUFFIX
+        model = self.runner.models[self._index.get(first, self._index[like])]
+        slots = any(map(is_candidate, self.names))
+        names = (expert, candidate_of(expert)) if slots else (expert,)
+        models = []
+        for _ in names:
+            models.append(copy.deepcopy(model))
+            yield
+        yield from self.runner.grow(models)
+        self._index |= {name: len(self.names) + i for i, name in enumerate(names)}
+        self.names += names
+        self.versions[expert] = 0
+        if first in self._index:
+            self.alias(expert + INITIAL_SUFFIX, first)
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Take new weights; keys and values made by the old ones get recomputed.

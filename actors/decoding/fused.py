@@ -10,7 +10,7 @@ every start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class _Norm:
 
     def __init__(self, norms: Sequence[Any]) -> None:
         self.weight = stack([norm.weight for norm in norms])[:, None]
+        self.size = int(self.weight.shape[-1])
         self.eps = float(norms[0].variance_epsilon)
 
     def __call__(self, x: Tensor, grid: Grid) -> Tensor:
@@ -136,7 +137,15 @@ class _Layer:
         self._gate_up = fuse([(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers])
         self._down = fuse([(layer.mlp.down_proj,) for layer in layers])
         self._activation = layers[0].mlp.act_fn
+        self._window = window
         self.linears = (*self._attention.linears, self._gate_up, self._down)
+
+    def grown(self, layers: Sequence[Any], count: int) -> _Layer:
+        """The layer of these experts, of which the first ``count`` are this one's."""
+        grown = _Layer(layers, self._window)
+        for linear, earlier in zip(grown.linears, self.linears, strict=True):
+            linear.follow(earlier, count)
+        return grown
 
     def __call__(
         self,
@@ -198,11 +207,12 @@ class FusedDecoder:
             invariant: float32 products on CPUs shall not depend on how many rows there are.
         """
         bodies = [model.model for model in models]
+        self._count = len(models)
         self._vocab, hidden = bodies[0].embed_tokens.weight.shape
-        tied = models[0].lm_head.weight is bodies[0].embed_tokens.weight
+        self._tied = models[0].lm_head.weight is bodies[0].embed_tokens.weight
         embeddings = stack([body.embed_tokens.weight for body in bodies])
         self._embeddings = embeddings.view(-1, hidden)
-        self._head = StackedLinear(embeddings) if tied else fuse([(m.lm_head,) for m in models])
+        self._head = self._make_head(models, embeddings)
         self._norm = _Norm([body.norm for body in bodies])
         self._layers = [
             _Layer(layers, layer_window(models[0].config, i))
@@ -211,8 +221,7 @@ class FusedDecoder:
         self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
         silu = models[0].config.hidden_act in ("silu", "swish")
         self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
-        self._linears = (self._head, *(part for layer in self._layers for part in layer.linears))
-        for linear in self._linears:
+        for linear in self._linears():
             linear.invariant = invariant
         self.refresh()
 
@@ -221,10 +230,38 @@ class FusedDecoder:
         """Whether products are oneDNN's, which makes code for every size, see ``filled``."""
         return self._head.packed
 
+    def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
+        return StackedLinear(embeddings) if self._tied else fuse([(m.lm_head,) for m in models])
+
+    def _linears(self) -> Iterator[StackedLinear]:
+        yield self._head
+        for layer in self._layers:
+            yield from layer.linears
+
     def refresh(self, expert: int | None = None) -> None:
         """Take note that the parameters (of one expert, or all) have changed."""
-        for linear in self._linears:
+        for linear in self._linears():
             linear.pack(expert)
+
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """Take further models in, a layer at a time.
+
+        Between two parts the present models may run, which keep their places; the further ones
+        may when all is done. At most one layer's weights are there twice.
+
+        Args:
+            models: the present ones, then the further ones.
+        """
+        for i, layer in enumerate(self._layers):
+            layers = [model.model.layers[i] for model in models]
+            self._layers[i] = layer.grown(layers, self._count)
+            yield
+        embeddings = stack([model.model.embed_tokens.weight for model in models])
+        head = self._make_head(models, embeddings)
+        head.follow(self._head, self._count)
+        norm = _Norm([model.model.norm for model in models])
+        self._embeddings, self._head, self._norm = embeddings.view(-1, norm.size), head, norm
+        self._count = len(models)
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.

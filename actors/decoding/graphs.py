@@ -11,8 +11,8 @@ Never run on a GPU: the tests run it with a capture that records nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,6 +114,15 @@ class GraphedDecoder:
         self._most_tokens = most_tokens
         self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
+        self._growing = False
+
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """See Decoder. Weights move meanwhile: what was recorded reads where they lay before."""
+        self._growing = True
+        self._graphs.clear()
+        self._seen.clear()
+        yield from self.plain.grow(models)
+        self._growing = False
 
     def refresh(self, expert: int | None = None) -> None:
         """See Decoder."""
@@ -128,7 +137,7 @@ class GraphedDecoder:
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """See Decoder."""
         # Mixed experts come in too many layouts.
-        if token_ids.shape[1] > self._most_tokens or grid.single is None:
+        if token_ids.shape[1] > self._most_tokens or grid.single is None or self._growing:
             return self.plain(token_ids, step, grid, keep)
         columns = columns_of(step.columns, step.kv.tables.shape[1])
         step = StepContext(step.kv, step.rows, step.positions, columns, step.asked)

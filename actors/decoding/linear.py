@@ -63,6 +63,16 @@ class StackedLinear:
         else:
             self._packed[expert] = _packed(self.weight[expert])
 
+    def follow(self, earlier: StackedLinear, count: int) -> None:
+        """Take over what an earlier one has laid out for the first ``count`` experts.
+
+        Their weights must be the same; those of the others are laid out now.
+        """
+        self.invariant, self._lone_differs = earlier.invariant, earlier._lone_differs
+        if earlier._packed is not None:
+            further = self.weight[count:]
+            self._packed = [*earlier._packed[:count], *(_packed(weight) for weight in further)]
+
     def __call__(self, x: Tensor, grid: Grid) -> Tensor:
         """``[E', N, in]`` to ``[E', N, out]`` for the grid's E' experts."""
         if grid.single is not None:

@@ -93,6 +93,10 @@ class EngineLoop:
         """Queue new weights of a slot, None to empty a candidate's."""
         self._inbox.put(lambda: self._engine.swap(expert, weight_version, state))
 
+    def enlist(self, expert: str, like: str) -> None:
+        """Queue a further expert, a copy of another's initial weights."""
+        self._inbox.put(lambda: self._engine.enlist(expert, like))
+
     def drafts(self) -> dict[str, int]:
         """Every draft with its weight_version."""
         return self._engine.drafts()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +72,19 @@ class Proposer(Protocol):
 
     def release(self, request_id: str) -> None:
         """Forget a sequence; unknown ones are fine."""
+        ...
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:
+        """Take a further expert in, a part at a time; one that is here already is fine.
+
+        Args:
+            expert: its name.
+            like: the expert whose initial weights it begins with.
+
+        Raises:
+            KeyError: there is no ``like``.
+            ValueError: that one has no weights to be copied.
+        """
         ...
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:

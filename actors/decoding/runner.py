@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -166,6 +166,19 @@ class ModelRunner:
         grid = Grid([expert], self.device)
         self.forward([row], tokens, positions, span=end, keep=1, grid=grid)
         return None
+
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """Take further models in, a part at a time; forwards may run in between.
+
+        They share rows, keys' and values' memory with the present ones, come after them, and may
+        run once all parts are done. Advance it in ``torch.inference_mode``.
+
+        Args:
+            models: of the present ones' config, dtype and device, with the engine's attention.
+        """
+        everyone = [*self.models, *models]
+        yield from self.decoder.grow(everyone)
+        self.models = everyone
 
     @torch.inference_mode()
     def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:

@@ -27,9 +27,10 @@ from paceline.actors.decoding.request import FAILED, GenerationChunk, Generation
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import is_scored
+from paceline.actors.weights.catalogue import TopicsView
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import unflatten
-from paceline.actors.weights.slots import candidate_of
+from paceline.actors.weights.slots import candidate_of, expert_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,12 @@ class TargetReplica:
         self._reported: tuple[int, int] | None = None
         self._reported_at = 0.0
         self._pool = _pool(settings) if settings.placement == "pool" else None
+        self._leases: Leases | None = None
         if self._pool is not None:  # experts load meanwhile
-            Leases(self._pool, experts or {}, self._replica_id)
+            self._leases = Leases(self._pool, experts or {}, self._replica_id)
+        self._experts = set(settings.drafts)
+        self._leased = set(experts or {})
+        self._taking = threading.Lock()  # of added topics
         self._failed: dict[str, DraftOutcome] = {}  # by expert, the last candidate that did
         self._outcomes: OutcomeReporter | None = None
         if registry is not None:
@@ -95,6 +100,8 @@ class TargetReplica:
         )
         if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
+        if registry is not None:
+            threading.Thread(target=self._follow, name="paceline-topics", daemon=True).start()
 
     async def generate(
         self, request: GenerationRequest, whole: bool = False
@@ -234,6 +241,8 @@ class TargetReplica:
                 news = ray.get(
                     self._registry.wait_newer.remote(known, _POLL_S), timeout=3 * _POLL_S
                 )
+                if any(expert_of(slot) not in self._experts for slot in news):
+                    self._take_topics(ray.get(self._registry.topics.remote(), timeout=_POLL_S))
                 for slot, (version, refs) in news.items():
                     # unflatten copies: the object dies with the registry that put it.
                     state = unflatten(ray.get(refs[0], timeout=_POLL_S)) if refs else None
@@ -243,6 +252,41 @@ class TargetReplica:
             except Exception as error:
                 logger.info("no weights from the registry (%s), trying again", error)
                 time.sleep(_RETRY_S)
+
+
+    def _follow(self) -> None:
+        """Long-poll the registry for added topics, for ever."""
+        etag = ""
+        while True:
+            try:
+                asked = self._registry.wait_topics.remote(etag, _POLL_S)
+                view: TopicsView | None = ray.get(asked, timeout=3 * _POLL_S)
+                if view is not None:
+                    self._take_topics(view)
+                    etag = view.etag
+            except Exception as error:
+                logger.info("no topics from the registry (%s), trying again", error)
+                time.sleep(_RETRY_S)
+
+    def _take_topics(self, view: TopicsView) -> None:
+        """Have experts for added topics, and shards for their records; twice is fine."""
+        with self._taking:
+            for topic in view.topics:
+                if topic.name not in self._experts and self._pool is None:
+                    self._loop.enlist(topic.name, topic.like)
+                self._experts.add(topic.name)
+            for name, parts in view.parts.items():
+                if name not in self._shards:  # a new dictionary: the engine's thread reads it
+                    self._shards = {**self._shards, name: parts.shard}
+                if parts.expert is not None and name not in self._leased:
+                    self._lease(name, *parts.expert)
+
+    def _lease(self, expert: str, deployment: str, application: str) -> None:
+        """Draft with a further expert of the pool."""
+        if self._pool is not None and self._leases is not None:
+            self._pool.add(expert)
+            self._leases.add(expert, serve.get_deployment_handle(deployment, application))
+            self._leased.add(expert)
 
 
 def _replica_id() -> str:

@@ -40,13 +40,23 @@ class Leases:
         self._handles = dict(handles)
         self._client = client
         self._retry_s = dict.fromkeys(self._handles, _FIRST_RETRY_S)
+        self._started = threading.Event()
         threading.Thread(target=self._run, name="paceline-leases", daemon=True).start()
+
+    def add(self, expert: str, handle: Any) -> None:
+        """Keep a further expert of the proposer connected, from any thread."""
+        self._started.wait()
+        self._retry_s[expert] = _FIRST_RETRY_S
+        asyncio.run_coroutine_threadsafe(self._hold(expert, handle), self._events)
 
     def _run(self) -> None:
         asyncio.run(self._hold_all())
 
     async def _hold_all(self) -> None:
+        self._events = asyncio.get_running_loop()
+        self._started.set()
         await asyncio.gather(*(self._hold(*item) for item in self._handles.items()))
+        await asyncio.Event().wait()  # without experts at first: others may be added
 
     async def _hold(self, expert: str, handle: Any) -> None:
         """Hold a lease on one expert, for ever."""

@@ -6,7 +6,7 @@ import itertools
 import logging
 import selectors
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class PoolProposer:
     """Asks every expert of a round at once and waits for their answers, but not for long.
 
     Rows of an expert that is dead, silent or slow draft nothing; its circuit then keeps rounds
-    from waiting for it until it answers again. :meth:`attach`, :meth:`wants_link` and
-    :meth:`describe` may be called from any thread, everything else from the engine's alone.
+    from waiting for it until it answers again. :meth:`add`, :meth:`attach`, :meth:`wants_link`
+    and :meth:`describe` may be called from any thread, everything else from the engine's alone.
     """
 
     hidden_drafts: frozenset[str] = frozenset()
@@ -75,6 +75,11 @@ class PoolProposer:
         self.waited_in_vain = False
         self.reads = Reads()  # experts read while the target works
         self.faulty: frozenset[str] = frozenset()  # an expert sees to that itself
+
+    def add(self, expert: str) -> None:
+        """Ask a further expert too, once it has a connection; one that is known is fine."""
+        if expert not in self._peers:  # a new dictionary: the rounds may be reading the old one
+            self._peers = {**self._peers, expert: Peer(expert)}
 
     def attach(self, expert: str, link: ExpertLink) -> None:
         """Use a connection from the next round on, in place of an earlier one."""
@@ -114,6 +119,11 @@ class PoolProposer:
         expert = expert_of(draft)
         versions = self._peers[expert].weight_versions
         return versions.get(draft if draft in versions else expert, 0)
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:  # noqa: ARG002
+        """See Proposer; in the pool an expert loads its own weights."""
+        self.add(expert)
+        yield
 
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Refused: in the pool an expert pulls its own weights.
