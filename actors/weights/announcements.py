@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.actors.weights.slots import candidate_of
 from paceline.actors.weights.versions import TopicVersions
 
 # slot to (weight_version, [reference]); the reference lies in a list so that Ray leaves it alone
 News = dict[str, tuple[int, list[Any]]]
+
+T = TypeVar("T")
 
 
 class Announcements:
@@ -24,7 +26,7 @@ class Announcements:
         for loop, event in self._waiters:
             loop.call_soon_threadsafe(event.set)
 
-    async def wait(self, look: Callable[[], News], timeout_s: float) -> News:
+    async def wait(self, look: Callable[[], dict[str, T]], timeout_s: float) -> dict[str, T]:
         """What ``look`` finds now or after the next change; empty after ``timeout_s`` seconds."""
         waiter = (asyncio.get_running_loop(), asyncio.Event())
         self._waiters.add(waiter)

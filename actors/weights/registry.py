@@ -18,8 +18,10 @@ from typing import Any
 
 import ray
 
+from paceline.actors.weights.added import AddedTopics
 from paceline.actors.weights.announcements import Announcements, News, news_for
 from paceline.actors.weights.canary import CanarySettings
+from paceline.actors.weights.catalogue import AddedTopic, RouterHead, TopicParts, TopicsView
 from paceline.actors.weights.decisions import Decisions
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import FlatWeights, load_model
@@ -60,7 +62,7 @@ class WeightRegistry:
         Args:
             directory: where versions live; shared storage where there are several hosts. It is
                 this process's alone until the process ends.
-            topics: all experts, ``general`` included.
+            topics: all experts, ``general`` included; those that were added come from disk.
             fingerprint: of the target and the topic's initial draft, by topic; one for all
                 where it is a string.
             keep_versions: files kept per topic, beside those that are in use.
@@ -73,29 +75,41 @@ class WeightRegistry:
             StateFolderLocked: where another process has the directory.
         """
         hold(directory)
-        self._topics = tuple(topics)
         marks = dict.fromkeys(topics, fingerprint) if isinstance(fingerprint, str) else fingerprint
+        self._marks = {topic: marks[topic] for topic in topics}
+        self._added = AddedTopics(directory)
         self._canary = canary
+        self._keep_versions = keep_versions
         self._initial = dict(initial or {})
+        for topic in self._added.topics:
+            if topic.name not in self._marks and topic.like in self._marks:
+                self._liken(topic.name, topic.like)
+        self._topics = tuple(self._marks)
         self._put = put
         self._clock = clock
-        self._store = WeightStore(directory, {topic: marks[topic] for topic in topics})
+        self._store = WeightStore(directory, self._marks)
         self._decisions = Decisions(self._store, clock, _HISTORY)
         self._trials = Trials(self._topics, canary)
-        self._shelves = {
-            topic: Shelf(
-                self._store,
-                topic,
-                keep_versions,
-                canary=canary is not None,
-                initial=partial(self._weights, topic, 0),
-            )
-            for topic in self._topics
-        }
+        self._shelves = {topic: self._shelf(topic) for topic in self._topics}
         self._references: dict[str, Any] = {}  # by slot
         self._announcements = Announcements()
         for topic in self._topics:
             self._restore(topic)
+
+    def _liken(self, topic: str, like: str) -> None:
+        """An added topic's first draft is that of the expert that it is a copy of."""
+        self._marks[topic] = self._marks[like]
+        if like in self._initial:
+            self._initial[topic] = self._initial[like]
+
+    def _shelf(self, topic: str) -> Shelf:
+        return Shelf(
+            self._store,
+            topic,
+            self._keep_versions,
+            canary=self._canary is not None,
+            initial=partial(self._weights, topic, 0),
+        )
 
     def _restore(self, topic: str) -> None:
         self._decisions.complete(topic)
@@ -246,6 +260,73 @@ class WeightRegistry:
             return self._shelves[topic].read(version)
         folder = self._initial.get(topic)
         return None if folder is None else load_model(folder)
+
+    def add_topic(
+        self,
+        name: str,
+        like: str,
+        head: RouterHead | None = None,
+        revision: int | None = None,
+    ) -> int:
+        """Add a topic whose expert starts as a copy of another's stable weights.
+
+        Weights first, then the catalogue, which makes it there; then it is announced. A kill
+        before the catalogue leaves files that nobody reads, and the name is free.
+
+        Args:
+            name: of the topic.
+            like: the expert whose copy it is.
+            head: of the router, which knows the topic; None where it does not grow.
+            revision: of the catalogue whose head that one was grown from.
+
+        Returns:
+            its weight_version; 1, unless there are files of an earlier topic of that name.
+
+        Raises:
+            KeyError: for an unknown ``like``.
+            ValueError: the name is taken (TopicExists), or no name; another topic came first
+                (OutOfDate); or the weights to be copied cannot be read.
+            OSError: of the disk. The topic is not there then.
+        """
+        self._added.check(name, self._shelves, revision)
+        flat = self._weights(like, self._shelves[like].state.stable) or self._weights(like, 0)
+        if flat is None:
+            raise ValueError(f"{name}: the weights of {like} cannot be read")
+        self._liken(name, like)
+        self._store.open(name, self._marks[name])
+        shelf = self._shelf(name)
+        shelf.restore()
+        version, reason = shelf.state.version + 1, f"a copy of {like}"
+        entry = {"outcome": "added", "version": version, "parent": 0, "reason": reason}
+        entry |= {"time": self._clock(), "topic": name}
+        reference = self._put(flat)
+        shelf.commit(shelf.state.published(version), entry, (version, flat))
+        self._added.add(AddedTopic(name, like, self._clock()), head)
+        self._trials.enlist(name)
+        self._references[name] = reference
+        self._shelves[name] = shelf
+        self._topics = (*self._topics, name)
+        self._announcements.wake()
+        self._decisions.add(name, entry)
+        return version
+
+    def bring_parts(self, topic: str, parts: TopicParts) -> None:
+        """Take the handles of what works for an added topic, and hand them to all who ask."""
+        if self._added.bring(topic, parts):
+            self._announcements.wake()
+
+    def topics(self) -> TopicsView:
+        """The added topics, the router's head, and the handles of what works for them."""
+        return self._added.view()
+
+    async def wait_topics(self, etag: str, timeout_s: float) -> TopicsView | None:
+        """Wait for another view than that of an ``etag``; None after ``timeout_s`` seconds."""
+
+        def look() -> dict[str, TopicsView]:
+            view = self._added.view()
+            return {} if view.etag == etag else {"view": view}
+
+        return (await self._announcements.wait(look, timeout_s)).get("view")
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         """Note that the gate turned a candidate down; nothing else changes.

@@ -40,12 +40,18 @@ class WeightStore:
             directory: of all versions.
             fingerprints: topic to the fingerprint of its models.
         """
-        self._roots = {t: Path(directory) / mark for t, mark in fingerprints.items()}
-        for topic, root in self._roots.items():
-            folder = root / topic
-            folder.mkdir(parents=True, exist_ok=True)
-            for partial in folder.glob(".*.partial"):
-                partial.unlink(missing_ok=True)
+        self._directory = Path(directory)
+        self._roots: dict[str, Path] = {}
+        for topic, mark in fingerprints.items():
+            self.open(topic, mark)
+
+    def open(self, topic: str, fingerprint: str) -> None:
+        """Make a topic's folder, as the constructor does for those that it is given."""
+        self._roots[topic] = self._directory / fingerprint
+        folder = self._folder(topic)
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob(".*.partial"):
+            partial.unlink(missing_ok=True)
 
     def manifest(self, topic: str) -> dict[str, Any]:
         """What was last written by :meth:`write_manifest`; empty where nothing readable is."""

@@ -51,6 +51,10 @@ class Trials:
         self._settings = settings or CanarySettings()
         self._experts = {expert: _Expert() for expert in experts}
 
+    def enlist(self, expert: str) -> None:
+        """Take the outcomes of a further expert."""
+        self._experts[expert] = _Expert()
+
     def begin(self, expert: str, candidate: int, stable: int) -> None:
         """A candidate is announced; what an earlier one has shown is forgotten."""
         self._experts[expert].canary = Canary(candidate, stable, self._settings)
