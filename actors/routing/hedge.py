@@ -117,6 +117,14 @@ class Hedge:
             topic: OrderedDict() for topic in self.versions
         }
 
+    def enlist(self, expert: str) -> None:
+        """Take a further expert, and its topic, at the prior; one that is known is fine.
+
+        The other topics' rows do not know it, and leave it its prior weight there.
+        """
+        self.versions.setdefault(expert, 0)
+        self._rows.setdefault(expert, OrderedDict())
+
     def open(self, topic: str, key: str) -> list[str]:
         """Add an empty row to a topic; the keys of those that had to go for it.
 

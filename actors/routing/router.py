@@ -3,24 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.actors.routing.classifier import TopicClassifier
+from paceline.actors.routing.growth import Growth, GrowthSettings, Texts, grow
+from paceline.actors.routing.head import GrownHead
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 10.0
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GrownRouter:
+    """What :meth:`TopicRouter.grow` has made: plain data that crosses process borders.
+
+    Attributes:
+        growth: the figures.
+        fault: why the head must not be used, None where it may.
+        facts: of the head with the new topic, see GrownHead.parts.
+        arrays: likewise.
+    """
+
+    growth: Growth
+    fault: str | None
+    facts: dict[str, Any]
+    arrays: dict[str, Any]
 
 
 class TopicRouter:
-    """Tells prompts' topics to the front door; a plain class, deployed by ``deploy/app.py``."""
+    """Tells prompts' topics to the front door; a plain class, deployed by ``deploy/app.py``.
 
-    def __init__(self, model_path: str, num_threads: int = 1) -> None:
+    Topics that were added come from the registry, which may be dead or slow at any time: the
+    router then tells those apart that it knows.
+    """
+
+    def __init__(self, model_path: str, num_threads: int = 1, registry: Any = None) -> None:
         """Load the classifier; `num_threads` is torch's in this process.
+
+        Args:
+            model_path: the classifier's folder.
+            num_threads: see above.
+            registry: actor handle of the weight registry; None never grows.
 
         Raises:
             FileNotFoundError: the folder holds no model.
         """
         torch.set_num_threads(num_threads)
         self._classifier = TopicClassifier(model_path)
+        self._registry = registry
+        self._following: asyncio.Task[None] | None = None
         # One thread: forwards of a millisecond gain nothing from running side by side, and a
         # caller that gives up waiting leaves no pile of threads behind.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="router")
@@ -28,15 +68,97 @@ class TopicRouter:
 
     async def classify(self, text: str) -> dict[str, float]:
         """Probability by topic, ``general`` included; they sum to 1."""
+        self._follow()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._classifier.classify, text)
 
-    def check_health(self) -> None:
+    async def labels(self) -> tuple[str, ...]:
+        """The topics that are told apart here and now."""
+        self._follow()
+        return self._classifier.labels
+
+    async def grow(
+        self,
+        topic: str,
+        examples: Sequence[str],
+        others: Sequence[str],
+        experts: Collection[str],
+        head: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+        settings: GrowthSettings | None = None,
+    ) -> GrownRouter:
+        """Learn to tell a further topic; nothing changes here until the registry announces it.
+
+        Prompts are read one by one between those that wait to be classified.
+
+        Args:
+            topic: its name.
+            examples: prompts of it.
+            others: prompts that shall stay where they are.
+            experts: topics that are served now.
+            head: facts and arrays of the present head, None where there is none.
+            settings: see GrowthSettings.
+
+        Raises:
+            ValueError: too few prompts.
+        """
+        own = self._classifier
+        present = GrownHead.empty(own.mark, own.feature_size)
+        if head is not None and head[0].get("base") == own.mark:
+            present = GrownHead.of(*head)
+        mine = await self._read(examples)
+        rest = torch.cat([await self._read(others), torch.from_numpy(present.features.copy())])
+        labels, judged = own.judged(torch.cat([mine, rest]), present)
+        parts = (slice(0, len(mine)), slice(len(mine), None))
+        texts = [Texts(judged.features[part], judged.logits[part]) for part in parts]
+        rules = settings or GrowthSettings()
+        known = {*experts, *present.topics}
+        growth = await asyncio.to_thread(grow, topic, *texts, labels, known, rules)
+        weight = growth.row.weight.astype(np.float32)
+        grown = present.with_row(topic, weight, growth.row.bias, mine.numpy())
+        return GrownRouter(growth, growth.fault(rules), *grown.parts())
+
+    async def check_health(self) -> None:
         """Raise when the classifier no longer answers with finite probabilities.
 
         Raises:
             RuntimeError: its weights are broken.
         """
-        probabilities = self._classifier.classify("How many apples are left?")
+        probabilities = await self.classify("How many apples are left?")
         if not abs(sum(probabilities.values()) - 1) < 1e-6:
             raise RuntimeError(f"router: probabilities are broken: {probabilities}")
+
+    async def _read(self, texts: Sequence[str]) -> torch.Tensor:
+        """Features of those that are not empty, float32 ``[N, H]``."""
+        loop, found = asyncio.get_running_loop(), []
+        for text in texts:
+            features = await loop.run_in_executor(self._worker, self._classifier.features, text)
+            if features is not None:
+                found.append(features)
+        return torch.stack(found) if found else torch.zeros(0, self._classifier.feature_size)
+
+    def _follow(self) -> None:
+        """See that added topics are followed; call it in a running loop."""
+        following = self._following
+        if self._registry is not None and (following is None or following.done()):
+            self._following = asyncio.create_task(self._follow_topics())
+
+    async def _follow_topics(self) -> None:
+        etag = ""
+        while True:
+            try:
+                async with asyncio.timeout(3 * _POLL_S):
+                    view = await self._registry.wait_topics.remote(etag, _POLL_S)
+                if view is not None:
+                    etag = view.etag
+                    self._take(view.head)
+            except Exception as error:
+                logger.info("no topics from the registry (%r), trying again", error)
+                await asyncio.sleep(_RETRY_S)
+
+    def _take(self, head: Any) -> None:
+        if head is None:
+            return
+        try:
+            self._classifier.take(GrownHead.of(head.facts, head.arrays))
+        except ValueError as error:  # of another router: its topics are unknown here
+            logger.warning("added topics are not told apart: %s", error)

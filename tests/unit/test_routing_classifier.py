@@ -64,7 +64,7 @@ def test_the_router_answers_many_callers_as_the_classifier_does(
         return await asyncio.gather(*(router.classify(text) for text, _ in PROMPTS))
 
     assert asyncio.run(ask()) == [classifier.classify(text) for text, _ in PROMPTS]
-    router.check_health()
+    asyncio.run(router.check_health())
 
 
 def test_broken_weights_fail_the_health_check(tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_broken_weights_fail_the_health_check(tmp_path: Path) -> None:
     weights["classifier.bias"] = weights["classifier.bias"] * float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match="broken"):
-        TopicRouter(str(broken)).check_health()
+        asyncio.run(TopicRouter(str(broken)).check_health())

@@ -1,0 +1,300 @@
+"""A further row for the topic classifier, learnt from examples. Pure.
+
+The model and the rows that there are stay as they are: with f the model's features of a text and
+z its present logits, a new row gives the new topic the probability
+
+    p(new | text) = sigmoid(w . f + b - logsumexp(z)),
+
+and the others keep their proportions among each other. So only (w, b) is learnt: a logistic
+regression with the offset -logsumexp(z), examples against prompts that shall stay where they are,
+both sides weighing the same, with a ridge on w (features standardised), by Newton's method.
+
+What comes of it is measured by cross-validation: every prompt is judged by a row that was learnt
+without it. The ridge is chosen by the same held-out likelihood, which flatters it a little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.actors.routing.policy import GENERAL, choose
+
+Doubles = NDArray[np.float64]
+
+_NEWTON_STEPS = 40
+_HALVINGS = 30
+_CONVERGED = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthSettings:
+    """How a row is learnt, and what it must show.
+
+    Attributes:
+        min_examples: different ones, at least.
+        folds: of the cross-validation.
+        ridges: on the weights, per unit of mean loss; the best is taken.
+        min_recall: share of held-out examples that must go to the new topic.
+        max_moved: share of the held-out prompts of any one present topic that may change theirs.
+        min_confidence: see `policy.choose`.
+        seed: of the folds.
+    """
+
+    min_examples: int = 12
+    folds: int = 5
+    ridges: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
+    min_recall: float = 0.8
+    max_moved: float = 0.1
+    min_confidence: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What the classifier makes of N texts.
+
+    Attributes:
+        features: float64 ``[N, H]``.
+        logits: float64 ``[N, L]``, of the present labels.
+    """
+
+    features: Doubles
+    logits: Doubles
+
+    def offsets(self) -> Doubles:
+        """-logsumexp of the logits, ``[N]``."""
+        highest = self.logits.max(axis=1)
+        return -(highest + np.log(np.exp(self.logits - highest[:, None]).sum(axis=1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A classifier's row: ``weight`` float64 ``[H]`` and its bias."""
+
+    weight: Doubles
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A new row and what was measured of it, all on prompts that it was not learnt from.
+
+    Attributes:
+        row: learnt from all prompts.
+        recall: share of the examples that go to the new topic.
+        moved: share of the present prompts whose topic changes.
+        moved_by_topic: the same by their topic before, of topics with prompts.
+        prompts_by_topic: how many these were.
+        before: where the examples went before, by topic.
+        ridge: that was taken.
+    """
+
+    row: Row
+    recall: float
+    moved: float
+    moved_by_topic: dict[str, float]
+    prompts_by_topic: dict[str, int]
+    before: dict[str, int] = field(default_factory=dict)
+    ridge: float = 0.0
+
+    def fault(self, settings: GrowthSettings) -> str | None:
+        """Why the row must not be used, in words; None where it may."""
+        worst = max(self.moved_by_topic, key=lambda t: self.moved_by_topic[t], default=None)
+        if self.recall < settings.min_recall:
+            return (
+                f"only {self.recall:.0%} of held-out examples are told apart from other prompts "
+                f"({settings.min_recall:.0%} are needed)"
+            )
+        if worst is not None and self.moved_by_topic[worst] > settings.max_moved:
+            return (
+                f"{self.moved_by_topic[worst]:.0%} of {worst}'s prompts would change their topic "
+                f"(at most {settings.max_moved:.0%} may)"
+            )
+        return None
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured, as plain data."""
+        return {
+            "recall": self.recall,
+            "moved": self.moved,
+            "moved_by_topic": dict(self.moved_by_topic),
+            "prompts_by_topic": dict(self.prompts_by_topic),
+            "examples_before": dict(self.before),
+            "ridge": self.ridge,
+        }
+
+
+def grow(
+    topic: str,
+    examples: Texts,
+    others: Texts,
+    labels: Sequence[str],
+    experts: Collection[str],
+    settings: GrowthSettings,
+) -> Growth:
+    """Learn a topic's row.
+
+    Args:
+        topic: the new one.
+        examples: prompts of it.
+        others: prompts that shall stay where they are.
+        labels: of the present logits.
+        experts: topics that are served now; others count as ``general``.
+        settings: see GrowthSettings.
+
+    Raises:
+        ValueError: too few prompts of either kind.
+    """
+    for kind, texts in (("examples", examples), ("other prompts", others)):
+        if len(texts.features) < settings.folds:
+            raise ValueError(f"{topic}: {len(texts.features)} {kind} are too few")
+    problem = _Problem.of(examples, others)
+    folds = _folds(problem.targets, settings)
+    held_out = {ridge: _held_out(problem, folds, ridge) for ridge in settings.ridges}
+    ridge = max(settings.ridges, key=lambda r: _likelihood(problem, held_out[r]))
+    count = len(examples.features)
+    judge = _Judge(topic, labels, experts, settings.min_confidence)
+    after = [
+        judge.after(logits, margin)
+        for logits, margin in zip(problem.logits, held_out[ridge], strict=True)
+    ]
+    before = [judge.before(logits) for logits in problem.logits]
+    stayed = Counter(before[count:])
+    left = Counter(old for old, new in zip(before[count:], after[count:], strict=True) if old != new)
+    return Growth(
+        row=_fitted(problem, np.ones(len(problem.targets), bool), ridge),
+        recall=sum(name == topic for name in after[:count]) / count,
+        moved=left.total() / max(stayed.total(), 1),
+        moved_by_topic={name: left[name] / stayed[name] for name in sorted(stayed)},
+        prompts_by_topic=dict(sorted(stayed.items())),
+        before=dict(sorted(Counter(before[:count]).items())),
+        ridge=ridge,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Topics of prompts as the front door finds them."""
+
+    topic: str
+    labels: Sequence[str]
+    experts: Collection[str]
+    min_confidence: float
+
+    def before(self, logits: Doubles) -> str:
+        """Without the new row."""
+        return choose(self._shares(logits), {*self.experts, GENERAL}, self.min_confidence)
+
+    def after(self, logits: Doubles, margin: float) -> str:
+        """With it; ``margin`` is its logit less the logsumexp of the others."""
+        new = _sigmoid(np.array([margin]))[0]
+        shares = {name: p * (1 - new) for name, p in self._shares(logits).items()}
+        everyone = {*self.experts, GENERAL, self.topic}
+        return choose(shares | {self.topic: float(new)}, everyone, self.min_confidence)
+
+    def _shares(self, logits: Doubles) -> dict[str, float]:
+        exp = np.exp(logits - logits.max())
+        return dict(zip(self.labels, (exp / exp.sum()).tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Examples, then the others."""
+
+    features: Doubles
+    logits: Doubles
+    offsets: Doubles
+    targets: Doubles
+
+    @classmethod
+    def of(cls, examples: Texts, others: Texts) -> _Problem:
+        return cls(
+            np.concatenate([examples.features, others.features]),
+            np.concatenate([examples.logits, others.logits]),
+            np.concatenate([examples.offsets(), others.offsets()]),
+            np.repeat([1.0, 0.0], [len(examples.features), len(others.features)]),
+        )
+
+
+def _folds(targets: Doubles, settings: GrowthSettings) -> NDArray[np.int64]:
+    """The fold of every prompt; each kind is spread evenly."""
+    rng = np.random.default_rng(settings.seed)
+    folds = np.zeros(len(targets), np.int64)
+    for kind in (0.0, 1.0):
+        places = rng.permutation(np.flatnonzero(targets == kind))
+        folds[places] = np.arange(len(places)) % settings.folds
+    return folds
+
+
+def _held_out(problem: _Problem, folds: NDArray[np.int64], ridge: float) -> Doubles:
+    """Per prompt the margin that a row gives it which was learnt without its fold."""
+    margins = np.zeros(len(folds))
+    for fold in range(int(folds.max()) + 1):
+        out = folds == fold
+        row = _fitted(problem, ~out, ridge)
+        margins[out] = problem.features[out] @ row.weight + row.bias + problem.offsets[out]
+    return margins
+
+
+def _balance(targets: Doubles) -> Doubles:
+    """Weights by which both kinds count the same; they sum to 1."""
+    shares = np.where(targets == 1.0, targets.sum(), (1.0 - targets).sum())
+    return 0.5 / shares
+
+
+def _likelihood(problem: _Problem, margins: Doubles) -> float:
+    signed = np.where(problem.targets == 1.0, margins, -margins)
+    return float(-(_balance(problem.targets) * np.logaddexp(0.0, -signed)).sum())
+
+
+def _fitted(problem: _Problem, chosen: NDArray[np.bool_], ridge: float) -> Row:
+    """The row that the chosen prompts give."""
+    features = problem.features[chosen]
+    mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
+    design = np.concatenate([(features - mean) / scale, np.ones((len(features), 1))], axis=1)
+    found = _newton(design, problem.offsets[chosen], problem.targets[chosen], ridge)
+    weight = found[:-1] / scale
+    return Row(weight, float(found[-1] - mean @ weight))
+
+
+def _newton(design: Doubles, offsets: Doubles, targets: Doubles, ridge: float) -> Doubles:
+    """Minimise the balanced logistic loss plus ``ridge / 2 * |w|^2``; the bias goes free."""
+    weights = _balance(targets)
+    penalty = np.full(design.shape[1], ridge)
+    penalty[-1] = 1e-9  # nothing but a solvable system
+    signs = 2.0 * targets - 1.0
+
+    def loss(point: Doubles) -> float:
+        margins = signs * (design @ point + offsets)
+        return float((weights * np.logaddexp(0.0, -margins)).sum() + penalty @ (point**2) / 2)
+
+    point = np.zeros(design.shape[1])
+    point[-1] = -float(weights @ offsets)  # between the two kinds
+    present = loss(point)
+    for _ in range(_NEWTON_STEPS):
+        chances = _sigmoid(design @ point + offsets)
+        slope = design.T @ (weights * (chances - targets)) + penalty * point
+        curve = (design * (weights * chances * (1.0 - chances))[:, None]).T @ design
+        step = np.linalg.solve(curve + np.diag(penalty + 1e-12), slope)
+        for halving in range(_HALVINGS):
+            tried = point - step * 0.5**halving
+            reached = loss(tried)
+            if reached <= present:
+                break
+        else:
+            break
+        gained, point, present = present - reached, tried, reached
+        if gained < _CONVERGED or not math.isfinite(present):
+            break
+    return point
+
+
+def _sigmoid(x: Doubles) -> Doubles:
+    return np.exp(-np.logaddexp(0.0, -x))

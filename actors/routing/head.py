@@ -1,0 +1,95 @@
+"""What the router has learnt beside its model: rows of its classifier for added topics. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class GrownHead:
+    """Further rows of the classifier; the model's own stay as they are.
+
+    Attributes:
+        base: the mark of the model whose features they read.
+        topics: one per row.
+        weight: float32 ``[topics, H]``.
+        bias: float32 ``[topics]``.
+        features: float32 ``[N, H]``, of the examples that the rows were learnt from: later
+            topics must not take them. No text can be read from them.
+        rows: int64 ``[N]``, the row of each example.
+    """
+
+    base: str
+    topics: tuple[str, ...]
+    weight: Floats
+    bias: Floats
+    features: Floats
+    rows: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, base: str, size: int) -> GrownHead:
+        """Without rows, for features of H = ``size``."""
+        nothing = np.zeros((0, size), np.float32)
+        return cls(base, (), nothing, nothing[:, 0], nothing, np.zeros(0, np.int64))
+
+    def with_row(self, topic: str, weight: Floats, bias: float, features: Floats) -> GrownHead:
+        """The head after a topic has come.
+
+        Args:
+            topic: its name.
+            weight: float32 ``[H]``.
+            bias: of the row.
+            features: float32 ``[N, H]``, of its examples.
+        """
+        return GrownHead(
+            self.base,
+            (*self.topics, topic),
+            np.concatenate([self.weight, weight[None]]).astype(np.float32),
+            np.append(self.bias, np.float32(bias)).astype(np.float32),
+            np.concatenate([self.features, features]).astype(np.float32),
+            np.append(self.rows, np.full(len(features), len(self.topics))).astype(np.int64),
+        )
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """JSON-able facts, and arrays by name."""
+        arrays = {
+            "weight": self.weight,
+            "bias": self.bias,
+            "features": self.features,
+            "rows": self.rows,
+        }
+        return {"base": self.base, "topics": list(self.topics)}, arrays
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> GrownHead:
+        """From what :meth:`parts` gave.
+
+        Raises:
+            ValueError: for what is no head: a part is missing, or of another shape.
+        """
+        try:
+            head = cls(
+                str(facts["base"]),
+                tuple(map(str, facts["topics"])),
+                np.asarray(arrays["weight"], np.float32),
+                np.asarray(arrays["bias"], np.float32),
+                np.asarray(arrays["features"], np.float32),
+                np.asarray(arrays["rows"], np.int64),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"router: no head ({error!r})") from error
+        count, features = len(head.topics), len(head.rows)
+        size = head.weight.shape[-1]
+        shapes = head.weight.shape, head.bias.shape, head.features.shape
+        if shapes != ((count, size), (count,), (features, size)):
+            raise ValueError(f"router: a head of shapes {shapes} for {count} topics")
+        if not (np.isfinite(head.weight).all() and np.isfinite(head.bias).all()):
+            raise ValueError("router: a head that is not finite")
+        return head
