@@ -74,6 +74,10 @@ class LocalWorld:
         if self.registry is not None:
             self.registry.note(topic, decision)
 
+    def added(self) -> dict[str, str]:
+        topics = self.registry.topics().topics if self.registry else ()
+        return {topic.name: topic.like for topic in topics}
+
     def live(self) -> dict[str, dict[str, Any]] | None:
         return self.registry.live() if self.registry else None
 

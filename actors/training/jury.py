@@ -43,8 +43,13 @@ class Jury:
             OSError: a folder holds no model.
         """
         self._settings = settings
+        self._paths = dict(settings.draft_paths)
         self._device = resolve_device(settings.device)
-        self._seats = {path: self._seat(path) for path in set(settings.draft_paths.values())}
+        self._seats = {path: self._seat(path) for path in set(self._paths.values())}
+
+    def enlist(self, expert: str, like: str) -> None:
+        """Take a further expert with the initial weights of another one: no model more."""
+        self._paths[expert] = self._paths[like]
 
     def score(
         self,
@@ -65,7 +70,7 @@ class Jury:
             ValueError: for weights of another draft.
         """
         before_batch()  # copying weights takes the processor too
-        seat = self._seats[self._settings.draft_paths[expert]]
+        seat = self._seats[self._paths[expert]]
         load_state(seat.model, seat.initial if flat is None else unflatten(flat))
         vocab = int(seat.model.config.vocab_size)
         good = [i for i, record in enumerate(records) if usable(record, vocab)]

@@ -18,8 +18,13 @@ class Outlook:
             topics: experts whose drift is watched.
             settings: see DriftSettings.
         """
+        self._settings = settings
         self._drifts = {topic: Drift(settings) for topic in topics}
         self._live: Mapping[str, Mapping[str, Any]] = {}
+
+    def enlist(self, topic: str) -> None:
+        """Watch a further expert."""
+        self._drifts[topic] = Drift(self._settings)
 
     def update(self, live: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
         """Take what ``WeightRegistry.live`` says; returns the topics whose drift begins."""

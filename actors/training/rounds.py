@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +84,7 @@ class Rounds:
         A topic that cannot be taught, or whose round raises, rests for a while, longer each
         time: it must neither keep the others waiting nor be asked for in a loop.
         """
+        self._enlist(self._world.added())
         stats = self._world.stats()
         self._look_out()
         topic = choose(self._views(stats), self._settings.schedule)
@@ -113,6 +114,18 @@ class Rounds:
             seen.ended_at = self._clock()
         seen.rest.end()
         return trained
+
+    def _enlist(self, added: Mapping[str, str]) -> None:
+        """Take up topics that were added meanwhile; they start as other experts' copies."""
+        paths = self._settings.draft_paths
+        for topic, like in added.items():
+            if topic in self._seen or like not in paths:
+                continue
+            paths = {**paths, topic: paths[like]}
+            self._settings = replace(self._settings, draft_paths=paths)
+            self._outlook.enlist(topic)
+            self._seen[topic] = Seen(ended_at=self._clock())
+            logger.info("%s: a new topic", topic)
 
     def _start_over(self) -> None:
         """Drop what lost ranks held a part of: the next round begins from what was published."""

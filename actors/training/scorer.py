@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class Scorer:
         world = RayWorld({}, *self._handles, self._settings.timeout_s)
         while not self._stop.is_set():
             try:
+                self._enlist(world.added())
                 if self._scoring.tick(world, self._judge):
                     self._save()
                 else:
@@ -81,6 +83,11 @@ class Scorer:
                 self._failures += 1
                 logger.warning("scoring failed, going on", exc_info=True)
                 self._stop.wait(_RETRY_S)
+
+    def _enlist(self, added: Mapping[str, str]) -> None:
+        for expert, like in added.items():
+            if self._scoring.enlist(expert, like):
+                self._judge.enlist(expert, like)
 
     def _save(self) -> None:
         """Replace the state on disk, whole or not at all."""

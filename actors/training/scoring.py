@@ -81,6 +81,9 @@ class ServedWeights(Protocol):
 class Judge(Protocol):
     """Runs an expert over records."""
 
+    def enlist(self, expert: str, like: str) -> None:
+        """Take a further expert with the initial weights of another one."""
+
     def score(
         self,
         expert: str,
@@ -117,6 +120,7 @@ class Scoring:
         """
         self.hedge = Hedge(settings.draft_paths, settings.hedge)
         self._settings = settings
+        self._marks = dict(settings.marks)
         self._clock = clock
         self._sleep = sleep
         self._stopped = stopped
@@ -127,6 +131,21 @@ class Scoring:
         self._resting: dict[str, float] = {}
         self._on_trial: list[str] = []
         self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
+
+    def enlist(self, expert: str, like: str) -> bool:
+        """Take a further expert and its topic, at the prior; whether it was unknown.
+
+        Args:
+            expert: its name.
+            like: the expert whose initial weights are its own.
+        """
+        with self._lock:
+            if expert in self._scored or like not in self._scored:
+                return False
+            self._marks[expert] = self._marks.get(like, "")
+            self.hedge.enlist(expert)
+            self._scored[expert] = set()
+            return True
 
     def offer(self, data: bytes) -> None:
         """Take an encoded record; one that is none, or of no known topic, is counted."""
@@ -139,7 +158,7 @@ class Scoring:
         self._counts["offered"] += 1
         key = record.request_id
         with self._lock:
-            if record.topic not in self._settings.draft_paths or key in self._records:
+            if record.topic not in self._scored or key in self._records:
                 self._counts["refused"] += 1
                 return
             for old in self.hedge.open(record.topic, key):
@@ -174,7 +193,7 @@ class Scoring:
     def export(self) -> dict[str, Any]:
         """The state without records, as plain data."""
         with self._lock:
-            return {"marks": dict(self._settings.marks), "hedge": self.hedge.export()}
+            return {"marks": dict(self._marks), "hedge": self.hedge.export()}
 
     def restore(self, data: Any) -> None:
         """Take what :meth:`export` gave; gains of drafts that are others now are left out.
@@ -186,7 +205,7 @@ class Scoring:
             raise ValueError("scorer: no state")
         with self._lock:
             self.hedge.restore(data.get("hedge"))
-            for expert, mark in self._settings.marks.items():
+            for expert, mark in self._marks.items():
                 if data["marks"].get(expert) != mark:
                     self.hedge.serve(expert, -1)
                     self.hedge.serve(expert, 0)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import ray
 
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
+from paceline.actors.weights.catalogue import TopicsView
 from paceline.actors.weights.flat import FlatWeights
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ class World(Protocol):
 
     def live(self) -> dict[str, dict[str, Any]] | None:
         """See WeightRegistry.live; None where the registry does not answer."""
+
+    def added(self) -> dict[str, str]:
+        """Added topics, each with the expert that it began as a copy of."""
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         """The stable weight_version and its weights; None where the registry does not answer.
@@ -72,6 +76,7 @@ class RayWorld:
         self._registry = registry
         self._board = board
         self._timeout_s = timeout_s
+        self._topics = TopicsView(etag="")
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Topic to shard statistics, of the shards that answered."""
@@ -118,6 +123,16 @@ class RayWorld:
         """What live drafts did, by topic."""
         live: dict[str, dict[str, Any]] | None = self._get(self._registry.live.remote())
         return live
+
+    def added(self) -> dict[str, str]:
+        """Added topics, each with its origin, as last heard; notes the shards of new ones."""
+        asked = self._registry.wait_topics.remote(self._topics.etag, 0.0)
+        view: TopicsView | None = self._get(asked)
+        if view is not None:
+            self._topics = view
+            for topic, parts in view.parts.items():
+                self._shards.setdefault(topic, parts.shard)
+        return {topic.name: topic.like for topic in self._topics.topics}
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         """The stable weight_version and its weights."""

@@ -138,6 +138,10 @@ class LocalWorld:
     def note(self, topic: str, decision: dict[str, Any]) -> None:
         """Nothing is decided here but by the gate."""
 
+    def added(self) -> dict[str, str]:
+        """No topic comes while a benchmark runs."""
+        return {}
+
     def live(self) -> dict[str, dict[str, Any]] | None:
         """None: there is no canary, every published version is served at once."""
         return None

@@ -12,13 +12,16 @@ import torch
 from lessons import TINY_VOCAB, lesson
 from local_world import LocalWorld, filled, make_rounds, trainer_settings
 from replay_samples import with_branches
+from tiny_models import tiny_llama
 
 from paceline.actors.replay.record import ReplayRecord, encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
 from paceline.actors.training.progress import Stopped
 from paceline.actors.training.schedule import ScheduleSettings
-from paceline.actors.weights.flat import unflatten
+from paceline.actors.weights.flat import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
@@ -195,3 +198,27 @@ def test_long_answers_are_learnt_from_their_first_part(draft: Path, tmp_path: Pa
     assert rounds.tick()
     assert world.registry is not None
     assert world.registry.history("sql")[0]["outcome"] == "published"
+
+
+def test_a_topic_that_comes_while_the_trainer_runs_is_taught(draft: Path, tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    assert world.registry is not None
+    rounds = make_rounds(trainer_settings(draft), world)
+    assert rounds.tick()
+    world.publish("general", flatten(tiny_llama(4, vocab=TINY_VOCAB, layers=1).state_dict()), {})
+    world.registry.add_topic("geo", "general")
+    while rounds.tick():  # its shard is not there yet: nothing breaks
+        pass
+    world.shards["geo"] = ReplayShard(
+        "geo", ReplaySettings(held_out_fraction=0.3), seed=0, clock=lambda: 0.0
+    )
+    for number in range(80):
+        record = dataclasses.replace(lesson(number), topic="geo", request_id=f"geo-{number}")
+        world.shards["geo"].insert(encode(record))
+    for _ in range(20):
+        if world.registry.current()["geo"] > 1:
+            break
+        rounds.tick()
+    first = next(d for d in world.registry.history("geo") if d["outcome"] == "published")
+    assert (first["version"], first["parent"]) == (2, 1)
+    assert first["candidate_expected_acceptance"] > first["served_expected_acceptance"] + 0.2

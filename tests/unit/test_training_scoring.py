@@ -292,3 +292,36 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
     anew = Scorer(settings, Jury(settings), None, None)
     assert draft_for(anew) == "sql"
     anew.stop()
+
+
+def test_an_added_expert_is_scored_from_the_prior_on(
+    draft: Path, texts: list[ReplayRecord], tmp_path: Path
+) -> None:
+    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
+    scoring, jury = Scoring(settings), Jury(settings)
+    world.publish("general", noise(), {})
+    mine = [dataclasses.replace(r, topic="geo", request_id=f"geo-{i}") for i, r in enumerate(texts)]
+    offer(scoring, [*texts, *mine])
+    assert scoring.table()["refused"] == len(mine)
+    assert world.registry is not None
+    world.registry.add_topic("geo", "general")
+    assert world.added() == {"geo": "general"}
+    assert scoring.enlist("geo", "general")
+    assert not scoring.enlist("geo", "general")
+    jury.enlist("geo", "general")
+    prior = scoring.hedge.weights("geo")
+    assert max(prior, key=lambda name: prior[name]) == "geo"
+    world.publish("geo", flatten(torch_state(draft)), {})
+    offer(scoring, mine)
+    assert run_out(scoring, world, jury) == 3
+    table = scoring.table()
+    assert table["acceptance"]["geo"]["geo"] == pytest.approx(1.0)
+    assert table["acceptance"]["sql"]["geo"] == pytest.approx(1.0)
+    assert table["acceptance"]["geo"]["general"] < 0.5
+    assert table["versions"]["geo"] == 2
+    everyone = (*EXPERTS, "geo")
+    assert route({"geo": 1.0}, everyone, 0.5, table["weights"]).draft == "geo"
+    again = Scoring(settings)
+    assert again.enlist("geo", "general")
+    again.restore(json.loads(json.dumps(scoring.export())))
+    assert again.table()["acceptance"] == table["acceptance"]
