@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,13 +19,16 @@ from ray.serve.config import RequestRouterConfig
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.cluster import session
 from paceline.deploy import experts, learning
+from paceline.deploy.added import with_added
 from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.failover import FailoverPolicy
 from paceline.deploy.ingress import Ingress, IngressSettings
+from paceline.deploy.keeper import TopicKeeper, refusal
 from paceline.deploy.preflight import check
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
+from paceline.deploy.topic_admin import TopicRules
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
     """
     if not checked:
         check(config)
+    config = with_added(config)
     stops: list[Callable[[], None]] = []
     try:
         return _start(config, stops)
@@ -131,11 +136,14 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
     stops.append(lambda: serve.delete(APPLICATION))
     _deploy(build_app(config, actors))
     learning.wait_for(actors, _ANSWER_S)
+    shards = dict(actors.shards)
+    keeper = TopicKeeper(config, actors.registry, shards, partial(_start_expert, actors.registry))
+    stops.append(keeper.stop)
     description = _describe()
     host = f"[{config.host}]" if ":" in config.host else config.host
     return RunningApp(
         base_url=f"http://{host}:{config.port}",
-        shards=dict(actors.shards),
+        shards=shards,
         registry=actors.registry,
         board=actors.board,
         trainer=actors.trainer,
@@ -156,6 +164,17 @@ def _deploy(application: serve.Application) -> None:
             if facts.status == "DEPLOY_FAILED"
         ]
         raise StartError("; ".join(causes) or str(error)) from error
+
+
+def _start_expert(registry: Any, config: PacelineConfig, expert: str) -> tuple[str, str]:
+    """Start an expert of a pool as an application of its own: the others stay as they are.
+
+    To run the whole application again would replace every replica of it.
+    """
+    name = f"{APPLICATION}-{expert}"
+    bound = experts.deployments(config, target_settings(config), registry)[expert]
+    serve.run(bound, name=name, route_prefix=None, logging_config=_SERVE_LOGGING)
+    return experts.deployment_name(expert), name
 
 
 def _describe() -> dict[str, Any]:
@@ -181,7 +200,9 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
     )
     router = None
     if config.router.enabled:
-        router = _router().bind(str(config.router_path), config.router.num_threads)
+        router = _router().bind(
+            str(config.router_path), config.router.num_threads, actors.registry
+        )
     settings = IngressSettings(
         model_name=config.model_name,
         model_path=str(config.target_path),
@@ -197,6 +218,11 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
         max_per_client=_per_client(config),
         request_timeout_s=config.target.request_timeout_s,
         trial_share=config.training.trial_share,
+        topics=TopicRules(
+            mutable=config.topics.mutable,
+            refusal=refusal(config),
+            min_confidence=config.router.min_confidence,
+        ),
     )
     return _ingress(config).bind(settings, target, router, actors)
 

@@ -1,4 +1,4 @@
-"""``paceline``: serve, demo, plan, history, build-ops."""
+"""``paceline``: serve, demo, plan, history, topics, build-ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.deploy.config import PacelineConfig, load_config
-from paceline.deploy.errors import ConfigError, StartError
+from paceline.deploy.errors import CallError, ConfigError, StartError
 from paceline.deploy.preflight import check, warnings
 from paceline.deploy.signals import interrupt_once, on_signals
 
@@ -24,7 +24,10 @@ EXIT_BAD_CONFIG = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code (2: bad config or models, 1: could not start)."""
+    """Run a command; returns the exit code.
+
+    2: bad config, models or file; 1: could not start, or the server that was asked refused.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:  # the demo reads its own options
         from paceline.deploy.demo.main import run
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         _say_error(str(error))
         return EXIT_BAD_CONFIG
-    except StartError as error:
+    except (StartError, CallError) as error:
         _say_error(str(error))
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -71,9 +74,45 @@ def _parser() -> argparse.ArgumentParser:
     history.add_argument("--topic", help="of this topic only")
     history.add_argument("--json", action="store_true", help="one JSON object a line")
     history.set_defaults(command=_history)
+    _add_topics(commands)
     build = commands.add_parser("build-ops", help="build DeepSpeed's CPU op once")
     build.set_defaults(command=_build_ops)
     return parser
+
+
+def _add_topics(commands: Any) -> None:
+    # Before or after the action: a default of the inner parser would undo what the outer one read.
+    server = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    server.add_argument("--url", help="of the server (default: the config's host and port)")
+    server.add_argument("--config", type=Path, help="YAML file that the server was started with")
+    topics = commands.add_parser(
+        "topics", parents=[server], help="list a running server's topics, or add one"
+    )
+    topics.set_defaults(command=_topics)
+    actions = topics.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", parents=[server], help="which there are, and who knows them")
+    add = actions.add_parser(
+        "add", parents=[server], help="a copy of general's expert, and a router that tells it"
+    )
+    add.add_argument("name", help="of the topic: a-z, 0-9, _ and -")
+    add.add_argument(
+        "--examples",
+        type=Path,
+        required=True,
+        help="prompts of it, one a line (.jsonl: objects with a prompt): 12 at least, better dozens",
+    )
+
+
+def _topics(options: argparse.Namespace) -> int:
+    from paceline.deploy.topics_command import add_topic, list_topics, read_examples, server_url
+
+    given = vars(options)
+    url = given.get("url") or server_url(load_config(given.get("config")))
+    if options.action == "add":
+        add_topic(url, options.name, read_examples(options.examples), _say)
+    else:
+        list_topics(url, _say)
+    return 0
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from paceline.deploy.sections import (
     RouterConfig,
     Section,
     TargetConfig,
+    TopicsConfig,
     TrainingConfig,
 )
 
@@ -39,6 +40,7 @@ class PacelineConfig(Section):
     router: RouterConfig = Field(default_factory=RouterConfig)
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    topics: TopicsConfig = Field(default_factory=TopicsConfig)
     ingress: IngressConfig = Field(default_factory=IngressConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
 

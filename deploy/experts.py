@@ -36,6 +36,11 @@ def deployments(
     }
 
 
+def deployment_name(expert: str) -> str:
+    """The name of an expert's deployment."""
+    return _PREFIX + expert
+
+
 def pool_gpus(config: PacelineConfig) -> float:
     """GPUs that all experts of a pool take together."""
     return config.drafts.num_gpus * config.drafts.pool_processes
@@ -57,7 +62,7 @@ def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> Ex
 
 def _deployment(config: PacelineConfig, expert: str) -> serve.Deployment:
     return serve.deployment(
-        name=_PREFIX + expert,
+        name=deployment_name(expert),
         num_replicas=config.drafts.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options={"num_cpus": 0, "num_gpus": config.drafts.num_gpus},

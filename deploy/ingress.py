@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from paceline.actors.decoding.request import GenerationRequest
 from paceline.actors.routing.policy import Route
 from paceline.deploy import answers, translate
+from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
 from paceline.deploy.failover import Failover, FailoverPolicy
@@ -34,6 +35,7 @@ from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed
 from paceline.deploy.token_names import TokenNames
+from paceline.deploy.topic_admin import TopicAdmin, TopicRules
 from paceline.deploy.topics import TopicFinder
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class IngressSettings:
     request_timeout_s: float = 600.0
     trial_share: float = 0.0
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
+    topics: TopicRules = field(default_factory=TopicRules)
 
 
 class Ingress:
@@ -87,9 +90,10 @@ class Ingress:
         self._failover = Failover(settings.failover)
         self._actors = actors
         self._routes = RouteTable(actors.scorer, time.monotonic, settings.trial_share)
+        self._experts = TopicList(settings.experts, actors.registry)
         self._topics = TopicFinder(
             router,
-            settings.experts,
+            self._experts,
             settings.router_timeout_s,
             settings.min_confidence,
             time.monotonic,
@@ -105,6 +109,8 @@ class Ingress:
         self._names = TokenNames(tokenizer)
         self._slots = Slots(settings.max_in_flight, settings.max_per_client)
         self._document = document(settings.model_name)
+        parts = (self._experts, router, target, actors, self._encoder)
+        self._admin = TopicAdmin(settings.topics, *parts)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes over this instance; Serve calls it after the constructor."""
@@ -115,6 +121,8 @@ class Ingress:
         api.add_api_route("/v1/completions", self.completions, methods=["POST"])
         api.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         api.add_api_route("/v1/paceline/status", self.status, methods=["GET"])
+        api.add_api_route("/v1/paceline/topics", self.topics, methods=["GET"])
+        api.add_api_route("/v1/paceline/topics", self.add_topic, methods=["POST"])
         api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         api.add_exception_handler(ApiError, _answer_error)
         api.add_exception_handler(HTTPException, _answer_error)
@@ -153,9 +161,19 @@ class Ingress:
 
     async def status(self) -> Response:
         """What target, drafts, replay and trainer are doing."""
-        status = await gather_status(self._target, self._actors)
+        self._experts.follow()
+        shards = {**self._actors.shards, **self._experts.shards}
+        status = await gather_status(self._target, replace(self._actors, shards=shards))
         own = {"failover": self._failover.counts(), "routed": self._topics.counts()}
         return JSONResponse(status | own)
+
+    async def topics(self) -> Response:
+        """Every topic, and how far each part knows it."""
+        return JSONResponse(await self._admin.describe())
+
+    async def add_topic(self, request: Request) -> Response:
+        """Add a topic while requests run; see TopicAdmin."""
+        return JSONResponse(await self._admin.add(request, await _read(request)))
 
     async def openapi(self) -> Response:
         """This API in OpenAPI's words."""
@@ -199,7 +217,8 @@ class Ingress:
         """Route the prompts, run them and word the answer."""
         asked = job.asked
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
-        translate.check_draft(asked.speculative.draft, self._settings.experts)
+        self._experts.follow()
+        translate.check_draft(asked.speculative.draft, self._experts)
         self._encoder.check_tokens(asked)
         count = len(job.prompts) * asked.num_choices
         param = "n" if asked.num_choices > 1 else "prompt"

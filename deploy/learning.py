@@ -17,6 +17,7 @@ from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.fingerprint import fingerprints
 from paceline.cluster.board import LoadBoard
+from paceline.deploy.added import with_added
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
 from paceline.deploy.ranks import hiring, node_address
@@ -39,7 +40,7 @@ def start_actors(config: PacelineConfig) -> LearningActors:
     Args:
         config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
     """
-    shards = {expert: _shard(config, expert) for expert in config.drafts.experts}
+    shards = {expert: start_shard(config, expert) for expert in config.drafts.experts}
     registry = _registry(config)
     board = _named(LoadBoard, _BOARD).remote(
         config.training.idle_after_s, occupied_above=occupied_above(config, os.cpu_count() or 1)
@@ -116,7 +117,13 @@ def replay_settings(config: PacelineConfig) -> ReplaySettings:
     )
 
 
-def _shard(config: PacelineConfig, expert: str) -> Any:
+def start_shard(config: PacelineConfig, expert: str) -> Any:
+    """Start a topic's replay shard; returns its actor handle.
+
+    Args:
+        config: see PacelineConfig.
+        expert: the topic.
+    """
     folder = str(config.state_path / "replay") if config.replay.persist else None
     return _named(ReplayShard, _SHARD + expert).remote(expert, replay_settings(config), folder)
 
@@ -178,8 +185,8 @@ class TrainerActor(Trainer):
 
     def __init__(self, config: PacelineConfig) -> None:
         """See Trainer."""
-        experts = config.drafts.experts
-        shards = {expert: ray.get_actor(_PREFIX + _SHARD + expert) for expert in experts}
+        shards = {expert: ray.get_actor(_PREFIX + _SHARD + expert) for expert in config.drafts.experts}
+        config = with_added(config)  # since the first start; their shards are told of by others
         registry, board = (ray.get_actor(_PREFIX + name) for name in (_REGISTRY, _BOARD))
         # Importing torch takes seconds of a core that the replicas, starting now too, need more.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -170,4 +170,5 @@ def _paths(model_name: str) -> Schema:
         "/v1/models/{model}": _get("A model.", _json("ModelCard"), "404", parameters=[model]),
         "/health": _get("The target answers.", anything, "503"),
         "/v1/paceline/status": _get("What every part is doing.", anything),
+        "/v1/paceline/topics": _get("The topics, and which parts know them.", anything),
     }

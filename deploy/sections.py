@@ -17,10 +17,22 @@ from paceline.actors.training.objective_settings import (
     Sampling,
     Weighting,
 )
+from paceline.actors.weights.catalogue import TOPIC_NAME
 
 EMBEDDED = "embedded"
-_TOPIC = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def topic_name(name: str) -> str:
+    """The name, if a topic may have it.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if name in (GENERAL, "off", "auto") or not TOPIC_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be the name of a topic")
+    return name
+
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -124,8 +136,7 @@ class DraftsConfig(Section):
     @classmethod
     def _names(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
         for topic in topics:
-            if topic in (GENERAL, "off", "auto") or not _TOPIC.fullmatch(topic):
-                raise ValueError(f"{topic!r} cannot be the name of a topic")
+            topic_name(topic)
         if len(set(topics)) != len(topics):
             raise ValueError("a topic is named twice")
         return topics
@@ -233,6 +244,15 @@ class TrainingConfig(Section):
             sampling=self.sampling,
             student_share=self.student_share,
         )
+
+
+class TopicsConfig(Section):
+    """Topics that are added while the server runs (``paceline topics add``).
+
+    ``mutable`` false refuses that; what was added before is served all the same.
+    """
+
+    mutable: bool = True
 
 
 class IngressConfig(Section):

@@ -86,14 +86,14 @@ class TopicFinder:
 
         Args:
             router: Serve handle; None: every request is ``general``.
-            experts: all that there are.
+            experts: all that there are; may grow.
             timeout_s: the time box, seconds.
             min_confidence: see `policy.choose`.
             clock: monotonic seconds.
             weights: measured weights by topic and expert, as far as they are known now.
         """
         self._router = router
-        self._experts = frozenset(experts)
+        self._experts = experts
         self._timeout_s = timeout_s
         self._min_confidence = min_confidence
         self._clock = clock

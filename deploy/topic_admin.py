@@ -1,0 +1,316 @@
+"""``/v1/paceline/topics``: what topics there are, and how one is added.
+
+Adding is an operator's call. Until there are keys for that, it is taken from this machine alone,
+not from a web page that is open here and not through a proxy, whose callers may be anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.actors.routing.growth import GrowthSettings
+from paceline.actors.routing.policy import GENERAL
+from paceline.actors.weights.added import OutOfDate, TopicExists
+from paceline.actors.weights.catalogue import RouterHead, TopicsView
+from paceline.deploy import negatives
+from paceline.deploy.added import TopicList
+from paceline.deploy.errors import ApiError, internal, overloaded
+from paceline.deploy.prompts import PromptEncoder
+from paceline.deploy.sections import topic_name
+from paceline.deploy.status import LearningActors
+
+logger = logging.getLogger(__name__)
+
+MOST_EXAMPLES = 2_000
+_MOST_CHARACTERS = 20_000
+_ASK_S = 5.0
+_GROW_S = 120.0
+_COMMIT_S = 30.0
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRules:
+    """Whether and how topics are added.
+
+    Attributes:
+        mutable: False: never.
+        refusal: why this system cannot take a topic while it runs; None where it can.
+        min_confidence: see `policy.choose`.
+        most: topics, ``general`` not counted.
+    """
+
+    mutable: bool = True
+    refusal: str | None = None
+    min_confidence: float = 0.5
+    most: int = 32
+
+
+class NewTopic(BaseModel):
+    """The body of the call: a name, and prompts of the topic."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    examples: list[str] = Field(default_factory=list, max_length=MOST_EXAMPLES)
+
+
+class TopicAdmin:
+    """Lists and adds topics."""
+
+    def __init__(
+        self,
+        rules: TopicRules,
+        topics: TopicList,
+        router: Any,
+        target: Any,
+        actors: LearningActors,
+        encoder: PromptEncoder,
+    ) -> None:
+        """Take the handles.
+
+        Args:
+            rules: see TopicRules.
+            topics: the experts as this process knows them; follows what is added here.
+            router: Serve handle of the router, None where it is off.
+            target: Serve handle of the target.
+            actors: of which registry and shards are asked.
+            encoder: of stored prompts.
+        """
+        self._rules = rules
+        self._topics = topics
+        self._router = router
+        self._target = target
+        self._actors = actors
+        self._encoder = encoder
+        self._adding = asyncio.Lock()
+
+    async def describe(self) -> dict[str, Any]:
+        """Every topic, and how far each part has taken it up; None where a part does not say.
+
+        ``added``: not from the configuration; ``weight_version``: stable; ``routed``: the router
+        (the replica that answered) tells it apart; ``drafting``: the target (likewise) has its
+        expert; ``records``: kept of it.
+        """
+        registry = self._actors.registry
+        view, versions, facts, labels = await asyncio.gather(
+            _ask(registry and registry.topics.remote()),
+            _ask(registry and registry.current.remote()),
+            _ask(self._target.describe.remote()),
+            _ask(self._router and self._router.labels.remote()),
+        )
+        if isinstance(view, TopicsView):
+            self._topics.take(view)
+        shards = self._shards()
+        names = list(self._topics)
+        stats = await asyncio.gather(
+            *(_ask(shards[n].stats.remote() if n in shards else None) for n in names)
+        )
+        added = {topic.name for topic in self._topics.view.topics}
+        rows = []
+        for name, own in zip(names, stats, strict=True):
+            rows.append(
+                {
+                    "name": name,
+                    "added": name in added,
+                    "weight_version": (versions or {}).get(name),
+                    "routed": None if labels is None else name in labels,
+                    "drafting": None if facts is None else name in facts.get("drafts", {}),
+                    "records": own and own["records_train"] + own["records_held_out"],
+                }
+            )
+        return {"object": "list", "data": rows, "mutable": self._rules.mutable}
+
+    async def add(self, request: Request, body: bytes) -> dict[str, Any]:
+        """Add a topic: its expert a copy of ``general``, the router grown by its examples.
+
+        Returns:
+            name, weight_version, and under ``router`` what was measured on held-out prompts;
+            None where the router is off.
+
+        Raises:
+            ApiError: 403 for who may not; 400 naming the field; 409 where there is one, or
+                another came first; 503 where a part is down. Nothing has changed then.
+        """
+        self._authorize(request)
+        new = _parse(body)
+        _check_name(new.name)
+        if self._rules.refusal is not None:
+            raise ApiError(409, self._rules.refusal, code="topic_needs_restart")
+        if self._adding.locked():
+            raise _conflict()
+        async with self._adding:
+            return await self._add(new)
+
+    async def _add(self, new: NewTopic) -> dict[str, Any]:
+        registry = self._actors.registry
+        view = await _part("weight registry", registry.topics.remote(), _ASK_S)
+        self._topics.take(view)
+        if new.name in self._topics:
+            raise _exists(new.name)
+        if len(self._topics) > self._rules.most:
+            raise ApiError(409, f"There are {self._rules.most} topics already.", param="name")
+        grown = None
+        if self._router is not None:
+            grown = await self._grow(new, view)
+        head = None if grown is None else RouterHead(grown.facts, grown.arrays)
+        revision = None if grown is None else view.revision
+        try:
+            call = registry.add_topic.remote(new.name, GENERAL, head, revision)
+            version = await _part("weight registry", call, _COMMIT_S)
+        except TopicExists as error:
+            raise _exists(new.name) from error
+        except OutOfDate as error:
+            raise _conflict() from error
+        logger.info("topic %s was added", new.name)
+        figures = None if grown is None else grown.growth.figures()
+        return {
+            "object": "topic",
+            "name": new.name,
+            "weight_version": version,
+            "examples": len(set(new.examples)),
+            "router": figures,
+        }
+
+    async def _grow(self, new: NewTopic, view: TopicsView) -> Any:
+        """The router's head with the topic.
+
+        Raises:
+            ApiError: 400 where the examples do not tell the topic apart.
+        """
+        settings = GrowthSettings(min_confidence=self._rules.min_confidence)
+        examples = _distinct(new.examples)
+        if len(examples) < settings.min_examples:
+            raise ApiError(
+                400,
+                f"examples: {len(examples)} different prompts; the router learns a topic from at "
+                f"least {settings.min_examples}, and better from some dozens.",
+                param="examples",
+                code="invalid_value",
+            )
+        others = [*negatives.bundled(), *await negatives.stored(self._shards(), self._encoder)]
+        mine = set(examples)
+        others = [text for text in _distinct(others) if text not in mine]
+        head = None if view.head is None else (view.head.facts, view.head.arrays)
+        experts = tuple(self._topics)
+        call = self._router.grow.remote(new.name, examples, others, experts, head, settings)
+        grown = await _part("router", call, _GROW_S)
+        if grown.fault is not None:
+            raise ApiError(
+                400,
+                f"The router cannot tell {new.name} apart: {grown.fault}. Of {len(examples)} "
+                f"examples {_words(grown.growth.before)} before. Nothing has changed; other or "
+                "more examples may help.",
+                param="examples",
+                code="topic_not_separable",
+            )
+        return grown
+
+    def _shards(self) -> dict[str, Any]:
+        return {**self._actors.shards, **self._topics.shards}
+
+    def _authorize(self, request: Request) -> None:
+        if not self._rules.mutable:
+            raise _forbidden("Topics cannot be added to this server (topics.mutable is false).")
+        host = request.client.host if request.client is not None else ""
+        if not _is_loopback(host) or any(name in request.headers for name in _FORWARDED):
+            raise _forbidden("Topics are added from the server's own machine only.")
+        if "origin" in request.headers:
+            raise _forbidden("Topics are not added from web pages.")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "The body must be application/json.", code="invalid_type")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _parse(body: bytes) -> NewTopic:
+    try:
+        new = NewTopic.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = ".".join(map(str, first["loc"])) or None
+        where = "The body" if param is None else param
+        raise ApiError(
+            400, f"{where}: {first['msg']}.", param=param, code="invalid_value"
+        ) from error
+    for i, text in enumerate(new.examples):
+        if not text.strip() or len(text) > _MOST_CHARACTERS:
+            reason = f"it is empty, or longer than {_MOST_CHARACTERS} characters"
+            param = f"examples.{i}"
+            raise ApiError(400, f"{param}: {reason}.", param=param, code="invalid_value")
+    return new
+
+
+def _check_name(name: str) -> None:
+    try:
+        topic_name(name)
+    except ValueError as error:
+        raise ApiError(400, f"name: {error}.", param="name", code="invalid_value") from error
+
+
+def _distinct(texts: list[str]) -> list[str]:
+    return list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+
+
+def _words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} went to {topic}" for topic, count in counts.items())
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, "permission_error", code="forbidden")
+
+
+def _exists(name: str) -> ApiError:
+    return ApiError(409, f"There is a topic {name} already.", param="name", code="topic_exists")
+
+
+def _conflict() -> ApiError:
+    text = "Another topic is being added or was added just now; try again."
+    return ApiError(409, text, code="conflict", retry_after_s=1)
+
+
+async def _ask(answer: Any) -> Any:
+    """An answer, None where there is none: a list never fails over a dead part."""
+    if answer is None:
+        return None
+    try:
+        async with asyncio.timeout(_ASK_S):
+            return await answer
+    except Exception as error:
+        logger.info("a part does not say (%r)", error)
+        return None
+
+
+async def _part(name: str, answer: Any, seconds: float) -> Any:
+    """An answer that is needed.
+
+    Raises:
+        ApiError: 503 where the part does not answer.
+        ValueError: what the part refuses with.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except (TopicExists, OutOfDate):
+        raise
+    except ValueError as error:
+        raise internal(f"The {name} refuses: {error}") from error
+    except Exception as error:
+        logger.warning("the %s does not answer", name, exc_info=True)
+        raise overloaded(f"The {name} does not answer: nothing was added.") from error
