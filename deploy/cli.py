@@ -99,7 +99,7 @@ def _add_topics(commands: Any) -> None:
         "--examples",
         type=Path,
         required=True,
-        help="prompts of it, one a line (.jsonl: objects with a prompt): 12 at least, better dozens",
+        help="its prompts, one a line (.jsonl: objects with a prompt): at least 12, better dozens",
     )
 
 

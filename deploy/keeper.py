@@ -5,6 +5,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 _RETRY_S = 1.0
+_TURN_S = 0.5
 _TIMEOUT_S = 30.0
 
 # Starts an expert of a pool beside those that there are; gives (deployment, application).
@@ -67,11 +69,13 @@ class TopicKeeper:
         self._parts: dict[str, TopicParts] = {}
         self._stopped = threading.Event()
         self._making = threading.Lock()
-        threading.Thread(target=self._run, name="paceline-topics", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="paceline-topics", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """End what was started here; nothing is started afterwards."""
+        """End what was started here; nothing is started afterwards, and nobody waits in Ray."""
         self._stopped.set()
+        self._thread.join(_TIMEOUT_S)
         with self._making:
             for shard in self._own.values():
                 ray.kill(shard, no_restart=True)
@@ -83,8 +87,9 @@ class TopicKeeper:
         etag = ""
         while not self._stopped.is_set():
             try:
-                asked = self._registry.wait_topics.remote(etag, _POLL_S)
-                view: TopicsView | None = ray.get(asked, timeout=_TIMEOUT_S)
+                view: TopicsView | None = self._get(
+                    self._registry.wait_topics.remote(etag, _POLL_S)
+                )
                 if view is not None and self._keep(view):
                     etag = view.etag
                 elif view is not None:
@@ -102,13 +107,25 @@ class TopicKeeper:
                 continue
             try:
                 parts = self._parts.get(name) or self._make(config, name)
-                ray.get(self._registry.bring_parts.remote(name, parts), timeout=_TIMEOUT_S)
+                self._get(self._registry.bring_parts.remote(name, parts))
             except Exception:
                 if self._stopped.is_set():
                     return False
                 logger.warning("%s: its parts are not all there yet", name, exc_info=True)
                 done = False
         return done
+
+    def _get(self, reference: Any) -> Any:
+        """An answer, waited for in short turns: Ray must not end under a thread that waits in it.
+
+        Raises:
+            TimeoutError: it does not come, or the server ends.
+        """
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not self._stopped.is_set() and time.monotonic() < deadline:
+            if ray.wait([reference], timeout=_TURN_S)[0]:
+                return ray.get(reference)
+        raise TimeoutError("no answer from the registry")
 
     def _make(self, config: PacelineConfig, name: str) -> TopicParts:
         with self._making:

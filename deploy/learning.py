@@ -185,7 +185,8 @@ class TrainerActor(Trainer):
 
     def __init__(self, config: PacelineConfig) -> None:
         """See Trainer."""
-        shards = {expert: ray.get_actor(_PREFIX + _SHARD + expert) for expert in config.drafts.experts}
+        experts = config.drafts.experts
+        shards = {expert: ray.get_actor(_PREFIX + _SHARD + expert) for expert in experts}
         config = with_added(config)  # since the first start; their shards are told of by others
         registry, board = (ray.get_actor(_PREFIX + name) for name in (_REGISTRY, _BOARD))
         # Importing torch takes seconds of a core that the replicas, starting now too, need more.

@@ -154,7 +154,8 @@ def _call(url: str, method: str, body: Any, timeout_s: float) -> Any:
             method, url.rstrip("/") + PATH, json=body, headers=headers, timeout=timeout_s
         )
     except httpx.HTTPError as error:
-        raise CallError(f"{url} does not answer: {error}") from error
+        doubt = "; whether the topic was added, `paceline topics` tells" if body else ""
+        raise CallError(f"{url} does not answer: {error}{doubt}") from error
     try:
         content = answer.json()
     except ValueError as error:

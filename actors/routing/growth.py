@@ -167,7 +167,8 @@ def grow(
     ]
     before = [judge.before(logits) for logits in problem.logits]
     stayed = Counter(before[count:])
-    left = Counter(old for old, new in zip(before[count:], after[count:], strict=True) if old != new)
+    pairs = zip(before[count:], after[count:], strict=True)
+    left = Counter(old for old, new in pairs if old != new)
     return Growth(
         row=_fitted(problem, np.ones(len(problem.targets), bool), ridge),
         recall=sum(name == topic for name in after[:count]) / count,

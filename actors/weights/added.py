@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from pathlib import Path
 
+from paceline.actors.weights.announcements import Announcements
 from paceline.actors.weights.catalogue import (
     TOPIC_NAME,
     AddedTopic,
@@ -83,3 +84,34 @@ class AddedTopics:
         own = self._catalogue
         etag = f"{own.revision} {' '.join(sorted(self._parts))}"
         return TopicsView(etag, own.revision, own.topics, own.head, dict(self._parts))
+
+
+class TopicDesk:
+    """The registry's face to those who follow the added topics."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read what lies there.
+
+        Args:
+            directory: of all versions; this process's alone.
+        """
+        self._added = AddedTopics(directory)
+        self._announcements = Announcements()
+
+    def bring_parts(self, topic: str, parts: TopicParts) -> None:
+        """Take the handles of what works for an added topic, and hand them to all who ask."""
+        if self._added.bring(topic, parts):
+            self._announcements.wake()
+
+    def topics(self) -> TopicsView:
+        """The added topics, the router's head, and the handles of what works for them."""
+        return self._added.view()
+
+    async def wait_topics(self, etag: str, timeout_s: float) -> TopicsView | None:
+        """Wait for another view than that of an ``etag``; None after ``timeout_s`` seconds."""
+
+        def look() -> dict[str, TopicsView]:
+            view = self._added.view()
+            return {} if view.etag == etag else {"view": view}
+
+        return (await self._announcements.wait(look, timeout_s)).get("view")

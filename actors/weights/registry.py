@@ -18,10 +18,10 @@ from typing import Any
 
 import ray
 
-from paceline.actors.weights.added import AddedTopics
-from paceline.actors.weights.announcements import Announcements, News, news_for
+from paceline.actors.weights.added import TopicDesk
+from paceline.actors.weights.announcements import News, news_for
 from paceline.actors.weights.canary import CanarySettings
-from paceline.actors.weights.catalogue import AddedTopic, RouterHead, TopicParts, TopicsView
+from paceline.actors.weights.catalogue import AddedTopic, RouterHead
 from paceline.actors.weights.decisions import Decisions
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import FlatWeights, load_model
@@ -38,7 +38,7 @@ _HISTORY = 2_000  # decisions kept in memory; the file keeps all
 _NOT_FINITE = "weights that are not finite"
 
 
-class WeightRegistry:
+class WeightRegistry(TopicDesk):
     """Actor (asynchronous, for the long polls) that owns the weights of every topic.
 
     It puts the arrays into the object store itself, since an object dies with the process that
@@ -75,9 +75,9 @@ class WeightRegistry:
             StateFolderLocked: where another process has the directory.
         """
         hold(directory)
+        super().__init__(directory)
         marks = dict.fromkeys(topics, fingerprint) if isinstance(fingerprint, str) else fingerprint
         self._marks = {topic: marks[topic] for topic in topics}
-        self._added = AddedTopics(directory)
         self._canary = canary
         self._keep_versions = keep_versions
         self._initial = dict(initial or {})
@@ -92,7 +92,6 @@ class WeightRegistry:
         self._trials = Trials(self._topics, canary)
         self._shelves = {topic: self._shelf(topic) for topic in self._topics}
         self._references: dict[str, Any] = {}  # by slot
-        self._announcements = Announcements()
         for topic in self._topics:
             self._restore(topic)
 
@@ -309,24 +308,6 @@ class WeightRegistry:
         self._announcements.wake()
         self._decisions.add(name, entry)
         return version
-
-    def bring_parts(self, topic: str, parts: TopicParts) -> None:
-        """Take the handles of what works for an added topic, and hand them to all who ask."""
-        if self._added.bring(topic, parts):
-            self._announcements.wake()
-
-    def topics(self) -> TopicsView:
-        """The added topics, the router's head, and the handles of what works for them."""
-        return self._added.view()
-
-    async def wait_topics(self, etag: str, timeout_s: float) -> TopicsView | None:
-        """Wait for another view than that of an ``etag``; None after ``timeout_s`` seconds."""
-
-        def look() -> dict[str, TopicsView]:
-            view = self._added.view()
-            return {} if view.etag == etag else {"view": view}
-
-        return (await self._announcements.wait(look, timeout_s)).get("view")
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         """Note that the gate turned a candidate down; nothing else changes.
