@@ -200,9 +200,7 @@ def build_app(config: PacelineConfig, actors: LearningActors) -> serve.Applicati
     )
     router = None
     if config.router.enabled:
-        router = _router().bind(
-            str(config.router_path), config.router.num_threads, actors.registry
-        )
+        router = _router().bind(str(config.router_path), config.router.num_threads, actors.registry)
     settings = IngressSettings(
         model_name=config.model_name,
         model_path=str(config.target_path),

@@ -253,7 +253,6 @@ class TargetReplica:
                 logger.info("no weights from the registry (%s), trying again", error)
                 time.sleep(_RETRY_S)
 
-
     def _follow(self) -> None:
         """Long-poll the registry for added topics, for ever."""
         etag = ""

@@ -97,8 +97,10 @@ def added_under_load(running: RunningApp) -> None:
     assert [reply.error for reply in found] == [None] * REQUESTS
     assert [r.answer for r in found] == [r.answer for r in undisturbed]
     wait_until(
-        lambda: bool(row(url).get("routed") and row(url)["drafting"])
-        and row(url)["records"] is not None,
+        lambda: (
+            bool(row(url).get("routed") and row(url)["drafting"])
+            and row(url)["records"] is not None
+        ),
         "all parts to take the topic up",
         120,
     )
@@ -153,9 +155,7 @@ def test_a_pool_gets_a_further_expert_and_keeps_the_others(tmp_path: Path) -> No
     with app.start(config_of(tmp_path, "pool")) as running:
         before = pids(running)
         added_under_load(running)
-        wait_until(
-            lambda: "travel" in pids(running), "the expert's connection", 180
-        )
+        wait_until(lambda: "travel" in pids(running), "the expert's connection", 180)
         drafts_without_failures(running.base_url)
         after = pids(running)
         assert {name: after[name] for name in before} == before  # nobody was started anew

@@ -32,9 +32,8 @@ def answer(http: httpx.Client, prompt: str, draft: str) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "speculative": {"draft": draft, "num_speculative_tokens": 2} | (
-            {"num_speculative_tokens": 0} if draft == "off" else {}
-        ),
+        "speculative": {"draft": draft, "num_speculative_tokens": 2}
+        | ({"num_speculative_tokens": 0} if draft == "off" else {}),
     }
     found = http.post("/v1/chat/completions", json=body)
     assert found.status_code == 200, found.text

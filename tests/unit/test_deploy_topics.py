@@ -126,9 +126,7 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def shared(
-    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[System]:
+def shared(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """For calls that change nothing."""
     system = System(folders, tmp_path_factory.mktemp("state"))
     yield system
@@ -274,9 +272,7 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
     async def dead(*_: object) -> None:
         raise ConnectionError
 
-    handle = SimpleNamespace(
-        topics=SimpleNamespace(remote=dead), grow=SimpleNamespace(remote=dead)
-    )
+    handle = SimpleNamespace(topics=SimpleNamespace(remote=dead), grow=SimpleNamespace(remote=dead))
     admin = system.ingress._admin
     try:
         admin._router, alive = handle, admin._router

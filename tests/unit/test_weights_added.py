@@ -37,9 +37,7 @@ def head(value: float) -> RouterHead:
 
 
 def registry(directory: Path, **more: Any) -> WeightRegistry:
-    return WeightRegistry(
-        str(directory), TOPICS, "aa", put=lambda x: x, clock=lambda: 7.0, **more
-    )
+    return WeightRegistry(str(directory), TOPICS, "aa", put=lambda x: x, clock=lambda: 7.0, **more)
 
 
 def taught(directory: Path, **more: Any) -> WeightRegistry:
