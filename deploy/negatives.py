@@ -14,7 +14,8 @@ from paceline.actors.replay.record import RecordError, decode
 from paceline.actors.routing.policy import GENERAL
 from paceline.deploy.demo.prompts import TOPICS, generate
 from paceline.deploy.prompts import PromptEncoder
-from paceline.deploy.recipes.router_data import general_prompts
+from paceline.deploy.recipes.data import Row
+from paceline.deploy.recipes.router_data import FORMS, general_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,16 @@ _TIMEOUT_S = 5.0
 
 @lru_cache(maxsize=1)
 def bundled() -> tuple[str, ...]:
-    """Self-written prompts of the package: of the demo's topics and of none."""
+    """Self-written prompts of the package: of the demo's topics, half in other words, and of none.
+
+    In one form alone they would tell how a topic is asked for, not what it is about.
+    """
+    rng = np.random.default_rng(_SEED)
     found = [text for topic in TOPICS for text in generate(topic, _BUNDLED, _SEED)]
-    return (*found, *general_prompts(np.random.default_rng(_SEED), _BUNDLED))
+    for topic in TOPICS:
+        rows = [Row("", topic, text, "") for text in generate(topic, _BUNDLED, _SEED + 1)]
+        found += [FORMS[topic](row, rng) for row in rows]
+    return (*dict.fromkeys(found), *general_prompts(rng, _BUNDLED))
 
 
 async def stored(shards: Mapping[str, Any], encoder: PromptEncoder) -> list[str]:

@@ -15,7 +15,7 @@ from paceline.actors.routing.head import GrownHead
 _CHARACTERS_PER_TOKEN = 16  # no token of a usual text is longer; what is cut off is never read
 
 
-_Head = tuple[tuple[str, ...], Tensor, Tensor]  # labels, weight [L, H], bias [L]
+_Head = tuple[tuple[str, ...], Tensor, Tensor]  # all labels; weight [n, F] and bias [n] of n rows
 
 
 class TopicClassifier:
@@ -40,9 +40,8 @@ class TopicClassifier:
         self._max_tokens = int(config.max_position_embeddings)
         self._own = tuple(str(config.id2label[i]) for i in range(config.num_labels))
         self.mark = self._fingerprint(Path(model_path))
-        head = self._model.classifier
         # One attribute, replaced whole: a classification reads one head from start to end.
-        self._head: _Head = self._own, head.weight.detach(), head.bias.detach()
+        self._head = self._with(GrownHead.empty(self.mark, self.feature_size))
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -51,8 +50,8 @@ class TopicClassifier:
 
     @property
     def feature_size(self) -> int:
-        """H of the features."""
-        return int(self._model.classifier.in_features)
+        """F, of :meth:`features`."""
+        return 2 * int(self._model.config.hidden_size)
 
     def take(self, head: GrownHead) -> None:
         """Tell the topics of a head apart too, in place of those of an earlier head.
@@ -63,48 +62,54 @@ class TopicClassifier:
         self._head = self._with(head)
 
     def _with(self, head: GrownHead) -> _Head:
-        """The model's own rows and a head's; a topic that the model knows itself is left to it."""
+        """All labels, and a head's rows; a topic that the model knows itself is left to it."""
         if head.base != self.mark or head.weight.shape[1] != self.feature_size:
             raise ValueError("router: the head was grown on another model")
-        own = self._model.classifier
         new = [i for i, topic in enumerate(head.topics) if topic not in self._own]
-        weight = torch.from_numpy(head.weight[new].copy())
-        bias = torch.from_numpy(head.bias[new].copy())
-        return (
-            (*self._own, *(head.topics[i] for i in new)),
-            torch.cat([own.weight.detach(), weight]),
-            torch.cat([own.bias.detach(), bias]),
-        )
+        labels = (*self._own, *(head.topics[i] for i in new))
+        weight, bias = head.weight[new].copy(), head.bias[new].copy()
+        return labels, torch.from_numpy(weight), torch.from_numpy(bias)
 
     @torch.inference_mode()
     def classify(self, text: str) -> dict[str, float]:
         """Probability by label; they sum to 1. An empty text gets equal probabilities."""
-        labels, weight, bias = self._head
-        features = self._features(text)
+        head = self._head
+        labels, features = head[0], self._features(text)
         if features is None:
             return dict.fromkeys(labels, 1 / len(labels))
-        logits = torch.nn.functional.linear(features, weight, bias)[0]
+        logits = self._logits(features, head)[0]
         return dict(zip(labels, logits.double().softmax(-1).tolist(), strict=True))
 
     @torch.inference_mode()
     def features(self, text: str) -> Tensor | None:
-        """What the classifier's rows read of a text, float32 ``[H]``; None of an empty one."""
+        """What a text is judged by, float32 ``[F]``; None of an empty one.
+
+        The first half is BERT's pooled output, which is all that the model's own rows read. It
+        was trained for them alone, and what they do not need is hardly in it: new topics lie in
+        ``general``'s heap there. So grown rows read a second half too, the mean over the text of
+        BERT's embeddings: its words.
+        """
         found = self._features(text)
         return None if found is None else found[0]
 
     @torch.inference_mode()
     def judged(self, features: Tensor, head: GrownHead) -> tuple[tuple[str, ...], Texts]:
-        """The labels, and what a head makes of features, float32 ``[N, H]``.
+        """The labels, and what a head makes of features, float32 ``[N, F]``.
 
         Raises:
             ValueError: for a head that was grown on another model.
         """
-        labels, weight, bias = self._with(head)
-        logits = torch.nn.functional.linear(features, weight, bias)
-        return labels, Texts(features.double().numpy(), logits.double().numpy())
+        rows = self._with(head)
+        logits = self._logits(features, rows)
+        return rows[0], Texts(features.double().numpy(), logits.double().numpy())
+
+    def _logits(self, features: Tensor, head: _Head) -> Tensor:
+        """Of all labels ``[N, L]``, from ``[N, F]``."""
+        own: Tensor = self._model.classifier(features[:, : self.feature_size // 2])
+        return torch.cat([own, torch.nn.functional.linear(features, *head[1:])], dim=1)
 
     def _features(self, text: str) -> Tensor | None:
-        """``[1, H]``."""
+        """``[1, F]``."""
         ids = self._tokenizer(
             text[: self._max_tokens * _CHARACTERS_PER_TOKEN],
             add_special_tokens=False,
@@ -113,8 +118,9 @@ class TopicClassifier:
         )["input_ids"]
         if not ids:
             return None
-        pooled: Tensor = self._model.bert(input_ids=torch.tensor([ids])).pooler_output
-        return pooled
+        bert, tokens = self._model.bert, torch.tensor([ids])
+        pooled = bert(input_ids=tokens).pooler_output
+        return torch.cat([pooled, bert.embeddings(input_ids=tokens).mean(dim=1)], dim=1)
 
     def _fingerprint(self, folder: Path) -> str:
         """Of what the features depend on: weights, and how a text becomes tokens."""

@@ -3,11 +3,12 @@
 The model and the rows that there are stay as they are: with f the model's features of a text and
 z its present logits, a new row gives the new topic the probability
 
-    p(new | text) = sigmoid(w . f + b - logsumexp(z)),
+    p(new | text) = sigmoid(w . f + b - logsumexp(z)),  a softmax over z and w . f + b,
 
 and the others keep their proportions among each other. So only (w, b) is learnt: a logistic
 regression with the offset -logsumexp(z), examples against prompts that shall stay where they are,
-both sides weighing the same, with a ridge on w (features standardised), by Newton's method.
+which weigh more (a wrong expert costs more than a right one gains), with a ridge on w (features
+standardised), by Newton's method.
 
 What comes of it is measured by cross-validation: every prompt is judged by a row that was learnt
 without it. The ridge is chosen by the same held-out likelihood, which flatters it a little.
@@ -41,17 +42,22 @@ class GrowthSettings:
         min_examples: different ones, at least.
         folds: of the cross-validation.
         ridges: on the weights, per unit of mean loss; the best is taken.
+        share: of the loss that the examples have; the other prompts have the rest.
         min_recall: share of held-out examples that must go to the new topic.
-        max_moved: share of the held-out prompts of any one present topic that may change theirs.
+        max_moved: share of the held-out prompts of all present topics, and of any one, that may
+            change theirs.
+        min_prompts: of a topic, to go by it alone.
         min_confidence: see `policy.choose`.
         seed: of the folds.
     """
 
     min_examples: int = 12
     folds: int = 5
-    ridges: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
-    min_recall: float = 0.8
+    ridges: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
+    share: float = 0.25
+    min_recall: float = 0.7
     max_moved: float = 0.1
+    min_prompts: int = 10
     min_confidence: float = 0.5
     seed: int = 0
 
@@ -71,7 +77,8 @@ class Texts:
     def offsets(self) -> Doubles:
         """-logsumexp of the logits, ``[N]``."""
         highest = self.logits.max(axis=1)
-        return -(highest + np.log(np.exp(self.logits - highest[:, None]).sum(axis=1)))
+        sums: Doubles = np.exp(self.logits - highest[:, None]).sum(axis=1)
+        return np.asarray(-(highest + np.log(sums)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +113,21 @@ class Growth:
 
     def fault(self, settings: GrowthSettings) -> str | None:
         """Why the row must not be used, in words; None where it may."""
-        worst = max(self.moved_by_topic, key=lambda t: self.moved_by_topic[t], default=None)
+        moved = {
+            f"{topic}'s": share
+            for topic, share in self.moved_by_topic.items()
+            if self.prompts_by_topic[topic] >= settings.min_prompts
+        }
+        moved["all topics'"] = self.moved
+        worst = max(moved, key=lambda whose: moved[whose])
         if self.recall < settings.min_recall:
             return (
                 f"only {self.recall:.0%} of held-out examples are told apart from other prompts "
                 f"({settings.min_recall:.0%} are needed)"
             )
-        if worst is not None and self.moved_by_topic[worst] > settings.max_moved:
+        if moved[worst] > settings.max_moved:
             return (
-                f"{self.moved_by_topic[worst]:.0%} of {worst}'s prompts would change their topic "
+                f"{moved[worst]:.0%} of {worst} held-out prompts would change their topic "
                 f"(at most {settings.max_moved:.0%} may)"
             )
         return None
@@ -155,24 +168,27 @@ def grow(
     for kind, texts in (("examples", examples), ("other prompts", others)):
         if len(texts.features) < settings.folds:
             raise ValueError(f"{topic}: {len(texts.features)} {kind} are too few")
-    problem = _Problem.of(examples, others)
+    problem = _Problem.of(examples, others, settings.share)
     folds = _folds(problem.targets, settings)
     held_out = {ridge: _held_out(problem, folds, ridge) for ridge in settings.ridges}
     ridge = max(settings.ridges, key=lambda r: _likelihood(problem, held_out[r]))
-    count = len(examples.features)
     judge = _Judge(topic, labels, experts, settings.min_confidence)
-    after = [
-        judge.after(logits, margin)
-        for logits, margin in zip(problem.logits, held_out[ridge], strict=True)
-    ]
+    row = _fitted(problem, np.ones(len(problem.targets), bool), ridge)
+    return _measured(row, problem, held_out[ridge], judge, ridge)
+
+
+def _measured(row: Row, problem: _Problem, margins: Doubles, judge: _Judge, ridge: float) -> Growth:
+    """The row with what held-out margins say of it."""
+    count = int(problem.targets.sum())
     before = [judge.before(logits) for logits in problem.logits]
+    after = [judge.after(*pair) for pair in zip(problem.logits, margins.tolist(), strict=True)]
     stayed = Counter(before[count:])
     pairs = zip(before[count:], after[count:], strict=True)
     left = Counter(old for old, new in pairs if old != new)
     return Growth(
-        row=_fitted(problem, np.ones(len(problem.targets), bool), ridge),
-        recall=sum(name == topic for name in after[:count]) / count,
-        moved=left.total() / max(stayed.total(), 1),
+        row=row,
+        recall=after[:count].count(judge.topic) / count,
+        moved=left.total() / stayed.total(),
         moved_by_topic={name: left[name] / stayed[name] for name in sorted(stayed)},
         prompts_by_topic=dict(sorted(stayed.items())),
         before=dict(sorted(Counter(before[:count]).items())),
@@ -207,21 +223,29 @@ class _Judge:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Examples, then the others."""
+    """Examples, then the others; ``share`` of the loss is the examples'."""
 
     features: Doubles
     logits: Doubles
     offsets: Doubles
     targets: Doubles
+    share: float
 
     @classmethod
-    def of(cls, examples: Texts, others: Texts) -> _Problem:
+    def of(cls, examples: Texts, others: Texts, share: float) -> _Problem:
         return cls(
             np.concatenate([examples.features, others.features]),
             np.concatenate([examples.logits, others.logits]),
             np.concatenate([examples.offsets(), others.offsets()]),
             np.repeat([1.0, 0.0], [len(examples.features), len(others.features)]),
+            share,
         )
+
+    def weights(self, chosen: NDArray[np.bool_]) -> Doubles:
+        """Of the chosen prompts in the loss; they sum to 1."""
+        targets = self.targets[chosen]
+        own, rest = targets.sum(), (1.0 - targets).sum()
+        return np.asarray(np.where(targets == 1.0, self.share / own, (1.0 - self.share) / rest))
 
 
 def _folds(targets: Doubles, settings: GrowthSettings) -> NDArray[np.int64]:
@@ -244,15 +268,10 @@ def _held_out(problem: _Problem, folds: NDArray[np.int64], ridge: float) -> Doub
     return margins
 
 
-def _balance(targets: Doubles) -> Doubles:
-    """Weights by which both kinds count the same; they sum to 1."""
-    shares = np.where(targets == 1.0, targets.sum(), (1.0 - targets).sum())
-    return 0.5 / shares
-
-
 def _likelihood(problem: _Problem, margins: Doubles) -> float:
     signed = np.where(problem.targets == 1.0, margins, -margins)
-    return float(-(_balance(problem.targets) * np.logaddexp(0.0, -signed)).sum())
+    weights = problem.weights(np.ones(len(signed), bool))
+    return -float((weights * np.logaddexp(0.0, -signed)).sum())
 
 
 def _fitted(problem: _Problem, chosen: NDArray[np.bool_], ridge: float) -> Row:
@@ -260,14 +279,16 @@ def _fitted(problem: _Problem, chosen: NDArray[np.bool_], ridge: float) -> Row:
     features = problem.features[chosen]
     mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
     design = np.concatenate([(features - mean) / scale, np.ones((len(features), 1))], axis=1)
-    found = _newton(design, problem.offsets[chosen], problem.targets[chosen], ridge)
+    kinds = problem.targets[chosen], problem.weights(chosen)
+    found = _newton(design, problem.offsets[chosen], *kinds, ridge)
     weight = found[:-1] / scale
     return Row(weight, float(found[-1] - mean @ weight))
 
 
-def _newton(design: Doubles, offsets: Doubles, targets: Doubles, ridge: float) -> Doubles:
-    """Minimise the balanced logistic loss plus ``ridge / 2 * |w|^2``; the bias goes free."""
-    weights = _balance(targets)
+def _newton(
+    design: Doubles, offsets: Doubles, targets: Doubles, weights: Doubles, ridge: float
+) -> Doubles:
+    """Minimise the weighted logistic loss plus ``ridge / 2 * |w|^2``; the bias goes free."""
     penalty = np.full(design.shape[1], ridge)
     penalty[-1] = 1e-9  # nothing but a solvable system
     signs = 2.0 * targets - 1.0

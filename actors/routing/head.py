@@ -14,15 +14,15 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class GrownHead:
-    """Further rows of the classifier; the model's own stay as they are.
+    """Further rows beside the classifier's own, which stay as they are.
 
     Attributes:
         base: the mark of the model whose features they read.
         topics: one per row.
-        weight: float32 ``[topics, H]``.
+        weight: float32 ``[topics, F]``.
         bias: float32 ``[topics]``.
-        features: float32 ``[N, H]``, of the examples that the rows were learnt from: later
-            topics must not take them. No text can be read from them.
+        features: float32 ``[N, F]``, of the examples that the rows were learnt from, see
+            TopicClassifier.features: later topics must not take them. They hold no text.
         rows: int64 ``[N]``, the row of each example.
     """
 
@@ -35,7 +35,7 @@ class GrownHead:
 
     @classmethod
     def empty(cls, base: str, size: int) -> GrownHead:
-        """Without rows, for features of H = ``size``."""
+        """Without rows, for F = ``size`` features."""
         nothing = np.zeros((0, size), np.float32)
         return cls(base, (), nothing, nothing[:, 0], nothing, np.zeros(0, np.int64))
 
@@ -44,9 +44,9 @@ class GrownHead:
 
         Args:
             topic: its name.
-            weight: float32 ``[H]``.
+            weight: float32 ``[F]``.
             bias: of the row.
-            features: float32 ``[N, H]``, of its examples.
+            features: float32 ``[N, F]``, of its examples.
         """
         return GrownHead(
             self.base,
@@ -59,7 +59,7 @@ class GrownHead:
 
     def parts(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """JSON-able facts, and arrays by name."""
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "weight": self.weight,
             "bias": self.bias,
             "features": self.features,

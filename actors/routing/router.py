@@ -108,11 +108,12 @@ class TopicRouter:
         mine = await self._read(examples)
         rest = torch.cat([await self._read(others), torch.from_numpy(present.features.copy())])
         labels, judged = own.judged(torch.cat([mine, rest]), present)
-        parts = (slice(0, len(mine)), slice(len(mine), None))
-        texts = [Texts(judged.features[part], judged.logits[part]) for part in parts]
+        end = len(mine)
+        new = Texts(judged.features[:end], judged.logits[:end])
+        old = Texts(judged.features[end:], judged.logits[end:])
         rules = settings or GrowthSettings()
         known = {*experts, *present.topics}
-        growth = await asyncio.to_thread(grow, topic, *texts, labels, known, rules)
+        growth = await asyncio.to_thread(grow, topic, new, old, labels, known, rules)
         weight = growth.row.weight.astype(np.float32)
         grown = present.with_row(topic, weight, growth.row.bias, mine.numpy())
         return GrownRouter(growth, growth.fault(rules), *grown.parts())
@@ -128,7 +129,7 @@ class TopicRouter:
             raise RuntimeError(f"router: probabilities are broken: {probabilities}")
 
     async def _read(self, texts: Sequence[str]) -> torch.Tensor:
-        """Features of those that are not empty, float32 ``[N, H]``."""
+        """Features of those that are not empty, float32 ``[N, F]``."""
         loop, found = asyncio.get_running_loop(), []
         for text in texts:
             features = await loop.run_in_executor(self._worker, self._classifier.features, text)

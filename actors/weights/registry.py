@@ -81,9 +81,9 @@ class WeightRegistry(TopicDesk):
         self._canary = canary
         self._keep_versions = keep_versions
         self._initial = dict(initial or {})
-        for topic in self._added.topics:
-            if topic.name not in self._marks and topic.like in self._marks:
-                self._liken(topic.name, topic.like)
+        for new in self._added.topics:
+            if new.name not in self._marks and new.like in self._marks:
+                self._liken(new.name, new.like)
         self._topics = tuple(self._marks)
         self._put = put
         self._clock = clock

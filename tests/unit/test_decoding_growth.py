@@ -185,4 +185,5 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
     assert accepted_all(outputs["r2"])
     engine.enlist("c", "a")
     engine.swap("c", 2, state("tied", 1))
+    run(engine)
     assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])

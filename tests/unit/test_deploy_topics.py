@@ -104,7 +104,7 @@ class System:
         )
         actors = LearningActors(handles, Actor(self.registry), None, None)
         settings = IngressSettings(
-            "m", str(folders["target"]), None, EXPERTS, 20.0, 0.5, 8, topics=TopicRules(**rules)
+            "m", str(folders["target"]), None, EXPERTS, 20.0, 0.5, 64, topics=TopicRules(**rules)
         )
         self.ingress = Ingress(settings, Handle(self.target), Actor(self.router), actors)
         self.api = self.ingress.__serve_build_asgi_app__()

@@ -56,7 +56,7 @@ def test_what_lies_together_is_refused_with_its_figures() -> None:
 
 
 def test_the_row_minimises_what_it_says() -> None:
-    """The gradient of the balanced logistic loss with ridge and offset, by autograd, is zero."""
+    """The gradient of the weighted logistic loss with ridge and offset, by autograd, is zero."""
     rng = np.random.default_rng(3)
     mine, rest = texts(rng, 20, 1.0, 0), texts(rng, 50, 0.0, 1)
     ridge = 0.1
@@ -69,7 +69,7 @@ def test_the_row_minimises_what_it_says() -> None:
     logits = torch.tensor(np.concatenate([mine.logits, rest.logits]))
     margins = design @ point - logits.logsumexp(dim=1)
     signs = torch.tensor([1.0] * 20 + [-1.0] * 50)
-    shares = torch.tensor([0.5 / 20] * 20 + [0.5 / 50] * 50)
+    shares = torch.tensor([0.25 / 20] * 20 + [0.75 / 50] * 50)
     loss = (shares * torch.nn.functional.softplus(-signs * margins)).sum()
     (loss + ridge / 2 * (point[:-1] ** 2).sum()).backward()
     assert point.grad is not None
@@ -124,7 +124,7 @@ def chosen(classifier: TopicClassifier, text: str) -> str:
 def test_a_second_topic_leaves_the_first_its_examples(travel: GrownRouter) -> None:
     again = grown("voyages", trips(40, seed=5), (travel.facts, travel.arrays))
     assert again.fault is not None
-    assert again.growth.before["travel"] >= 32
+    assert again.growth.before["travel"] >= 30
     assert "travel" in again.growth.prompts_by_topic
 
 
