@@ -301,3 +301,28 @@ def test_the_socket_goes_with_its_server() -> None:
     with pytest.raises(ConnectionRefusedError):
         connect(lease, 5.0)
     assert not servers["a"].ping(0.1)
+
+
+def test_an_expert_joins_the_pool_while_requests_run() -> None:
+    with serving(("a", "b")) as servers:
+        proposer = attached({"a": servers["a"]})
+        engine = pool_engine(proposer)
+        engine.add(request("r0", PROMPTS[0], draft="a", ignore_eos=True))
+        first = engine.step()
+        assert "b" not in engine.drafts()
+        proposer.add("b")
+        engine.enlist("b", "a")  # twice is fine
+        assert proposer.wants_link("b")
+        proposer.attach("b", connect(servers["b"].lease("test"), 10.0))
+        engine.add(request("r1", PROMPTS[1], draft="b", ignore_eos=True))
+        found = run(engine)
+        both = {"a": "r0", "b": "r1"}
+        for draft, name in both.items():
+            outputs = [*(o for o in first if o.request_id == name), *found[name]]
+            alone = make_engine(k=0)
+            asked = request(name, PROMPTS[int(name[1])], draft=draft, ignore_eos=True)
+            assert tokens_of(outputs) == texts(alone, [asked])[name]
+            stats = outputs[-1].chunk.speculative
+            assert stats is not None
+            assert (stats.draft, stats.num_draft_tokens > 0) == (draft, True)
+        sound(proposer)
