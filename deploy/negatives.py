@@ -19,7 +19,7 @@ from paceline.deploy.recipes.router_data import FORMS, general_prompts
 
 logger = logging.getLogger(__name__)
 
-_BUNDLED = 60  # per topic
+_BUNDLED = 40  # per topic and form
 _STORED = 40  # per shard
 _SEED = 11
 _TIMEOUT_S = 5.0

@@ -306,7 +306,7 @@ def test_stored_prompts_of_other_topics_are_kept_where_they_are() -> None:
     handles = {"sql": Actor(shard), "general": Actor(general), "math": broken}
     found = asyncio.run(negatives.stored(handles, encoder))
     assert found == ["SELECT name"]
-    assert len(set(negatives.bundled())) > 250
+    assert len(set(negatives.bundled())) > 300
 
 
 @pytest.mark.parametrize(
