@@ -104,7 +104,8 @@ def _add_topics(commands: Any) -> None:
 
 
 def _topics(options: argparse.Namespace) -> int:
-    from paceline.deploy.topics_command import add_topic, list_topics, read_examples, server_url
+    from paceline.deploy.client import server_url
+    from paceline.deploy.topics_command import add_topic, list_topics, read_examples
 
     given = vars(options)
     url = given.get("url") or server_url(load_config(given.get("config")))

@@ -1,13 +1,11 @@
 """``/v1/paceline/topics``: what topics there are, and how one is added.
 
-Adding is an operator's call. Until there are keys for that, it is taken from this machine alone,
-not from a web page that is open here and not through a proxy, whose callers may be anybody.
+Adding is an operator's call, see ``operators.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from paceline.actors.weights.catalogue import RouterHead, TopicsView
 from paceline.deploy import negatives
 from paceline.deploy.added import TopicList
 from paceline.deploy.errors import ApiError, internal, overloaded
+from paceline.deploy.operators import authorize, forbidden
 from paceline.deploy.prompts import PromptEncoder
 from paceline.deploy.sections import topic_name
 from paceline.deploy.status import LearningActors
@@ -34,7 +33,6 @@ _MOST_CHARACTERS = 20_000
 _ASK_S = 5.0
 _GROW_S = 120.0
 _COMMIT_S = 30.0
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,14 @@ class TopicRules:
 
     Attributes:
         mutable: False: never.
+        keyed: whether the server has API keys.
         refusal: why this system cannot take a topic while it runs; None where it can.
         min_confidence: see `policy.choose`.
         most: topics, ``general`` not counted.
     """
 
     mutable: bool = True
+    keyed: bool = False
     refusal: str | None = None
     min_confidence: float = 0.5
     most: int = 32
@@ -140,7 +140,9 @@ class TopicAdmin:
             ApiError: 403 for who may not; 400 naming the field; 409 where there is one, or
                 another came first; 503 where a part is down. Nothing has changed then.
         """
-        self._authorize(request)
+        if not self._rules.mutable:
+            raise forbidden("Topics cannot be added to this server (topics.mutable is false).")
+        authorize(request, "Adding a topic", keyed=self._rules.keyed)
         new = _parse(body)
         _check_name(new.name)
         if self._rules.refusal is not None:
@@ -217,27 +219,6 @@ class TopicAdmin:
     def _shards(self) -> dict[str, Any]:
         return {**self._actors.shards, **self._topics.shards}
 
-    def _authorize(self, request: Request) -> None:
-        if not self._rules.mutable:
-            raise _forbidden("Topics cannot be added to this server (topics.mutable is false).")
-        host = request.client.host if request.client is not None else ""
-        if not _is_loopback(host) or any(name in request.headers for name in _FORWARDED):
-            raise _forbidden("Topics are added from the server's own machine only.")
-        if "origin" in request.headers:
-            raise _forbidden("Topics are not added from web pages.")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, "The body must be application/json.", code="invalid_type")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
-
 
 def _parse(body: bytes) -> NewTopic:
     try:
@@ -270,10 +251,6 @@ def _distinct(texts: list[str]) -> list[str]:
 
 def _words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} went to {topic}" for topic, count in counts.items())
-
-
-def _forbidden(message: str) -> ApiError:
-    return ApiError(403, message, "permission_error", code="forbidden")
 
 
 def _exists(name: str) -> ApiError:

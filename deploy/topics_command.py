@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from paceline.deploy.config import PacelineConfig
-from paceline.deploy.errors import CallError, ConfigError
+from paceline.deploy.client import call
+from paceline.deploy.errors import ConfigError
 
 PATH = "/v1/paceline/topics"
-KEY_VARIABLE = "PACELINE_API_KEY"
 _ADD_S = 180.0
-_ASK_S = 30.0
 _TAKEN_UP_S = 30.0
 _POLL_S = 0.5
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-def server_url(config: PacelineConfig) -> str:
-    """Where the server of a configuration listens, as seen from this machine."""
-    host = _EVERYWHERE.get(config.host, config.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
 
 
 def read_examples(path: Path) -> list[str]:
@@ -62,7 +50,7 @@ def list_topics(url: str, say: Callable[[str], None]) -> None:
     Raises:
         CallError: it does not answer, or refuses.
     """
-    say(table(_call(url, "GET", None, _ASK_S)["data"]))
+    say(table(call(url, "GET", PATH)["data"]))
 
 
 def add_topic(
@@ -83,13 +71,15 @@ def add_topic(
         wait_s: longest wait for the parts; without them the topic is there all the same.
 
     Raises:
-        CallError: the server does not answer, or refuses; the topic was not added then.
+        CallError: the server refuses, and nothing has changed; or it does not answer, and whether
+            the topic was added :func:`list_topics` tells.
     """
-    answer = _call(url, "POST", {"name": name, "examples": list(examples)}, _ADD_S)
+    body = {"name": name, "examples": list(examples)}
+    answer = call(url, "POST", PATH, body, timeout_s=_ADD_S)
     for line in added_words(answer):
         say(line)
     deadline = time.monotonic() + wait_s
-    while missing := _missing(name, _call(url, "GET", None, _ASK_S)["data"]):
+    while missing := _missing(name, call(url, "GET", PATH)["data"]):
         if time.monotonic() > deadline:
             say(f"not yet everywhere, it will be taken up: {', '.join(missing)}")
             return
@@ -144,23 +134,3 @@ def _missing(name: str, topics: Sequence[Mapping[str, Any]]) -> list[str]:
         "replay shard": own["records"] is not None,
     }
     return [part for part, there in parts.items() if not there]
-
-
-def _call(url: str, method: str, body: Any, timeout_s: float) -> Any:
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = httpx.request(
-            method, url.rstrip("/") + PATH, json=body, headers=headers, timeout=timeout_s
-        )
-    except httpx.HTTPError as error:
-        doubt = "; whether the topic was added, `paceline topics` tells" if body else ""
-        raise CallError(f"{url} does not answer: {error}{doubt}") from error
-    try:
-        content = answer.json()
-    except ValueError as error:
-        raise CallError(f"{url} answers {answer.status_code}, and no JSON") from error
-    if answer.status_code != httpx.codes.OK:
-        fault = content.get("error", {}) if isinstance(content, dict) else {}
-        raise CallError(str(fault.get("message") or f"{url} answers {answer.status_code}"))
-    return content

@@ -27,6 +27,7 @@ from paceline.actors.weights.flat import unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.deploy import negatives
 from paceline.deploy.added import with_added
+from paceline.deploy.client import server_url
 from paceline.deploy.config import MODELS_DIR, WEIGHTS_FOLDER, load_config
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.errors import ConfigError
@@ -35,7 +36,7 @@ from paceline.deploy.keeper import refusal
 from paceline.deploy.prompts import PromptEncoder
 from paceline.deploy.status import LearningActors
 from paceline.deploy.topic_admin import TopicRules
-from paceline.deploy.topics_command import added_words, read_examples, server_url, table
+from paceline.deploy.topics_command import added_words, read_examples, table
 
 EXPERTS = ("general", "math", "code", "sql", "shell")
 URL = "/v1/paceline/topics"
