@@ -153,10 +153,18 @@ def test_a_topic_is_added_learnt_and_survives(tmp_path: Path) -> None:
 
 def test_a_pool_gets_a_further_expert_and_keeps_the_others(tmp_path: Path) -> None:
     with app.start(config_of(tmp_path, "pool")) as running:
+        url = running.base_url
+        ask(url, "How many ships are there?", speculative={"draft": "sql"})
         before = pids(running)
+        assert set(before) == {"general", "sql"}
         added_under_load(running)
-        wait_until(lambda: "travel" in pids(running), "the expert's connection", 180)
-        drafts_without_failures(running.base_url)
+        prompt, own = trips(1)[0], {"draft": "travel", "num_speculative_tokens": 3}
+
+        def connected() -> bool:  # a round takes up what has come
+            return figures(ask(url, prompt, speculative=own))["num_draft_tokens"] > 0
+
+        wait_until(connected, "the expert's drafts", 180)
+        drafts_without_failures(url)
         after = pids(running)
         assert {name: after[name] for name in before} == before  # nobody was started anew
 
