@@ -128,7 +128,7 @@ class Browser:
         """Put the pointer onto the first element that fits."""
         box = self.value(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            "e.scrollIntoView({block: 'center'});"
+            "e.scrollIntoView({block: 'nearest'});"
             "const b = e.getBoundingClientRect();"
             "return [b.left + b.width / 2, b.top + b.height / 2] })()"
         )

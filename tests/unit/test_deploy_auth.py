@@ -46,7 +46,7 @@ def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: An
     headers = {} if header is None else {"Authorization": header}
 
     async def send() -> list[httpx.Response]:
-        async with front_door(Nobody(), folder, page=True, **more) as http:
+        async with front_door(Nobody(), folder, **({"page": True} | more)) as http:
             return [await http.request(*each, headers=headers) for each in requests]
 
     return asyncio.run(send())
@@ -122,6 +122,11 @@ def test_with_a_key_all_is_as_without_keys(folder: Path) -> None:
     document = dict(zip(asked, guarded, strict=True))["GET", "/openapi.json"].json()
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     assert "401" not in document["paths"]["/health"]["get"]["responses"]
+
+
+def test_the_page_can_be_left_out(folder: Path) -> None:
+    answers = ask(folder, ("GET", "/ui"), ("GET", "/ui/main.js"), header=None, page=False)
+    assert [answer.status_code for answer in answers] == [404, 404]
 
 
 def test_a_start_that_others_reach_without_keys_is_warned_of(
