@@ -66,7 +66,8 @@ class LoadBoard:
 
     def drain(self, on: bool) -> None:
         """Have the front door take nothing new, and training pause, or end that."""
-        self._rule.drain(on=on)
+        with self._lock:
+            self._rule.drain(on=on)
 
     def snapshot(self) -> dict[str, Any]:
         """Present load and leave, with counts of the leave asked and granted."""

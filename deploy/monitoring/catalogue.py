@@ -268,6 +268,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("training_leave", _GAUGE, BOARD, "1 where a trainer may run now, else 0"),
     Metric("training_paused", _GAUGE, BOARD, "1 where an operator has paused training, else 0"),
+    Metric("draining", _GAUGE, BOARD, "1 where the server takes nothing new, else 0"),
     Metric("training_leave_asked", _COUNT, BOARD, "Times that a trainer asked for leave"),
     Metric("training_leave_granted", _COUNT, BOARD, "Of these, times that it got it"),
     Metric("serving_replicas", _GAUGE, BOARD, "Target replicas that have reported lately"),

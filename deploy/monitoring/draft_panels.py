@@ -160,11 +160,12 @@ LEARNING = (
     ),
     Panel(
         "Leave to train",
-        "Whether the board would give leave, share of the questions that got it, paused or not.",
+        "Whether the board would give leave, share of the questions that got it, and why not.",
         (
             Query(gauge("training_leave"), "leave"),
             Query(ratio(rate("training_leave_granted"), rate("training_leave_asked")), "granted"),
             Query(gauge("training_paused"), "paused"),
+            Query(gauge("draining"), "draining"),
         ),
         "percentunit",
     ),

@@ -202,6 +202,7 @@ def board_samples(snapshot: Mapping[str, Any]) -> Iterator[Sample]:
     """Of ``LoadBoard.snapshot``."""
     yield Sample("training_leave", float(snapshot["may_train"]))
     yield Sample("training_paused", float(snapshot["paused"]))
+    yield Sample("draining", float(snapshot["draining"]))
     yield Sample("training_leave_asked", snapshot["asked"])
     yield Sample("training_leave_granted", snapshot["granted"])
     yield Sample("serving_replicas", snapshot["replicas"])

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi import Request, Response
 from front_doors import Handle
-from test_deploy_ingress import CONTEXT
+from test_deploy_ingress import CONTEXT, freed
 from test_deploy_routing import remote
 from tiny_models import save_tiny, tiny_tokenizer
 
@@ -65,11 +65,15 @@ def measured(
     return api, outcomes
 
 
-def asked(api: Any, *bodies: dict[str, Any], path: str = PATH) -> list[httpx.Response]:
+def asked(
+    api: Any, target: TargetReplica, *bodies: dict[str, Any], path: str = PATH
+) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-            return [await http.post(path, json=body) for body in bodies]
+            answers = [await http.post(path, json=body) for body in bodies]
+            await freed(target)  # it must not deliver to a loop that is closed
+            return answers
 
     return asyncio.run(run())
 
@@ -79,11 +83,11 @@ def test_answers_refusals_and_what_is_no_request_for_an_answer(
 ) -> None:
     api, outcomes = measured(target, target_folder)
     answers = asked(
-        api, SHORT, SHORT | {"stream": True}, SHORT | {"max_tokens": -1}, SHORT | {"n": 9}
+        api, target, SHORT, SHORT | {"stream": True}, SHORT | {"max_tokens": -1}, SHORT | {"n": 9}
     )
     assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
-    assert asked(api, {}, path="/v1/models")[0].status_code == 405
-    assert asked(api, {}, path="/nowhere")[0].status_code == 404
+    assert asked(api, target, {}, path="/v1/models")[0].status_code == 405
+    assert asked(api, target, {}, path="/nowhere")[0].status_code == 404
     assert dict(outcomes.counts) == {"ok": 2, "refused": 2}
     assert len(outcomes.latencies) == 2
     assert all(seconds > 0 for seconds in outcomes.latencies)
@@ -94,7 +98,7 @@ def test_time_runs_out_before_and_after_an_answer_has_begun(
     target: TargetReplica, target_folder: Path, stream: bool
 ) -> None:
     api, outcomes = measured(target, target_folder, request_timeout_s=1.0)
-    [answer] = asked(api, LONG | {"stream": stream})
+    [answer] = asked(api, target, LONG | {"stream": stream})
     assert answer.status_code == (200 if stream else 504)
     assert dict(outcomes.counts) == {"timed_out": 1}
     assert not outcomes.latencies
@@ -107,7 +111,7 @@ class Faulty(Ingress):
 
 def test_an_error_of_our_own_is_a_failure(target: TargetReplica, target_folder: Path) -> None:
     api, outcomes = measured(target, target_folder, Faulty)
-    [answer] = asked(api, SHORT)
+    [answer] = asked(api, target, SHORT)
     assert answer.status_code == 500
     assert dict(outcomes.counts) == {"failed": 1}
 
@@ -138,6 +142,7 @@ def test_a_client_that_goes_away_is_cancelled_and_no_failure(
         scope |= {"client": ("127.0.0.1", 1), "server": ("here", 80), "scheme": "http"}
         scope |= {"http_version": "1.1", "root_path": "", "asgi": {"version": "3.0"}}
         await asyncio.wait_for(api(scope, receive, send), 30)
+        await freed(target)
 
     asyncio.run(leave())
     assert dict(outcomes.counts) == {"cancelled": 1}
