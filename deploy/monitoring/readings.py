@@ -14,7 +14,16 @@ from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.deploy.monitoring.exporter import Sample
 from paceline.deploy.monitoring.outcomes import OUTCOMES
 
-UPDATES = ("deployed", "canary", "promoted", "rolled_back", "rejected", "refused", "restored")
+UPDATES = (
+    "deployed",
+    "canary",
+    "promoted",
+    "rolled_back",
+    "rejected",
+    "refused",
+    "restored",
+    "added",
+)
 ROUTER_OUTCOMES = ("answered", "late", "failed", "skipped")
 FAILOVERS = ("gone", "broken", "faults", "resumed", "given_up")
 TRAINER_STATES = {
