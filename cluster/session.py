@@ -50,7 +50,9 @@ def start_ray(
     logs: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Start a Ray of one's own on loopback and connect to it, namespace ``paceline``.
+    """Start a Ray of one's own on this machine and connect to it, namespace ``paceline``.
+
+    It listens on loopback, but for its export of metrics, which Ray binds to every interface.
 
     Ray's own default writes its access token to a file in the home directory; here the token
     lives in the environment of the session's processes only. ``RAY_AUTH_MODE`` and

@@ -16,7 +16,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from paceline.actors.decoding.request import GenerationRequest
 from paceline.actors.routing.policy import Route
 from paceline.deploy import answers, translate
 from paceline.deploy.added import TopicList
@@ -26,6 +25,7 @@ from paceline.deploy.drain import Drain
 from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
+from paceline.deploy.jobs import Job, client_of, read_body, requests_of
 from paceline.deploy.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -45,7 +45,6 @@ from paceline.deploy.topics import TopicFinder
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 2**20
 _LONG_BODY_BYTES = 64 * 2**10
 _HEALTH_TRIES = 3
 _HEALTH_TIMEOUT_S = 3.0  # of each
@@ -203,7 +202,7 @@ class Ingress:
 
     async def add_topic(self, request: Request) -> Response:
         """Add a topic while requests run; see TopicAdmin."""
-        return JSONResponse(await self._admin.add(request, await _read(request)))
+        return JSONResponse(await self._admin.add(request, await read_body(request)))
 
     async def live(self, request: Request) -> Response:
         """What went through this replica of the front door in the last minutes."""
@@ -222,14 +221,14 @@ class Ingress:
         """OpenAI's chat completions."""
         return await self._answer(await self._job(request, self._chat))
 
-    async def _job(self, request: Request, make: "Callable[[bytes, str], _Job]") -> "_Job":
+    async def _job(self, request: Request, make: Callable[[bytes, str], Job]) -> Job:
         """Read and check a request; a long one on a thread of its own."""
-        body = await _read(request)
+        body = await read_body(request)
         if len(body) > _LONG_BODY_BYTES:
-            return await asyncio.to_thread(make, body, _client(request))
-        return make(body, _client(request))
+            return await asyncio.to_thread(make, body, client_of(request))
+        return make(body, client_of(request))
 
-    def _completion(self, body: bytes, client: str) -> "_Job":
+    def _completion(self, body: bytes, client: str) -> Job:
         asked = translate.parse(body, CompletionRequest, self._settings.model_name, self._context)
         prompts = self._encoder.completion(asked)
         limit, field = translate.max_tokens_of(asked)
@@ -239,16 +238,16 @@ class Ingress:
             for prompt in prompts
         ]
         texts = [self._encoder.plain_text(prompt) for prompt in prompts]
-        return _Job(asked, prompts, texts, limits, chat=False, client=client)
+        return Job(asked, prompts, texts, limits, chat=False, client=client)
 
-    def _chat(self, body: bytes, client: str) -> "_Job":
+    def _chat(self, body: bytes, client: str) -> Job:
         asked = translate.parse(body, ChatCompletionRequest, self._settings.model_name)
         prompt = self._encoder.chat(asked)
         limit, field = translate.max_tokens_of(asked)
         limit = translate.fit_limit(limit, field, len(prompt), self._context, "messages")
-        return _Job(asked, [prompt], [question(asked)], [limit], chat=True, client=client)
+        return Job(asked, [prompt], [question(asked)], [limit], chat=True, client=client)
 
-    async def _answer(self, job: "_Job") -> Response:
+    async def _answer(self, job: Job) -> Response:
         """Route the prompts, run them and word the answer."""
         asked = job.asked
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
@@ -264,7 +263,7 @@ class Ingress:
             async with _until(deadline):
                 routes = await self._routes_of(asked, job.texts)
             answer = self._head(job, [route.topic for route in routes])
-            requests = _requests(job, answer.id, routes, self._routes.for_trial)
+            requests = requests_of(job, answer.id, routes, self._routes.for_trial)
             if asked.stream:
                 pieces = stream_all(self._streams, requests, self._failover)
                 pieces = timed(self._recent.watched(pieces, requests), deadline)
@@ -287,7 +286,7 @@ class Ingress:
             return [Route(named, named)] * len(texts)
         return await asyncio.gather(*map(self._topics.find, texts))
 
-    def _head(self, job: "_Job", topics: list[str]) -> answers.Answer:
+    def _head(self, job: Job, topics: list[str]) -> answers.Answer:
         return answers.Answer(
             id=f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -299,35 +298,6 @@ class Ingress:
             names=self._names,
             num_choices=job.asked.num_choices,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A checked request: per prompt its token ids, its text for the router and its limit."""
-
-    asked: GenerationOptions
-    prompts: list[list[int]]
-    texts: list[str]
-    limits: list[int]
-    chat: bool
-    client: str
-
-
-def _requests(
-    job: _Job, answer_id: str, routes: list[Route], chosen: Callable[[Route, str], Route]
-) -> list[GenerationRequest]:
-    """One per choice, those to the first prompt first."""
-    asked = job.asked
-    store = asked.store is not False
-    requests: list[GenerationRequest] = []
-    for prompt, limit, route in zip(job.prompts, job.limits, routes, strict=True):
-        for choice in range(asked.num_choices):
-            sampling = translate.sampling_of(asked, limit, choice)
-            name = f"{answer_id}-{len(requests)}"
-            facts = prompt, sampling, chosen(route, name), asked.speculative, store
-            origins = asked.return_token_origins
-            requests.append(translate.generation_request(name, *facts, origins))
-    return requests
 
 
 @asynccontextmanager
@@ -343,24 +313,8 @@ async def _until(deadline: float) -> AsyncIterator[None]:
         raise timed_out() from error
 
 
-def _client(request: Request) -> str:
-    """Who asks: by the API key where one is sent, else by the address."""
-    address = request.client.host if request.client is not None else ""
-    return request.headers.get("authorization") or address
-
-
 def _nothing() -> None:
     """Release nothing."""
-
-
-async def _read(request: Request) -> bytes:
-    """The body, refused before it fills the memory."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
-    return bytes(body)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

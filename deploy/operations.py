@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.deploy.drain import Drain
 from paceline.deploy.errors import ApiError, overloaded
+from paceline.deploy.jobs import read_body
 from paceline.deploy.operators import authorize, forbidden
 
 logger = logging.getLogger(__name__)
@@ -132,12 +133,8 @@ class Operations:
         if not self._enabled:
             raise forbidden(f"{what} over HTTP is off (operations.enabled is false).")
         authorize(request, what, keyed=self._keyed)
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BODY_BYTES:
-                raise ApiError(413, f"The body is larger than {_MOST_BODY_BYTES} bytes.")
-        return parse_order(bytes(body), model)
+        body = await read_body(request, _MOST_BODY_BYTES)
+        return parse_order(body, model)
 
 
 def parse_order(body: bytes, model: type[Body]) -> Body:
