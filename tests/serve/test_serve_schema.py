@@ -35,7 +35,6 @@ _MODEL = "paceline"
 described = schemathesis.openapi.from_dict(document(_MODEL))
 OPERATIONS = [result.ok() for result in described.get_all_operations()]
 QUIET = settings(
-    max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
@@ -52,13 +51,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("operation", "mode"), CASES)
 def test_whatever_is_sent_no_5xx_comes_back(
-    base_url: str, operation: Any, mode: GenerationMode
+    base_url: str, operation: Any, mode: GenerationMode, examples: int
 ) -> None:
     codes: Counter[int] = Counter()
 
-    @QUIET
+    @settings(QUIET, max_examples=examples)
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: schemathesis.Case) -> None:
         _keep_short(case)
