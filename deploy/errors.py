@@ -67,6 +67,9 @@ class ApiError(Exception):
         return retry | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
+CLIENT_GONE = 499  # nobody is there to read it; logs and metrics are
+
+
 def overloaded(message: str) -> ApiError:
     """The server is up but cannot take this request now."""
     return ApiError(503, message, "server_error", None, "server_overloaded", retry_after_s=1)

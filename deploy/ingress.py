@@ -22,10 +22,10 @@ from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
 from paceline.deploy.auth import KeyGuard
 from paceline.deploy.drain import Drain
-from paceline.deploy.errors import ApiError, internal, overloaded, timed_out
+from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded, timed_out
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
-from paceline.deploy.jobs import Job, client_of, read_body, requests_of
+from paceline.deploy.jobs import Job, client_gone, client_of, read_body, requests_of
 from paceline.deploy.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -322,6 +322,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         text = f"{error.detail}: {request.method} {request.url.path}"
         error = ApiError(error.status_code, text)
+    elif client_gone(error):
+        error = ApiError(CLIENT_GONE, "The client went away.")
     elif not isinstance(error, ApiError):
         logger.error("a request failed", exc_info=error)
         error = internal("The server failed on this request.")

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect
 
 from paceline.actors.decoding.request import GenerationRequest
 from paceline.actors.routing.policy import Route
 from paceline.deploy import translate
-from paceline.deploy.errors import ApiError
+from paceline.deploy.errors import CLIENT_GONE, ApiError
 from paceline.deploy.openai_types import GenerationOptions
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -52,15 +54,23 @@ def client_of(request: Request) -> str:
     return request.headers.get("authorization") or address
 
 
+def client_gone(error: Exception) -> bool:
+    """Whether an exception says that the client has gone away, however Starlette or Ray puts it."""
+    return isinstance(error, ClientDisconnect | TaskCancelledError)
+
+
 async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The body, refused before it fills the memory.
 
     Raises:
-        ApiError: 413 for more than ``limit`` bytes.
+        ApiError: 413 for more than ``limit`` bytes; 499 where the client goes away meanwhile.
     """
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise ApiError(413, f"The body is larger than {limit} bytes.")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise ApiError(413, f"The body is larger than {limit} bytes.")
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_GONE, "The client went away.") from error
     return bytes(body)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.deploy.errors import CLIENT_GONE
+from paceline.deploy.jobs import client_gone
+
 OK, CANCELLED = "ok", "cancelled"
 REFUSED, RATE_LIMITED, OVERLOADED = "refused", "rate_limited", "overloaded"
 TIMED_OUT, FAILED = "timed_out", "failed"
@@ -47,7 +50,7 @@ def outcome_of(status: int | None, complete: bool) -> str:
         status: HTTP's, None where the answer had not begun.
         complete: whether the answer was sent to its end; a client that goes away is not a failure.
     """
-    if status is None or (status < 400 and not complete):
+    if status in (None, CLIENT_GONE) or (status < 400 and not complete):
         return CANCELLED
     if status < 400:
         return OK
@@ -106,8 +109,9 @@ class OutcomeMiddleware:
         token = _NOTE.set(note)
         try:
             await self._app(scope, receive, watched)
-        except Exception:
-            note.status = 500  # the layer around this one answers
+        except Exception as error:
+            # the layer around this one answers, where there is somebody
+            note.status = CLIENT_GONE if client_gone(error) else 500
             raise
         finally:
             _NOTE.reset(token)

@@ -77,7 +77,7 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
 def assert_gone(processes: list[psutil.Process]) -> None:
     """None of them runs any more; Ray's own may take a moment."""
     assert processes
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=30)
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -13,6 +13,9 @@ import httpx
 import pytest
 from fastapi import Request, Response
 from front_doors import Handle
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 from test_deploy_ingress import CONTEXT, freed
 from test_deploy_routing import remote
 from tiny_models import save_tiny, tiny_tokenizer
@@ -158,12 +161,38 @@ def test_a_client_that_goes_away_is_cancelled_and_no_failure(
         (429, True, "rate_limited"),
         (503, True, "overloaded"),
         (504, False, "timed_out"),
+        (499, True, "cancelled"),
         (500, True, "failed"),
     ],
 )
 def test_an_outcome_by_status(status: int | None, complete: bool, outcome: str) -> None:
     assert outcome_of(status, complete) == outcome
     assert outcome in OUTCOMES
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ClientDisconnect(), "cancelled"),
+        (TaskCancelledError(), "cancelled"),
+        (RuntimeError("a fault"), "failed"),
+    ],
+)
+def test_a_client_that_is_gone_is_told_from_a_fault(error: Exception, outcome: str) -> None:
+    async def raising(*_: object) -> None:
+        raise error
+
+    async def nothing() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def drop(_: Message) -> None:
+        pass
+
+    outcomes = Outcomes(lambda: 0.0)
+    scope = {"type": "http", "path": "/v1/completions"}
+    with pytest.raises(type(error)):
+        asyncio.run(OutcomeMiddleware(raising, outcomes)(scope, nothing, drop))
+    assert outcomes.counts == {outcome: 1}
 
 
 def test_the_router_s_answers_are_counted_by_what_came_of_them() -> None:
