@@ -26,12 +26,12 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     Raises:
         CallError: the server refuses, or (NoAnswerError) does not answer; for people.
     """
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    headers = {"Authorization": b"Bearer " + key.encode()} if key else {}
     try:
         address = url.rstrip("/") + path
         answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout_s)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoAnswerError(f"{url} does not answer: {error}") from error
     try:
         content = answer.json()

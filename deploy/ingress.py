@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,8 +124,9 @@ class Ingress:
         self._operations = Operations(
             actors.registry,
             actors.board,
-            self._shards,
+            self._shards_now,
             self._drain,
+            scorer=actors.scorer,
             enabled=settings.operations,
             keyed=keyed,
         )
@@ -145,6 +146,10 @@ class Ingress:
         api.add_api_route("/v1/paceline/live", self.live, methods=["GET"])
         api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
         self._operations.add_to(api)
+        with suppress(RuntimeError):  # no loop runs: the first request begins it
+            asyncio.get_running_loop()
+            self._drain.follow()
+            self._experts.follow()
         if self._settings.page:
             add_page(api)
         if keys := self._settings.key_digests:
@@ -195,6 +200,12 @@ class Ingress:
 
     def _shards(self) -> dict[str, Any]:
         return {**self._actors.shards, **self._experts.shards}
+
+    async def _shards_now(self) -> dict[str, Any]:
+        """Those of all topics, also of one that was added a moment ago."""
+        if self._actors.registry is not None:
+            self._experts.take(await self._actors.registry.topics.remote())
+        return self._shards()
 
     async def topics(self) -> Response:
         """Every topic, and how far each part knows it."""

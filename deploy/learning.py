@@ -244,9 +244,9 @@ class TrainerActor(Trainer):
         if self._scorer is not None:
             self._scorer.offer(data)
 
-    def delete(self, request_id: str | None) -> int:
+    def delete(self, request_id: str | None, topic: str | None = None) -> int:
         """See Scorer."""
-        return 0 if self._scorer is None else self._scorer.delete(request_id)
+        return 0 if self._scorer is None else self._scorer.delete(request_id, topic)
 
     def table(self) -> dict[str, Any]:
         """See Scorer."""

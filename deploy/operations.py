@@ -7,7 +7,8 @@ POST /v1/paceline/drain          {"on"}
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -15,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.deploy.drain import Drain
-from paceline.deploy.errors import ApiError, overloaded
+from paceline.deploy.errors import ApiError
 from paceline.deploy.jobs import read_body
 from paceline.deploy.operators import authorize, forbidden
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BODY_BYTES = 2**16
 _ASK_S = 30.0
+SCORER = "(scorer)"  # among the shards' names; no topic is called so
 
 T = TypeVar("T")
 
@@ -61,9 +63,10 @@ class Operations:
         self,
         registry: Any,
         board: Any,
-        shards: Callable[[], Mapping[str, Any]],
+        shards: Callable[[], Awaitable[Mapping[str, Any]]],
         drain: Drain,
         *,
+        scorer: Any = None,
         enabled: bool,
         keyed: bool,
     ) -> None:
@@ -74,12 +77,14 @@ class Operations:
             board: of load.
             shards: gives the replay shards by topic, those of today.
             drain: this replica's view of the switch.
+            scorer: keeps a sample of the records, too; None where there is none.
             enabled: False refuses every call.
             keyed: whether the server has API keys.
         """
         self._registry = registry
         self._board = board
         self._shards = shards
+        self._scorer = scorer
         self._drain = drain
         self._enabled = enabled
         self._keyed = keyed
@@ -93,24 +98,31 @@ class Operations:
     async def roll_back(self, request: Request) -> Response:
         """Withdraw a candidate, or put earlier weights of a topic's draft back."""
         order = await self._order(request, Rollback, "A rollback")
-        call = self._registry.roll_back.remote(order.topic, order.version)
         try:
-            version = await _part("weight registry", call)
+            version = await _part(
+                "weight registry",
+                lambda: self._registry.roll_back.remote(order.topic, order.version),
+            )
         except KeyError as error:
             raise _unknown(order.topic) from error
         except ValueError as error:
-            raise ApiError(409, f"{error}.", param="version", code="no_such_version") from error
+            # what Ray raises has the whole remote traceback as its text
+            text = f"{getattr(error, 'cause', None) or error}."
+            raise ApiError(409, text, param="version", code="no_such_version") from error
         logger.warning("%s was rolled back, stable is now version %d", order.topic, version)
         return JSONResponse({"topic": order.topic, "weight_version": version})
 
     async def purge(self, request: Request) -> Response:
         """Drop records from memory and disk; says how many per topic, null where unknown."""
         order = await self._order(request, Purge, "A purge")
-        shards = dict(self._shards())
+        shards = dict(await _part("weight registry", self._shards))
         if order.topic is not None and order.topic not in shards:
             raise _unknown(order.topic)
         wanted = [order.topic] if order.topic is not None else list(shards)
-        calls = [shards[topic].delete.remote(order.request_id) for topic in wanted]
+        calls = [partial(shards[topic].delete.remote, order.request_id) for topic in wanted]
+        if self._scorer is not None:
+            wanted.append(SCORER)
+            calls.append(partial(self._scorer.delete.remote, order.request_id, order.topic))
         found = await asyncio.gather(*map(_bounded, calls), return_exceptions=True)
         removed = {
             topic: None if isinstance(count, BaseException) else count
@@ -122,9 +134,10 @@ class Operations:
     async def drain(self, request: Request) -> Response:
         """Let nothing new in, or let it in again; says what is under way."""
         order = await self._order(request, DrainOrder, "A drain")
-        await _part("load board", self._board.drain.remote(order.on))
+        await _part("load board", lambda: self._board.drain.remote(order.on))
+        self._drain.follow()
         await self._drain.look()
-        facts = await _part("load board", self._board.snapshot.remote())
+        facts = await _part("load board", lambda: self._board.snapshot.remote())
         state = {name: facts[name] for name in ("draining", "running", "waiting")}
         logger.warning("draining: %s", state)
         return JSONResponse(state)
@@ -153,16 +166,16 @@ def parse_order(body: bytes, model: type[Body]) -> Body:
         raise ApiError(400, f"{where}: {first['msg']}.", param=param, code=code) from error
 
 
-async def _bounded(call: Any) -> Any:
+async def _bounded(call: Callable[[], Awaitable[Any]]) -> Any:
     async with asyncio.timeout(_ASK_S):
-        return await call
+        return await call()
 
 
-async def _part(name: str, call: Any) -> Any:
+async def _part(name: str, call: Callable[[], Awaitable[Any]]) -> Any:
     """An answer that is needed.
 
     Raises:
-        ApiError: 503 where the part does not answer.
+        ApiError: 503 where the part does not answer; it may have done what was asked.
         KeyError: the part knows of no such thing.
         ValueError: it refuses.
     """
@@ -172,7 +185,8 @@ async def _part(name: str, call: Any) -> Any:
         raise
     except Exception as error:
         logger.warning("the %s does not answer", name, exc_info=True)
-        raise overloaded(f"The {name} does not answer: nothing was changed.") from error
+        text = f"The {name} did not answer: whether it was done, `paceline status` tells."
+        raise ApiError(503, text, "server_error", code="unknown_outcome") from error
 
 
 def _unknown(topic: str) -> ApiError:

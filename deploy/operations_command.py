@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.deploy.client import call
+from paceline.deploy.errors import CallError
 from paceline.deploy.history import table
 
 Say = Callable[[str], None]
 
 _POLL_S = 1.0
+# What was let in a moment ago is not on the board yet, and a new board knows nobody at first.
+_QUIET_LOOKS = 4
 _DECISIONS = 6
 
 
@@ -35,8 +38,11 @@ def roll_back(url: str, topic: str, version: int | None, say: Say) -> None:
     say(f"{answer['topic']}: stable is version {answer['weight_version']}")
 
 
-def purge(url: str, topic: str | None, request_id: str | None, say: Say) -> None:
+def purge(url: str, topic: str | None, request_id: str | None, say: Say) -> bool:
     """Have replay forget records.
+
+    Returns:
+        whether every part has done it.
 
     Raises:
         CallError: the server does not answer, or refuses.
@@ -45,6 +51,7 @@ def purge(url: str, topic: str | None, request_id: str | None, say: Say) -> None
     removed = call(url, "POST", "/v1/paceline/replay/purge", order)["removed"]
     for name, count in removed.items():
         say(f"{name}: {'does not answer, try again' if count is None else f'{count} removed'}")
+    return None not in removed.values()
 
 
 def drain(url: str, say: Say, *, on: bool = True, wait_s: float = 600.0) -> bool:
@@ -62,15 +69,23 @@ def drain(url: str, say: Say, *, on: bool = True, wait_s: float = 600.0) -> bool
     Raises:
         CallError: the server does not answer, or refuses.
     """
-    deadline = time.monotonic() + wait_s
+    deadline, quiet, begun = time.monotonic() + wait_s, 0, False
     while True:  # told again each time: a load board that was restarted knows of no drain
-        state = call(url, "POST", "/v1/paceline/drain", {"on": on})
-        under_way = state["running"] + state["waiting"]
+        try:
+            state = call(url, "POST", "/v1/paceline/drain", {"on": on})
+        except CallError as error:
+            if not (on and begun) or time.monotonic() > deadline:
+                raise
+            say(str(error))
+            time.sleep(_POLL_S)
+            continue
+        begun = True
         if not on:
             say("requests are let in again")
             return True
         say(f"draining: {state['running']} running, {state['waiting']} waiting")
-        if not under_way:
+        quiet = 0 if state["running"] + state["waiting"] else quiet + 1
+        if quiet == _QUIET_LOOKS:
             say("nothing is under way: the server can be stopped")
             return True
         if time.monotonic() > deadline:

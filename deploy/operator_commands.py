@@ -65,8 +65,7 @@ def _rollback(url: str, options: argparse.Namespace, say: Say) -> int:
 def _purge(url: str, options: argparse.Namespace, say: Say) -> int:
     from paceline.deploy.operations_command import purge
 
-    purge(url, options.topic, options.request, say)
-    return 0
+    return 0 if purge(url, options.topic, options.request, say) else 1
 
 
 def _drain(url: str, options: argparse.Namespace, say: Say) -> int:

@@ -1,7 +1,9 @@
 """Who may operate a server over HTTP: change its topics and weights, purge replay, drain it.
 
 Without API keys that is whoever is on the server's own machine, but not a web page that is open
-there, and not through a proxy, whose callers may be anybody. With keys it is whoever shows one.
+there. Callers of a proxy may be anybody, and one on this machine cannot always be told: what it
+forwards is refused where a header or the name of the host says so. Behind a proxy, have keys, or
+turn these calls off. With keys it is whoever shows one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
         ApiError: 403; 415 for a body that a web page of another site could have sent unasked.
     """
     host = request.client.host if request.client is not None else ""
-    near = is_loopback(host) and not any(name in request.headers for name in _FORWARDED)
+    asked = request.url.hostname or ""
+    near = is_loopback(host) and (is_loopback(asked) or asked == "localhost")
+    near = near and not any(name in request.headers for name in _FORWARDED)
     if not (near or keyed):
         raise forbidden(
             f"{what} is for operators: from the server's own machine, or with an API key where "

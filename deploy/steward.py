@@ -4,6 +4,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 """
 
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -55,6 +56,7 @@ class Steward:
     def _keep(self) -> None:
         while True:
             for name in self._missing():
+                self._looked_at = math.inf  # marks of large models are read for minutes
                 try:
                     self._handles[name] = self._makers[name]()
                     self._made[name] += 1

@@ -292,7 +292,7 @@ async def _part(name: str, answer: Any, seconds: float) -> Any:
     except (TopicExists, OutOfDate):
         raise
     except ValueError as error:
-        raise internal(f"The {name} refuses: {error}") from error
+        raise internal(f"The {name} refuses: {getattr(error, 'cause', None) or error}") from error
     except Exception as error:
         logger.warning("the %s does not answer", name, exc_info=True)
         raise overloaded(f"The {name} does not answer: nothing was added.") from error

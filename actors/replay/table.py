@@ -16,6 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.actors.replay.names import belongs
+
 Split = Literal["train", "held_out"]
 Remover = Literal["fifo", "reservoir", "priority"]
 Sampler = Literal["recency", "priority"]
@@ -156,7 +158,7 @@ class Partition:
         kept = (
             []
             if request_id is None
-            else [e for e in self._entries if not _belongs(e.request_id, request_id)]
+            else [e for e in self._entries if not belongs(e.request_id, request_id)]
         )
         removed = len(self._entries) - len(kept)
         if removed:
@@ -195,12 +197,6 @@ class Partition:
         self._losses = {name: loss for name, loss in self._losses.items() if name in kept}
         self._oldest = min((entry.created for entry in entries), default=math.inf)
         self.bytes = sum(len(entry.data) for entry in entries)
-
-
-def _belongs(record: str, request: str) -> bool:
-    """Whether a record's name is a request's, or that with the number of a choice behind it."""
-    name, dash, number = record.rpartition("-")
-    return record == request or (bool(dash) and name == request and number.isdecimal())
 
 
 def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:

@@ -53,9 +53,9 @@ class Scorer:
         """Weights and mean acceptance by topic and expert, and counts; see Hedge.table."""
         return self._scoring.table() | {"failures": self._failures}
 
-    def delete(self, request_id: str | None) -> int:
-        """Drop a request's record, or with None all; returns how many."""
-        return self._scoring.delete(request_id)
+    def delete(self, request_id: str | None, topic: str | None = None) -> int:
+        """See Scoring."""
+        return self._scoring.delete(request_id, topic)
 
     def stop(self) -> None:
         """End the thread within a forward."""

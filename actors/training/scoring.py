@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.actors.replay.names import belongs
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
 from paceline.actors.routing.hedge import Hedge, HedgeSettings
 from paceline.actors.training.progress import Stopped
@@ -168,11 +169,19 @@ class Scoring:
             while self._bytes > self._settings.capacity_bytes:
                 self._let_go(next(iter(self._records)))
 
-    def delete(self, request_id: str | None) -> int:
-        """Drop a request's record and its row, or with None all; returns how many."""
+    def delete(self, request_id: str | None, topic: str | None = None) -> int:
+        """Drop an answer's records and their rows, or with None all; returns how many.
+
+        Args:
+            request_id: of the answer, see :func:`paceline.actors.replay.names.belongs`.
+            topic: whose records alone are meant; None is all topics.
+        """
         with self._lock:
-            keys = list(self._records) if request_id is None else [request_id]
-            gone = [(key, self._records[key][0]) for key in keys if key in self._records]
+            gone = [
+                (key, own)
+                for key, (own, _, _) in self._records.items()
+                if (request_id is None or belongs(key, request_id)) and topic in (None, own)
+            ]
             for key, topic in gone:
                 self._let_go(key)
                 self.hedge.drop(topic, key)

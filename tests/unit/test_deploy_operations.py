@@ -66,7 +66,7 @@ class World:
         Operations(
             self.handles["registry"],
             self.handles["board"],
-            lambda: {topic: self.handles[topic] for topic in TOPICS},
+            self.shards_now,
             self.drain,
             enabled=enabled,
             keyed=keyed,
@@ -78,10 +78,13 @@ class World:
 
         self.api.add_exception_handler(ApiError, answer)
 
+    async def shards_now(self) -> dict[str, Remote]:
+        return {topic: self.handles[topic] for topic in TOPICS}
+
     def post(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Any:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.api, client=(client, 5))
-            async with httpx.AsyncClient(transport=transport, base_url="http://s") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
                 return await http.post(f"/v1/paceline/{path}", json=body, headers=headers)
 
         return asyncio.run(send())
@@ -170,12 +173,12 @@ def test_draining_is_known_to_all_and_ends(world: World) -> None:
     world.drain.check()
 
 
-def test_a_dead_part_is_a_503_that_can_be_tried_again(world: World) -> None:
+def test_a_dead_part_is_a_503_that_does_not_say_what_was_done(world: World) -> None:
     world.handles["registry"].dead = world.handles["board"].dead = True
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
         answer = world.post(path, body)
         assert answer.status_code == 503
-        assert "Retry-After" in answer.headers
+        assert answer.json()["error"]["code"] == "unknown_outcome"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
     operations_command.roll_back("u", "sql", None, say)
     asked.insert("cmpl-a-0")
     asked.handles["general"].dead = True
-    operations_command.purge("u", None, None, say)
+    assert not operations_command.purge("u", None, None, say)
     assert said == [
         "sql: stable is version 3",
         "sql: 1 removed",
@@ -248,6 +251,7 @@ def test_the_command_waits_until_nothing_is_under_way(
     monkeypatch.setattr(operations_command.time, "sleep", lambda _: asked.board.report("r", 0, 0))
     assert operations_command.drain("u", said.append)
     assert said[0] == "draining: 1 running, 0 waiting"
+    assert said.count("draining: 0 running, 0 waiting") == 4  # one look is not enough
     assert said[-1].startswith("nothing is under way")
     asked.board.report("r", 1, 0)
     assert not operations_command.drain("u", said.append, wait_s=-1.0)
@@ -289,3 +293,45 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     bare = operations_command.status_words("http://x", {"target": {"error": "TimeoutError"}})
     assert "the target does not answer (TimeoutError)" in bare
     assert "trainer   off" in bare
+
+
+def test_the_command_tells_a_board_again_that_was_away(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    asked.board.report("r", 1, 0)
+    steps = iter([("dead", True), ("dead", False), ("idle", None), *9 * [("", None)]])
+
+    def pass_time(_: float) -> None:
+        what, value = next(steps)
+        if what == "dead":
+            asked.handles["board"].dead = bool(value)
+            asked.board.drain(on=False)  # as one that was made anew
+        if what == "idle":
+            asked.board.report("r", 0, 0)
+
+    monkeypatch.setattr(operations_command.time, "sleep", pass_time)
+    assert operations_command.drain("u", said.append)
+    assert any("did not answer" in line for line in said)
+    assert asked.board.snapshot()["draining"]
+
+
+def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:
+    assert world.post("drain", {"on": True}, host="paceline.example").status_code == 403
+    assert world.post("drain", {"on": True}, host="localhost:8000").status_code == 200
+
+
+def test_what_a_remote_part_refuses_with_is_told_without_its_traceback(world: World) -> None:
+    class Refused(ValueError):
+        """As Ray raises it: the text is a traceback, the cause is behind it."""
+
+        cause = ValueError("sql: the weights of version 9 are not there")
+
+    def roll_back(*_: object) -> int:
+        raise Refused("ray::WeightRegistry.roll_back() (pid=7)\nTraceback ...")
+
+    world.handles["registry"].part = type("Part", (), {"roll_back": staticmethod(roll_back)})
+    answer = world.post("rollback", {"topic": "sql", "version": 9})
+    assert answer.status_code == 409
+    assert "Traceback" not in answer.json()["error"]["message"]
+    assert "version 9" in answer.json()["error"]["message"]
