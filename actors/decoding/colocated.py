@@ -132,7 +132,7 @@ class ColocatedProposer:
             stack = self._stack_of[row.request_id] = self._stacks[row.draft]
             groups.setdefault(id(stack), (stack, []))[1].append(index)
         parts = []
-        self.faulty = frozenset()
+        self.faulty, self.reads = frozenset(), Reads()
         for stack, indices in groups.values():
             batch = [rows[i] for i in indices]
             parts.append((indices, stack.propose(batch, self._support, self._generator)))

@@ -193,7 +193,8 @@ class Drafting:
         plan: Mapping[str, int] = {}
         if free and self._controller is not None:
             others = len(both) - free.total()
-            plan = self._controller.plan(free, others, lambda: self._unread(both))
+            reading = Counter(s.draft for s in coming if s.num_speculative_tokens is None)
+            plan = self._controller.plan(free, others, lambda: self._unread(both), reading)
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens

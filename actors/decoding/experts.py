@@ -117,8 +117,13 @@ class ExpertStack:
                 self._drafted.pop(request_id, None)
 
     def lacks(self, request_id: str, length: int) -> int:
-        """Tokens of a sequence of ``length`` that are to be read before drafting."""
-        return max(length - 2 - self._computed.get(request_id, 0), 0)
+        """Tokens of a sequence of ``length`` that are to be read before drafting, at least.
+
+        Drafts that came true have been computed as they were drafted; how many did is seen when
+        the sequence is drafted for again, so all count here.
+        """
+        drafted = max(len(self._drafted.get(request_id, ())) - 1, 0)
+        return max(length - 2 - self._computed.get(request_id, 0) - drafted, 0)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""

@@ -133,6 +133,7 @@ class GoodputController:
         rows: Mapping[str, int],
         others: int = 0,
         unread: Callable[[], Mapping[str, float]] = dict,
+        coming: Mapping[str, int] | None = None,
     ) -> Mapping[str, int]:
         """Tokens to draft in the next round, per expert.
 
@@ -141,6 +142,7 @@ class GoodputController:
             others: rows of the batch that do not.
             unread: asked where a choice is made: per expert, the seconds of what it has to read
                 before it can draft for its rows, for each token that they will emit yet.
+            coming: those of the rows whose prompts are still being read.
         """
         key = tuple(sorted(rows.items()))
         self._rounds += 1
@@ -151,9 +153,12 @@ class GoodputController:
             self._plan = self._best(rows, others)
             self._planned_for = key
             self.predicted = self._goodput(self._plan, rows, others)
-        oldest = min(rows, key=lambda expert: self._probe(expert).at)
+        # who has no row that decodes cannot be looked at now, and shall not pay for it
+        here = [e for e, count in rows.items() if count > (coming or {}).get(e, 0)]
+        oldest = min(here, key=lambda expert: self._probe(expert).at, default="")
         return {
-            expert: self._plan.tokens(expert) + self._probe_tokens(expert, rows, others, oldest)
+            expert: self._plan.tokens(expert)
+            + (self._probe_tokens(expert, rows, others, oldest) if expert in here else 0)
             for expert in rows
         }
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 _SMOOTHING = 0.1
 _WINDOW = 64.0  # requests
 _OUTLIER = 1.5
+_LEAST_RATIO = 0.1  # to the profile: what is mostly noise must not end at nothing
 
 
 class Reads(NamedTuple):
@@ -53,7 +54,7 @@ class ReadingCosts:
         expected = self.seconds(*reads)
         if expected > 0.0:
             times = min(max(seconds, 0.0) / expected, _OUTLIER)
-            self._ratio *= 1.0 + _SMOOTHING * (times - 1.0)
+            self._ratio = max(self._ratio * (1.0 + _SMOOTHING * (times - 1.0)), _LEAST_RATIO)
 
     def ended(self, prompt_tokens: int, output_tokens: int) -> None:
         """Take a finished request's lengths."""

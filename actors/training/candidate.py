@@ -136,6 +136,10 @@ class Candidate:
             for record, score in zip(new, scores, strict=True):
                 self._served_scores[record.request_id] = float(score)
         served = np.array([self._served_scores[r.request_id] for r in records])
+        # those that are drawn no more are forgotten: a topic may go unpublished for days
+        self._served_scores = {
+            r.request_id: float(score) for r, score in zip(records, served, strict=True)
+        }
         return candidate, served, state
 
     def published(

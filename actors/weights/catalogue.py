@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
+        # set aside: the next addition would write over what somebody may be able to mend
         logger.warning("%s cannot be read", path, exc_info=True)
+        with suppress(OSError):
+            path.replace(path.with_suffix(".unreadable"))
         return {}
     return content if isinstance(content, dict) else {}
 

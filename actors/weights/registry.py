@@ -303,7 +303,7 @@ class WeightRegistry(TopicDesk):
         self._added.add(AddedTopic(name, like, self._clock()), head)
         self._trials.enlist(name)
         self._references[name] = reference
-        self._shelves[name] = shelf
+        self._shelves = {**self._shelves, name: shelf}  # others may be looking through it
         self._topics = (*self._topics, name)
         self._announcements.wake()
         self._decisions.add(name, entry)

@@ -285,5 +285,7 @@ def test_what_a_draft_reads_is_counted_once() -> None:
 
     first = proposer.propose(rows())
     assert proposer.reads == Reads(1, len(prompt) - 2)  # the last two begin the round
-    proposer.propose(rows(*first.token_ids[0].tolist()))
+    accepted = first.token_ids[0].tolist()
+    assert proposer.lacks("r", "a", len(prompt) + len(accepted) + 1) == 0  # and a bonus
+    proposer.propose(rows(*accepted))
     assert proposer.reads == Reads()

@@ -405,3 +405,21 @@ def test_what_reading_costs_follows_what_it_takes() -> None:
     for _ in range(100):
         reading.read(Reads(2, 40), 0.012)  # twice what was profiled
     assert reading.seconds(1, 10) == pytest.approx(0.004, rel=0.02)
+
+
+def test_an_expert_whose_rows_are_all_being_read_is_not_looked_at() -> None:
+    plans = controller()
+    for _ in range(200):
+        chosen = plans.plan({"a": 1, "b": 3}, coming={"b": 3})
+        plans.accepted("a", chosen["a"], chosen["a"])
+        drafting = (1, 1, chosen["a"]) if chosen["a"] else (0, 0, 0)
+        plans.took(1, chosen["a"] + 1, target_s(1, chosen["a"] + 1), drafting, 0.001)
+    assert plans._probe("b").due  # its first look is still to come
+    assert plans.plan({"a": 1, "b": 3})["b"] > 0
+
+
+def test_reading_never_comes_to_cost_nothing() -> None:
+    reading = ReadingCosts(request_s=0.001, token_s=0.0)
+    for _ in range(500):
+        reading.read(Reads(1, 1), -0.001)
+    assert reading.seconds(1, 0) == pytest.approx(0.0001)

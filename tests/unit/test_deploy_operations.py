@@ -322,13 +322,13 @@ def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:
 
 
 def test_what_a_remote_part_refuses_with_is_told_without_its_traceback(world: World) -> None:
-    class Refused(ValueError):
+    class RefusedError(ValueError):
         """As Ray raises it: the text is a traceback, the cause is behind it."""
 
         cause = ValueError("sql: the weights of version 9 are not there")
 
     def roll_back(*_: object) -> int:
-        raise Refused("ray::WeightRegistry.roll_back() (pid=7)\nTraceback ...")
+        raise RefusedError("ray::WeightRegistry.roll_back() (pid=7)\nTraceback ...")
 
     world.handles["registry"].part = type("Part", (), {"roll_back": staticmethod(roll_back)})
     answer = world.post("rollback", {"topic": "sql", "version": 9})
