@@ -27,7 +27,7 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         CallError: the server refuses, or (NoAnswerError) does not answer; for people.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    headers = {"Authorization": b"Bearer " + key.encode()} if key else {}
+    headers = {b"Authorization": b"Bearer " + key.encode()} if key else {}
     try:
         address = url.rstrip("/") + path
         answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout_s)
