@@ -15,9 +15,9 @@ TITLES = {
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
     "trainer": "ray::TrainerActor",
-    "registry": "ray::WeightRegistry",
-    "shard": "ray::ReplayShard",
-    "board": "ray::LoadBoard",
+    "registry": "ray::MeteredRegistry",
+    "shard": "ray::MeteredShard",
+    "board": "ray::MeteredBoard",
 }
 
 

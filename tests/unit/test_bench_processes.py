@@ -11,6 +11,10 @@ import psutil
 import pytest
 from waiting import wait_until
 
+from paceline.deploy.learning import TrainerActor
+from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
+from paceline.deploy.monitoring.registry import MeteredRegistry
+
 SQL = "ray::ServeReplica:paceline:expert-sql"
 SQL_TOO = "ray::ServeReplica:paceline:expert-sqlite"
 
@@ -49,3 +53,9 @@ def test_an_expert_is_found_by_its_whole_name_below_this_process_only() -> None:
         assert [p.pid for p in processes.of_expert("sqlite")] == [sqlite]
         assert {p.pid for p in processes.of("expert")} == {sql, sqlite}
     assert processes.of_expert("sql") == []
+
+
+def test_actors_are_looked_for_by_the_names_of_their_classes() -> None:
+    classes = {"registry": MeteredRegistry, "shard": MeteredShard, "board": MeteredBoard}
+    for role, found in (classes | {"trainer": TrainerActor}).items():
+        assert processes.TITLES[role] == f"ray::{found.__name__}"
