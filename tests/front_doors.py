@@ -53,4 +53,4 @@ def front_door(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
     nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
     api = Ingress(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
-    return httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://127.0.0.1")

@@ -153,7 +153,7 @@ class EngineLoop:
             self._engine.add(request)
         except Exception:
             logger.exception("request %s was refused", request.request_id)
-            deliver(_ended(FINISH_ERROR))
+            self._deliver_one(request.run_id, deliver, _ended(FINISH_ERROR))
             return
         self._deliver[request.run_id] = deliver
         self._requests.came(request, came)
@@ -218,11 +218,21 @@ class EngineLoop:
         else:
             deliver = self._deliver.get(output.request_id)
         if deliver is not None and (finished or output.chunk.token_ids or output.chunk.text):
-            deliver(output.chunk)
+            self._deliver_one(output.request_id, deliver, output.chunk)
         if output.record is not None and self._on_record is not None:
             self._on_record(output.record)
         if output.outcome is not None and self._on_outcome is not None:
             self._on_outcome(output.outcome)
+
+    def _deliver_one(self, run_id: str, deliver: Deliver, chunk: GenerationChunk) -> None:
+        """Hand a chunk out; whoever takes none any more ends its own request alone."""
+        try:
+            deliver(chunk)
+        except Exception:
+            logger.warning("nobody takes what request %s gets", run_id, exc_info=True)
+            self._deliver.pop(run_id, None)
+            self._requests.dropped(run_id)
+            self._engine.abort(run_id)
 
 
 def _ended(reason: str) -> GenerationChunk:

@@ -135,3 +135,17 @@ def test_those_that_wait_have_no_part_in_a_fault(
     answers = [send(loop, request(f"r{i}", [5])) for i in range(5)]
     all_there.set()
     assert [reason(a) for a in answers] == ["fault"] * 4 + ["refused"]
+
+
+def test_who_takes_nothing_any_more_ends_its_own_request_alone(loop: EngineLoop) -> None:
+    given = threading.Event()
+
+    def closed(_: GenerationChunk) -> None:
+        given.set()
+        raise RuntimeError("Event loop is closed")
+
+    loop.submit(request("gone", [5], max_tokens=60, ignore_eos=True), closed)
+    assert given.wait(WAIT_S)
+    assert reason(send(loop, request("here", [5], max_tokens=4))) in ("length", "stop")
+    assert loop.healthy
+    assert loop.load() == (0, 0)

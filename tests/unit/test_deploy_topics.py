@@ -112,7 +112,7 @@ class System:
 
     def door(self, host: str = "127.0.0.1") -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.api, client=(host, 5))
-        return httpx.AsyncClient(transport=transport, base_url="http://here")
+        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     def take_up(self) -> None:
         """What the target's threads and the keeper do over Ray."""
