@@ -8,10 +8,9 @@ turn these calls off. With keys it is whoever shows one.
 
 from __future__ import annotations
 
-import ipaddress
-
 from fastapi import Request
 
+from paceline.deploy.addresses import is_loopback
 from paceline.deploy.errors import ApiError
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -29,8 +28,7 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
         ApiError: 403; 415 for a body that a web page of another site could have sent unasked.
     """
     host = request.client.host if request.client is not None else ""
-    asked = request.url.hostname or ""
-    near = is_loopback(host) and (is_loopback(asked) or asked == "localhost")
+    near = is_loopback(host) and is_loopback(request.url.hostname or "")
     near = near and not any(name in request.headers for name in _FORWARDED)
     if not (near or keyed):
         raise forbidden(
@@ -47,13 +45,3 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
 def forbidden(message: str) -> ApiError:
     """Not allowed, whoever asks."""
     return ApiError(403, message, "permission_error", code="forbidden")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import socket
@@ -17,6 +16,7 @@ from paceline.actors.decoding.compatibility import (
     read_config,
 )
 from paceline.actors.weights.lock import is_locked
+from paceline.deploy.addresses import is_loopback
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
@@ -66,20 +66,13 @@ def warnings(config: PacelineConfig) -> list[str]:
 
 def _exposure_warnings(config: PacelineConfig) -> list[str]:
     variable = config.auth.api_keys_env
-    if _is_loopback(config.host) or key_digests(variable, os.environ):
+    if is_loopback(config.host) or key_digests(variable, os.environ):
         return []
     cure = f"set {variable}" if variable else "name a variable with keys in auth.api_keys_env"
     return [
         f"host {config.host} can be reached from other machines and no API key is asked for: "
         f"{cure}, or listen on 127.0.0.1"
     ]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:
