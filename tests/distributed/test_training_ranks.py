@@ -25,19 +25,11 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.session import ray_session, thread_environment
-from paceline.deploy.ranks import hiring, node_address
+from paceline.deploy.ranks import hiring
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
 
 TOPICS = ("sql", "general")
-
-
-class TwoRanks(Trainer):
-    """The trainer as the application starts it, less its looking the others up."""
-
-    def __init__(self, settings: TrainerSettings, shard: Any, registry: Any) -> None:
-        hire = hiring(1, settings.group_timeout_s, 0.0)
-        super().__init__(settings, {"sql": shard}, registry, None, hire, node_address())
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +68,8 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         optimizer_dir=str(tmp_path / "optimizer"),
         ranks=2,
     )
-    trainer = actor(TwoRanks, settings, shard, registry)
+    hire = hiring(1, settings.group_timeout_s, 0.0)
+    trainer = actor(Trainer, settings, {"sql": shard}, registry, None, hire)
     ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in range(60)])
 
     def version() -> int:
