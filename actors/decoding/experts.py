@@ -12,7 +12,7 @@ from paceline.actors.decoding.drawing import draw_drafts
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
 from paceline.actors.decoding.proposer import INITIAL_SUFFIX, DraftRow
-from paceline.actors.decoding.reading import Reads
+from paceline.actors.decoding.reading import Reads, read_together
 from paceline.actors.decoding.runner import ModelRunner
 from paceline.actors.decoding.sampling import LatestBatch, SamplingBatch
 from paceline.actors.decoding.top_tokens import most_probable_into
@@ -171,27 +171,39 @@ class ExpertStack:
             indices of the rows that are there; the others go on in the next round.
         """
         ready, budget = [], self._prefill_chunk
-        self.reads = Reads()
+        stretches: list[tuple[DraftRow, int, int]] = []
         victims: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
                 self._table.add(row.request_id)
                 self._expert[row.request_id] = row.draft
                 self._computed[row.request_id] = 0
-            slot = self._table.row(row.request_id)
             known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
             self._computed[row.request_id] = known
             if not self._reserve(row, victims):
                 continue
             end = min(wanted, known + budget)
             if known < end:
-                self.runner.prefill(slot, row.tokens[known:end], known, self._model(row.draft))
+                stretches.append((row, known, end))
                 budget -= end - known
-                self.reads = Reads(self.reads.requests + 1, self.reads.tokens + end - known)
-            self._computed[row.request_id] = max(known, end)
             if end >= wanted:
                 ready.append(i)
+        self._read([s for s in stretches if s[0].request_id not in victims])
         return [i for i in ready if rows[i].request_id not in victims]
+
+    def _read(self, stretches: Sequence[tuple[DraftRow, int, int]]) -> None:
+        """Read positions ``start`` to ``end - 1`` of rows, several in one forward."""
+        lengths = [end - start for _, start, end in stretches]
+        for part in read_together(lengths, self._prefill_chunk):
+            own = [stretches[i] for i in part]
+            self.runner.read(
+                [self._table.row(row.request_id) for row, _, _ in own],
+                [row.tokens[start:end] for row, start, end in own],
+                [start for _, start, _ in own],
+                [self._model(row.draft) for row, _, _ in own],
+            )
+            self._computed |= {row.request_id: end for row, _, end in own}
+        self.reads = Reads(len(stretches), sum(lengths))
 
     def _reserve(self, row: DraftRow, victims: set[str]) -> bool:
         """Have blocks for a sequence's drafts; those that came after it give up theirs for it.

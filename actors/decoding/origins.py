@@ -12,7 +12,6 @@ from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.verification import Proposal, Verdict, acceptance_probability
 
 
-@torch.inference_mode()
 def token_origins(
     batch: Items[Sequence],
     proposal: Proposal,
@@ -32,8 +31,8 @@ def token_origins(
     Returns:
         per row an entry per emitted token, empty where nothing is asked; ``text_offset`` is 0.
     """
-    answers: list[list[TokenOrigin]] = [[] for _ in batch]
     rows = [i for i, sequence in enumerate(batch) if sequence.request.origins]
+    answers: list[list[TokenOrigin]] = [[] for _ in batch]
     if not rows:
         return answers
     sure = iter(_target_probabilities(logits, rows, emitted))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _SMOOTHING = 0.1
 _WINDOW = 64.0  # requests
 _OUTLIER = 1.5
+_LEAST_FILLED = 0.5  # of what stretches are padded to
 _LEAST_RATIO = 0.1  # to the profile: what is mostly noise must not end at nothing
 
 
@@ -20,6 +22,33 @@ class Reads(NamedTuple):
 
     requests: int = 0
     tokens: int = 0
+
+
+def read_together(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Which stretches to read in one forward, where all are padded to the longest of it.
+
+    A forward costs a draft about as much as a hundred tokens, so short stretches go together; but
+    none goes with one so much longer that what pads it would cost more.
+
+    Args:
+        lengths: tokens of each stretch.
+        most: tokens of a forward, padding included; a longer stretch goes alone.
+
+    Returns:
+        indices into ``lengths``, every one once, the longest first.
+    """
+    parts: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[parts[-1][0]] if parts else 0
+        if room > 0 and lengths[index] >= _LEAST_FILLED * longest:
+            parts[-1].append(index)
+        else:
+            longest = lengths[index]
+            parts.append([index])
+            room = most // max(longest, 1)
+        room -= 1
+    return parts
 
 
 class ReadingCosts:

@@ -16,6 +16,7 @@ from paceline.actors.decoding.fused import FusedDecoder
 from paceline.actors.decoding.graphs import CudaCapture, GraphedDecoder
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
+from paceline.actors.decoding.transfer import device_tensor
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
@@ -166,6 +167,29 @@ class ModelRunner:
         grid = Grid([expert], self.device)
         self.forward([row], tokens, positions, span=end, keep=1, grid=grid)
         return None
+
+    def read(
+        self,
+        rows: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        experts: Sequence[int],
+    ) -> None:
+        """:meth:`prefill` of several rows at once, each padded to the longest.
+
+        Args:
+            rows: B of them.
+            token_ids: per row its consecutive tokens, at least one.
+            starts: per row the position of its first one.
+            experts: per row the model that reads it.
+        """
+        longest = max(map(len, token_ids))
+        padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in token_ids]
+        first = device_tensor(list(starts), self.device)
+        positions = first[:, None] + torch.arange(longest, device=self.device)
+        grid = Grid(experts, self.device)
+        tokens = device_tensor(padded, self.device)
+        self.forward(rows, tokens, positions, max(starts) + longest, keep=1, grid=grid)
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
         """Take further models in, a part at a time; forwards may run in between.
