@@ -154,10 +154,12 @@ class Broker:
 
     def pending(
         self, demands: Iterable[Demand], free: Mapping[str, Amounts] | None, now: float
-    ) -> list[Instruction]:
-        """Which replicas of Serve wait for room, and what is free on each node (None: unknown)."""
+    ) -> None:
+        """Which replicas of Serve wait for room, and what is free on each node (None: unknown).
+
+        What follows is told by the next :meth:`tick`.
+        """
         self._rooms.pending(demands, free, now)
-        return self.tick(now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Time has passed; call it several times a second.

@@ -86,7 +86,8 @@ class World(RuleBasedStateMachine):
             self.free["gpu"]["GPU"] -= 0.5
         self.broker.kept(there | gone, gone)
         demands = [Demand({"GPU": 0.5}, len(self.pending))]
-        for order in self.broker.pending(demands, self.free, self.now):
+        self.broker.pending(demands, self.free, self.now)
+        for order in self.broker.tick(self.now):
             self.carry_out(order)
 
     def carry_out(self, order: Any) -> None:

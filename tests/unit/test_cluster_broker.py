@@ -11,6 +11,7 @@ from paceline.cluster.leases import (
     Fraction,
     Free,
     Grant,
+    Instruction,
     Kill,
     LeaseSettings,
     Place,
@@ -161,6 +162,13 @@ def test_idle_time_is_counted_by_its_use() -> None:
     assert figures["idle_used_share"] == pytest.approx(0.8)
 
 
+def pending(
+    broker: Broker, demands: list[Demand], free: dict[str, dict[str, float]], now: float
+) -> list[Instruction]:
+    broker.pending(demands, free, now)
+    return broker.tick(now)
+
+
 def held(broker: Broker) -> None:
     broker.kept({"t": {"GPU": 0.25}}, ())
     gpu = (Fraction("t", "node", {"GPU": 0.25}),)
@@ -172,13 +180,13 @@ def test_a_waiting_replica_has_the_trainer_yield_and_then_go() -> None:
     broker = make(return_after_s=5.0)
     held(broker)
     want, none = [Demand({"GPU": 0.5})], {"node": {"GPU": 0.25}}
-    assert broker.pending(want, none, 1.0) == [Revoke("t")]
+    assert pending(broker, want, none, 1.0) == [Revoke("t")]
     assert broker.check("t", "life", 1.05) == [Wait("t")]
     assert broker.tick(1.1) == [Free("t")]
     assert broker.ask("t", "next", CORE, GAINS, 1.2) == []  # it goes in a moment
     broker.kept({"t": {"GPU": 0.25}}, ("t",))
-    assert broker.pending([], {"node": {"GPU": 0.0}}, 20.0) == []
-    assert broker.pending([], {"node": {"GPU": 0.5}}, 21.0) == [Place("t")]
+    assert pending(broker, [], {"node": {"GPU": 0.0}}, 20.0) == []
+    assert pending(broker, [], {"node": {"GPU": 0.5}}, 21.0) == [Place("t")]
     broker.kept({"t": {"GPU": 0.25}}, ())
     assert broker.tick(22.0) == []
 
@@ -187,7 +195,7 @@ def test_a_trainer_that_hangs_makes_room_all_the_same() -> None:
     broker = make()
     held(broker)
     want, none = [Demand({"GPU": 0.5})], {"node": {"GPU": 0.25}}
-    assert broker.pending(want, none, 1.0) == [Revoke("t")]
+    assert pending(broker, want, none, 1.0) == [Revoke("t")]
     assert broker.tick(2.9) == []
     assert broker.tick(3.0) == [Free("t")]
     assert broker.ledger.figures()["leases_ended"]["freed"] == 1
@@ -196,6 +204,6 @@ def test_a_trainer_that_hangs_makes_room_all_the_same() -> None:
 def test_a_replica_that_no_longer_waits_frees_nobody() -> None:
     broker = make()
     held(broker)
-    assert broker.pending([Demand({"GPU": 0.5})], {"node": {"GPU": 0.25}}, 1.0) == [Revoke("t")]
-    assert broker.pending([], {"node": {"GPU": 0.0}}, 1.5) == []
+    assert pending(broker, [Demand({"GPU": 0.5})], {"node": {"GPU": 0.25}}, 1.0) == [Revoke("t")]
+    assert pending(broker, [], {"node": {"GPU": 0.0}}, 1.5) == []
     assert broker.check("t", "life", 1.6) == [Grant("t", "sql", "t")]
