@@ -78,17 +78,20 @@ class LoadBoard:
         """A topic for a trainer, see Broker.ask; without fractions it has one of its own.
 
         Returns:
-            ``topic``, None where there is none; ``anew``, whether another trainer had it last;
-            and ``notes``, what others left to say of topics.
+            ``topic``, None where there is none, and ``anew``, whether another one had it last.
         """
         with self._lock:
             own = fractions or (Fraction(trainer, ""),)
             orders = self._broker.ask(trainer, life, own, gains, self._clock())
-            notes = {topic: dict(note) for topic, note in self._broker.notes(trainer).items()}
         for order in orders:
             if isinstance(order, Assign):
-                return {"topic": order.topic, "anew": order.anew, "notes": notes}
-        return {"topic": None, "anew": False, "notes": notes}
+                return {"topic": order.topic, "anew": order.anew}
+        return {"topic": None, "anew": False}
+
+    def notes(self, trainer: str) -> dict[str, dict[str, Any]]:
+        """Topic to what was last said of it, of those that this trainer did not have last."""
+        with self._lock:
+            return {topic: dict(note) for topic, note in self._broker.notes(trainer).items()}
 
     def check(self, trainer: str, life: str) -> str:
         """Between two micro-steps: ``go`` on, ``wait`` and ask again, or ``stop`` the round."""

@@ -51,6 +51,9 @@ class LocalWorld:
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         self.shards[topic].update_losses(losses)
 
+    def notes(self) -> dict[str, Note]:
+        return {}
+
     def take(self, wanted: Sequence[Want]) -> Turn:
         return Turn(best(wanted))
 

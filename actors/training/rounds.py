@@ -86,11 +86,14 @@ class Rounds:
         self._enlist(self._world.added())
         stats = self._world.stats()
         self._look_out()
+        self._survey.hear(self._world.notes())
         wanted = wants(self._survey.views(stats, self._candidates), self._settings.schedule)
         turn = self._world.take(wanted)
-        self._survey.hear(turn.notes)
+        if turn.topic is None and wanted:
+            self._note(state="waiting for a topic", topic=None)
+            return False
         if turn.topic is None:
-            self._note(state="waiting for a topic" if wanted else "no new records", topic=None)
+            self._note(state="no new records", topic=None)
             return False
         try:
             return self._teach(turn.topic, turn, stats)
@@ -203,13 +206,20 @@ class Rounds:
             wanted: the stable weight_version.
             anew: whether another trainer has taught the topic since: what is in memory is stale.
         """
-        topic = candidate.topic
-        seen, on_trial = self._survey.seen(topic), self._outlook.candidate(topic)
+        seen = self._survey.seen(candidate.topic)
+        on_trial = self._outlook.candidate(candidate.topic)
         if wanted > seen.stable:
             seen.stable, seen.rolled_back = wanted, 0
-        if candidate.version in (wanted, on_trial) and not (anew and candidate.steps):
-            return
-        seen.rolled_back += candidate.version > wanted and not anew
+        if candidate.version not in (wanted, on_trial) or (anew and candidate.steps):
+            seen.rolled_back += candidate.version > wanted and not anew
+            self._take_served(candidate)
+            # What held-out records like and live requests do not shall not be tried for ever.
+            candidate.rejections = candidate.fruitless = seen.rolled_back
+        if (told := self._survey.told(candidate.topic)) is not None:
+            candidate.rejections, candidate.fruitless = told.rejections, told.fruitless
+
+    def _take_served(self, candidate: Candidate) -> None:
+        topic = candidate.topic
         newest = self._world.weights(topic)
         if newest is None:
             raise Unfit("the registry does not hand its weights out")
@@ -221,10 +231,6 @@ class Rounds:
                 version,
             )
         candidate.take(version, flat)
-        # What held-out records like and live requests do not shall not be tried for ever.
-        candidate.rejections = candidate.fruitless = seen.rolled_back
-        if (told := self._survey.told(topic)) is not None:
-            candidate.rejections, candidate.fruitless = told.rejections, told.fruitless
 
     def _base_on_general(self, candidate: Candidate, version: int) -> None:
         """Lay first adapters on what ``general`` is served as; it may have learnt meanwhile."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -46,10 +46,7 @@ class Turn:
     Attributes:
         topic: that is its own until the round ends; None: none now.
         anew: whether another trainer has had it since: this one's memory of it is stale.
-        notes: topic to what was said of it by the trainer that had it last; this one's own are
-            not among them.
     """
 
     topic: str | None
     anew: bool = False
-    notes: Mapping[str, Note] = field(default_factory=dict)

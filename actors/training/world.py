@@ -32,6 +32,9 @@ class World(Protocol):
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         """Tell a topic's shard the latest loss on records, by request id; nothing waits for it."""
 
+    def notes(self) -> dict[str, Note]:
+        """What other trainers said last of the topics that they had last."""
+
     def take(self, wanted: Sequence[Want]) -> Turn:
         """A topic of these for a round, which :meth:`give_back` ends."""
 
@@ -130,6 +133,13 @@ class RayWorld:
         except Exception as error:
             logger.info("%s: losses were not handed on (%s)", topic, type(error).__name__)
 
+    def notes(self) -> dict[str, Note]:
+        """What other trainers said; nothing where there are none."""
+        if self._board is None or self._tenant is None or self._tenant.alone:
+            return {}
+        told = self._get(self._board.notes.remote(self._tenant.name)) or {}
+        return {topic: Note(**note) for topic, note in told.items()}
+
     def take(self, wanted: Sequence[Want]) -> Turn:
         """A topic of these; none where the board does not answer."""
         if self._board is None or self._tenant is None:
@@ -139,10 +149,8 @@ class RayWorld:
         answer = self._get(self._board.ask.remote(who.name, self._life, who.fractions, gains))
         if answer is None:
             return Turn(None)
-        if who.alone:  # whatever a board that was restarted believes, nobody else had it
-            return Turn(answer["topic"])
-        notes = {topic: Note(**note) for topic, note in answer["notes"].items()}
-        return Turn(answer["topic"], answer["anew"], notes)
+        # Whatever a board that was restarted believes: beside one that is alone nobody had it.
+        return Turn(answer["topic"], answer["anew"] and not who.alone)
 
     def may_train(self) -> bool:
         """Leave for one micro-step; a board that does not answer gives none."""

@@ -111,6 +111,10 @@ class LocalWorld:
         """As the shard draws them."""
         return [decode(data) for data in self.shards[topic].sample(count, split)]
 
+    def notes(self) -> dict[str, Note]:
+        """There is no other trainer."""
+        return {}
+
     def take(self, wanted: Sequence[Want]) -> Turn:
         """The best of them: nobody else trains."""
         return Turn(best(wanted))
