@@ -162,9 +162,16 @@ def test_a_trainer_that_hangs_is_killed_and_comes_back(system: System) -> None:
     eventually(system.at_work)
     pids = {name: system.status(name)["pid"] for name in NAMES}
     hung = NAMES[0]
-    os.kill(pids[hung], signal.SIGSTOP)
+
+    def hangs_in_a_micro_step() -> bool:
+        os.kill(pids[hung], signal.SIGSTOP)
+        if _state(system, hung) == "working":
+            return True
+        os.kill(pids[hung], signal.SIGCONT)
+        return False
+
+    eventually(hangs_in_a_micro_step)
     began = time.monotonic()
-    eventually(lambda: _state(system, hung) == "working")
     system.load(1)
     eventually(lambda: system.snapshot()["leases_ended"]["killed"] == 1)
     assert time.monotonic() - began >= LEASES.yield_timeout_s

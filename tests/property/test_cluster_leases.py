@@ -63,7 +63,7 @@ class World(RuleBasedStateMachine):
         self.replicas = 0  # that run
         self.pending: list[float] = []  # since when each waits
         self.busy = False
-        self.instructed: list[Any] = []
+        self.revoked: dict[str, float] = {}
         self.tick()
 
     def held(self, name: str) -> dict[str, float]:
@@ -93,6 +93,7 @@ class World(RuleBasedStateMachine):
     def carry_out(self, order: Any) -> None:
         process = self.processes[order.trainer]
         if isinstance(order, Revoke):
+            self.revoked[order.trainer] = self.now
             return
         if isinstance(order, Place):
             assert not process.there
@@ -101,6 +102,11 @@ class World(RuleBasedStateMachine):
         else:
             assert isinstance(order, Kill | Free)
             assert process.there
+            assert order.trainer not in self.broker.assignments()
+            # Who has a lease has time to yield; a broker that was restarted knows of none.
+            if process.works and order.trainer in self.revoked:
+                waited = self.now - self.revoked[order.trainer]
+                assert waited >= LEASES.yield_timeout_s
             process.there = isinstance(order, Kill)
         process.life, process.hangs, process.works = process.life + 1, False, False
 
@@ -115,6 +121,14 @@ class World(RuleBasedStateMachine):
             and process.name in self.broker.assignments()
         )
 
+    @rule()
+    def everybody_works(self) -> None:
+        for name, process in self.processes.items():
+            if name not in self.broker.assignments():
+                self.ask_for_a_topic(name, dict.fromkeys(TOPICS, 1.0))
+            if not process.works:
+                self.ask_for_leave(name)
+
     @rule(steps=st.integers(1, 30))
     def time_passes(self, steps: int) -> None:
         for _ in range(steps):
@@ -127,7 +141,8 @@ class World(RuleBasedStateMachine):
     @rule(busy=st.booleans())
     def load(self, busy: bool) -> None:
         self.busy = busy
-        self.broker.report("r", int(busy), 0, self.now)
+        for order in self.broker.report("r", int(busy), 0, self.now):
+            self.carry_out(order)
 
     @rule(name=st.sampled_from(NAMES), gains=GAINS)
     def ask_for_a_topic(self, name: str, gains: dict[str, float]) -> None:
@@ -183,6 +198,7 @@ class World(RuleBasedStateMachine):
     def a_replica_comes(self) -> None:
         if len(self.pending) + self.replicas < 2:
             self.pending.append(self.now)
+            self.tick()
 
     @rule()
     def a_replica_goes(self) -> None:
@@ -192,6 +208,7 @@ class World(RuleBasedStateMachine):
     def the_broker_dies(self) -> None:
         self.idle = IdleRule(idle_after_s=0.1, stale_after_s=6.0)
         self.broker = Broker(self.idle, LEASES)
+        self.revoked.clear()
         if self.busy:
             self.broker.report("r", 1, 0, self.now)
         self.tick()
@@ -238,7 +255,7 @@ class World(RuleBasedStateMachine):
                 assert self.now - lease.renewed_at <= limit
 
 
-World.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+World.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestWorld = World.TestCase
 
 
