@@ -214,13 +214,14 @@ class Broker:
 
     def _make_room(self, now: float) -> list[Instruction]:
         nodes = {t.name: t.fractions[0].node for t in self._trainers.all() if t.fractions}
+        limit = min(self._settings.yield_timeout_s, self._settings.leave_timeout_s)
         out: list[Instruction] = []
         for name in sorted(self._rooms.plan(nodes, now)):
             trainer = self._trainers.find(name)
             if trainer is not None and trainer.lease is not None:
                 out += self._trainers.revoke(trainer, now)
                 since = trainer.lease.revoked_at
-                if since is not None and now - since < self._settings.yield_timeout_s:
+                if since is not None and now - since < limit:
                     continue
             self._rooms.let_go(name, nodes.get(name), now)
             self._trainers.forget(name, Ending.FREED, now)

@@ -64,6 +64,7 @@ class LeaseSettings:
 
     Attributes:
         yield_timeout_s: from a revocation to the killing of a trainer that goes on.
+        leave_timeout_s: the same, at most, where a replica waits for the trainer's room.
         most_patience: how many times as long a trainer is waited for at most that was killed
             before: each time in a row doubles it. A micro-step may be as slow as that.
         silent_after_s: a trainer that works, or is in the midst of a round, and gives no sign for
@@ -76,7 +77,8 @@ class LeaseSettings:
         return_after_s: from the last waiting replica to a freed trainer's return.
     """
 
-    yield_timeout_s: float = 5.0
+    yield_timeout_s: float = 2.0
+    leave_timeout_s: float = 2.0
     most_patience: float = 32.0
     silent_after_s: float = 120.0
     ageing_s: float = 60.0

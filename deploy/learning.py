@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _REGISTRY, BOARD, _TRAINER = "paceline-registry", "paceline-board", "paceline-trainer"
 _TRAINER_GPU_SHARE = 0.25
+_YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
 _MEBIBYTE = 2**20
 _HOUR_S = 3600.0
 
@@ -185,7 +186,8 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
 def _board(config: PacelineConfig) -> Any:
     board = _named(MeteredBoard, BOARD, actor_options(config.placement.learning))
     occupied = occupied_above(config, os.cpu_count() or 1)
-    leases = LeaseSettings(yield_timeout_s=config.training.yield_timeout_s)
+    reckoned = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
+    leases = LeaseSettings(yield_timeout_s=config.training.yield_timeout_s or reckoned)
     return board.remote(config.training.idle_after_s, occupied_above=occupied, leases=leases)
 
 

@@ -208,7 +208,9 @@ class TrainingConfig(Section):
     of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
 
     ``trainers`` learn different topics at the same time, each in a process with its own ranks. A
-    trainer that computes on, ``yield_timeout_s`` after a request has come, is started anew.
+    trainer that computes on, ``yield_timeout_s`` after a request has come, is started anew; None
+    is 2 s on GPUs, and a minute on CPUs, where it runs at the lowest priority: one that serving
+    leaves no time to come to its end does not hang, and takes nothing from anybody.
     """
 
     enabled: bool = True
@@ -232,7 +234,7 @@ class TrainingConfig(Section):
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
     ranks: Count = 1
     trainers: Count = 1
-    yield_timeout_s: Seconds = 5.0
+    yield_timeout_s: Seconds | None = None
 
     @property
     def trial_share(self) -> float:
