@@ -9,17 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.routing.policy import GENERAL
-from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.crew import Crew, CrewLost
-from paceline.actors.training.distiller import MicroStep
+from paceline.actors.training.drill import Drill
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, judge
 from paceline.actors.training.progress import Diverged, Ousted, Progress, Stopped, Unfit
-from paceline.actors.training.schedule import round_length, wants
+from paceline.actors.training.schedule import wants
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.survey import Survey, inserted
 from paceline.actors.training.tenancy import Turn
@@ -57,14 +54,12 @@ class Rounds:
         self._world = world
         self._crew = crew
         self._clock = clock
-        self._sleep = sleep
-        self._stopped = stopped
-        self._rng = np.random.default_rng(settings.seed)
+        self._drill = Drill(
+            settings, world, clock=clock, sleep=sleep, stopped=stopped, taken=self._taken
+        )
         self._candidates: dict[str, Candidate] = {}
-        self._losses: dict[str, float] = {}  # of this round's records, by request
         self._survey = Survey(settings, clock)
         self._outlook = self._survey.outlook
-        self._leave = 1.0
         self.progress = Progress()
 
     def candidate(self, topic: str) -> Candidate:
@@ -164,16 +159,16 @@ class Rounds:
         held_out = candidate.usable(held_out)
         if len(held_out) < max(self._settings.gate.min_records, 2):
             raise Unfit("too few usable records to be judged by")
-        self._losses.clear()
         try:
-            if not self._train(candidate, train):
+            drifting = self._outlook.drifting(topic)
+            if not self._drill.train(candidate, train, drifting=drifting):
                 return False
         except Diverged:
             self._turn_down(candidate, {"reason": _DIVERGED, "steps": candidate.steps}, drop=True)
             return True
         self._world.rest()
-        if self._losses:
-            self._world.update_losses(topic, dict(self._losses))
+        if self._drill.losses:
+            self._world.update_losses(topic, dict(self._drill.losses))
         if not self._may_publish(candidate):
             return True
         self._note(state="evaluating")
@@ -249,64 +244,19 @@ class Rounds:
         shares = {name: -(-count * kept // total) for name, kept in have.items()}
         return [r for name, share in shares.items() for r in self._world.sample(name, share, split)]
 
-    def _train(self, candidate: Candidate, records: Sequence[ReplayRecord]) -> bool:
-        """Micro-steps for a round's time; whether the weights moved. Raises Diverged."""
-        started, spent, length = self._clock(), 0.0, self._length(candidate.topic)
-        first = candidate.steps
-        while spent < length:
-            for batch in micro_batches(records, self._settings.micro_batch, self._rng):
-                self._wait_for_leave()
-                begun = self._clock()
-                self._leave = spent / (begun - started) if spent else self._leave
-                if begun - started > self._settings.max_round_s:
-                    return candidate.steps > first
-                step = candidate.learn(batch)
-                self._note_losses(candidate.topic, batch, step)
-                took = self._clock() - begun
-                spent += took
-                self._note(
-                    steps=candidate.steps,
-                    micro_steps=self.progress.micro_steps + 1,
-                    training_s=self.progress.training_s + took,
-                    loss=step.loss if math.isfinite(step.loss) else None,
-                )
-                if not math.isfinite(step.loss):
-                    raise Diverged
-                if spent >= length:
-                    break
-        return candidate.steps > first
-
-    def _note_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
-        """Keep the losses on a topic's own records, where its shard wants to know them."""
-        if not self._settings.report_losses:
-            return
-        for record, loss in zip(batch, step.record_losses, strict=True):
-            # what `general` makes of another topic's record is nothing to that topic's expert
-            if record.topic == topic:
-                self._losses[record.request_id] = loss
-
-    def _length(self, topic: str) -> float:
-        settings = self._settings
-        return round_length(
-            settings.round_seconds,
-            self._leave,
-            settings.max_round_s,
-            drifting=self._outlook.drifting(topic),
-            settings=settings.schedule,
+    def _taken(self, steps: int, seconds: float, loss: float) -> None:
+        """Note a micro-step."""
+        self._note(
+            steps=steps,
+            micro_steps=self.progress.micro_steps + 1,
+            training_s=self.progress.training_s + seconds,
+            loss=loss if math.isfinite(loss) else None,
         )
-
-    def _wait_for_leave(self) -> None:
-        while not self._world.may_train():
-            if self._stopped():
-                raise Stopped
-            self._sleep(self._settings.poll_s)
-        if self._stopped():
-            raise Stopped
 
     def _decide(
         self, candidate: Candidate, held_out: Sequence[ReplayRecord], train_records: int
     ) -> None:
-        scores, served, state = candidate.compare(held_out, self._wait_for_leave)
+        scores, served, state = candidate.compare(held_out, self._drill.wait_for_leave)
         self._world.rest()
         looks = candidate.rejections + 1
         decision = judge(scores, served, self._settings.gate, looks=looks)
