@@ -79,6 +79,11 @@ def actor(cls: type, *args: Any, **options: Any) -> Any:
     return made.remote(*args)
 
 
+def pid_of(handle: Any) -> int:
+    found: int = ray.get(handle.__ray_call__.remote(lambda _self: os.getpid()), timeout=10)
+    return found
+
+
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("idle")
@@ -191,7 +196,9 @@ def test_a_broker_that_dies_has_trainers_ask_anew(system: System) -> None:
     eventually(system.at_work)
     began = time.time()
     pids = {name: system.status(name)["pid"] for name in NAMES}
+    board = pid_of(system.board)
     ray.kill(system.board, no_restart=False)
+    eventually(lambda: pid_of(system.board) != board)
     eventually(system.at_work)
     assert system.snapshot()["leases_ended"]["killed"] == 0  # it has forgotten
     eventually(lambda: system.judged(began) == set(TOPICS))
