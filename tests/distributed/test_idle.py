@@ -206,23 +206,17 @@ def test_a_broker_that_dies_has_trainers_ask_anew(system: System) -> None:
     assert [system.status(name)["failures"] for name in NAMES] == [0, 0]
 
 
-class Whole:
-    """A replica that needs what both trainers have."""
-
-    def __call__(self) -> int:
-        return 1
-
-
 def test_a_replica_that_waits_gets_the_trainers_room_and_they_come_back(system: System) -> None:
     eventually(system.at_work)
     serve.start(http_options={"host": "127.0.0.1", "port": find_port()})
     options = {"num_cpus": 0, "num_gpus": 0.5}
-    small = serve.deployment(name="small", ray_actor_options=options)(Whole)
+    # Any class will do that a replica's process can import.
+    small = serve.deployment(name="small", ray_actor_options=options)(LoadBoard)
     serve.run(small.bind(), name="first", route_prefix=None)
     assert set(system.keeper.handles()) == set(NAMES)  # there was room
     began = time.monotonic()
     handle = serve.run(small.bind(), name="second", route_prefix=None)
-    assert handle.remote().result(timeout_s=60) == 1
+    assert handle.ping.remote().result(timeout_s=60)
     seen = system.snapshot()
     assert seen["trainers_freed"] == list(NAMES)
     assert system.keeper.handles() == {}

@@ -259,7 +259,7 @@ World.TestCase.settings = settings(max_examples=80, stateful_step_count=40, dead
 TestWorld = World.TestCase
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     gains=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=6),
     lengths=st.lists(st.floats(1.0, 60.0), min_size=1, max_size=20),
