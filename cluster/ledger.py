@@ -9,6 +9,7 @@ from paceline.cluster.leases import Ending
 
 USED, WAITING, UNWANTED = "used", "waiting", "unwanted"
 _MOST_YIELDS = 10_000
+_LATELY = 1_000
 
 
 class Ledger:
@@ -22,6 +23,7 @@ class Ledger:
         self.last_yield_s: float | None = None
         self.longest_yield_s: float | None = None
         self._yields: deque[float] = deque(maxlen=_MOST_YIELDS)
+        self._lately: deque[float] = deque(maxlen=_LATELY)
 
     def idle(self, seconds: float, use: str) -> None:
         """Note idle time.
@@ -39,6 +41,7 @@ class Ledger:
         self.last_yield_s = seconds
         self.longest_yield_s = max(seconds, self.longest_yield_s or 0.0)
         self._yields.append(seconds)
+        self._lately.append(seconds)
 
     def drained(self) -> list[float]:
         """Yields since the last call, seconds."""
@@ -48,7 +51,10 @@ class Ledger:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """All totals; ``idle_used_share`` is of the idle time in which a trainer had a topic."""
+        """All totals; ``idle_used_share`` is of the idle time in which a trainer had a topic.
+
+        The shares of yields are of the last thousand.
+        """
         wanted = self.idle_s[USED] + self.idle_s[WAITING]
         return {
             "idle_s": dict(self.idle_s),
@@ -57,4 +63,11 @@ class Ledger:
             "leases_ended": {ending.value: self.endings[ending] for ending in Ending},
             "last_yield_s": self.last_yield_s,
             "longest_yield_s": self.longest_yield_s,
+            "yield_p50_s": self._within(0.5),
+            "yield_p99_s": self._within(0.99),
         }
+
+    def _within(self, share: float) -> float | None:
+        """The time in which this share of the last yields was done."""
+        found = sorted(self._lately)
+        return found[min(int(share * len(found)), len(found) - 1)] if found else None

@@ -80,6 +80,8 @@ def test_pause_wins_over_idleness() -> None:
         "leases_ended": dict.fromkeys(("released", "revoked", "killed", "freed", "died"), 0),
         "last_yield_s": None,
         "longest_yield_s": None,
+        "yield_p50_s": None,
+        "yield_p99_s": None,
     }
 
 

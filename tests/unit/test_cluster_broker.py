@@ -60,6 +60,7 @@ def test_a_request_revokes_and_the_next_question_is_the_yield() -> None:
     assert figures["last_yield_s"] == pytest.approx(0.03)
     assert broker.ledger.drained() == [pytest.approx(0.03)]
     assert broker.ledger.drained() == []
+    assert (figures["yield_p50_s"], figures["yield_p99_s"]) == (pytest.approx(0.03),) * 2
     broker.report("r", 0, 0, 2.0)
     assert broker.check("t", "life", 2.05) == [Wait("t")]
     assert broker.check("t", "life", 2.11) == [Grant("t", "sql", "core")]
