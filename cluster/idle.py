@@ -65,14 +65,23 @@ class IdleRule:
 
     def may_train(self, now: float) -> bool:
         """Whether a micro-step may start at ``now``, monotonic seconds."""
+        begun = self.idle_since(now)
+        return begun is not None and now >= begun
+
+    def idle_since(self, now: float) -> float | None:
+        """When serving's present idleness began, or will have begun if nothing comes.
+
+        None where a replica is busy or nothing shall be trained. ``-inf`` where no replica has
+        ever been busy.
+        """
         self._forget(now)
         if (
             self._paused
             or self._draining
             or any(self._busy(report) for report in self._reports.values())
         ):
-            return False
-        return now - self._busy_until >= self.idle_after_s
+            return None
+        return self._busy_until + self.idle_after_s
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """The rule's view, for people."""

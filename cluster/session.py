@@ -44,6 +44,7 @@ def thread_environment(num_threads: int) -> dict[str, str]:
 def start_ray(
     *,
     num_cpus: int | None = None,
+    num_gpus: int | None = None,
     dashboard: bool = False,
     dashboard_port: int = 8265,
     object_store_mb: int | None = None,
@@ -60,6 +61,7 @@ def start_ray(
 
     Args:
         num_cpus: what Ray books; None takes the machine's count.
+        num_gpus: the same of GPUs, which need not be there.
         dashboard: whether to start Ray's dashboard.
         dashboard_port: its port on loopback.
         object_store_mb: size of shared memory; None leaves it to Ray.
@@ -74,6 +76,7 @@ def start_ray(
     _own_token()
     _init(
         num_cpus=num_cpus,
+        num_gpus=num_gpus,
         include_dashboard=dashboard,
         dashboard_port=dashboard_port,
         object_store_memory=None if object_store_mb is None else object_store_mb * 2**20,

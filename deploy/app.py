@@ -63,7 +63,7 @@ class RunningApp:
         shards: expert to handle of its replay shard.
         registry: handle of the weight registry.
         board: handle of the load board.
-        trainer: handle of the trainer, None where training is off.
+        trainers: gives the handles of the trainers that are there, by name.
         description: what the target said of itself at the start.
     """
 
@@ -71,9 +71,14 @@ class RunningApp:
     shards: dict[str, Any]
     registry: Any
     board: Any
-    trainer: Any
+    trainers: Callable[[], dict[str, Any]]
     description: dict[str, Any]
     _stops: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def trainer(self) -> Any:
+        """Handle of the first trainer that is there, None where there is none."""
+        return next(iter(self.trainers().values()), None)
 
     def stop(self) -> None:
         """End everything that :func:`start` began; a second call does nothing.
@@ -136,6 +141,8 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         )
         actors = starting.result()
     stops.append(lambda: learning.stop_actors(actors))
+    trainers = learning.keep_trainers(config, actors.board).start()
+    stops.append(trainers.stop)
     stops.append(lambda: serve.delete(APPLICATION))
     _deploy(build_app(config, actors))
     learning.wait_for(actors, _ANSWER_S)
@@ -149,7 +156,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         shards=shards,
         registry=actors.registry,
         board=actors.board,
-        trainer=actors.trainer,
+        trainers=trainers.handles,
         description=description,
         _stops=stops,
     )
@@ -305,7 +312,8 @@ def _gpu_share(config: PacelineConfig) -> float:
     gpus = float(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or config.target.device == "cpu":
         return 0
-    taken = learning.trainer_gpus(config) + learning.rank_gpus(config)
+    each = learning.trainer_gpus(config) + learning.rank_gpus(config)
+    taken = each * config.training.trainers
     taken += experts.pool_gpus(config)
     if taken >= gpus:
         raise ConfigError(

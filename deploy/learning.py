@@ -1,4 +1,4 @@
-"""Start and end the actors that learn: shards, registry, board, trainer.
+"""Start and end the actors that learn: shards, registry, board, trainers.
 
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
@@ -16,8 +16,10 @@ from ray.util import metrics
 
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.scorer import Scorer
+from paceline.actors.training.tenancy import Tenant
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.fingerprint import fingerprints
+from paceline.cluster.leases import Fraction, LeaseSettings
 from paceline.cluster.named import NamedActor
 from paceline.cluster.session import NAMESPACE
 from paceline.deploy.added import with_added
@@ -27,25 +29,28 @@ from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
 from paceline.deploy.monitoring.sink import RaySink
-from paceline.deploy.placement import actor_options
+from paceline.deploy.pending import rooms
+from paceline.deploy.placement import actor_options, booked
 from paceline.deploy.ranks import hiring, node_address
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.status import LearningActors
+from paceline.deploy.trainers import TrainerKeeper
 
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
 
-_REGISTRY, _BOARD, _TRAINER = "paceline-registry", "paceline-board", "paceline-trainer"
+_REGISTRY, BOARD, _TRAINER = "paceline-registry", "paceline-board", "paceline-trainer"
 _TRAINER_GPU_SHARE = 0.25
+_YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
 _MEBIBYTE = 2**20
 _HOUR_S = 3600.0
 
 
 def start_actors(config: PacelineConfig) -> LearningActors:
-    """Start them under their names; each comes back by itself when its process dies.
+    """Start all but the trainers under their names; each comes back when its process dies.
 
     Args:
-        config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
+        config: see PacelineConfig.
     """
     actors = {name: make() for name, make in makers(config).items()}
     return _gathered(config, actors.__getitem__)
@@ -57,29 +62,49 @@ def named_actors(config: PacelineConfig) -> LearningActors:
 
 
 def makers(config: PacelineConfig) -> dict[str, Callable[[], Any]]:
-    """Name to what starts that actor and returns its handle, in the order of their needs.
+    """Name to what starts that actor and returns its handle; trainers need them all.
 
     Args:
-        config: see PacelineConfig; ``training.enabled`` false leaves the trainer out.
+        config: see PacelineConfig.
     """
     found: dict[str, Callable[[], Any]] = {
         _shard_name(expert): partial(start_shard, config, expert)
         for expert in config.drafts.experts
     }
-    found |= {_REGISTRY: partial(_registry, config), _BOARD: partial(_board, config)}
-    if config.training.enabled:
-        found[_TRAINER] = partial(_trainer, config)
-    return found
+    return found | {_REGISTRY: partial(_registry, config), BOARD: partial(_board, config)}
+
+
+def trainer_names(config: PacelineConfig) -> list[str]:
+    """Of the trainers' actors; none where nothing is learnt."""
+    if not config.training.enabled:
+        return []
+    further = range(2, config.training.trainers + 1)
+    return [_TRAINER, *(f"{_TRAINER}-{number}" for number in further)]
+
+
+def keep_trainers(config: PacelineConfig, board: Any) -> TrainerKeeper:
+    """What starts the trainers and keeps them, not started yet.
+
+    Args:
+        config: see PacelineConfig.
+        board: actor handle of the load board.
+    """
+    names = trainer_names(config)
+    held = booked(_trainer_options(config)) if names else {}
+    return TrainerKeeper({n: partial(_trainer, config, n) for n in names}, held, board, rooms)
 
 
 def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningActors:
-    trainer = actor(_TRAINER) if config.training.enabled else None
+    # By their names: a trainer that has made room for a replica comes back as another actor.
+    trainers = {name: NamedActor(name) for name in trainer_names(config)}
+    trainer = trainers.pop(_TRAINER, None)
     return LearningActors(
         shards={expert: actor(_shard_name(expert)) for expert in config.drafts.experts},
         registry=actor(_REGISTRY),
-        board=actor(_BOARD),
+        board=actor(BOARD),
         trainer=trainer,
         scorer=trainer if scores_experts(config) else None,
+        further_trainers=trainers,
     )
 
 
@@ -96,14 +121,14 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
     serving = threads * config.target.num_replicas
     serving += config.drafts.pool_processes * config.drafts.num_threads
     shares_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
-    training = config.training.num_threads * config.training.ranks
+    training = config.training.num_threads * config.training.ranks * config.training.trainers
     if shares_gpu or serving + training > cores:
         return 0
     return int(config.training.max_occupancy * config.target.max_num_seqs)
 
 
 def wait_for(actors: LearningActors, seconds: float) -> None:
-    """Return when shards, registry and board answer; the trainer may take its time.
+    """Return when shards, registry and board answer; trainers may take their time.
 
     Raises:
         RuntimeError: names the one that did not come up within ``seconds``, and why.
@@ -120,10 +145,9 @@ def wait_for(actors: LearningActors, seconds: float) -> None:
 
 
 def stop_actors(actors: LearningActors) -> None:
-    """End them for good; Ray must not bring them back."""
-    for actor in (actors.trainer, actors.board, actors.registry, *actors.shards.values()):
-        if actor is not None:
-            ray.kill(actor, no_restart=True)
+    """End all but the trainers for good; Ray must not bring them back."""
+    for actor in (actors.board, actors.registry, *actors.shards.values()):
+        ray.kill(actor, no_restart=True)
 
 
 def _named(cls: type, name: str, options: Mapping[str, Any]) -> Any:
@@ -160,9 +184,11 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
 
 
 def _board(config: PacelineConfig) -> Any:
-    board = _named(MeteredBoard, _BOARD, actor_options(config.placement.learning))
+    board = _named(MeteredBoard, BOARD, actor_options(config.placement.learning))
     occupied = occupied_above(config, os.cpu_count() or 1)
-    return board.remote(config.training.idle_after_s, occupied_above=occupied)
+    reckoned = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
+    leases = LeaseSettings(yield_timeout_s=config.training.yield_timeout_s or reckoned)
+    return board.remote(config.training.idle_after_s, occupied_above=occupied, leases=leases)
 
 
 def _registry(config: PacelineConfig) -> Any:
@@ -180,9 +206,26 @@ def _registry(config: PacelineConfig) -> Any:
     )
 
 
-def _trainer(config: PacelineConfig) -> Any:
-    options = actor_options(config.placement.trainer, trainer_gpus(config))
-    return _named(TrainerActor, _TRAINER, options).remote(config)
+def _trainer(config: PacelineConfig, name: str) -> Any:
+    return _named(TrainerActor, name, _trainer_options(config)).remote(config, name)
+
+
+def _trainer_options(config: PacelineConfig) -> dict[str, Any]:
+    return actor_options(config.placement.trainer, trainer_gpus(config))
+
+
+def _fractions(config: PacelineConfig, name: str) -> tuple[Fraction, ...]:
+    """What a trainer on this node may compute on.
+
+    Its own where Ray books something for it; else any of the node's cores, as many as it has
+    threads, which the trainers of a node share.
+    """
+    node = str(ray.get_runtime_context().get_node_id())
+    if amounts := booked(_trainer_options(config)):
+        return (Fraction(name, node, amounts),)
+    each = config.training.num_threads * config.training.ranks
+    count = max(1, (os.cpu_count() or 1) // each)
+    return tuple(Fraction(f"{node}/{number}", node) for number in range(count))
 
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
@@ -213,16 +256,16 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
 
 
 class TrainerActor(Trainer):
-    """The trainer, and beside it the scorer, which needs the same libraries in memory.
+    """A trainer, and beside the first one the scorer, which needs the same libraries in memory.
 
     It looks the others up by name whenever Ray starts it, and again now and then: handles among
     its arguments would be objects that a restart may not find, and Ray warns of it.
     """
 
-    def __init__(self, config: PacelineConfig) -> None:
-        """See Trainer."""
+    def __init__(self, config: PacelineConfig, name: str = _TRAINER) -> None:
+        """See Trainer; ``name`` is the actor's."""
         shards = {name: NamedActor(_shard_name(name)) for name in config.drafts.experts}
-        registry, board = NamedActor(_REGISTRY), NamedActor(_BOARD)
+        registry, board = NamedActor(_REGISTRY), NamedActor(BOARD)
         for actor in (*shards.values(), registry, board):
             actor.find()  # without them there is nothing to learn from or for
         config = with_added(config)  # since the first start; their shards are told of by others
@@ -230,9 +273,10 @@ class TrainerActor(Trainer):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
-            jury = beside.submit(make_jury, config).result()
+            jury = beside.submit(make_jury, config).result() if name == _TRAINER else None
         hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
-        super().__init__(settings, shards, registry, board, hire, node_address())
+        tenant = Tenant(name, _fractions(config, name), alone=config.training.trainers == 1)
+        super().__init__(settings, shards, registry, board, hire, node_address(), tenant)
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
@@ -254,7 +298,7 @@ class TrainerActor(Trainer):
 
 
 def trainer_gpus(config: PacelineConfig) -> float:
-    """The part of a GPU that the trainer takes from the target, 0 where there is none."""
+    """The part of a GPU that a trainer takes from the target, 0 where there is none."""
     if not config.training.enabled:
         return 0.0
     reckoned = _TRAINER_GPU_SHARE if _has_gpu(config) else 0.0

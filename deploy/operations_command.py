@@ -96,7 +96,7 @@ def drain(url: str, say: Say, *, on: bool = True, wait_s: float = 600.0) -> bool
 def status_words(url: str, status: Mapping[str, Any]) -> str:
     """The status on one screen; a part that does not answer is named with its error."""
     lines = [*_target(url, _part(status, "target")), *_load(_part(status, "board")), ""]
-    lines += [*_drafts(status), "", *_trainer(status)]
+    lines += [*_drafts(status), "", *_trainer(status), *_leases(_part(status, "board"))]
     decisions = status.get("decisions")
     if isinstance(decisions, list) and decisions:
         lines += ["", table(decisions[-_DECISIONS:])]
@@ -153,7 +153,13 @@ def _drafts(status: Mapping[str, Any]) -> list[str]:
 def _trainer(status: Mapping[str, Any]) -> list[str]:
     if "trainer" not in status:
         return ["trainer   off"]
-    trainer = _part(status, "trainer")
+    lines = _one_trainer(_part(status, "trainer"))
+    for trainer in _part(status, "further_trainers").values():
+        lines += _one_trainer(trainer) if isinstance(trainer, Mapping) else []
+    return lines
+
+
+def _one_trainer(trainer: Mapping[str, Any]) -> list[str]:
     if "error" in trainer:
         return [f"trainer   does not answer ({trainer['error']})"]
     topic = f" {trainer['topic']}" if trainer.get("topic") else ""
@@ -165,3 +171,19 @@ def _trainer(status: Mapping[str, Any]) -> list[str]:
     if trainer.get("last_error"):
         lines.append(f"          {trainer['failures']} failures, last: {trainer['last_error']}")
     return lines
+
+
+def _leases(board: Mapping[str, Any]) -> list[str]:
+    """Who computes, and what became of idle time; nothing of a board that does not tell."""
+    if "leases_ended" not in board:
+        return []
+    states = [lease["state"] for lease in board["leases"]]
+    said = [f"{states.count(state)} {state}" for state in sorted(set(states))]
+    said += [f"{name} freed for a replica" for name in board["trainers_freed"]]
+    used, idle = board["idle_s"]["used"], sum(board["idle_s"].values())
+    longest = board["longest_yield_s"]
+    tail = "" if longest is None else f", yields {1e3 * longest:.0f} ms at most"
+    return [
+        f"leases    {', '.join(said) or 'none'}; {used:.0f} of {idle:.0f} s idle used{tail}, "
+        f"{board['leases_ended']['killed']} killed"
+    ]

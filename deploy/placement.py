@@ -76,5 +76,12 @@ def actor_options(amounts: Mapping[str, float], num_gpus: float = 0.0) -> dict[s
     return options
 
 
+def booked(options: Mapping[str, Any]) -> dict[str, float]:
+    """Resource to the amount that Ray books by these actor options, without zeros."""
+    amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    amounts |= options.get("resources", {})
+    return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+
+
 def _custom(amounts: Mapping[str, float]) -> set[str]:
     return {name for name, amount in amounts.items() if name not in ("CPU", "GPU") and amount > 0}

@@ -88,12 +88,21 @@ def _pool_warnings(config: PacelineConfig) -> list[str]:
 
 def _rank_warnings(config: PacelineConfig) -> list[str]:
     training, cores = config.training, os.cpu_count() or 1
-    if training.ranks == 1 or training.ranks * training.num_threads < cores or not _on_cpu(config):
+    wanted = training.ranks * training.num_threads
+    if config.placement.trainer_is_apart or not training.enabled:
         return []
-    return [
-        f"training.ranks: {training.ranks} processes step together on {cores} cores that serving "
-        "uses too: ranks that wait for a core slow one another down"
-    ]
+    found = []
+    if training.ranks > 1 and wanted >= cores and _on_cpu(config):
+        found.append(
+            f"training.ranks: {training.ranks} processes step together on {cores} cores that "
+            "serving uses too: ranks that wait for a core slow one another down"
+        )
+    if training.trainers > 1 and wanted * training.trainers > cores and _on_cpu(config):
+        found.append(
+            f"training.trainers: {training.trainers} trainers take turns on {cores} cores, and "
+            "each of them keeps its drafts in memory"
+        )
+    return found
 
 
 def _router_warnings(config: PacelineConfig) -> list[str]:

@@ -206,6 +206,11 @@ class TrainingConfig(Section):
     ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
     merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
     of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
+
+    ``trainers`` learn different topics at the same time, each in a process with its own ranks. A
+    trainer that computes on, ``yield_timeout_s`` after a request has come, is started anew; None
+    is 2 s on GPUs, and a minute on CPUs, where it runs at the lowest priority: one that serving
+    leaves no time to come to its end does not hang, and takes nothing from anybody.
     """
 
     enabled: bool = True
@@ -228,6 +233,8 @@ class TrainingConfig(Section):
     lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
     ranks: Count = 1
+    trainers: Count = 1
+    yield_timeout_s: Seconds | None = None
 
     @property
     def trial_share(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _TIMEOUT_S = 2.0
@@ -16,7 +16,7 @@ class LearningActors:
     """Handles of the actors that learn; each may be dead at any moment, or None.
 
     ``scorer`` compares experts, and lives in the trainer's process. ``steward`` is the Serve
-    handle of what keeps them all on a cluster.
+    handle of what keeps them all on a cluster. ``further_trainers`` are by their names.
     """
 
     shards: Mapping[str, Any]
@@ -25,6 +25,7 @@ class LearningActors:
     trainer: Any
     scorer: Any = None
     steward: Any = None
+    further_trainers: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def _ask(actor: Any, method: str, *arguments: Any) -> Any:
@@ -51,10 +52,15 @@ async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
         asked["board"] = _ask(actors.board, "snapshot")
     if actors.steward is not None:
         asked["steward"] = _ask(actors.steward, "describe")
+    further = {name: _ask(one, "status") for name, one in actors.further_trainers.items()}
     shards = {topic: _ask(shard, "stats") for topic, shard in actors.shards.items()}
-    answers = await asyncio.gather(*asked.values(), *shards.values())
-    status = dict(zip(asked, answers, strict=False))
+    first, others, found = await asyncio.gather(
+        *(asyncio.gather(*group.values()) for group in (asked, further, shards))
+    )
+    status = dict(zip(asked, first, strict=True))
+    if further:
+        status["further_trainers"] = dict(zip(further, others, strict=True))
     if isinstance(status.get("decisions"), list):
         status["decisions"] = status["decisions"][-_DECISIONS:]
-    status["shards"] = dict(zip(shards, answers[len(asked) :], strict=True))
+    status["shards"] = dict(zip(shards, found, strict=True))
     return status

@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError
 
+from paceline.cluster.named import NamedActor
 from paceline.deploy.config import PacelineConfig
-from paceline.deploy.learning import makers
+from paceline.deploy.learning import BOARD, keep_trainers, makers
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,18 @@ class Steward:
         self._makers = makers(config)
         self._handles: dict[str, Any] = {}
         self._made = dict.fromkeys(self._makers, 0)
+        self._trainers = keep_trainers(config, NamedActor(BOARD))
         self._error: str | None = None
         self._looked_at = time.monotonic()
         threading.Thread(target=self._keep, name="paceline-steward", daemon=True).start()
 
     async def describe(self) -> dict[str, Any]:
         """Actor to how often it was made here, and the last error in words, or None."""
-        return {"made": dict(self._made), "last_error": self._error}
+        trainers = self._trainers.describe()
+        return {
+            "made": self._made | trainers["made"],
+            "last_error": self._error or trainers["last_error"],
+        }
 
     def check_health(self) -> None:
         """Serve's health check; RuntimeError has Serve replace this replica."""
@@ -54,6 +60,7 @@ class Steward:
             raise RuntimeError("the steward does not get on")
 
     def _keep(self) -> None:
+        learns = False
         while True:
             for name in self._missing():
                 self._looked_at = math.inf  # marks of large models are read for minutes
@@ -64,6 +71,9 @@ class Steward:
                     self._error = f"{name}: {type(error).__name__}: {error}"
                     logger.info("%s is not made yet (%s)", name, error)
                     break  # those after it need it
+            if not learns and len(self._handles) == len(self._makers):
+                self._trainers.start()
+                learns = True
             self._looked_at = time.monotonic()
             time.sleep(_EVERY_S)
 

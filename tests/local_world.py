@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.rounds import Rounds
-from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.schedule import ScheduleSettings, Want, best
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.tenancy import Note, Turn
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat import FlatWeights
 from paceline.actors.weights.registry import WeightRegistry
@@ -49,6 +50,18 @@ class LocalWorld:
 
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         self.shards[topic].update_losses(losses)
+
+    def notes(self) -> dict[str, Note]:
+        return {}
+
+    def take(self, wanted: Sequence[Want]) -> Turn:
+        return Turn(best(wanted))
+
+    def rest(self) -> None:
+        pass
+
+    def give_back(self, note: Note) -> None:
+        pass
 
     def may_train(self) -> bool:
         return self.leave()

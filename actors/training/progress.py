@@ -11,6 +11,10 @@ class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to 
     """Raised in the midst of a round, or of scoring, when the trainer ends."""
 
 
+class Ousted(Exception):  # noqa: N818 - not an error: the trainer asks for another topic
+    """Raised where the broker knows of no round of this trainer: it was restarted, or given up."""
+
+
 class Unfit(Exception):  # noqa: N818 - not an error: other topics go on
     """Raised where a topic cannot be taught for now; says why."""
 

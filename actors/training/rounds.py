@@ -9,24 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.routing.policy import GENERAL
-from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.crew import Crew, CrewLost
-from paceline.actors.training.distiller import MicroStep
+from paceline.actors.training.drill import Drill
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, judge
-from paceline.actors.training.outlook import Outlook
-from paceline.actors.training.progress import Diverged, Progress, Seen, Stopped, Unfit
-from paceline.actors.training.schedule import (
-    TopicView,
-    TrafficMeter,
-    choose,
-    round_length,
-)
+from paceline.actors.training.progress import Diverged, Ousted, Progress, Stopped, Unfit
+from paceline.actors.training.schedule import wants
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.survey import Survey, inserted
+from paceline.actors.training.tenancy import Turn
 from paceline.actors.training.world import World
 
 logger = logging.getLogger(__name__)
@@ -61,15 +54,12 @@ class Rounds:
         self._world = world
         self._crew = crew
         self._clock = clock
-        self._sleep = sleep
-        self._stopped = stopped
-        self._rng = np.random.default_rng(settings.seed)
+        self._drill = Drill(
+            settings, world, clock=clock, sleep=sleep, stopped=stopped, taken=self._taken
+        )
         self._candidates: dict[str, Candidate] = {}
-        self._traffic = TrafficMeter()
-        self._losses: dict[str, float] = {}  # of this round's records, by request
-        self._outlook = Outlook(settings.draft_paths, settings.drift)
-        self._leave = 1.0
-        self._seen = {topic: Seen(ended_at=clock()) for topic in settings.draft_paths}
+        self._survey = Survey(settings, clock)
+        self._outlook = self._survey.outlook
         self.progress = Progress()
 
     def candidate(self, topic: str) -> Candidate:
@@ -91,21 +81,38 @@ class Rounds:
         self._enlist(self._world.added())
         stats = self._world.stats()
         self._look_out()
-        topic = choose(self._views(stats), self._settings.schedule)
-        if topic is None:
+        self._survey.hear(self._world.notes())
+        wanted = wants(self._survey.views(stats, self._candidates), self._settings.schedule)
+        turn = self._world.take(wanted)
+        if turn.topic is None and wanted:
+            self._note(state="waiting for a topic", topic=None)
+            return False
+        if turn.topic is None:
             self._note(state="no new records", topic=None)
             return False
+        try:
+            return self._teach(turn.topic, turn, stats)
+        finally:
+            candidate = self._candidates.get(turn.topic)
+            self._world.give_back(self._survey.note(turn.topic, candidate))
+
+    def _teach(self, topic: str, turn: Turn, stats: dict[str, dict[str, Any]]) -> bool:
+        """A round of a topic, and what to do where it fails."""
         versions = self._world.versions()
         if versions is None:
             self._note(state="waiting for the registry", topic=None)
             return False
-        seen = self._seen[topic]
+        seen = self._survey.seen(topic)
         try:
-            trained = self._round(topic, versions, stats)
+            trained = self._round(topic, turn, versions, stats)
         except Unfit as why:
             seen.rest.begin(self._clock(), self._settings.schedule)
             self._note(state=str(why))
             logger.info("%s rests: %s", topic, why)
+            return False
+        except Ousted:
+            self._note(state="waiting for a topic", topic=None)
+            logger.info("%s: the round is over, the broker does not know of it", topic)
             return False
         except Stopped:
             raise
@@ -123,12 +130,11 @@ class Rounds:
         """Take up topics that were added meanwhile; they start as other experts' copies."""
         paths = self._settings.draft_paths
         for topic, like in added.items():
-            if topic in self._seen or like not in paths:
+            if self._survey.knows(topic) or like not in paths:
                 continue
             paths = {**paths, topic: paths[like]}
             self._settings = replace(self._settings, draft_paths=paths)
-            self._outlook.enlist(topic)
-            self._seen[topic] = Seen(ended_at=self._clock())
+            self._survey.enlist(topic)
             logger.info("%s: a new topic", topic)
 
     def _start_over(self) -> None:
@@ -138,14 +144,14 @@ class Rounds:
             self._crew.disband()
 
     def _round(
-        self, topic: str, versions: dict[str, int], stats: dict[str, dict[str, Any]]
+        self, topic: str, turn: Turn, versions: dict[str, int], stats: dict[str, dict[str, Any]]
     ) -> bool:
         """Train and judge; False where no time for training was left."""
         candidate = self.candidate(topic)
-        self._follow(candidate, versions.get(topic, 0))
+        self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
         self._base_on_general(candidate, versions.get(GENERAL, 0))
         self._note(state="training", topic=topic, steps=candidate.steps)
-        self._seen[topic].inserted = _inserted(stats, topic)
+        self._survey.seen(topic).inserted = inserted(stats, topic)
         train = candidate.usable(self._draw(topic, self._settings.train_records, "train", stats))
         if not train:
             raise Unfit("no usable records to learn from")
@@ -153,15 +159,16 @@ class Rounds:
         held_out = candidate.usable(held_out)
         if len(held_out) < max(self._settings.gate.min_records, 2):
             raise Unfit("too few usable records to be judged by")
-        self._losses.clear()
         try:
-            if not self._train(candidate, train):
+            drifting = self._outlook.drifting(topic)
+            if not self._drill.train(candidate, train, drifting=drifting):
                 return False
         except Diverged:
             self._turn_down(candidate, {"reason": _DIVERGED, "steps": candidate.steps}, drop=True)
             return True
-        if self._losses:
-            self._world.update_losses(topic, dict(self._losses))
+        self._world.rest()
+        if self._drill.losses:
+            self._world.update_losses(topic, dict(self._drill.losses))
         if not self._may_publish(candidate):
             return True
         self._note(state="evaluating")
@@ -186,63 +193,39 @@ class Rounds:
             logger.info("%s: drift %s", topic, figures)
             self._world.note(topic, {"outcome": "drift", **figures})
 
-    def _views(self, stats: dict[str, dict[str, Any]]) -> list[TopicView]:
-        totals = {topic: int(facts["inserted_total"]) for topic, facts in stats.items()}
-        now = self._clock()
-        self._traffic.update(totals, now)
-        views = []
-        for topic, seen in self._seen.items():
-            candidate = self._candidates.get(topic)
-            inserted = _inserted(stats, topic)
-            rejections, fruitless = self._in_vain(candidate, seen) if candidate else (0, 0)
-            views.append(
-                TopicView(
-                    name=topic,
-                    records_train=_sum(stats, topic, "records_train"),
-                    records_held_out=_sum(stats, topic, "records_held_out"),
-                    new_records=inserted - seen.inserted if inserted >= seen.inserted else inserted,
-                    traffic=self._traffic.level(topic),
-                    acceptance=candidate.acceptance if candidate else None,
-                    rejections=rejections,
-                    fruitless=fruitless,
-                    waited_s=now - seen.ended_at,
-                    resting=now < seen.rest.until,
-                    undecided=self._outlook.undecided(topic),
-                    drifting=self._outlook.drifting(topic),
-                )
-            )
-        return views
+    def _follow(self, candidate: Candidate, wanted: int, *, anew: bool) -> None:
+        """Have the candidate start from what is really served, or is its own and on trial.
 
-    def _in_vain(self, candidate: Candidate, seen: Seen) -> tuple[int, int]:
-        """Rounds in a row without a gain, and without hope of one.
-
-        A rollback that was not followed yet is one more.
+        Args:
+            candidate: of the topic.
+            wanted: the stable weight_version.
+            anew: whether another trainer has taught the topic since: what is in memory is stale.
         """
-        if self._outlook.withdrawn(candidate.topic, candidate.version):
-            return seen.rolled_back + 1, seen.rolled_back + 1
-        return candidate.rejections, candidate.fruitless
-
-    def _follow(self, candidate: Candidate, wanted: int) -> None:
-        """Have the candidate start from what is really served, or is its own and on trial."""
-        seen, on_trial = self._seen[candidate.topic], self._outlook.candidate(candidate.topic)
+        seen = self._survey.seen(candidate.topic)
+        on_trial = self._outlook.candidate(candidate.topic)
         if wanted > seen.stable:
             seen.stable, seen.rolled_back = wanted, 0
-        if candidate.version in (wanted, on_trial):
-            return
-        seen.rolled_back += candidate.version > wanted
-        newest = self._world.weights(candidate.topic)
+        if candidate.version not in (wanted, on_trial) or (anew and candidate.steps):
+            seen.rolled_back += candidate.version > wanted and not anew
+            self._take_served(candidate)
+            # What held-out records like and live requests do not shall not be tried for ever.
+            candidate.rejections = candidate.fruitless = seen.rolled_back
+        if (told := self._survey.told(candidate.topic)) is not None:
+            candidate.rejections, candidate.fruitless = told.rejections, told.fruitless
+
+    def _take_served(self, candidate: Candidate) -> None:
+        topic = candidate.topic
+        newest = self._world.weights(topic)
         if newest is None:
             raise Unfit("the registry does not hand its weights out")
         version, flat = newest
         if flat is None and version > 0:
             logger.warning(
                 "%s: the weights of version %d are lost, learning starts from the initial ones",
-                candidate.topic,
+                topic,
                 version,
             )
         candidate.take(version, flat)
-        # What held-out records like and live requests do not shall not be tried for ever.
-        candidate.rejections = candidate.fruitless = seen.rolled_back
 
     def _base_on_general(self, candidate: Candidate, version: int) -> None:
         """Lay first adapters on what ``general`` is served as; it may have learnt meanwhile."""
@@ -261,64 +244,20 @@ class Rounds:
         shares = {name: -(-count * kept // total) for name, kept in have.items()}
         return [r for name, share in shares.items() for r in self._world.sample(name, share, split)]
 
-    def _train(self, candidate: Candidate, records: Sequence[ReplayRecord]) -> bool:
-        """Micro-steps for a round's time; whether the weights moved. Raises Diverged."""
-        started, spent, length = self._clock(), 0.0, self._length(candidate.topic)
-        first = candidate.steps
-        while spent < length:
-            for batch in micro_batches(records, self._settings.micro_batch, self._rng):
-                self._wait_for_leave()
-                begun = self._clock()
-                self._leave = spent / (begun - started) if spent else self._leave
-                if begun - started > self._settings.max_round_s:
-                    return candidate.steps > first
-                step = candidate.learn(batch)
-                self._note_losses(candidate.topic, batch, step)
-                took = self._clock() - begun
-                spent += took
-                self._note(
-                    steps=candidate.steps,
-                    micro_steps=self.progress.micro_steps + 1,
-                    training_s=self.progress.training_s + took,
-                    loss=step.loss if math.isfinite(step.loss) else None,
-                )
-                if not math.isfinite(step.loss):
-                    raise Diverged
-                if spent >= length:
-                    break
-        return candidate.steps > first
-
-    def _note_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
-        """Keep the losses on a topic's own records, where its shard wants to know them."""
-        if not self._settings.report_losses:
-            return
-        for record, loss in zip(batch, step.record_losses, strict=True):
-            # what `general` makes of another topic's record is nothing to that topic's expert
-            if record.topic == topic:
-                self._losses[record.request_id] = loss
-
-    def _length(self, topic: str) -> float:
-        settings = self._settings
-        return round_length(
-            settings.round_seconds,
-            self._leave,
-            settings.max_round_s,
-            drifting=self._outlook.drifting(topic),
-            settings=settings.schedule,
+    def _taken(self, steps: int, seconds: float, loss: float) -> None:
+        """Note a micro-step."""
+        self._note(
+            steps=steps,
+            micro_steps=self.progress.micro_steps + 1,
+            training_s=self.progress.training_s + seconds,
+            loss=loss if math.isfinite(loss) else None,
         )
-
-    def _wait_for_leave(self) -> None:
-        while not self._world.may_train():
-            if self._stopped():
-                raise Stopped
-            self._sleep(self._settings.poll_s)
-        if self._stopped():
-            raise Stopped
 
     def _decide(
         self, candidate: Candidate, held_out: Sequence[ReplayRecord], train_records: int
     ) -> None:
-        scores, served, state = candidate.compare(held_out, self._wait_for_leave)
+        scores, served, state = candidate.compare(held_out, self._drill.wait_for_leave)
+        self._world.rest()
         looks = candidate.rejections + 1
         decision = judge(scores, served, self._settings.gate, looks=looks)
         facts = decision.facts() | {"steps": candidate.steps, "train_records": train_records}
@@ -368,14 +307,3 @@ def _hopeless(decision: GateDecision) -> bool:
 
 def _known(value: float, otherwise: float | None) -> float | None:
     return value if math.isfinite(value) else otherwise
-
-
-def _inserted(stats: dict[str, dict[str, Any]], topic: str) -> int:
-    return _sum(stats, topic, "inserted_total")
-
-
-def _sum(stats: dict[str, dict[str, Any]], topic: str, key: str) -> int:
-    """A topic's figure; of all topics together for ``general``, which learns from all."""
-    if topic == GENERAL:
-        return sum(int(facts[key]) for facts in stats.values())
-    return int(stats[topic][key]) if topic in stats else 0

@@ -117,19 +117,33 @@ def round_length(
     return max(settings.shortest_length * base_s, min(wanted, leave * longest_s))
 
 
-def priority(view: TopicView, total_traffic: float, settings: ScheduleSettings) -> float:
-    """Traffic share x headroom, more the longer the topic has waited."""
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A topic that a round may help.
+
+    Attributes:
+        topic: its name.
+        gain: what is to be expected of a round.
+        weight: the gain, more the longer the topic has waited for this trainer.
+    """
+
+    topic: str
+    gain: float
+    weight: float
+
+
+def gain(view: TopicView, total_traffic: float, settings: ScheduleSettings) -> float:
+    """Traffic share x headroom, more while the topic drifts."""
     share = view.traffic / total_traffic if total_traffic > 0 else 0.0
     if view.name == GENERAL:
         share = settings.general_share
     headroom = 1.0 - (view.acceptance if view.acceptance is not None else 0.0)
     weight = settings.drift_weight if view.drifting else 1.0
-    waited = 1.0 + view.waited_s / settings.waiting_s
-    return (share + 1e-3) * max(headroom, 0.0) * waited * weight
+    return (share + 1e-3) * max(headroom, 0.0) * weight
 
 
-def choose(views: Iterable[TopicView], settings: ScheduleSettings | None = None) -> str | None:
-    """The topic of the next round, None where no round would help.
+def wants(views: Iterable[TopicView], settings: ScheduleSettings | None = None) -> list[Want]:
+    """The topics that a round may help.
 
     Args:
         views: all topics.
@@ -137,11 +151,25 @@ def choose(views: Iterable[TopicView], settings: ScheduleSettings | None = None)
     """
     settings = settings or ScheduleSettings()
     every = list(views)
-    ready = [view for view in every if is_ready(view, settings)]
-    if not ready:
-        return None
     total = sum(view.traffic for view in every if view.name != GENERAL)
-    return max(ready, key=lambda view: priority(view, total, settings)).name
+    found = []
+    for view in every:
+        if is_ready(view, settings):
+            expected = gain(view, total, settings)
+            waited = 1.0 + view.waited_s / settings.waiting_s
+            found.append(Want(view.name, expected, expected * waited))
+    return found
+
+
+def best(wanted: Iterable[Want]) -> str | None:
+    """The topic of the next round of a trainer that is alone, None where none is wanted."""
+    first = max(wanted, key=lambda want: want.weight, default=None)
+    return None if first is None else first.topic
+
+
+def choose(views: Iterable[TopicView], settings: ScheduleSettings | None = None) -> str | None:
+    """The :func:`best` of what these views want."""
+    return best(wants(views, settings))
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.training.tenancy import Tenant
 
 if TYPE_CHECKING:
     from paceline.actors.training.crew import Crew, Hand
@@ -38,6 +39,7 @@ class Trainer:
         board: Any,
         hire: Callable[[Place], Hand] | None = None,
         address: str = "127.0.0.1",
+        tenant: Tenant | None = None,
     ) -> None:
         """Start learning.
 
@@ -48,6 +50,7 @@ class Trainer:
             board: actor handle of the LoadBoard; None always gives leave.
             hire: starts the process of a further rank; needed where ``settings.ranks`` is not 1.
             address: of this node, at which further ranks find this one.
+            tenant: who this trainer is to the board; None is the only one.
         """
         # Before torch runs anything: threads that wait must not burn the server's cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -55,6 +58,7 @@ class Trainer:
         self._settings = settings
         self._handles = (dict(shards), registry, board)
         self._hire, self._address = hire, address
+        self._tenant = tenant or Tenant()
         self._stop = threading.Event()
         self._rounds: Rounds | None = None
         self._failures = 0
@@ -102,7 +106,7 @@ class Trainer:
 
         torch.set_num_threads(self._settings.num_threads)
         shards, registry, board = self._handles
-        world = RayWorld(shards, registry, board, self._settings.timeout_s)
+        world = RayWorld(shards, registry, board, self._settings.timeout_s, self._tenant)
         forbid_compiling()
         crew = self._crew()
         self._rounds = Rounds(self._settings, world, crew=crew, stopped=self._stop.is_set)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import ray
 
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
+from paceline.actors.training.progress import Ousted
+from paceline.actors.training.schedule import Want, best
+from paceline.actors.training.tenancy import Note, Tenant, Turn
 from paceline.actors.weights.catalogue import TopicsView
 from paceline.actors.weights.flat import FlatWeights
 
@@ -27,8 +32,20 @@ class World(Protocol):
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         """Tell a topic's shard the latest loss on records, by request id; nothing waits for it."""
 
+    def notes(self) -> dict[str, Note]:
+        """What other trainers said last of the topics that they had last."""
+
+    def take(self, wanted: Sequence[Want]) -> Turn:
+        """A topic of these for a round, which :meth:`give_back` ends."""
+
     def may_train(self) -> bool:
-        """Leave for one micro-step."""
+        """Leave for one micro-step; raises Ousted where the round is to end at once."""
+
+    def rest(self) -> None:
+        """No micro-step for a while: others may have the processor."""
+
+    def give_back(self, note: Note) -> None:
+        """The round has ended."""
 
     def versions(self) -> dict[str, int] | None:
         """Topic to stable weight_version; None where the registry does not answer."""
@@ -62,7 +79,12 @@ class RayWorld:
     """The outside over Ray: every call bounded in time, every failure survived."""
 
     def __init__(
-        self, shards: Mapping[str, Any], registry: Any, board: Any, timeout_s: float
+        self,
+        shards: Mapping[str, Any],
+        registry: Any,
+        board: Any,
+        timeout_s: float,
+        tenant: Tenant | None = None,
     ) -> None:
         """Take actor handles.
 
@@ -71,11 +93,14 @@ class RayWorld:
             registry: WeightRegistry.
             board: LoadBoard; None always gives leave.
             timeout_s: longest wait per call.
+            tenant: who trains; None is somebody who computes now and then, and takes no topic.
         """
         self._shards = dict(shards)
         self._registry = registry
         self._board = board
         self._timeout_s = timeout_s
+        self._tenant = tenant
+        self._life = uuid.uuid4().hex  # a trainer that comes back is another to the board
         self._topics = TopicsView(etag="")
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -108,11 +133,51 @@ class RayWorld:
         except Exception as error:
             logger.info("%s: losses were not handed on (%s)", topic, type(error).__name__)
 
+    def notes(self) -> dict[str, Note]:
+        """What other trainers said; nothing where there are none."""
+        if self._board is None or self._tenant is None or self._tenant.alone:
+            return {}
+        told = self._get(self._board.notes.remote(self._tenant.name)) or {}
+        return {topic: Note(**note) for topic, note in told.items()}
+
+    def take(self, wanted: Sequence[Want]) -> Turn:
+        """A topic of these; none where the board does not answer."""
+        if self._board is None or self._tenant is None:
+            return Turn(best(wanted))
+        gains = {want.topic: want.gain for want in wanted}
+        who = self._tenant
+        answer = self._get(self._board.ask.remote(who.name, self._life, who.fractions, gains))
+        if answer is None:
+            return Turn(None)
+        # Whatever a board that was restarted believes: beside one that is alone nobody had it.
+        return Turn(answer["topic"], answer["anew"] and not who.alone)
+
     def may_train(self) -> bool:
         """Leave for one micro-step; a board that does not answer gives none."""
         if self._board is None:
             return True
-        return bool(self._get(self._board.may_train.remote(), 1.0))
+        if self._tenant is None:
+            return bool(self._get(self._board.may_train.remote(), 1.0))
+        verdict = self._get(self._board.check.remote(self._tenant.name, self._life), 1.0)
+        if verdict == "stop":
+            raise Ousted
+        return bool(verdict == "go")
+
+    def rest(self) -> None:
+        """Tell the board; nothing waits for it."""
+        self._tell("rest")
+
+    def give_back(self, note: Note) -> None:
+        """Tell the board; what it does not hear of, the next question tells it."""
+        self._tell("release", asdict(note))
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        if self._board is None or self._tenant is None:
+            return
+        try:
+            getattr(self._board, method).remote(self._tenant.name, self._life, *arguments)
+        except Exception as error:
+            logger.info("the board was not told (%s)", type(error).__name__)
 
     def versions(self) -> dict[str, int] | None:
         """Topic to stable weight_version."""

@@ -22,8 +22,9 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import DistillerSettings, MicroStep
 from paceline.actors.training.rounds import Rounds
-from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.schedule import ScheduleSettings, Want, best
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.tenancy import Note, Turn
 from paceline.actors.weights.flat import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
@@ -109,6 +110,20 @@ class LocalWorld:
     def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
         """As the shard draws them."""
         return [decode(data) for data in self.shards[topic].sample(count, split)]
+
+    def notes(self) -> dict[str, Note]:
+        """There is no other trainer."""
+        return {}
+
+    def take(self, wanted: Sequence[Want]) -> Turn:
+        """The best of them: nobody else trains."""
+        return Turn(best(wanted))
+
+    def rest(self) -> None:
+        """Nobody waits for the processor."""
+
+    def give_back(self, note: Note) -> None:
+        """Nobody else has the topic next."""
 
     def may_train(self) -> bool:
         """Always."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ray.util import metrics
 
 from paceline.actors.replay.shard import ReplayShard
 from paceline.cluster.board import LoadBoard
-from paceline.deploy.monitoring.exporter import Exporter
+from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import board_samples, shard_samples
 from paceline.deploy.monitoring.sink import RaySink
 
@@ -28,4 +29,7 @@ class MeteredBoard(LoadBoard):
     def __init__(self, *args: Any, **options: Any) -> None:
         """See LoadBoard."""
         super().__init__(*args, **options)
-        self._exporter = Exporter(lambda: board_samples(self.snapshot()), RaySink(metrics)).start()
+        self._exporter = Exporter(self._samples, RaySink(metrics)).start()
+
+    def _samples(self) -> Iterable[Sample]:
+        return board_samples(self.snapshot(), self.yields())

@@ -272,6 +272,37 @@ METRICS: tuple[Metric, ...] = (
     Metric("training_leave_asked", _COUNT, BOARD, "Times that a trainer asked for leave"),
     Metric("training_leave_granted", _COUNT, BOARD, "Of these, times that it got it"),
     Metric("serving_replicas", _GAUGE, BOARD, "Target replicas that have reported lately"),
+    Metric(
+        "serving_replicas_pending",
+        _GAUGE,
+        BOARD,
+        "Replicas of Serve that wait for room, where trainers could make some",
+    ),
+    Metric("trainers_freed", _GAUGE, BOARD, "Trainers that were ended to make room"),
+    Metric(
+        "training_leases",
+        _GAUGE,
+        BOARD,
+        "Trainers that compute, are to yield, have a topic and wait, or have none",
+        ("state",),
+    ),
+    Metric(
+        "training_leases_ended", _COUNT, BOARD, "Leases of trainers by how they ended", ("how",)
+    ),
+    Metric(
+        "idle_seconds",
+        _COUNT,
+        BOARD,
+        "Seconds in which serving was idle: used, with a trainer that waits, and with none",
+        ("use",),
+    ),
+    Metric(
+        "training_yield_seconds",
+        _TIMES,
+        BOARD,
+        "From a request that ends idleness, or a pause, to the trainer's stop",
+        buckets=_SHORT,
+    ),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}

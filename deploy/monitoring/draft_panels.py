@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from paceline.deploy.monitoring.promql import TOPIC, Panel, Query, gauge, rate, ratio
+from paceline.deploy.monitoring.promql import (
+    TOPIC,
+    Panel,
+    Query,
+    gauge,
+    quantiles,
+    rate,
+    ratio,
+)
 
 _LEARNT = f'{TOPIC},slot!="initial"'
 _FIRST = f'{TOPIC},position="0"'
@@ -168,6 +176,29 @@ LEARNING = (
             Query(gauge("draining"), "draining"),
         ),
         "percentunit",
+    ),
+    Panel(
+        "Idle time",
+        "Seconds per second in which serving was idle, by the use that trainers made of them.",
+        (Query(rate("idle_seconds", "use"), "{{use}}"),),
+        "percentunit",
+        stacked=True,
+    ),
+    Panel(
+        "Leases",
+        "Trainers by what they do, those that made room for replicas, and replicas that wait.",
+        (
+            Query(gauge("training_leases", "state", how="sum"), "{{state}}"),
+            Query(gauge("trainers_freed"), "freed"),
+            Query(gauge("serving_replicas_pending"), "replicas waiting"),
+            Query(f"60 * {rate('training_leases_ended', 'how')}", "{{how}} per minute"),
+        ),
+    ),
+    Panel(
+        "Time to yield",
+        "From a request that ends idleness to the trainer's stop.",
+        quantiles("training_yield_seconds"),
+        "s",
     ),
     Panel(
         "Training",

@@ -34,6 +34,13 @@ TRAINER_STATES = {
     "waiting for the registry": "waiting_for_registry",
     "waiting for the canary": "waiting_for_canary",
     "rolled back": "rolled_back",
+    "waiting for a topic": "waiting_for_topic",
+}
+LEASE_STATES = {
+    "working": "working",
+    "revoked": "revoked",
+    "waiting": "waiting",
+    "no topic": "no_topic",
 }
 _UNFIT = "topic_unfit"  # any other: why a topic cannot be taught for now
 
@@ -207,11 +214,21 @@ def trainer_samples(
             yield Sample("routing_weight", weight, (topic, expert))
 
 
-def board_samples(snapshot: Mapping[str, Any]) -> Iterator[Sample]:
-    """Of ``LoadBoard.snapshot``."""
+def board_samples(snapshot: Mapping[str, Any], yields: Iterable[float]) -> Iterator[Sample]:
+    """Of ``LoadBoard.snapshot`` and ``LoadBoard.yields``."""
     yield Sample("training_leave", float(snapshot["may_train"]))
     yield Sample("training_paused", float(snapshot["paused"]))
     yield Sample("draining", float(snapshot["draining"]))
     yield Sample("training_leave_asked", snapshot["asked"])
     yield Sample("training_leave_granted", snapshot["granted"])
     yield Sample("serving_replicas", snapshot["replicas"])
+    yield Sample("serving_replicas_pending", snapshot["replicas_pending"])
+    yield Sample("trainers_freed", len(snapshot["trainers_freed"]))
+    states = [lease["state"] for lease in snapshot["leases"]]
+    for state, label in LEASE_STATES.items():
+        yield Sample("training_leases", states.count(state), (label,))
+    for ending, total in snapshot["leases_ended"].items():
+        yield Sample("training_leases_ended", total, (ending,))
+    for use, seconds in snapshot["idle_s"].items():
+        yield Sample("idle_seconds", seconds, (use,))
+    yield from (Sample("training_yield_seconds", seconds) for seconds in yields)

@@ -174,6 +174,7 @@ export class Live {
       ["now", trainerWords(trainer)],
       ["leave to train", waits(board) || "given"],
       ["asked, and given", `${count(board.asked)}, ${granted}`],
+      ...leases(board),
       ["time spent training", known(trainer.training_s) ? `${count(trainer.training_s)} s` : "–"],
       ["loss", figure(trainer.loss, 3)],
       ["rounds that failed", count(trainer.failures)],
@@ -210,6 +211,18 @@ function trainerWords(trainer) {
   if (trainer.error) return "does not answer";
   if (!trainer.state) return "off";
   return trainer.topic && ["training", "evaluating"].includes(trainer.state) ? `${trainer.state} ${trainer.topic}` : trainer.state;
+}
+
+// Who computes now, and what became of idle time; nothing of a board that does not tell.
+function leases(board) {
+  if (!board.leases) return [];
+  const idle = Object.values(object(board.idle_s)).reduce((sum, seconds) => sum + seconds, 0);
+  const now = board.leases.map((one) => (one.topic ? `${one.state} (${one.topic})` : one.state));
+  return [
+    ["leases", now.join(", ") || "none"],
+    ["idle time used", `${count(object(board.idle_s).used)} of ${count(idle)} s`],
+    ["longest yield, killed", `${known(board.longest_yield_s) ? `${count(1000 * board.longest_yield_s)} ms` : "–"}, ${count(object(board.leases_ended).killed)}`],
+  ];
 }
 
 // Why the trainer may not train just now.

@@ -18,7 +18,14 @@ from paceline.deploy.cluster_app import build
 from paceline.deploy.config import load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
-NAMES = {"paceline-registry", "paceline-board", "paceline-shard-general", "paceline-shard-sql"}
+TRAINERS = {"paceline-trainer", "paceline-trainer-2"}
+NAMES = {
+    "paceline-registry",
+    "paceline-board",
+    "paceline-shard-general",
+    "paceline-shard-sql",
+    *TRAINERS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[
             "drafts.general": str(folder / "draft"),
             "drafts.topics": ["sql"],
             "router.enabled": False,
-            "training.enabled": False,
+            "training.trainers": 2,
             "replay.persist": True,
         },
     )
@@ -80,6 +87,21 @@ def test_what_ray_gives_up_on_is_made_anew_under_its_name(handle: Any) -> None:
     assert eventually(lambda: versions() == {"general": 0, "sql": 0})
     assert eventually(lambda: made(handle)["paceline-registry"] == 2)
     assert made(handle) == dict.fromkeys(NAMES, 1) | {"paceline-registry": 2}
+
+
+def test_a_trainer_that_ray_gives_up_on_is_made_anew_and_both_have_themselves_heard(
+    handle: Any,
+) -> None:
+    def heard() -> set[str]:
+        board = ray.get_actor("paceline-board", NAMESPACE)
+        leases = ray.get(board.snapshot.remote(), timeout=30)["leases"]
+        return {lease["trainer"] for lease in leases}
+
+    eventually(lambda: heard() == TRAINERS)
+    ray.kill(ray.get_actor("paceline-trainer-2", NAMESPACE), no_restart=True)
+    assert eventually(lambda: made(handle)["paceline-trainer-2"] == 2)
+    eventually(lambda: named() == NAMES)
+    assert made(handle)["paceline-trainer"] == 1
 
 
 def test_nothing_outlives_the_application(handle: Any, storage: Path) -> None:  # noqa: ARG001

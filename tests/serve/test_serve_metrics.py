@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 CHAT = {"model": "paceline", "messages": [{"role": "user", "content": "List all files"}]}
 # Learning is off here, and drafts are colocated.
-LATER = {"expected_acceptance", "expert_answers", "expert_connected"}
+LATER = {"expected_acceptance", "expert_answers", "expert_connected", "training_yield_seconds"}
 WAIT_S = 40.0
 
 

@@ -71,6 +71,17 @@ def test_pause_wins_over_idleness() -> None:
         "replicas": 0,
         "asked": 2,
         "granted": 1,
+        "leases": [],
+        "replicas_pending": 0,
+        "trainers_freed": [],
+        "idle_s": {"used": 0.0, "waiting": 0.0, "unwanted": 0.0},
+        "idle_used_share": None,
+        "leases_granted": 0,
+        "leases_ended": dict.fromkeys(("released", "revoked", "killed", "freed", "died"), 0),
+        "last_yield_s": None,
+        "longest_yield_s": None,
+        "yield_p50_s": None,
+        "yield_p99_s": None,
     }
 
 

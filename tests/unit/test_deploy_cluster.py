@@ -14,7 +14,7 @@ from paceline.cluster.named import NamedActor
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.learning import makers, named_actors, occupied_above
+from paceline.deploy.learning import makers, named_actors, occupied_above, trainer_names
 from paceline.deploy.placement import actor_options
 
 STORAGE = {"weights.storage": "/srv/somewhere"}
@@ -106,10 +106,15 @@ def deployments(application: Any) -> dict[str, dict[str, Any]]:
 def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
     asked = config(drafts__topics=["sql"])
     actors = named_actors(asked)
-    found = [*actors.shards.values(), actors.registry, actors.board, actors.trainer]
+    found = [*actors.shards.values(), actors.registry, actors.board]
     assert [actor._name for actor in found] == list(makers(asked))
     assert actors.scorer is actors.trainer
+    assert (actors.trainer._name, actors.further_trainers) == ("paceline-trainer", {})
     assert named_actors(config(training__enabled=False)).trainer is None
+    three = config(training__trainers=3)
+    further = named_actors(three).further_trainers
+    assert [actor._name for actor in further.values()] == trainer_names(three)[1:]
+    assert list(further) == ["paceline-trainer-2", "paceline-trainer-3"]
 
 
 class Cluster:

@@ -290,6 +290,14 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert row.split() == ["sql", "3", "0.75", "9", "9"]
     assert "trainer   does not answer (ActorDiedError)" in words
     assert len(words.splitlines()) <= 24
+    assert "leases" not in words  # this board tells of none
+    board = LoadBoard()
+    board.ask("paceline-trainer", "life", (), {"sql": 1.0})
+    assert board.check("paceline-trainer", "life") == "go"
+    busy = status | {"board": board.snapshot(), "further_trainers": {"t-2": {"state": "training"}}}
+    words = operations_command.status_words("http://x", busy)
+    assert "leases    1 working; 0 of 0 s idle used, 0 killed" in words
+    assert words.count("trainer   ") == 2
     bare = operations_command.status_words("http://x", {"target": {"error": "TimeoutError"}})
     assert "the target does not answer (TimeoutError)" in bare
     assert "trainer   off" in bare

@@ -208,6 +208,12 @@ def test_ranks_on_gpus_need_one_each(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
     # the trainer's quarter, and a whole one for its second rank
     assert app._gpu_share(changed(config, {"training.ranks": 2})) == 0.75
+    # a quarter for each of three
+    assert app._gpu_share(changed(config, {"training.trainers": 3})) == 1
+    assert learning.trainer_names(changed(config, {"training.trainers": 2})) == [
+        "paceline-trainer",
+        "paceline-trainer-2",
+    ]
 
 
 def test_ranks_without_cores_for_them_are_warned_of(
@@ -216,8 +222,10 @@ def test_ranks_without_cores_for_them_are_warned_of(
     ranks = changed(config, {"training.ranks": 2, "target.device": "cpu"})
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert any("2 processes step together on 2 cores" in line for line in warnings(ranks))
+    trainers = changed(config, {"training.trainers": 3, "target.device": "cpu"})
+    assert any("3 trainers take turns on 2 cores" in line for line in warnings(trainers))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert warnings(ranks) == []
+    assert warnings(ranks) == warnings(trainers) == []
 
 
 def test_what_is_configured_reaches_the_trainer(config: PacelineConfig) -> None:

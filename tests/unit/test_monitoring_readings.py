@@ -245,8 +245,20 @@ def test_a_board_s_figures() -> None:
     assert not board.may_train()
     now[0] = 120.0
     assert board.may_train()
-    samples = list(readings.board_samples(board.snapshot()))
+    board.ask("t", "life", (), {"sql": 1.0})
+    assert board.check("t", "life") == "go"
+    now[0] = 130.0
+    board.report("r", 1, 0)
+    now[0] = 130.5
+    assert board.check("t", "life") == "wait"
+    samples = list(readings.board_samples(board.snapshot(), board.yields()))
     check(samples, BOARD)
     values = {sample.name: sample.value for sample in samples}
-    assert values["training_leave_asked"] == 2
-    assert values["training_leave_granted"] == values["training_leave"] == 1
+    assert values["training_leave_asked"] == 4
+    assert values["training_leave_granted"] == 2
+    assert values["training_leave"] == 0
+    assert values["training_yield_seconds"] == 0.5
+    assert by_labels(samples, "training_leases_ended")[("revoked",)] == 1
+    assert by_labels(samples, "training_leases")[("waiting",)] == 1
+    assert by_labels(samples, "idle_seconds")[("used",)] == 10.0
+    assert not list(board.yields())  # each is one observation

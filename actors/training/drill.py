@@ -1,0 +1,110 @@
+"""The micro-steps of a round, each with leave of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.training.batches import micro_batches
+from paceline.actors.training.candidate import Candidate
+from paceline.actors.training.distiller import MicroStep
+from paceline.actors.training.progress import Diverged, Stopped
+from paceline.actors.training.schedule import round_length
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.world import World
+
+
+class Drill:
+    """Teaches a candidate for as long as a round lasts; waits wherever there is no leave."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        world: World,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        stopped: Callable[[], bool],
+        taken: Callable[[int, float, float], None],
+    ) -> None:
+        """Teach nothing yet.
+
+        Args:
+            settings: see TrainerSettings.
+            world: gives leave.
+            clock: monotonic seconds.
+            sleep: waits some seconds.
+            stopped: whether to end; looked at wherever it waits.
+            taken: hears of every micro-step: the candidate's steps, its seconds and its loss.
+        """
+        self._settings = settings
+        self._world = world
+        self._clock = clock
+        self._sleep = sleep
+        self._stopped = stopped
+        self._taken = taken
+        self._rng = np.random.default_rng(settings.seed)
+        self._leave = 1.0
+        self.losses: dict[str, float] = {}  # of this round's records, by request
+
+    def train(
+        self, candidate: Candidate, records: Sequence[ReplayRecord], *, drifting: bool
+    ) -> bool:
+        """Micro-steps for a round's time; whether the weights moved.
+
+        Raises:
+            Diverged: the loss is no number any more.
+            Ousted: the broker has ended the round.
+            Stopped: the trainer is to end.
+        """
+        self.losses.clear()
+        started, spent, length = self._clock(), 0.0, self._length(drifting)
+        first = candidate.steps
+        while spent < length:
+            for batch in micro_batches(records, self._settings.micro_batch, self._rng):
+                self.wait_for_leave()
+                begun = self._clock()
+                self._leave = spent / (begun - started) if spent else self._leave
+                if begun - started > self._settings.max_round_s:
+                    return candidate.steps > first
+                step = candidate.learn(batch)
+                self._note_losses(candidate.topic, batch, step)
+                took = self._clock() - begun
+                spent += took
+                self._taken(candidate.steps, took, step.loss)
+                if not math.isfinite(step.loss):
+                    raise Diverged
+                if spent >= length:
+                    break
+        return candidate.steps > first
+
+    def _note_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
+        """Keep the losses on a topic's own records, where its shard wants to know them."""
+        if not self._settings.report_losses:
+            return
+        for record, loss in zip(batch, step.record_losses, strict=True):
+            # what `general` makes of another topic's record is nothing to that topic's expert
+            if record.topic == topic:
+                self.losses[record.request_id] = loss
+
+    def _length(self, drifting: bool) -> float:
+        settings = self._settings
+        return round_length(
+            settings.round_seconds,
+            self._leave,
+            settings.max_round_s,
+            drifting=drifting,
+            settings=settings.schedule,
+        )
+
+    def wait_for_leave(self) -> None:
+        """Return when a micro-step may begin; raises Ousted and Stopped."""
+        while not self._world.may_train():
+            if self._stopped():
+                raise Stopped
+            self._sleep(self._settings.poll_s)
+        if self._stopped():
+            raise Stopped

@@ -1,0 +1,122 @@
+"""What a trainer knows of its topics between two rounds, and so which it wants to teach."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.actors.routing.policy import GENERAL
+from paceline.actors.training.outlook import Outlook
+from paceline.actors.training.progress import Seen
+from paceline.actors.training.schedule import TopicView, TrafficMeter
+from paceline.actors.training.tenancy import Note
+
+if TYPE_CHECKING:
+    from paceline.actors.training.candidate import Candidate
+    from paceline.actors.training.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
+
+Stats = Mapping[str, Mapping[str, Any]]  # topic to its shard's
+
+
+class Survey:
+    """Counters at each topic's last round, traffic, live figures and what other trainers said."""
+
+    def __init__(self, settings: TrainerSettings, clock: Callable[[], float]) -> None:
+        """Know of no round yet.
+
+        Args:
+            settings: ``draft_paths``, ``drift`` and ``schedule`` are used.
+            clock: monotonic seconds.
+        """
+        self.outlook = Outlook(settings.draft_paths, settings.drift)
+        self._clock = clock
+        self._seen = {topic: Seen(ended_at=clock()) for topic in settings.draft_paths}
+        self._traffic = TrafficMeter()
+        self._told: Mapping[str, Note] = {}
+
+    def knows(self, topic: str) -> bool:
+        """Whether a topic is among them."""
+        return topic in self._seen
+
+    def enlist(self, topic: str) -> None:
+        """Take up a further topic."""
+        self.outlook.enlist(topic)
+        self._seen[topic] = Seen(ended_at=self._clock())
+
+    def seen(self, topic: str) -> Seen:
+        """What this trainer has seen of a topic."""
+        return self._seen[topic]
+
+    def hear(self, notes: Mapping[str, Note]) -> None:
+        """Take what other trainers said of the topics that they had last."""
+        self._told = notes
+
+    def told(self, topic: str) -> Note | None:
+        """What another trainer said of a topic, None where this one had it last."""
+        return self._told.get(topic)
+
+    def note(self, topic: str, candidate: Candidate | None) -> Note:
+        """What to say of a topic after a round."""
+        seen = self._seen[topic]
+        if candidate is None:
+            return Note(seen.inserted)
+        rejections, fruitless = self._in_vain(candidate, seen)
+        acceptance = None if candidate.acceptance is None else float(candidate.acceptance)
+        return Note(seen.inserted, rejections, fruitless, acceptance)
+
+    def views(self, stats: Stats, candidates: Mapping[str, Candidate]) -> list[TopicView]:
+        """All topics as the schedule sees them.
+
+        Args:
+            stats: of the shards that answered.
+            candidates: drafts in training, by topic.
+        """
+        totals = {topic: int(facts["inserted_total"]) for topic, facts in stats.items()}
+        now = self._clock()
+        self._traffic.update(totals, now)
+        return [self._view(topic, stats, candidates.get(topic), now) for topic in self._seen]
+
+    def _view(self, topic: str, stats: Stats, candidate: Candidate | None, now: float) -> TopicView:
+        seen, told = self._seen[topic], self._told.get(topic)
+        note = told or self.note(topic, candidate)
+        records = inserted(stats, topic)
+        # Another trainer's candidate has its trial first: from here it would be lost.
+        others = told is not None and self.outlook.candidate(topic) is not None
+        return TopicView(
+            name=topic,
+            records_train=total(stats, topic, "records_train"),
+            records_held_out=total(stats, topic, "records_held_out"),
+            new_records=records - note.inserted if records >= note.inserted else records,
+            traffic=self._traffic.level(topic),
+            acceptance=note.acceptance,
+            rejections=note.rejections,
+            fruitless=note.fruitless,
+            waited_s=now - seen.ended_at,
+            resting=others or now < seen.rest.until,
+            undecided=self.outlook.undecided(topic),
+            drifting=self.outlook.drifting(topic),
+        )
+
+    def _in_vain(self, candidate: Candidate, seen: Seen) -> tuple[int, int]:
+        """Rounds in a row without a gain, and without hope of one.
+
+        A rollback that was not followed yet is one more.
+        """
+        if self.outlook.withdrawn(candidate.topic, candidate.version):
+            return seen.rolled_back + 1, seen.rolled_back + 1
+        return candidate.rejections, candidate.fruitless
+
+
+def inserted(stats: Stats, topic: str) -> int:
+    """Records that a topic's shard has ever taken."""
+    return total(stats, topic, "inserted_total")
+
+
+def total(stats: Stats, topic: str, key: str) -> int:
+    """A topic's figure; of all topics together for ``general``, which learns from all."""
+    if topic == GENERAL:
+        return sum(int(facts[key]) for facts in stats.values())
+    return int(stats[topic][key]) if topic in stats else 0
