@@ -29,6 +29,7 @@ from paceline.deploy.keeper import TopicKeeper, refusal
 from paceline.deploy.monitoring.front import MeteredIngress
 from paceline.deploy.placement import actor_options
 from paceline.deploy.preflight import check
+from paceline.deploy.scaling_policy import replica_options
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
 from paceline.deploy.topic_admin import TopicRules
@@ -238,7 +239,7 @@ def build_app(
 def _in_flight(config: PacelineConfig) -> int:
     """Sequences that one ingress replica lets in: its part of what the target takes."""
     target = config.target
-    total = target.num_replicas * target.max_num_seqs + target.max_queued_requests
+    total = target.most_replicas * target.max_num_seqs + target.max_queued_requests
     return -(-total // config.ingress.num_replicas)
 
 
@@ -287,10 +288,10 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
 def _target(config: PacelineConfig) -> serve.Deployment:
     return serve.deployment(
         name="target",
-        num_replicas=config.target.num_replicas,
+        **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=actor_options(config.placement.target, _gpu_share(config)),
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=config.target.drain_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=max(config.target.stall_timeout_s, 5.0),
@@ -312,7 +313,7 @@ def _gpu_share(config: PacelineConfig) -> float:
             f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "
             "none to the target"
         )
-    share = (gpus - taken) / config.target.num_replicas
+    share = (gpus - taken) / config.target.most_replicas
     return int(share) if share >= 1 else int(share * 100) / 100
 
 

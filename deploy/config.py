@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.placement import PlacementConfig, WeightsConfig
+from paceline.deploy.section import Section
 from paceline.deploy.sections import (
     EMBEDDED,
     AuthConfig,
@@ -21,7 +22,6 @@ from paceline.deploy.sections import (
     RayConfig,
     ReplayConfig,
     RouterConfig,
-    Section,
     TargetConfig,
     TopicsConfig,
     TrainingConfig,

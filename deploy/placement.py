@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from paceline.deploy.sections import Section
+from paceline.deploy.section import Section
 
 _OF_RAY = frozenset({"memory", "object_store_memory"})
 

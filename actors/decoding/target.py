@@ -21,6 +21,7 @@ from paceline.actors.decoding.compatibility import read_config
 from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.meter import EngineFigures
+from paceline.actors.decoding.occupancy import row_load
 from paceline.actors.decoding.outcomes import OutcomeReporter
 from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
@@ -76,6 +77,7 @@ class TargetReplica:
         self._scored = (settings.scored_share, settings.held_out_fraction)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
+        self._rows = settings.max_num_seqs
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
         self._beating: asyncio.Task[None] | None = None
         self._reported: tuple[int, int] | None = None
@@ -191,6 +193,10 @@ class TargetReplica:
     def experts(self) -> dict[str, dict[str, Any]]:
         """State and counts of every expert of the pool; empty where drafts are colocated."""
         return {} if self._pool is None else self._pool.describe()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of replicas goes by; Serve asks now and then where it is not fixed."""
+        return {"load": row_load(*self._loop.load(), self._rows)}
 
     def check_health(self) -> None:
         """Serve's health check; RuntimeError has Serve replace this replica."""
