@@ -183,7 +183,12 @@ def _start_expert(registry: Any, config: PacelineConfig, expert: str) -> tuple[s
 
 def _describe() -> dict[str, Any]:
     handle = serve.get_deployment_handle("target", APPLICATION)
-    facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_ANSWER_S)
+    try:
+        facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_ANSWER_S)
+    finally:
+        # Where replicas are scaled it reports for ever, and Ray is started anew for its next
+        # report once this session has ended.
+        handle.shutdown()
     return facts
 
 
