@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -11,7 +11,11 @@ from paceline.deploy.section import Section
 
 _OF_RAY = frozenset({"memory", "object_store_memory"})
 
+# Of what one process books at most this much, a host is thought to have as much again.
+_LITTLE = 0.1
+
 Amounts = dict[str, Annotated[float, Field(ge=0.0)]]
+Surge = Literal["auto", "on", "off"]
 
 
 class PlacementConfig(Section):
@@ -21,6 +25,11 @@ class PlacementConfig(Section):
     Without ``CPU`` none is booked. Without ``GPU`` the parts of target and trainer are reckoned
     from the GPUs that are there on one machine, and nothing on a cluster; an expert's is
     ``drafts.num_gpus``. ``learning`` are shards, registry, board and what keeps them.
+
+    Where the application is deployed anew on a cluster, ``surge`` starts the new replicas of
+    target, router and ingress before the old ones end, for which there must be room for both;
+    ``auto`` does where a process books no more than a tenth of anything. Otherwise the old ones
+    end first, a fifth of them at a time, one at least.
     """
 
     target: Amounts = Field(default_factory=dict)
@@ -29,8 +38,14 @@ class PlacementConfig(Section):
     ingress: Amounts = Field(default_factory=dict)
     learning: Amounts = Field(default_factory=dict)
     trainer: Amounts = Field(default_factory=dict)
+    surge: Surge = "auto"
 
-    @field_validator("*")
+    @field_validator("surge", mode="before")
+    @classmethod
+    def _yaml_switch(cls, switch: object) -> object:
+        return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
+
+    @field_validator("target", "experts", "router", "ingress", "learning", "trainer")
     @classmethod
     def _bookable(cls, amounts: dict[str, float]) -> dict[str, float]:
         if refused := sorted(_OF_RAY & amounts.keys()):
@@ -74,6 +89,18 @@ def actor_options(amounts: Mapping[str, float], num_gpus: float = 0.0) -> dict[s
     if own := {name: amounts[name] for name in sorted(_custom(amounts))}:
         options["resources"] = own
     return options
+
+
+def surge_percent(surge: Surge, options: Mapping[str, Any]) -> int:
+    """Serve's ``max_surge_percent``: replicas of a new version that start beside all old ones.
+
+    Args:
+        surge: see PlacementConfig.
+        options: of :func:`actor_options`.
+    """
+    amounts = (options["num_cpus"], options["num_gpus"], *options.get("resources", {}).values())
+    fits = all(amount <= _LITTLE for amount in amounts)
+    return 100 if surge == "on" or (surge == "auto" and fits) else 0
 
 
 def _custom(amounts: Mapping[str, float]) -> set[str]:

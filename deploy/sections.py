@@ -73,7 +73,7 @@ class TargetConfig(Section):
     cuda_graphs: bool = False
     stall_timeout_s: Seconds = 20.0
     give_up_after_s: Seconds = 120.0
-    drain_s: Seconds = 5.0
+    drain_s: Seconds | None = None
 
     @field_validator("device")
     @classmethod
@@ -281,7 +281,7 @@ class IngressConfig(Section):
     """
 
     num_replicas: Count = 1
-    drain_s: Seconds = 5.0
+    drain_s: Seconds | None = None
 
 
 class AuthConfig(Section):

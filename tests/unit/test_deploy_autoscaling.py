@@ -12,6 +12,7 @@ from paceline.actors.decoding.occupancy import row_load
 from paceline.actors.decoding.pool.busy import BusyShare
 from paceline.actors.decoding.pool.sharing import LeaseSharing
 from paceline.deploy import app, experts
+from paceline.deploy.cluster_app import for_cluster
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.scaling_policy import LoadPolicy, replica_options
@@ -127,3 +128,33 @@ def test_leases_are_shared_with_replicas_that_come_and_with_none_that_go() -> No
     assert sharing.to_end(3) == ["b", "c"]
     sharing.closed("a")
     assert sharing.to_end(4) == []
+
+
+@pytest.mark.parametrize(
+    ("surge", "amounts", "percent"),
+    [
+        ("auto", {}, 100),
+        ("auto", {"front": 0.01}, 100),
+        ("auto", {"serving": 1.0}, 0),
+        ("auto", {"GPU": 0.75}, 0),
+        ("auto", {"CPU": 2.0}, 0),
+        ("on", {"GPU": 1.0}, 100),
+        ("off", {}, 0),
+    ],
+)
+def test_successors_start_beside_the_old_ones_where_there_is_room(
+    surge: str, amounts: dict[str, float], percent: int
+) -> None:
+    given = {"GPU": 0.0} | amounts
+    config = load_config(None, {"placement.target": given, "placement.surge": surge})
+    assert app._target(config)._deployment_config.max_surge_percent == percent
+
+
+def test_on_a_cluster_what_ends_has_more_time_unless_it_is_told() -> None:
+    here = load_config(None, {"weights.storage": "/shared", **NO_GPU})
+    assert app._target(here)._deployment_config.graceful_shutdown_timeout_s == 5.0
+    cluster = for_cluster(here)
+    assert (cluster.target.drain_s, cluster.ingress.drain_s) == (30.0, 60.0)
+    told = {"weights.storage": "/shared", "target.drain_s": 7.0, "ingress.drain_s": 8.0}
+    cluster = for_cluster(load_config(None, told))
+    assert (cluster.target.drain_s, cluster.ingress.drain_s) == (7.0, 8.0)
