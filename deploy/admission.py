@@ -13,9 +13,13 @@ class Slots:
 
     def __init__(self, limit: int, per_client: int | None = None) -> None:
         """Start with none of ``limit`` taken; None lets one client take them all."""
+        self.resize(limit, per_client)
+        self._taken: Counter[str] = Counter()
+
+    def resize(self, limit: int, per_client: int | None = None) -> None:
+        """Let in so many from now on; those that are in stay, however many."""
         self._limit = limit
         self._per_client = limit if per_client is None else min(limit, per_client)
-        self._taken: Counter[str] = Counter()
 
     @property
     def taken(self) -> int:

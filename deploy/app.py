@@ -27,8 +27,9 @@ from paceline.deploy.failover import FailoverPolicy
 from paceline.deploy.ingress import IngressSettings
 from paceline.deploy.keeper import TopicKeeper, refusal
 from paceline.deploy.monitoring.front import MeteredIngress
-from paceline.deploy.placement import actor_options
+from paceline.deploy.placement import actor_options, surge_percent
 from paceline.deploy.preflight import check
+from paceline.deploy.scaling_policy import replica_options
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
 from paceline.deploy.topic_admin import TopicRules
@@ -44,6 +45,7 @@ _ROUTER_CLASS: Any = "paceline.actors.routing.router.TopicRouter"
 _REPLICA_CHOICE = "paceline.deploy.replicas.ReplicaChoice"
 _ANSWER_S = 60.0
 _STOP_S = 15.0
+_DRAIN_S = 5.0  # of target and ingress on one machine, where they end because all does
 # Read by Serve's processes when they start.
 _SERVE_ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -189,7 +191,12 @@ def _start_expert(registry: Any, config: PacelineConfig, expert: str) -> tuple[s
 
 def _describe() -> dict[str, Any]:
     handle = serve.get_deployment_handle("target", APPLICATION)
-    facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_ANSWER_S)
+    try:
+        facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_ANSWER_S)
+    finally:
+        # Where replicas are scaled it reports for ever, and Ray is started anew for its next
+        # report once this session has ended.
+        handle.shutdown()
     return facts
 
 
@@ -245,7 +252,7 @@ def build_app(
 def _in_flight(config: PacelineConfig) -> int:
     """Sequences that one ingress replica lets in: its part of what the target takes."""
     target = config.target
-    total = target.num_replicas * target.max_num_seqs + target.max_queued_requests
+    total = target.most_replicas * target.max_num_seqs + target.max_queued_requests
     return -(-total // config.ingress.num_replicas)
 
 
@@ -294,15 +301,21 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
 def _target(config: PacelineConfig) -> serve.Deployment:
     return serve.deployment(
         name="target",
-        num_replicas=config.target.num_replicas,
+        **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=actor_options(config.placement.target, _gpu_share(config)),
-        graceful_shutdown_timeout_s=5,
+        **_room(config, actor_options(config.placement.target, _gpu_share(config))),
+        graceful_shutdown_timeout_s=config.target.drain_s or _DRAIN_S,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=max(config.target.stall_timeout_s, 5.0),
         request_router_config=RequestRouterConfig(request_router_class=_REPLICA_CHOICE),
     )(_TARGET_CLASS)
+
+
+def _room(config: PacelineConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """What a replica books, and whether its successor starts beside it."""
+    percent = surge_percent(config.placement.surge, options)
+    return {"ray_actor_options": options, "max_surge_percent": percent}
 
 
 def _gpu_share(config: PacelineConfig) -> float:
@@ -320,7 +333,7 @@ def _gpu_share(config: PacelineConfig) -> float:
             f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "
             "none to the target"
         )
-    share = (gpus - taken) / config.target.num_replicas
+    share = (gpus - taken) / config.target.most_replicas
     return int(share) if share >= 1 else int(share * 100) / 100
 
 
@@ -328,7 +341,7 @@ def _router(config: PacelineConfig) -> serve.Deployment:
     return serve.deployment(
         name="router",
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=actor_options(config.placement.router),
+        **_room(config, actor_options(config.placement.router)),
         health_check_period_s=5,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=1,
@@ -341,8 +354,8 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
-        ray_actor_options=actor_options(config.placement.ingress),
-        graceful_shutdown_timeout_s=config.ingress.drain_s,
+        **_room(config, actor_options(config.placement.ingress)),
+        graceful_shutdown_timeout_s=config.ingress.drain_s or _DRAIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )(serve.ingress()(MeteredIngress))
 

@@ -18,6 +18,7 @@ from paceline.deploy.preflight import check_parts
 from paceline.deploy.steward import Steward
 
 _RECKONED = ("target", "trainer")
+_TARGET_DRAIN_S, _INGRESS_DRAIN_S = 30.0, 60.0  # a front door's end breaks what it has left
 _NO_TOPICS = (
     "On a cluster topics come from the configuration: name the topic in drafts.topics and deploy "
     "the application again."
@@ -52,7 +53,10 @@ def build(config: PacelineConfig) -> serve.Application:
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:
-    """The config with what several hosts need: experts on tcp, GPUs only where they are named.
+    """The config with what several hosts need.
+
+    Experts are on tcp, GPUs only where they are named, and what ends has time for what it has
+    begun, since the others go on.
 
     Raises:
         ConfigError: there is no storage that every host sees.
@@ -66,8 +70,12 @@ def for_cluster(config: PacelineConfig) -> PacelineConfig:
     placement: dict[str, Any] = config.placement.model_dump()
     for role in _RECKONED:
         placement[role].setdefault("GPU", 0.0)
+    target_s = config.target.drain_s or _TARGET_DRAIN_S
+    ingress_s = config.ingress.drain_s or _INGRESS_DRAIN_S
     return config.model_copy(
         update={
+            "target": config.target.model_copy(update={"drain_s": target_s}),
+            "ingress": config.ingress.model_copy(update={"drain_s": ingress_s}),
             "drafts": config.drafts.model_copy(update={"across_nodes": True}),
             "placement": type(config.placement)(**placement),
         }

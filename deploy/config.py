@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.placement import PlacementConfig, WeightsConfig
+from paceline.deploy.section import Section
 from paceline.deploy.sections import (
     EMBEDDED,
     AuthConfig,
@@ -21,7 +22,6 @@ from paceline.deploy.sections import (
     RayConfig,
     ReplayConfig,
     RouterConfig,
-    Section,
     TargetConfig,
     TopicsConfig,
     TrainingConfig,
@@ -108,7 +108,8 @@ def load_config(
     try:
         return PacelineConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from error
+        source = "config" if path is None else f"config {path}"
+        raise ConfigError(f"{source}: {explain(error, PacelineConfig)}") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -139,25 +140,28 @@ def _set(data: dict[str, Any], keys: list[str], value: Any) -> None:
     data[keys[-1]] = value
 
 
-def _explain(error: ValidationError, path: str | Path | None) -> str:
-    """The first problem of a pydantic error in one line that names the key."""
+def explain(error: ValidationError, model: type[Section]) -> str:
+    """The first problem of a pydantic error in one line that names the key.
+
+    Args:
+        error: of validating a ``model``.
+        model: whose keys a misspelt one is compared with.
+    """
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "(top level)"
     if first["type"] == "extra_forbidden":
-        reason = "no such key" + _suggestion(first["loc"])
+        reason = "no such key" + _suggestion(first["loc"], model)
     else:
         reason = first["msg"].removeprefix("Value error, ")
         reason = reason[:1].lower() + reason[1:]
-    source = "config" if path is None else f"config {path}"
     more = error.error_count() - 1
-    return f"{source}: {key}: {reason}" + (f" (and {more} more)" if more else "")
+    return f"{key}: {reason}" + (f" (and {more} more)" if more else "")
 
 
-def _suggestion(loc: tuple[int | str, ...]) -> str:
+def _suggestion(loc: tuple[int | str, ...], model: Any) -> str:
     """The known key that a misspelt one was probably meant to be."""
     from difflib import get_close_matches
 
-    model: Any = PacelineConfig
     for part in loc[:-1]:
         field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
         if field is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.deploy.config import PacelineConfig
-from paceline.deploy.sections import Section
+from paceline.deploy.section import Section
 
 DEFAULTS = Path(__file__).parent / "configs" / "default.yaml"
 _HEAD = """# Configuration
@@ -86,7 +86,7 @@ def _values(facts: Mapping[str, Any]) -> Iterator[str]:
             yield ", ".join(f"`{value}`" for value in every)
         elif part.get("type") == "array":
             yield "list of names"
-        elif part.get("type") == "object":
+        elif part.get("type") == "object" or "$ref" in part:
             yield "mapping"
         else:
             yield " ".join([_WORDS.get(part.get("type", ""), "text"), *_limits(part)]).strip()

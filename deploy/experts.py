@@ -11,6 +11,7 @@ from paceline.actors.decoding.pool.settings import ExpertSettings
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.deploy.config import PacelineConfig
 from paceline.deploy.placement import actor_options
+from paceline.deploy.scaling_policy import replica_options
 
 _PREFIX = "expert-"
 # By name: the driver then need not import torch and transformers.
@@ -51,20 +52,21 @@ def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> Ex
     return ExpertSettings(
         expert=expert,
         target=target,
-        max_sequences=config.target.max_num_seqs * config.target.num_replicas,
-        target_cores=target.num_threads * config.target.num_replicas,
+        max_sequences=config.target.max_num_seqs * config.target.most_replicas,
+        target_cores=target.num_threads * config.target.most_replicas,
         other_cores=(config.drafts.pool_processes - 1) * config.drafts.num_threads,
         device=config.target.device if config.drafts.num_gpus else "cpu",
         num_threads=config.drafts.num_threads,
         draft_ahead=config.drafts.draft_ahead,
         across_nodes=config.drafts.across_nodes,
+        scaled=config.drafts.autoscaling is not None,
     )
 
 
 def _deployment(config: PacelineConfig, expert: str) -> serve.Deployment:
     return serve.deployment(
         name=deployment_name(expert),
-        num_replicas=config.drafts.num_replicas,
+        **replica_options(config.drafts.num_replicas, config.drafts.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=actor_options(config.placement.experts, config.drafts.num_gpus),
         # A lease ends only with its target: there is nothing to wait for.

@@ -26,6 +26,7 @@ from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded, 
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
 from paceline.deploy.jobs import Job, client_gone, client_of, read_body, requests_of
+from paceline.deploy.live import Live, LiveIngress
 from paceline.deploy.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -92,7 +93,8 @@ class Ingress:
             router: Serve handle of the router deployment, or None.
             actors: what the status shows.
         """
-        self._settings = settings
+        self._settings = self._configured = settings
+        self._live = Live(LiveIngress, self._retune)
         self._target = target
         self._streams = streaming(target)
         self._failover = Failover(settings.failover)
@@ -159,6 +161,24 @@ class Ingress:
         api.add_exception_handler(Exception, _answer_error)
         return api
 
+    async def reconfigure(self, user_config: Any) -> None:
+        """Take other limits while requests run; Serve calls it. See LiveIngress."""
+        self._live.take(user_config)
+
+    def _retune(self, asked: LiveIngress) -> None:
+        changed = asked.model_dump(exclude_none=True)
+        give_up_after_s = changed.pop("give_up_after_s", None)
+        settings = replace(self._configured, **changed)
+        if give_up_after_s is not None:
+            if give_up_after_s <= settings.failover.stall_timeout_s:
+                raise ValueError("give_up_after_s: must be more than target.stall_timeout_s")
+            policy = replace(settings.failover, give_up_after_s=give_up_after_s)
+            settings = replace(settings, failover=policy)
+        self._settings = settings
+        self._failover.policy = settings.failover
+        self._slots.resize(settings.max_in_flight, settings.max_per_client)
+        self._topics.retune(settings.router_timeout_s, settings.min_confidence)
+
     async def health(self) -> Response:
         """200 where any replica of the target answers and requests are let in, else 503."""
         self._drain.follow()
@@ -195,7 +215,11 @@ class Ingress:
         """What target, drafts, replay and trainer are doing."""
         self._experts.follow()
         status = await gather_status(self._target, replace(self._actors, shards=self._shards()))
-        own = {"failover": self._failover.counts(), "routed": self._topics.counts()}
+        own = {
+            "failover": self._failover.counts(),
+            "routed": self._topics.counts(),
+            "live": self._live.describe(),
+        }
         return JSONResponse(status | own)
 
     def _shards(self) -> dict[str, Any]:

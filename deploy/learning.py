@@ -118,7 +118,7 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
     if config.placement.trainer_is_apart:
         return int(config.training.max_occupancy * config.target.max_num_seqs)
     threads = config.target.num_threads or default_threads(cores)
-    serving = threads * config.target.num_replicas
+    serving = threads * config.target.most_replicas
     serving += config.drafts.pool_processes * config.drafts.num_threads
     shares_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
     training = config.training.num_threads * config.training.ranks * config.training.trainers

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from paceline.deploy.sections import Section
+from paceline.deploy.section import Section
 
 _OF_RAY = frozenset({"memory", "object_store_memory"})
 
+# Of what one process books at most this much, a host is thought to have as much again.
+_LITTLE = 0.1
+
 Amounts = dict[str, Annotated[float, Field(ge=0.0)]]
+Surge = Literal["auto", "on", "off"]
 
 
 class PlacementConfig(Section):
@@ -21,6 +25,11 @@ class PlacementConfig(Section):
     Without ``CPU`` none is booked. Without ``GPU`` the parts of target and trainer are reckoned
     from the GPUs that are there on one machine, and nothing on a cluster; an expert's is
     ``drafts.num_gpus``. ``learning`` are shards, registry, board and what keeps them.
+
+    Where the application is deployed anew on a cluster, ``surge`` starts the new replicas of
+    target, router and ingress before the old ones end, for which there must be room for both;
+    ``auto`` does where a process books no more than a tenth of anything. Otherwise the old ones
+    end first, a fifth of them at a time, one at least.
     """
 
     target: Amounts = Field(default_factory=dict)
@@ -29,8 +38,14 @@ class PlacementConfig(Section):
     ingress: Amounts = Field(default_factory=dict)
     learning: Amounts = Field(default_factory=dict)
     trainer: Amounts = Field(default_factory=dict)
+    surge: Surge = "auto"
 
-    @field_validator("*")
+    @field_validator("surge", mode="before")
+    @classmethod
+    def _yaml_switch(cls, switch: object) -> object:
+        return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
+
+    @field_validator("target", "experts", "router", "ingress", "learning", "trainer")
     @classmethod
     def _bookable(cls, amounts: dict[str, float]) -> dict[str, float]:
         if refused := sorted(_OF_RAY & amounts.keys()):
@@ -81,6 +96,17 @@ def booked(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     amounts |= options.get("resources", {})
     return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+
+
+def surge_percent(surge: Surge, options: Mapping[str, Any]) -> int:
+    """Serve's ``max_surge_percent``: replicas of a new version that start beside all old ones.
+
+    Args:
+        surge: see PlacementConfig.
+        options: of :func:`actor_options`.
+    """
+    fits = all(amount <= _LITTLE for amount in booked(options).values())
+    return 100 if surge == "on" or (surge == "auto" and fits) else 0
 
 
 def _custom(amounts: Mapping[str, float]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.actors.decoding.pool.ahead import DraftAhead
 from paceline.actors.decoding.settings import DraftPlacement
@@ -18,6 +18,8 @@ from paceline.actors.training.objective_settings import (
     Weighting,
 )
 from paceline.actors.weights.catalogue import TOPIC_NAME
+from paceline.deploy.autoscaling import AutoscalingConfig, most_replicas
+from paceline.deploy.section import Count, Fraction, Seconds, Section
 
 EMBEDDED = "embedded"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -34,16 +36,7 @@ def topic_name(name: str) -> str:
     return name
 
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Seconds = Annotated[float, Field(gt=0.0)]
 _MAX_TOKENS = 32  # drafted in a round
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A part of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class TargetConfig(Section):
@@ -55,7 +48,11 @@ class TargetConfig(Section):
     ``numerics`` invariant has a token's logits be the same bits in every batch, or the start fail.
 
     A replica without a sign of life for ``stall_timeout_s`` counts as hung, and another goes on
-    with its requests; one that finds none for ``give_up_after_s`` fails.
+    with its requests; one that finds none for ``give_up_after_s`` fails. One that Serve ends has
+    ``drain_s`` for what it has begun; what is left then goes on elsewhere too.
+
+    ``autoscaling`` takes the place of ``num_replicas``: ``min_replicas``, ``max_replicas``,
+    ``occupancy``, ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.
     """
 
     path: str = EMBEDDED
@@ -69,12 +66,14 @@ class TargetConfig(Section):
     max_seqs_per_client: Count | None = None
     request_timeout_s: Seconds = 600.0
     num_replicas: Count = 1
+    autoscaling: AutoscalingConfig | None = None
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     numerics: Literal["auto", "invariant"] = "auto"
     cuda_graphs: bool = False
     stall_timeout_s: Seconds = 20.0
     give_up_after_s: Seconds = 120.0
+    drain_s: Seconds | None = None
 
     @field_validator("device")
     @classmethod
@@ -92,6 +91,11 @@ class TargetConfig(Section):
             )
         return self
 
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be."""
+        return most_replicas(self.num_replicas, self.autoscaling)
+
 
 class DraftsConfig(Section):
     """The models that propose: ``general`` and, per topic, an expert that starts as its copy.
@@ -101,7 +105,8 @@ class DraftsConfig(Section):
     the most tokens per second by what is measured, and none where that does not pay.
 
     ``placement`` pool makes every expert a deployment of its own; the keys after it are for that
-    alone.
+    alone. ``autoscaling`` takes the place of ``num_replicas``, see ``target``; an expert has no
+    more replicas than there are targets.
     """
 
     general: str = EMBEDDED
@@ -114,6 +119,7 @@ class DraftsConfig(Section):
     round_timeout_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 100.0
     draft_ahead: DraftAhead = "auto"
     num_replicas: Count = 1
+    autoscaling: AutoscalingConfig | None = None
     num_threads: Count = 1
     num_gpus: Fraction = 0.0
     across_nodes: bool = False
@@ -150,8 +156,10 @@ class DraftsConfig(Section):
 
     @property
     def pool_processes(self) -> int:
-        """Replicas of all experts together; 0 where drafts are colocated."""
-        return len(self.experts) * self.num_replicas if self.placement == "pool" else 0
+        """Replicas of all experts together, at most; 0 where drafts are colocated."""
+        if self.placement != "pool":
+            return 0
+        return len(self.experts) * most_replicas(self.num_replicas, self.autoscaling)
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -280,7 +288,7 @@ class IngressConfig(Section):
     """
 
     num_replicas: Count = 1
-    drain_s: Seconds = 5.0
+    drain_s: Seconds | None = None
 
 
 class AuthConfig(Section):

@@ -110,6 +110,11 @@ class TopicFinder:
         self.asked: Counter[str] = Counter()
         self.latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
 
+    def retune(self, timeout_s: float, min_confidence: float) -> None:
+        """Other rules from the next request on; see the constructor."""
+        self._timeout_s = timeout_s
+        self._min_confidence = min_confidence
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Requests that were routed, by topic and expert."""
         counts: dict[str, dict[str, int]] = {}

@@ -62,6 +62,11 @@ class Drafting:
         """Every draft that a request may name, with its weight_version."""
         return self._proposer.drafts()
 
+    def limit(self, max_tokens: int | None, probe_share: float | None) -> None:
+        """Other limits of the controller, where there is one; see GoodputController."""
+        if self._controller is not None:
+            self._controller.limit(max_tokens, probe_share)
+
     def release(self, request_id: str) -> None:
         """Forget a sequence."""
         self._proposer.release(request_id)

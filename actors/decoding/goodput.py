@@ -117,7 +117,8 @@ class GoodputController:
         """
         self._target = target
         self._draft = draft
-        self._max_tokens = max_tokens
+        self._positions = self._max_tokens = max_tokens
+        self._probe_share = _PROBE_SHARE
         self._acceptance: dict[str, Acceptance] = {}
         self._probes: dict[str, _Probe] = {}
         self._drafted: set[str] = set()
@@ -162,6 +163,20 @@ class GoodputController:
             for expert in rows
         }
 
+    def limit(self, max_tokens: int | None = None, probe_share: float | None = None) -> None:
+        """Choose within other limits from the next round on, None those of the start.
+
+        Args:
+            max_tokens: largest k, at most that of the start.
+            probe_share: of the rounds' time, for looks beyond what pays.
+        """
+        most = self._positions if max_tokens is None else max_tokens
+        self._max_tokens = min(most, self._positions)
+        self._probe_share = _PROBE_SHARE if probe_share is None else probe_share
+        if self._plan.k > self._max_tokens:
+            self._plan = Plan()
+        self._planned_for = ()
+
     def chosen(self, expert: str) -> int:
         """The k that the present plan has for an expert, looks beyond it left out."""
         return self._plan.tokens(expert)
@@ -199,7 +214,7 @@ class GoodputController:
         self._target.observe(rows, tokens, verify_s)
         drafted_rows, experts, steps = drafting
         self._draft.observe(drafted_rows, experts, steps, draft_s, reads)
-        self._credit = min(self._credit + _PROBE_SHARE * (verify_s + draft_s), _MOST_CREDIT_S)
+        self._credit = min(self._credit + self._probe_share * (verify_s + draft_s), _MOST_CREDIT_S)
         for expert in self._drafted:
             probe = self._probe(expert)
             probe.rounds_left = max(0, probe.rounds_left - 1)
@@ -224,7 +239,7 @@ class GoodputController:
         return self._probes.setdefault(expert, _Probe())
 
     def _of(self, expert: str) -> Acceptance:
-        return self._acceptance.setdefault(expert, Acceptance(self._max_tokens))
+        return self._acceptance.setdefault(expert, Acceptance(self._positions))
 
     def _goodput(self, plan: Plan, rows: Mapping[str, int], others: int) -> float:
         drafting = {e: n for e, n in rows.items() if e in plan.experts}

@@ -100,6 +100,10 @@ class EngineLoop:
         """Queue a further expert, a copy of another's initial weights."""
         self._inbox.put(lambda: self._engine.enlist(expert, like))
 
+    def limit_drafting(self, max_tokens: int | None, probe_share: float | None) -> None:
+        """Queue other limits of the controller, see GoodputController."""
+        self._inbox.put(lambda: self._engine.drafting.limit(max_tokens, probe_share))
+
     def drafts(self) -> dict[str, int]:
         """Every draft with its weight_version."""
         return self._engine.drafts()

@@ -21,6 +21,7 @@ from paceline.actors.decoding.compatibility import read_config
 from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.meter import EngineFigures
+from paceline.actors.decoding.occupancy import row_load
 from paceline.actors.decoding.outcomes import OutcomeReporter
 from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
@@ -73,6 +74,7 @@ class TargetReplica:
         self._registry = registry
         self._board = board
         self._scorer = scorer
+        self._settings = settings
         self._scored = (settings.scored_share, settings.held_out_fraction)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
@@ -191,6 +193,37 @@ class TargetReplica:
     def experts(self) -> dict[str, dict[str, Any]]:
         """State and counts of every expert of the pool; empty where drafts are colocated."""
         return {} if self._pool is None else self._pool.describe()
+
+    def retune(
+        self,
+        max_speculative_tokens: int | None = None,
+        probe_share: float | None = None,
+        scored_share: float | None = None,
+    ) -> None:
+        """Other values from the next round on, None those of the settings.
+
+        Args:
+            max_speculative_tokens: drafted at most where the controller chooses.
+            probe_share: of the rounds' time, for looks at drafts that do not seem to pay.
+            scored_share: see TargetSettings.
+
+        Raises:
+            ValueError: more tokens than the settings allow, for which there may be no memory, or
+                a number that no controller follows; nothing is changed.
+        """
+        most = self._settings.max_speculative_tokens
+        if max_speculative_tokens is not None and max_speculative_tokens > most:
+            raise ValueError(f"max_speculative_tokens: at most {most}, as configured")
+        fixed = self._settings.num_speculative_tokens is not None
+        if fixed and not (max_speculative_tokens is None and probe_share is None):
+            raise ValueError("max_speculative_tokens, probe_share: the number of tokens is fixed")
+        self._loop.limit_drafting(max_speculative_tokens, probe_share)
+        share = self._settings.scored_share if scored_share is None else scored_share
+        self._scored = (share, self._settings.held_out_fraction)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of replicas goes by; Serve asks now and then where it is not fixed."""
+        return {"load": row_load(*self._loop.load(), self._settings.max_num_seqs)}
 
     def check_health(self) -> None:
         """Serve's health check; RuntimeError has Serve replace this replica."""

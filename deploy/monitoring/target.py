@@ -1,4 +1,4 @@
-"""The target replica with an exporter beside it."""
+"""The target replica as Serve runs it: with an exporter beside it, and retuned by Serve."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ from typing import Any
 from ray.serve import metrics
 
 from paceline.actors.decoding.target import TargetReplica
+from paceline.deploy.live import Live, LiveTarget
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import pool_samples, target_samples
 from paceline.deploy.monitoring.sink import RaySink
 
 
 class MeteredTarget(TargetReplica):
-    """A target replica whose figures are exported."""
+    """A target replica whose figures are exported, and which may be retuned while it serves."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See TargetReplica."""
         super().__init__(*args, **options)
+        self._live = Live(LiveTarget, self._retune)
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
     def _samples(self) -> Iterable[Sample]:
         return chain(target_samples(self.figures()), pool_samples(self.experts()))
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Take other values while requests run; Serve calls it. See LiveTarget."""
+        self._live.take(user_config)
+
+    def _retune(self, asked: LiveTarget) -> None:
+        self.retune(asked.max_speculative_tokens, asked.probe_share, asked.sample_share)
+
+    async def describe(self, attempt: int = 0) -> dict[str, Any]:
+        """See TargetReplica; and what was changed since it began."""
+        return await super().describe(attempt) | {"live": self._live.describe()}

@@ -65,7 +65,7 @@ def config_of(serve: dict[str, Any]) -> PacelineConfig:
 
 def asked(config: PacelineConfig) -> set[str]:
     """Custom resources that some role asks for."""
-    roles = config.placement.model_dump().values()
+    roles = config.placement.model_dump(exclude={"surge"}).values()
     return {name for amounts in roles for name in amounts} - OF_RAY
 
 

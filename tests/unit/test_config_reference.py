@@ -8,7 +8,7 @@ import yaml
 
 from paceline.deploy.config import PacelineConfig
 from paceline.deploy.config_reference import DEFAULTS, comments, reference
-from paceline.deploy.sections import Section
+from paceline.deploy.section import Section
 
 ROOT = Path(__file__).parents[2]
 

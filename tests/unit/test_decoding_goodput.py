@@ -423,3 +423,31 @@ def test_reading_never_comes_to_cost_nothing() -> None:
     for _ in range(500):
         reading.read(Reads(1, 1), -0.001)
     assert reading.seconds(1, 0) == pytest.approx(0.0001)
+
+
+def test_other_limits_hold_from_the_next_round_on_and_are_taken_back() -> None:
+    world = World({"a": 1}, {"a": 0.95})
+    world.run(400)
+    settled = world.controller.chosen("a")
+    assert settled > 3
+    world.controller.limit(2)
+    assert max(max(world.round().values()) for _ in range(300)) == 2
+    world.controller.limit(0)
+    assert max(max(world.round().values()) for _ in range(300)) == 0
+    world.controller.limit()
+    world.run(300)
+    assert world.controller.chosen("a") > 3
+    world.controller.limit(MAX + 5)
+    assert max(max(world.round().values()) for _ in range(300)) <= MAX
+
+
+def test_without_a_share_of_the_time_a_draft_that_does_not_pay_is_not_looked_at_again() -> None:
+    def looks(share: float | None) -> int:
+        world = World({"a": 8}, {"a": 0.02})
+        world.run(300)
+        world.controller.limit(None, share)
+        world.controller._credit = 0.0
+        return sum(any(world.round().values()) for _ in range(4000))
+
+    assert looks(0.0) == 0
+    assert looks(0.1) > looks(None) > 0

@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
+from ray import serve
 
 from paceline.actors.decoding.pool.build import build_server
+from paceline.actors.decoding.pool.busy import BusyShare
 from paceline.actors.decoding.pool.server import Lease
 from paceline.actors.decoding.pool.settings import ExpertSettings
+from paceline.actors.decoding.pool.sharing import LeaseSharing
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import unflatten
 from paceline.actors.weights.slots import candidate_of, expert_of
@@ -27,6 +30,7 @@ _PING_S = 10.0
 _POLL_S = 10.0
 _RETRY_S = 0.5
 _FIRST_PULL_S = 5.0
+_COUNT_EVERY_S = 5.0
 
 
 class ExpertReplica:
@@ -47,6 +51,11 @@ class ExpertReplica:
         host = ray.util.get_node_ip_address() if settings.across_nodes else None
         self._server = build_server(settings, host)
         self._names = itertools.count()
+        self._busy = BusyShare(lambda: self._server.busy_s, time.monotonic)
+        self._scaled = settings.scaled
+        self._sharing = LeaseSharing(0)
+        self._ending: set[str] = set()
+        self._counting: asyncio.Task[None] | None = None
         self._known: dict[str, int] = {}
         if registry is not None:
             self._try_to_pull(0.0, _FIRST_PULL_S)
@@ -55,22 +64,45 @@ class ExpertReplica:
     async def open(self, client: str) -> AsyncIterator[Lease | None]:
         """A target's lease: what it connects by, then a heartbeat every few seconds.
 
-        It ends, and what the target held is freed, when the target closes the stream, or has
-        had no connection for half a minute (Serve does not tell of a caller that died).
+        It ends, and what the target held is freed, when the target closes the stream, has had no
+        connection for half a minute (Serve does not tell of a caller that died), or is to find
+        another replica.
 
         Args:
             client: names the target, for people.
         """
         name = f"{client}/{next(self._names)}"
         unused = 0.0
+        self._sharing.opened(name)
+        if self._scaled and (self._counting is None or self._counting.done()):
+            self._counting = asyncio.create_task(self._share())
         try:
             yield self._server.lease(name)
-            while unused < _UNUSED_S:
+            while unused < _UNUSED_S and name not in self._ending:
                 await asyncio.sleep(HEARTBEAT_S)
                 unused = 0.0 if self._server.connected(name) else unused + HEARTBEAT_S
                 yield None
         finally:
+            self._sharing.closed(name)
+            self._ending.discard(name)
             self._server.dismiss(name)
+
+    async def _share(self) -> None:
+        """Leave some of the targets to replicas that came later, for as long as there are any."""
+        while len(self._sharing):
+            try:
+                replicas = await asyncio.to_thread(_num_replicas)
+                self._ending.update(self._sharing.to_end(replicas))
+            except Exception as error:
+                logger.info("Serve does not say how many replicas there are (%r)", error)
+            await asyncio.sleep(_COUNT_EVERY_S)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of replicas goes by; Serve asks now and then where it is not fixed.
+
+        A target drafts with one replica, so that there is no use for more than there are leases.
+        """
+        return {"load": self._busy.look(), "useful": float(len(self._sharing))}
 
     async def describe(self) -> dict[str, Any]:
         """What is drafted here and for how many."""
@@ -109,3 +141,10 @@ class ExpertReplica:
             logger.info("no weights from the registry (%s), trying again", error)
             return False
         return True
+
+
+def _num_replicas() -> int:
+    """Replicas of this one's deployment that serve, by Serve's word. Blocks."""
+    own = serve.get_replica_context()
+    deployments = serve.status().applications[own.app_name].deployments
+    return int(deployments[own.deployment].replica_states.get("RUNNING", 0))

@@ -86,6 +86,7 @@ class ExpertServer:
         self._leases: dict[str, bytes] = {}
         self._lock = threading.Lock()  # guards the leases
         self._closed = False
+        self.busy_s = 0.0  # spent on questions; also read by other threads
         self._thread = threading.Thread(target=self._run, name="paceline-expert", daemon=True)
         self._thread.start()
 
@@ -251,9 +252,11 @@ class ExpertServer:
                 self._give_up(client)
                 asking.append((client, latest))
         if asking:
+            began = time.monotonic()
             answers = self._drafter.answer([(client.number, ask) for client, ask in asking])
             for (client, _), answer in zip(asking, answers, strict=True):
                 self._clients.send(client, answer)
+            self.busy_s += time.monotonic() - began
 
     def _give_up(self, client: Client) -> None:
         """Whoever says something further no longer waits for what was asked before."""

@@ -15,7 +15,7 @@ class ExpertSettings:
     ``target`` are the settings of the targets that it drafts for, among whose drafts is
     ``expert``. ``max_sequences`` is over all targets, which together compute on ``target_cores``.
     ``other_cores`` are what the pool's other processes draft on. ``across_nodes`` lets targets of
-    other nodes connect too.
+    other nodes connect too. ``scaled``: the number of replicas may change, and they share.
     """
 
     expert: str
@@ -27,3 +27,4 @@ class ExpertSettings:
     num_threads: int = 1
     draft_ahead: DraftAhead = "auto"
     across_nodes: bool = False
+    scaled: bool = False

@@ -1,0 +1,129 @@
+"""What the idle benchmark reckons: gaps, use of them, yields, and pairs of requests."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from clients import Reply
+from idle import altered, board_figures, faults_of
+from idle_figures import OFF, ON, compared, idleness, pairs, spread, targets
+from idle_gaps import CpuClock, CpuSeries, gaps, starts, yields
+from idle_load import Block, plan
+from online.open_loop import Outcome, Planned, outcome_of
+
+
+def trainer(*spans: tuple[float, float], until: float = 20.0) -> CpuSeries:
+    """A process that computes on one core in these spans, read every 5 ms."""
+    times = np.arange(0.0, until, 0.005)
+    seconds = sum(np.clip(times - begin, 0.0, end - begin) for begin, end in spans)
+    return CpuSeries(times, seconds)
+
+
+def outcome(due_s: float, took_s: float, **more: Any) -> Outcome:
+    reply = Reply(last_at=due_s, token_ids=[1, 2, 3])
+    reply.first_token_at = due_s + took_s / 2
+    reply.last_at = due_s + took_s
+    made = outcome_of(Planned(due_s, "sql", 0, {}), due_s, 0.0, reply)
+    return replace(made, **more)
+
+
+def test_gaps_are_where_nothing_is_under_way_for_long() -> None:
+    busy = [(0.0, 1.0), (0.5, 2.0), (2.1, 3.0), (4.0, 4.5), (2.2, 2.5)]
+    assert gaps(busy, 0.2) == [(3.0, 4.0)]
+    assert gaps(busy, 0.0) == [(2.0, 2.1), (3.0, 4.0)]
+    assert gaps([], 0.2) == []
+
+
+def test_use_start_and_yield_are_read_from_the_cpu_time() -> None:
+    idle = [(1.0, 3.0), (5.0, 6.0), (8.0, 9.0)]
+    series = trainer((1.1, 3.03), (5.5, 5.9))  # it has stopped by itself before the second arrival
+    assert series.spent(idle) == pytest.approx(1.9 + 0.4)
+    begun = starts(series, idle)
+    assert begun[0] == pytest.approx(0.1, abs=0.011)
+    assert begun[1] == pytest.approx(0.5, abs=0.011)
+    assert begun[2] is None
+    assert yields(series, idle) == [pytest.approx(0.03, abs=0.011)]
+
+
+def test_one_that_does_not_yield_counts_as_that() -> None:
+    assert yields(trainer((1.0, 9.0)), [(1.5, 2.0)]) == [2.0]
+
+
+def test_the_clock_reads_the_cpu_time_of_a_process() -> None:
+    clock = CpuClock(os.getpid(), every_s=0.002)
+    began, spent = time.monotonic(), time.process_time()
+    while time.process_time() - spent < 0.1:
+        sum(range(1000))
+    ended, spent = time.monotonic(), time.process_time() - spent
+    assert clock.lately() > 0.0
+    series = clock.stop()
+    assert series.spent([(began, ended)]) == pytest.approx(spent, rel=0.2)
+
+
+def test_requests_are_compared_with_themselves() -> None:
+    on = [outcome(i, 0.2 + 0.01 * i) for i in range(20)]
+    off = [outcome(i, 0.1 + 0.005 * i) for i in range(20)]
+    off[3] = replace(off[3], error="lost")
+    blocks = [Block(0, ON, 0.0, tuple(on)), Block(0, OFF, 50.0, tuple(off))]
+    blocks.append(Block(1, ON, 99.0, (outcome(0, 9.0),)))  # its other side has not run
+    assert len(pairs(blocks, lambda o: o.tpot_s)[0]) == 19
+    figures = compared(blocks, lambda o: o.tpot_s)
+    assert figures["requests"] == 19
+    for q in ("p50", "p99"):
+        assert figures[q]["ratio"]["value"] == pytest.approx(2.0)
+        assert figures[q]["ratio"]["low"] == pytest.approx(2.0, abs=0.4)
+    assert compared([], lambda o: o.tpot_s) == {"requests": 0}
+
+
+def test_idleness_is_of_the_blocks_with_trainers_alone() -> None:
+    on = Block(0, ON, 0.0, (outcome(0.0, 1.0), outcome(3.0, 1.0)))
+    off = Block(0, OFF, 10.0, (outcome(0.0, 1.0), outcome(3.0, 1.0)))
+    found = idleness([on, off], trainer((1.1, 3.05)))
+    assert (found["seconds"], found["idle_s"], found["gaps"]) == (4.0, 2.0, 1)
+    assert found["used_share"] == pytest.approx(0.95)
+    assert found["yield_ms"]["max"] == pytest.approx(50, abs=11)
+    assert found["trained_while_serving_share"] == pytest.approx(0.05 / 2.0)
+
+
+def test_what_is_to_be_reached_is_judged_and_what_was_not_measured_is_not() -> None:
+    idle = {"used_share": 0.75, "yield_ms": spread([10.0, 40.0])}
+    tpot = {"p50": {"ratio": {"value": 1.01}}, "p99": {"ratio": {"value": 1.2}}}
+    judged = targets({"tpot": tpot, "ttft": {"requests": 0}, "idle": idle})
+    assert [target.met for target in judged] == [True, False, None, False, True]
+
+
+def test_both_sides_of_a_pair_get_the_same_requests_and_others_do_not() -> None:
+    first = plan(50, 2.0, 16, seed=3)
+    assert first == plan(50, 2.0, 16, seed=3)
+    assert first != plan(50, 2.0, 16, seed=4)
+    assert {planned.topic for planned in first} == {"math", "code", "sql", "shell"}
+    dues = [planned.due_s for planned in first]
+    assert dues == sorted(dues)
+    assert 10 < dues[-1] < 50  # 49 gaps of half a second
+
+
+def test_failures_and_altered_answers_are_named() -> None:
+    blocks = [
+        Block(0, ON, 0.0, (outcome(0, 1.0, answer="a"), outcome(1, 1.0, error="gone"))),
+        Block(0, OFF, 9.0, (outcome(0, 1.0, answer="b"), outcome(1, 1.0, answer="c"))),
+    ]
+    assert altered(blocks) == 1
+    status = {"target": {"draft_failures": 2}, "trainer": {"pid": 8}}
+    faults = faults_of(blocks, status, pid=7)
+    assert faults[0] == "1 requests failed, the first: gone"
+    assert faults[1:] == ["drafts failed in 2 rounds", "the trainer died"]
+    assert faults_of([], {"target": {}, "trainer": {"pid": 7}}, pid=7) == []
+
+
+def test_the_boards_figures_are_differences_where_it_counts() -> None:
+    before = {"idle_s": {"used": 1.0, "waiting": 1.0, "unwanted": 0.0}}
+    after = {"idle_s": {"used": 9.0, "waiting": 3.0, "unwanted": 0.0}, "longest_yield_s": 0.04}
+    found = board_figures([{"before": before, "after": after}])
+    assert found["idle_s"] == {"used": 8.0, "waiting": 2.0, "unwanted": 0.0}
+    assert (found["used_share"], found["longest_yield_s"]) == (0.8, 0.04)
+    assert board_figures([{"before": {"asked": 1}, "after": {"asked": 2}}]) == {}
