@@ -210,10 +210,16 @@ class _Judge:
         return choose(self._shares(logits), {*self.experts, GENERAL}, self.min_confidence)
 
     def after(self, logits: Doubles, margin: float) -> str:
-        """With it; ``margin`` is its logit less the logsumexp of the others."""
+        """With it; ``margin`` is its logit less the logsumexp of the others.
+
+        A topic that there is a label for is left to that (`TopicClassifier.take`): the row is
+        not used, and all that changes is that the topic has an expert.
+        """
+        everyone = {*self.experts, GENERAL, self.topic}
+        if self.topic in self.labels:
+            return choose(self._shares(logits), everyone, self.min_confidence)
         new = _sigmoid(np.array([margin]))[0]
         shares = {name: p * (1 - new) for name, p in self._shares(logits).items()}
-        everyone = {*self.experts, GENERAL, self.topic}
         return choose(shares | {self.topic: float(new)}, everyone, self.min_confidence)
 
     def _shares(self, logits: Doubles) -> dict[str, float]:
