@@ -30,7 +30,7 @@ from paceline.actors.weights.shelf import Shelf
 from paceline.actors.weights.slots import candidate_of
 from paceline.actors.weights.store import WeightStore
 from paceline.actors.weights.trials import Action, Step, Trials
-from paceline.actors.weights.versions import TopicVersions
+from paceline.actors.weights.versions import TopicVersions, VersionChanged
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class WeightRegistry(TopicDesk):
         entry = step.figures | {"outcome": "published", "parent": step.version, "reason": reason}
         self._announce(topic, flat, entry | {"restored_from": previous}, trial=True)
 
-    def roll_back(self, topic: str, version: int | None = None) -> int:
+    def roll_back(self, topic: str, version: int | None = None, expected: int | None = None) -> int:
         """Withdraw the candidate; without one, or to a given version, go back to earlier weights.
 
         Earlier weights become stable at once, under a new number: a number never falls.
@@ -232,15 +232,20 @@ class WeightRegistry(TopicDesk):
             topic: one of the registry's.
             version: whose weights are to be served, 0 being the initial ones; None: the candidate
                 goes, or where there is none the version before the present one comes back.
+            expected: the newest version that is served, as the caller knows it (see
+                TopicVersions.newest). A call that is repeated with it goes back once.
 
         Returns:
             the stable weight_version afterwards.
 
         Raises:
             KeyError: for an unknown topic.
+            VersionChanged: another version than the expected one is the newest that is served.
             ValueError: there is no earlier version, or its weights are not there any more.
         """
         state = self._shelves[topic].state
+        if expected not in (None, state.newest):
+            raise VersionChanged(f"{topic}: version {state.newest} is served, and not {expected}")
         entry: dict[str, Any] = {"outcome": "rolled_back", "reason": "asked for"}
         if version in (None, state.stable) and state.candidate is not None:
             facts = self._trials.figures(topic) | {"version": state.candidate}

@@ -10,7 +10,7 @@ import ray
 from waiting import wait_until
 
 from paceline.cluster import named
-from paceline.cluster.named import NamedActor
+from paceline.cluster.named import NamedActor, NotThereError
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
@@ -145,7 +145,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_an_actor_that_was_never_there_is_an_error_and_then_is_found(cluster: Cluster) -> None:
     actor = NamedActor("registry")
-    with pytest.raises(ValueError, match="registry"):
+    with pytest.raises(NotThereError, match="registry"):
         actor.ping.remote()
     cluster.behind["registry"] = Handle("first")
     assert actor.ping.remote(1) == ("first", (1,))
