@@ -11,6 +11,7 @@ every start.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from paceline.actors.decoding.attention import StepContext, attend
 from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.linear import StackedLinear, filled, fuse, stack
+from paceline.actors.decoding.linear import StackedLinear, filled, fuse, moving, stack
 from paceline.actors.decoding.native.library import Kernels, kernels_for
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -247,21 +248,37 @@ class FusedDecoder:
         """Take further models in, a layer at a time.
 
         Between two parts the present models may run, which keep their places; the further ones
-        may when all is done. At most one layer's weights are there twice.
+        may when all is done. At most one layer's weights are there twice. Where that is too much
+        for the memory, all is as before: the layers that have grown are made smaller again.
 
         Args:
             models: the present ones, then the further ones.
         """
-        for i, layer in enumerate(self._layers):
-            layers = [model.model.layers[i] for model in models]
-            self._layers[i] = layer.grown(layers, self._count)
-            yield
-        embeddings = stack([model.model.embed_tokens.weight for model in models])
-        head = self._make_head(models, embeddings)
-        head.follow(self._head, self._count)
-        norm = _Norm([model.model.norm for model in models])
+        try:
+            for i in range(len(self._layers)):
+                self._resize(i, models)
+                yield
+            with moving(models):
+                embeddings = stack([model.model.embed_tokens.weight for model in models])
+                head = self._make_head(models, embeddings)
+                head.follow(self._head, self._count)
+                norm = _Norm([model.model.norm for model in models])
+        except Exception:
+            self._shrink(models[: self._count])
+            raise
         self._embeddings, self._head, self._norm = embeddings.view(-1, norm.size), head, norm
         self._count = len(models)
+
+    def _resize(self, i: int, models: Sequence[Any]) -> None:
+        layers = [model.model.layers[i] for model in models]
+        with moving(layers):
+            self._layers[i] = self._layers[i].grown(layers, self._count)
+
+    def _shrink(self, models: Sequence[Any]) -> None:
+        """Give back what further models took; a layer that cannot be made anew keeps it."""
+        for i in range(len(self._layers)):
+            with suppress(RuntimeError, MemoryError):
+                self._resize(i, models)
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.
