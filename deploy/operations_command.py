@@ -135,8 +135,10 @@ def drain(url: str, say: Say, *, on: bool = True, wait_s: float = 600.0) -> bool
 
 def status_words(url: str, status: Mapping[str, Any]) -> str:
     """The status on one screen; a part that does not answer is named with its error."""
-    lines = [*_target(url, _part(status, "target")), *_load(_part(status, "board")), ""]
-    lines += [*_drafts(status), "", *_trainer(status)]
+    lines = [*_target(url, _part(status, "target")), *_load(_part(status, "board"))]
+    if warning := _part(status, "steward").get("warning"):
+        lines.append(f"warning   {warning}")
+    lines += ["", *_drafts(status), "", *_trainer(status)]
     decisions = status.get("decisions")
     if isinstance(decisions, list) and decisions:
         lines += ["", table(decisions[-_DECISIONS:])]
