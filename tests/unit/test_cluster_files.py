@@ -97,7 +97,7 @@ def test_every_host_starts_ray_with_the_same_environment(name: str) -> None:
 
 @pytest.mark.parametrize("name", RAY_UP)
 def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
-    """The pinned torch is there before what DeepSpeed is built with, and that is built beside it."""
+    """The pinned torch is there before DeepSpeed is, which is built beside it."""
     commands = read(name)["setup_commands"]
     torch, ours = (command for command in commands if "bin/pip install" in command)
     pinned = re.search(r"\$\((grep [^)]*) \S+constraints\.txt\)", torch)
