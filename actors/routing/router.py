@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from paceline.actors.routing.classifier import TopicClassifier
-from paceline.actors.routing.growth import Growth, GrowthSettings, Texts, grow
+from paceline.actors.routing.growth import Growth, GrowthSettings, grow
 from paceline.actors.routing.head import GrownHead
+from paceline.actors.routing.regression import Texts
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from engines import engine_of, request, run, served, tokens_of
 from test_decoding_graphs import graphed
 from torch import Tensor
 
-from paceline.actors.decoding import fused, linear
+from paceline.actors.decoding import fused_layers, linear
 from paceline.actors.decoding.engine import Engine, StepOutput
 from paceline.actors.weights.slots import in_canary
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
     engine.enlist("a", "b")
     run(engine)
     assert engine.drafts() == before
-    grown, calls = fused._Layer.grown, []
+    grown, calls = fused_layers.Layer.grown, []
 
     def breaks(layer: Any, layers: Any, count: int) -> Any:
         calls.append(layer)
@@ -174,7 +174,7 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
         return grown(layer, layers, count)
 
     with monkeypatch.context() as broken:
-        broken.setattr(fused._Layer, "grown", breaks)
+        broken.setattr(fused_layers.Layer, "grown", breaks)
         engine.enlist("c", "a")
         run(engine)
     assert engine.drafts() == before

@@ -16,7 +16,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.decoding.target import TargetReplica
 from paceline.deploy import ingress, translate
-from paceline.deploy.streams import timed
+from paceline.deploy.streams import timed, until
 
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 
@@ -168,7 +168,7 @@ def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:
         except TimeoutError as error:
             caught.append(error)
         try:
-            async with ingress._until(later):
+            async with until(later):
                 raise TimeoutError("not the deadline's")
         except TimeoutError as error:
             caught.append(error)

@@ -13,9 +13,10 @@ from test_routing_classifier import PROMPTS, ROUTER
 from topic_examples import trips
 
 from paceline.actors.routing.classifier import TopicClassifier
-from paceline.actors.routing.growth import GrowthSettings, Texts, grow
+from paceline.actors.routing.growth import GrowthSettings, grow
 from paceline.actors.routing.head import GrownHead
 from paceline.actors.routing.policy import choose
+from paceline.actors.routing.regression import Texts
 from paceline.actors.routing.router import GrownRouter, TopicRouter
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.negatives import bundled
