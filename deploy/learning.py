@@ -187,7 +187,7 @@ def _trainer(config: PacelineConfig) -> Any:
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     """The part of the config that the trainer works by."""
-    from paceline.actors.training.distiller import DistillerSettings  # imports torch
+    from paceline.actors.training.distiller_settings import DistillerSettings  # imports torch
     from paceline.actors.training.settings import TrainerSettings
 
     return TrainerSettings(
