@@ -21,7 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _MARK = "PACELINE_TEST_RUN"
-_RUN = uuid.uuid4().hex
+# A worker of a run that is shared out is a process of that run, not one of its own.
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_RUN = os.environ[_MARK] if _WORKER else uuid.uuid4().hex
 _TESTS = Path(__file__).parent
 _WITHOUT_RAY = (_TESTS / "unit", _TESTS / "property")
 _GRACE_S = 20.0
@@ -48,6 +50,8 @@ def pytest_sessionstart() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when a process that it started is still there."""
+    if _WORKER:  # whoever shares the work out looks after it, when the workers have ended
+        return
     deadline = time.monotonic() + _GRACE_S
     while left := _left_behind():
         if time.monotonic() > deadline:
