@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # Ray reads these when it is imported: before any test module is.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -27,6 +28,9 @@ _RUN = os.environ[_MARK] if _WORKER else uuid.uuid4().hex
 _TESTS = Path(__file__).parent
 _WITHOUT_RAY = (_TESTS / "unit", _TESTS / "property")
 _GRACE_S = 20.0
+# An example's time says how busy the machine is; pytest-timeout ends what hangs.
+settings.register_profile("unhurried", settings(), deadline=None)
+settings.load_profile("unhurried")
 # Its scripts import each other as siblings, and so do tests of them.
 sys.path.append(str(_TESTS.parent / "benchmarks"))
 
