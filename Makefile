@@ -142,16 +142,20 @@ format: setup
 	ruff check --fix .
 	ruff format .
 
+# By files, whose fixtures take long to make, over two processes: each of them computes on one
+# thread, and none starts Ray.
+SHARED_OUT := --numprocesses auto --maxprocesses 2 --dist loadfile
+
 # Each tier in a process of its own: what one sets (threads, environment) the next must not feel.
 test: check
 	$(PY) -m pytest -m "not full" tests/packaging
-	$(PY) -m pytest -m "not full" tests/unit tests/property
+	$(PY) -m pytest -m "not full" $(SHARED_OUT) tests/unit tests/property
 	$(PY) -m pytest -m "not full" tests/serve
 	$(PY) -m pytest -m "not full" tests/distributed
 
 test-full: check
 	$(PY) -m pytest tests/packaging
-	$(PY) -m pytest tests/unit tests/property
+	$(PY) -m pytest $(SHARED_OUT) tests/unit tests/property
 	$(PY) -m pytest tests/serve
 	$(PY) -m pytest tests/distributed
 

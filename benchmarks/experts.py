@@ -29,7 +29,8 @@ from paceline.actors.decoding.request import DRAFT_OFF, GenerationRequest, Sampl
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.batches import make_batch, micro_batches, usable
-from paceline.actors.training.distiller import Distiller, DistillerSettings
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.evaluation import score_records
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 

@@ -13,12 +13,17 @@ from paceline.cluster.session import NAMESPACE
 _FRESH_S = 5.0
 
 
+class NotThereError(RuntimeError):
+    """No actor of that name has been there yet; the text is the name."""
+
+
 class NamedActor:
     """Stands for an actor handle where actors may be made anew: ``actor.method.remote(...)``.
 
     A handle is of one life of an actor; Ray's own restarts are within it. Every few seconds of
     use the name is looked up again, beside the caller. Calls to one that is not there fail as
-    calls to a dead actor do, but for the first of all: before the actor was ever there, they raise.
+    calls to a dead actor do, but for the first of all: before the actor was ever there, the call
+    itself raises.
 
     It may be sent to other processes.
     """
@@ -48,11 +53,15 @@ class NamedActor:
         """The newest handle that is known.
 
         Raises:
-            ValueError: the actor has never been there.
+            NotThereError: the actor has never been there.
         """
         now = time.monotonic()
         if self._handle is None:
-            self._handle, self._looked_at = ray.get_actor(self._name, NAMESPACE), now
+            try:
+                self._handle = ray.get_actor(self._name, NAMESPACE)
+            except ValueError as error:
+                raise NotThereError(self._name) from error
+            self._looked_at = now
         elif now - self._looked_at > _FRESH_S and self._lock.acquire(blocking=False):
             # Whoever calls may be an event loop or between two rounds: it must not wait for this.
             threading.Thread(target=self._look, name="paceline-names", daemon=True).start()
@@ -79,6 +88,6 @@ class _Method:
         """Call it; returns Ray's reference.
 
         Raises:
-            ValueError: the actor has never been there.
+            NotThereError: the actor has never been there.
         """
         return getattr(self._actor.find(), self._name).remote(*arguments, **named)

@@ -4,7 +4,6 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,23 +15,19 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from paceline.actors.decoding.settings import TargetSettings
 from paceline.cluster import session
 from paceline.deploy import experts, learning
 from paceline.deploy.added import with_added
-from paceline.deploy.auth import key_digests
-from paceline.deploy.config import PacelineConfig, default_threads
+from paceline.deploy.config import PacelineConfig
 from paceline.deploy.errors import ConfigError, StartError, cause_of
-from paceline.deploy.failover import FailoverPolicy
-from paceline.deploy.ingress import IngressSettings
-from paceline.deploy.keeper import TopicKeeper, refusal
+from paceline.deploy.keeper import TopicKeeper
 from paceline.deploy.monitoring.front import MeteredIngress
 from paceline.deploy.placement import actor_options, surge_percent
 from paceline.deploy.preflight import check
+from paceline.deploy.replica_settings import ingress_settings, target_settings
 from paceline.deploy.scaling_policy import replica_options
 from paceline.deploy.signals import kept, undisturbed
 from paceline.deploy.status import LearningActors
-from paceline.deploy.topic_admin import TopicRules
 
 logger = logging.getLogger(__name__)
 
@@ -222,75 +217,8 @@ def build_app(
     if config.router.enabled:
         path, threads = str(config.router_path), config.router.num_threads
         router = _router(config).bind(path, threads, actors.registry)
-    settings = IngressSettings(
-        model_name=config.model_name,
-        model_path=str(config.target_path),
-        max_model_len=config.target.max_model_len,
-        experts=config.drafts.experts,
-        router_timeout_s=config.router.timeout_s,
-        min_confidence=config.router.min_confidence,
-        max_in_flight=_in_flight(config),
-        failover=FailoverPolicy(
-            stall_timeout_s=config.target.stall_timeout_s,
-            give_up_after_s=config.target.give_up_after_s,
-        ),
-        max_per_client=_per_client(config),
-        request_timeout_s=config.target.request_timeout_s,
-        trial_share=config.training.trial_share,
-        topics=TopicRules(
-            mutable=config.topics.mutable,
-            refusal=no_topics or refusal(config),
-            min_confidence=config.router.min_confidence,
-        ),
-        key_digests=key_digests(config.auth.api_keys_env, os.environ),
-        page=config.ui.enabled,
-        operations=config.operations.enabled,
-    )
+    settings = ingress_settings(config, no_topics)
     return _ingress(config).bind(settings, target, router, actors)
-
-
-def _in_flight(config: PacelineConfig) -> int:
-    """Sequences that one ingress replica lets in: its part of what the target takes."""
-    target = config.target
-    total = target.most_replicas * target.max_num_seqs + target.max_queued_requests
-    return -(-total // config.ingress.num_replicas)
-
-
-def _per_client(config: PacelineConfig) -> int | None:
-    """Sequences that one ingress replica lets in of one client: its part again."""
-    most = config.target.max_seqs_per_client
-    return None if most is None else -(-most // config.ingress.num_replicas)
-
-
-def target_settings(config: PacelineConfig) -> TargetSettings:
-    """The part of the config that a target replica works by."""
-    tokens = config.drafts.num_speculative_tokens
-    return TargetSettings(
-        model_path=str(config.target_path),
-        drafts={name: str(path) for name, path in config.draft_paths.items()},
-        dtype=config.target.dtype,
-        device=config.target.device,
-        num_threads=config.target.num_threads or default_threads(os.cpu_count() or 1),
-        max_num_seqs=config.target.max_num_seqs,
-        max_model_len=config.target.max_model_len,
-        kv_cache_mb=config.target.kv_cache_mb,
-        num_speculative_tokens=None if tokens == "auto" else tokens,
-        max_speculative_tokens=config.drafts.max_speculative_tokens,
-        draft_top_k=config.drafts.top_k,
-        replay_top_k=config.replay.top_k,
-        replay_branches=config.training.enabled and config.training.objective.needs_branches,
-        prefill_chunk=config.target.prefill_chunk,
-        prefix_cache=config.target.prefix_cache,
-        numerics=config.target.numerics,
-        cuda_graphs=config.target.cuda_graphs,
-        placement=config.drafts.placement,
-        round_timeout_ms=config.drafts.round_timeout_ms,
-        stall_timeout_s=config.target.stall_timeout_s,
-        scored_share=config.router.sample_share,
-        held_out_fraction=config.replay.held_out_fraction,
-        canary_share=config.training.trial_share,
-        warm_up=True,
-    )
 
 
 # CPU shares are the idle rule's business, not Ray's, where nobody books them. Every process has

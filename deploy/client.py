@@ -39,5 +39,6 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         raise CallError(f"{url} answers {answer.status_code}, and no JSON") from error
     if answer.status_code != httpx.codes.OK:
         fault = content.get("error", {}) if isinstance(content, dict) else {}
-        raise CallError(str(fault.get("message") or f"{url} answers {answer.status_code}"))
+        message = str(fault.get("message") or f"{url} answers {answer.status_code}")
+        raise CallError(message, fault.get("code"))
     return content

@@ -3,6 +3,7 @@
 No ``from __future__ import annotations`` here: Serve reads the annotations of what it calls.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ray import serve
 
 from paceline.deploy.app import build_app
+from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.learning import named_actors
@@ -47,7 +49,7 @@ def build(config: PacelineConfig) -> serve.Application:
         health_check_timeout_s=20,
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,
-    )(Steward).bind(config)
+    )(Steward).bind(config, keyed=bool(key_digests(config.auth.api_keys_env, os.environ)))
     actors = replace(named_actors(config), steward=steward)
     return build_app(config, actors, no_topics=_NO_TOPICS)
 

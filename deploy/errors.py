@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Codes that the command line goes by.
+VERSION_CHANGED = "version_changed"
+UNKNOWN_OUTCOME = "unknown_outcome"
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be served; the message is one line and names the key."""
@@ -14,7 +18,14 @@ class StartError(RuntimeError):
 
 
 class CallError(RuntimeError):
-    """The server that a command asks does not answer, or refuses; the message is one line."""
+    """The server that a command asks does not answer, or refuses; the message is one line.
+
+    ``code`` is that of the server's error, where it gave one.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class NoAnswerError(CallError):

@@ -7,8 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,31 +21,29 @@ from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
 from paceline.deploy.auth import KeyGuard
 from paceline.deploy.drain import Drain
-from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded, timed_out
+from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded
 from paceline.deploy.failover import Failover, FailoverPolicy
 from paceline.deploy.generation import complete_all, stream_all, streaming
-from paceline.deploy.jobs import Job, client_gone, client_of, read_body, requests_of
+from paceline.deploy.jobs import Job, client_gone, read_body, requests_of
 from paceline.deploy.live import Live, LiveIngress
 from paceline.deploy.openai_types import (
-    ChatCompletionRequest,
-    CompletionRequest,
     GenerationOptions,
 )
 from paceline.deploy.openapi import document
 from paceline.deploy.operations import Operations
 from paceline.deploy.page import OPEN_PATHS, add_page
-from paceline.deploy.prompts import PromptEncoder, context_length, question, vocabulary_size
+from paceline.deploy.prompts import PromptEncoder, context_length, vocabulary_size
+from paceline.deploy.reading import JobReader
 from paceline.deploy.recent import RecentTraffic
 from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
-from paceline.deploy.streams import EventStream, events, started, timed
+from paceline.deploy.streams import EventStream, events, started, timed, until
 from paceline.deploy.token_names import TokenNames
 from paceline.deploy.topic_admin import TopicAdmin, TopicRules
 from paceline.deploy.topics import TopicFinder
 
 logger = logging.getLogger(__name__)
 
-_LONG_BODY_BYTES = 64 * 2**10
 _HEALTH_TRIES = 3
 _HEALTH_TIMEOUT_S = 3.0  # of each
 
@@ -115,6 +112,7 @@ class Ingress:
         vocab_size = vocabulary_size(settings.model_path, tokenizer)
         self._encoder = PromptEncoder(tokenizer, vocab_size)
         self._context = context_length(settings.model_path, settings.max_model_len)
+        self._reader = JobReader(settings.model_name, self._encoder, self._context)
         self._created = int(time.time())
         self._names = TokenNames(tokenizer)
         self._slots = Slots(settings.max_in_flight, settings.max_per_client)
@@ -250,37 +248,11 @@ class Ingress:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's legacy completions: n choices per prompt."""
-        return await self._answer(await self._job(request, self._completion))
+        return await self._answer(await self._reader.completion(request))
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await self._answer(await self._job(request, self._chat))
-
-    async def _job(self, request: Request, make: Callable[[bytes, str], Job]) -> Job:
-        """Read and check a request; a long one on a thread of its own."""
-        body = await read_body(request)
-        if len(body) > _LONG_BODY_BYTES:
-            return await asyncio.to_thread(make, body, client_of(request))
-        return make(body, client_of(request))
-
-    def _completion(self, body: bytes, client: str) -> Job:
-        asked = translate.parse(body, CompletionRequest, self._settings.model_name, self._context)
-        prompts = self._encoder.completion(asked)
-        limit, field = translate.max_tokens_of(asked)
-        default = translate.DEFAULT_COMPLETION_TOKENS
-        limits = [
-            translate.fit_limit(limit, field, len(prompt), self._context, "prompt", default)
-            for prompt in prompts
-        ]
-        texts = [self._encoder.plain_text(prompt) for prompt in prompts]
-        return Job(asked, prompts, texts, limits, chat=False, client=client)
-
-    def _chat(self, body: bytes, client: str) -> Job:
-        asked = translate.parse(body, ChatCompletionRequest, self._settings.model_name)
-        prompt = self._encoder.chat(asked)
-        limit, field = translate.max_tokens_of(asked)
-        limit = translate.fit_limit(limit, field, len(prompt), self._context, "messages")
-        return Job(asked, [prompt], [question(asked)], [limit], chat=True, client=client)
+        return await self._answer(await self._reader.chat(request))
 
     async def _answer(self, job: Job) -> Response:
         """Route the prompts, run them and word the answer."""
@@ -295,7 +267,7 @@ class Ingress:
         param = "n" if asked.num_choices > 1 else "prompt"
         release = self._slots.take(count, job.client, param)
         try:
-            async with _until(deadline):
+            async with until(deadline):
                 routes = await self._routes_of(asked, job.texts)
             answer = self._head(job, [route.topic for route in routes])
             requests = requests_of(job, answer.id, routes, self._routes.for_trial)
@@ -307,7 +279,7 @@ class Ingress:
                 response = EventStream(events(answer, pieces, usage), pieces, release)
                 release = _nothing  # the stream releases when it ends
                 return response
-            async with _until(deadline):
+            async with until(deadline):
                 chunks = await complete_all(self._streams, requests, self._failover)
             self._recent.add_all(requests, chunks)
             return Response(answers.whole(answer, chunks), media_type="application/json")
@@ -333,19 +305,6 @@ class Ingress:
             names=self._names,
             num_choices=job.asked.num_choices,
         )
-
-
-@asynccontextmanager
-async def _until(deadline: float) -> AsyncIterator[None]:
-    """Cancel what runs inside at a time of the loop's clock; it becomes a 504."""
-    limit = asyncio.timeout_at(deadline)
-    try:
-        async with limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise timed_out() from error
 
 
 def _nothing() -> None:

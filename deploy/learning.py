@@ -230,7 +230,7 @@ def _fractions(config: PacelineConfig, name: str) -> tuple[Fraction, ...]:
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     """The part of the config that the trainer works by."""
-    from paceline.actors.training.distiller import DistillerSettings  # imports torch
+    from paceline.actors.training.distiller_settings import DistillerSettings  # imports torch
     from paceline.actors.training.settings import TrainerSettings
 
     return TrainerSettings(

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from paceline.deploy.openai_answers import Envelope, ErrorAnswer, ModelCard, ModelList
+from paceline.deploy.openai_chat import ChatCompletionRequest
 from paceline.deploy.openai_types import (
     INT32_MAX,
     MAX_BIASES,
@@ -20,7 +21,6 @@ from paceline.deploy.openai_types import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     NEUTRAL,
-    ChatCompletionRequest,
     CompletionRequest,
 )
 

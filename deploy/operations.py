@@ -15,10 +15,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline.actors.weights.versions import VersionChanged
 from paceline.deploy.drain import Drain
-from paceline.deploy.errors import ApiError
+from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError
 from paceline.deploy.jobs import read_body
 from paceline.deploy.operators import authorize, forbidden
+from paceline.deploy.parts import Call, bounded, needed, refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +28,21 @@ _MOST_BODY_BYTES = 2**16
 _ASK_S = 30.0
 SCORER = "(scorer)"  # among the shards' names; no topic is called so
 
-T = TypeVar("T")
-
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Rollback(_Body):
-    """Which topic's draft goes back; to which version, None being the one before."""
+    """Which topic's draft goes back; to which version, None being the one before.
+
+    ``expected`` is the newest version that is served, as the caller knows it; where it is another
+    one the call is refused, so that a repeated call goes back once.
+    """
 
     topic: str
     version: int | None = Field(default=None, ge=0)
+    expected: int | None = Field(default=None, ge=0)
 
 
 class Purge(_Body):
@@ -98,16 +103,16 @@ class Operations:
     async def roll_back(self, request: Request) -> Response:
         """Withdraw a candidate, or put earlier weights of a topic's draft back."""
         order = await self._order(request, Rollback, "A rollback")
+        told = (order.topic, order.version, order.expected)
         try:
-            version = await _part(
-                "weight registry",
-                lambda: self._registry.roll_back.remote(order.topic, order.version),
-            )
+            version = await _part("weight registry", lambda: self._registry.roll_back.remote(*told))
         except KeyError as error:
             raise _unknown(order.topic) from error
+        except VersionChanged as error:
+            text = f"{refusal_of(error)}: nothing was changed."
+            raise ApiError(409, text, param="expected", code=VERSION_CHANGED) from error
         except ValueError as error:
-            # what Ray raises has the whole remote traceback as its text
-            text = f"{getattr(error, 'cause', None) or error}."
+            text = f"{refusal_of(error)}."
             raise ApiError(409, text, param="version", code="no_such_version") from error
         logger.warning("%s was rolled back, stable is now version %d", order.topic, version)
         return JSONResponse({"topic": order.topic, "weight_version": version})
@@ -123,7 +128,9 @@ class Operations:
         if self._scorer is not None:
             wanted.append(SCORER)
             calls.append(partial(self._scorer.delete.remote, order.request_id, order.topic))
-        found = await asyncio.gather(*map(_bounded, calls), return_exceptions=True)
+        found = await asyncio.gather(
+            *(bounded(call, _ASK_S) for call in calls), return_exceptions=True
+        )
         removed = {
             topic: None if isinstance(count, BaseException) else count
             for topic, count in zip(wanted, found, strict=True)
@@ -166,27 +173,10 @@ def parse_order(body: bytes, model: type[Body]) -> Body:
         raise ApiError(400, f"{where}: {first['msg']}.", param=param, code=code) from error
 
 
-async def _bounded(call: Callable[[], Awaitable[Any]]) -> Any:
-    async with asyncio.timeout(_ASK_S):
-        return await call()
-
-
-async def _part(name: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    """An answer that is needed.
-
-    Raises:
-        ApiError: 503 where the part does not answer; it may have done what was asked.
-        KeyError: the part knows of no such thing.
-        ValueError: it refuses.
-    """
-    try:
-        return await _bounded(call)
-    except (KeyError, ValueError):
-        raise
-    except Exception as error:
-        logger.warning("the %s does not answer", name, exc_info=True)
-        text = f"The {name} did not answer: whether it was done, `paceline status` tells."
-        raise ApiError(503, text, "server_error", code="unknown_outcome") from error
+async def _part(name: str, call: Call) -> Any:
+    """See `needed`; a part that does not answer may have done what was asked."""
+    text = f"The {name} did not answer: whether it was done, `paceline status` tells."
+    return await needed(name, call, _ASK_S, text, UNKNOWN_OUTCOME)
 
 
 def _unknown(topic: str) -> ApiError:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.deploy.client import call
-from paceline.deploy.errors import CallError
+from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, CallError, NoAnswerError
 from paceline.deploy.history import table
 
 Say = Callable[[str], None]
@@ -16,6 +16,7 @@ _POLL_S = 1.0
 # What was let in a moment ago is not on the board yet, and a new board knows nobody at first.
 _QUIET_LOOKS = 4
 _DECISIONS = 6
+_TRIES = 3
 
 
 def show_status(url: str, say: Say) -> None:
@@ -27,15 +28,54 @@ def show_status(url: str, say: Say) -> None:
     say(status_words(url, call(url, "GET", "/v1/paceline/status")))
 
 
-def roll_back(url: str, topic: str, version: int | None, say: Say) -> None:
-    """Have a topic's draft go back.
+def roll_back(
+    url: str, topic: str, version: int | None, say: Say, *, expected: int | None = None
+) -> None:
+    """Have a topic's draft go back, once, also where the answer to the first call is lost.
+
+    Args:
+        url: of the server.
+        topic: whose draft.
+        version: see WeightRegistry.roll_back.
+        say: prints a line.
+        expected: the newest version that is served; None: whichever is when this is called.
 
     Raises:
-        CallError: the server does not answer, or refuses; nothing was changed then.
+        CallError: the server refuses, and nothing was changed; or it does not answer.
     """
-    order = {"topic": topic, "version": version}
-    answer = call(url, "POST", "/v1/paceline/rollback", order)
-    say(f"{answer['topic']}: stable is version {answer['weight_version']}")
+    expected = _served(url, topic)[-1] if expected is None else expected
+    order = {"topic": topic, "version": version, "expected": expected}
+    for attempt in range(_TRIES):
+        try:
+            answer = call(url, "POST", "/v1/paceline/rollback", order)
+        except CallError as error:
+            lost = isinstance(error, NoAnswerError) or error.code == UNKNOWN_OUTCOME
+            if not lost and not (attempt and error.code == VERSION_CHANGED):
+                raise
+            if not lost:
+                stable, *_ = _served(url, topic)
+                if stable == expected:  # a candidate came before any of these calls
+                    raise
+                say(f"{topic}: stable is version {stable} (the first answer was lost)")
+                return
+            if attempt + 1 == _TRIES:
+                again = f"paceline rollback {topic} --expect {expected}"
+                raise NoAnswerError(f"{error}; `{again}` goes back only if it was not") from error
+            time.sleep(_POLL_S)
+        else:
+            say(f"{answer['topic']}: stable is version {answer['weight_version']}")
+            return
+
+
+def _served(url: str, topic: str) -> list[int]:
+    """The stable version of a topic's draft, and the candidate where there is one."""
+    live = _part(call(url, "GET", "/v1/paceline/status"), "live_drafts")
+    if "error" in live:
+        raise CallError("the weight registry does not answer: nothing was changed")
+    if topic not in live:
+        raise CallError(f"There is no topic {topic}.")
+    own = live[topic]
+    return [version for version in (own["stable"], own["candidate"]) if version is not None]
 
 
 def purge(url: str, topic: str | None, request_id: str | None, say: Say) -> bool:
@@ -95,8 +135,10 @@ def drain(url: str, say: Say, *, on: bool = True, wait_s: float = 600.0) -> bool
 
 def status_words(url: str, status: Mapping[str, Any]) -> str:
     """The status on one screen; a part that does not answer is named with its error."""
-    lines = [*_target(url, _part(status, "target")), *_load(_part(status, "board")), ""]
-    lines += [*_drafts(status), "", *_trainer(status), *_leases(_part(status, "board"))]
+    lines = [*_target(url, _part(status, "target")), *_load(_part(status, "board"))]
+    if warning := _part(status, "steward").get("warning"):
+        lines.append(f"warning   {warning}")
+    lines += ["", *_drafts(status), "", *_trainer(status), *_leases(_part(status, "board"))]
     decisions = status.get("decisions")
     if isinstance(decisions, list) and decisions:
         lines += ["", table(decisions[-_DECISIONS:])]

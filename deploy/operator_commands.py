@@ -35,6 +35,9 @@ def add_commands(
     )
     rollback.add_argument("topic")
     rollback.add_argument("version", nargs="?", type=int, help="left out: the one before")
+    rollback.add_argument(
+        "--expect", type=int, metavar="N", help="only while N is the newest version that is served"
+    )
     replay = add("replay", lambda o: _purge(url(o), o, say), "what is kept of requests")
     replay.add_argument("action", choices=["purge"], help="forget, in memory and on disk")
     what = replay.add_mutually_exclusive_group(required=True)
@@ -58,7 +61,7 @@ def _status(url: str, say: Say) -> int:
 def _rollback(url: str, options: argparse.Namespace, say: Say) -> int:
     from paceline.deploy.operations_command import roll_back
 
-    roll_back(url, options.topic, options.version, say)
+    roll_back(url, options.topic, options.version, say, expected=options.expect)
     return 0
 
 

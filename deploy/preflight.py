@@ -16,10 +16,10 @@ from paceline.actors.decoding.compatibility import (
     read_config,
 )
 from paceline.actors.weights.lock import is_locked
-from paceline.deploy.addresses import is_loopback
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
+from paceline.deploy.exposure import exposure
 from paceline.deploy.planner.configs import read_shape
 
 
@@ -66,13 +66,8 @@ def warnings(config: PacelineConfig) -> list[str]:
 
 def _exposure_warnings(config: PacelineConfig) -> list[str]:
     variable = config.auth.api_keys_env
-    if is_loopback(config.host) or key_digests(variable, os.environ):
-        return []
-    cure = f"set {variable}" if variable else "name a variable with keys in auth.api_keys_env"
-    return [
-        f"host {config.host} can be reached from other machines and no API key is asked for: "
-        f"{cure}, or listen on 127.0.0.1"
-    ]
+    found = exposure(config.host, variable, keyed=bool(key_digests(variable, os.environ)))
+    return [] if found is None else [found]
 
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:

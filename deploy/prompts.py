@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.actors.decoding.compatibility import own_context
 from paceline.deploy.errors import ApiError
+from paceline.deploy.openai_chat import ChatCompletionRequest
 from paceline.deploy.openai_types import (
-    ChatCompletionRequest,
     CompletionRequest,
     GenerationOptions,
 )

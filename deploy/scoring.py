@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from paceline.actors.training.scoring import ScorerSettings
+from paceline.actors.training.scorer_settings import ScorerSettings
 from paceline.actors.weights.fingerprint import fingerprints
 from paceline.deploy.config import PacelineConfig
 

@@ -14,6 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from paceline.cluster.named import NamedActor
 from paceline.deploy.config import PacelineConfig
+from paceline.deploy.exposure import exposure, serves_on
 from paceline.deploy.learning import BOARD, keep_trainers, makers
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 2.0
 _ANSWER_S = 5.0
 _HANGS_AFTER_S = 120.0
+_LOOPBACK = "127.0.0.1"  # Serve's own default
 
 
 class Steward:
@@ -32,12 +34,15 @@ class Steward:
     not there, another registry still had it) it does not, and these are made again here.
     """
 
-    def __init__(self, config: PacelineConfig) -> None:
+    def __init__(self, config: PacelineConfig, *, keyed: bool = False) -> None:
         """Begin.
 
         Args:
             config: see PacelineConfig.
+            keyed: whether the front door asks for API keys.
         """
+        self._variable, self._keyed = config.auth.api_keys_env, keyed
+        self._warning: str | None = None
         self._makers = makers(config)
         self._handles: dict[str, Any] = {}
         self._made = dict.fromkeys(self._makers, 0)
@@ -47,11 +52,12 @@ class Steward:
         threading.Thread(target=self._keep, name="paceline-steward", daemon=True).start()
 
     async def describe(self) -> dict[str, Any]:
-        """Actor to how often it was made here, and the last error in words, or None."""
+        """How often each actor was made here; the last error and a warning in words, or None."""
         trainers = self._trainers.describe()
         return {
             "made": self._made | trainers["made"],
             "last_error": self._error or trainers["last_error"],
+            "warning": self._warning,
         }
 
     def check_health(self) -> None:
@@ -60,6 +66,9 @@ class Steward:
             raise RuntimeError("the steward does not get on")
 
     def _keep(self) -> None:
+        self._warning = exposure(serves_on() or _LOOPBACK, self._variable, keyed=self._keyed)
+        if self._warning is not None:
+            logger.warning(self._warning)
         learns = False
         while True:
             for name in self._missing():

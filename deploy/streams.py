@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -120,3 +121,16 @@ class EventStream(StreamingResponse):
     async def _close(self) -> None:
         await self._content.aclose()
         await self._pieces.aclose()
+
+
+@asynccontextmanager
+async def until(deadline: float) -> AsyncIterator[None]:
+    """Cancel what runs inside at a time of the loop's clock; it becomes a 504."""
+    limit = asyncio.timeout_at(deadline)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise timed_out() from error

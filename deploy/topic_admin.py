@@ -20,8 +20,9 @@ from paceline.actors.weights.added import OutOfDate, TopicExists
 from paceline.actors.weights.catalogue import RouterHead, TopicsView
 from paceline.deploy import negatives
 from paceline.deploy.added import TopicList
-from paceline.deploy.errors import ApiError, internal, overloaded
+from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal
 from paceline.deploy.operators import authorize, forbidden
+from paceline.deploy.parts import Call, asked, needed, refusal_of
 from paceline.deploy.prompts import PromptEncoder
 from paceline.deploy.sections import topic_name
 from paceline.deploy.status import LearningActors
@@ -104,17 +105,17 @@ class TopicAdmin:
         """
         registry = self._actors.registry
         view, versions, facts, labels = await asyncio.gather(
-            _ask(registry and registry.topics.remote()),
-            _ask(registry and registry.current.remote()),
-            _ask(self._target.describe.remote()),
-            _ask(self._router and self._router.labels.remote()),
+            asked(registry and registry.topics.remote, _ASK_S),
+            asked(registry and registry.current.remote, _ASK_S),
+            asked(self._target.describe.remote, _ASK_S),
+            asked(self._router and self._router.labels.remote, _ASK_S),
         )
         if isinstance(view, TopicsView):
             self._topics.take(view)
         shards = self._shards()
         names = list(self._topics)
         stats = await asyncio.gather(
-            *(_ask(shards[n].stats.remote() if n in shards else None) for n in names)
+            *(asked(shards[n].stats.remote if n in shards else None, _ASK_S) for n in names)
         )
         added = {topic.name for topic in self._topics.view.topics}
         rows = []
@@ -154,7 +155,7 @@ class TopicAdmin:
 
     async def _add(self, new: NewTopic) -> dict[str, Any]:
         registry = self._actors.registry
-        view = await _part("weight registry", registry.topics.remote(), _ASK_S)
+        view = await _part("weight registry", registry.topics.remote, _ASK_S)
         self._topics.take(view)
         if new.name in self._topics:
             raise _exists(new.name)
@@ -163,15 +164,7 @@ class TopicAdmin:
         grown = None
         if self._router is not None:
             grown = await self._grow(new, view)
-        head = None if grown is None else RouterHead(grown.facts, grown.arrays)
-        revision = None if grown is None else view.revision
-        try:
-            call = registry.add_topic.remote(new.name, GENERAL, head, revision)
-            version = await _part("weight registry", call, _COMMIT_S)
-        except TopicExists as error:
-            raise _exists(new.name) from error
-        except OutOfDate as error:
-            raise _conflict() from error
+        version = await self._commit(new.name, grown, view.revision)
         logger.info("topic %s was added", new.name)
         figures = None if grown is None else grown.growth.figures()
         return {
@@ -181,6 +174,30 @@ class TopicAdmin:
             "examples": len(set(new.examples)),
             "router": figures,
         }
+
+    async def _commit(self, name: str, grown: Any, revision: int) -> int:
+        """Have the registry take the topic; its version."""
+        head = None if grown is None else RouterHead(grown.facts, grown.arrays)
+        told = (name, GENERAL, head, None if grown is None else revision)
+        silent = (
+            "The weight registry did not answer: whether the topic was added, `paceline topics` "
+            "tells."
+        )
+        try:
+            version: int = await needed(
+                "weight registry",
+                lambda: self._actors.registry.add_topic.remote(*told),
+                _COMMIT_S,
+                silent,
+                UNKNOWN_OUTCOME,
+            )
+        except TopicExists as error:
+            raise _exists(name) from error
+        except OutOfDate as error:
+            raise _conflict() from error
+        except (KeyError, ValueError) as error:
+            raise internal(f"The weight registry refuses: {refusal_of(error)}") from error
+        return version
 
     async def _grow(self, new: NewTopic, view: TopicsView) -> Any:
         """The router's head with the topic.
@@ -203,8 +220,8 @@ class TopicAdmin:
         others = [text for text in _distinct(others) if text not in mine]
         head = None if view.head is None else (view.head.facts, view.head.arrays)
         experts = tuple(self._topics)
-        call = self._router.grow.remote(new.name, examples, others, experts, head, settings)
-        grown = await _part("router", call, _GROW_S)
+        told = (new.name, examples, others, experts, head, settings)
+        grown = await _part("router", lambda: self._router.grow.remote(*told), _GROW_S)
         if grown.fault is not None:
             raise ApiError(
                 400,
@@ -267,32 +284,13 @@ def _conflict() -> ApiError:
     return ApiError(409, text, code="conflict", retry_after_s=1)
 
 
-async def _ask(answer: Any) -> Any:
-    """An answer, None where there is none: a list never fails over a dead part."""
-    if answer is None:
-        return None
-    try:
-        async with asyncio.timeout(_ASK_S):
-            return await answer
-    except Exception as error:
-        logger.info("a part does not say (%r)", error)
-        return None
-
-
-async def _part(name: str, answer: Any, seconds: float) -> Any:
-    """An answer that is needed.
+async def _part(name: str, call: Call, seconds: float) -> Any:
+    """An answer before which nothing has been changed.
 
     Raises:
-        ApiError: 503 where the part does not answer.
-        ValueError: what the part refuses with.
+        ApiError: 503 where the part does not answer, 500 where it refuses.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await answer
-    except (TopicExists, OutOfDate):
-        raise
-    except ValueError as error:
-        raise internal(f"The {name} refuses: {getattr(error, 'cause', None) or error}") from error
-    except Exception as error:
-        logger.warning("the %s does not answer", name, exc_info=True)
-        raise overloaded(f"The {name} does not answer: nothing was added.") from error
+        return await needed(name, call, seconds, f"The {name} does not answer: nothing was added.")
+    except (KeyError, ValueError) as error:
+        raise internal(f"The {name} refuses: {refusal_of(error)}") from error

@@ -19,16 +19,12 @@ from paceline.deploy.openai_types import (
     CONTEXT,
     NEUTRAL,
     TOO_LONG,
-    ChatCompletionRequest,
-    CompletionRequest,
     GenerationOptions,
     Speculative,
-    too_long,
 )
 
 DRAFT_AUTO = "auto"
 DRAFT_OFF = "off"
-DEFAULT_COMPLETION_TOKENS = 16
 # Below it the likeliest token has all the mass that float32 can tell apart: greedy, and no
 # logits that overflow when they are divided by it.
 GREEDY_BELOW = 1e-5
@@ -45,7 +41,7 @@ def parse(
 
     Args:
         body: JSON as it came.
-        kind: :class:`CompletionRequest` or :class:`ChatCompletionRequest`.
+        kind: CompletionRequest or ChatCompletionRequest.
         model_name: the one model that is served.
         context: tokens that prompt and answer may have together; a longer list of token ids is
             refused unread.
@@ -136,56 +132,6 @@ def _refuse_unsupported(request: GenerationOptions) -> None:
                 param=field,
                 code="unsupported_value",
             )
-
-
-def max_tokens_of(request: CompletionRequest | ChatCompletionRequest) -> tuple[int | None, str]:
-    """The asked limit, None where there is none, and the name of the field that gives it."""
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens, "max_completion_tokens"
-    return request.max_tokens, "max_tokens"
-
-
-def fit_limit(
-    asked: int | None,
-    field: str,
-    prompt_tokens: int,
-    context: int,
-    param: str,
-    default: int | None = None,
-) -> int:
-    """How many tokens may be generated.
-
-    Args:
-        asked: the request's limit, None where it has none.
-        field: the request's name for it.
-        prompt_tokens: length of the prompt.
-        context: the most tokens that prompt and answer may have together.
-        param: the request's field that holds the prompt.
-        default: without a limit, at most so many; None for as many as fit.
-
-    Raises:
-        ApiError: 400 ``context_length_exceeded`` naming the prompt where it alone is too
-            long, else the limit.
-    """
-    room = context - prompt_tokens
-    if room < 1:
-        raise ApiError(
-            400,
-            too_long(context, prompt_tokens),
-            param=param,
-            code=TOO_LONG,
-        )
-    if asked is None:
-        return room if default is None else min(default, room)
-    if asked > room:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {context} tokens; {prompt_tokens} in the "
-            f"prompt and {asked} asked for by {field} are more.",
-            param=field,
-            code="context_length_exceeded",
-        )
-    return asked
 
 
 def number_of(text: str | None, param: str) -> float:

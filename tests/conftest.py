@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # Ray reads these when it is imported: before any test module is.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -21,10 +22,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _MARK = "PACELINE_TEST_RUN"
-_RUN = uuid.uuid4().hex
+# A worker of a run that is shared out is a process of that run, not one of its own.
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_RUN = os.environ[_MARK] if _WORKER else uuid.uuid4().hex
 _TESTS = Path(__file__).parent
 _WITHOUT_RAY = (_TESTS / "unit", _TESTS / "property")
 _GRACE_S = 20.0
+# An example's time says how busy the machine is; pytest-timeout ends what hangs.
+settings.register_profile("unhurried", settings(), deadline=None)
+settings.load_profile("unhurried")
 # Its scripts import each other as siblings, and so do tests of them.
 sys.path.append(str(_TESTS.parent / "benchmarks"))
 
@@ -48,6 +54,8 @@ def pytest_sessionstart() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when a process that it started is still there."""
+    if _WORKER:  # whoever shares the work out looks after it, when the workers have ended
+        return
     deadline = time.monotonic() + _GRACE_S
     while left := _left_behind():
         if time.monotonic() > deadline:

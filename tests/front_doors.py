@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
+from paceline.actors.decoding.target import TargetReplica
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.status import LearningActors
+
+CONTEXT = 4096  # of the targets whose answers shall take long
 
 
 class Stream:
@@ -49,8 +55,23 @@ class Handle:
         return self
 
 
-def front_door(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
+def application(
+    target: Any, folder: Path, *, front: type[Ingress] = Ingress, **more: Any
+) -> FastAPI:
+    """A front door over a target and its folder, with further settings."""
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
     nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
-    api = Ingress(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
-    return httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://127.0.0.1")
+    return front(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
+
+
+def front_door(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(application(target, folder, **more))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+
+async def freed(target: TargetReplica) -> None:
+    """Return once nothing runs."""
+    deadline = time.monotonic() + 5
+    while (facts := await target.describe())["running"] or facts["waiting"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding.computed import Computed
 from paceline.actors.decoding.drawing import draw_drafts
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import RowTable
@@ -43,11 +44,7 @@ class ExpertStack:
         self.versions = {name: 0 for name in names if not is_candidate(name)}
         self._index = {name: i for i, name in enumerate(names)}
         self._table = RowTable(rows)
-        # Per sequence: its expert, the positions whose keys and values are right, and the
-        # drafts after them.
-        self._expert: dict[str, str] = {}
-        self._computed: dict[str, int] = {}
-        self._drafted: dict[str, list[int]] = {}
+        self._computed = Computed()
         self._grid: tuple[list[int], Grid] | None = None
         self._params = LatestBatch(runner.device)
         self.reads = Reads()  # by the latest call
@@ -111,10 +108,10 @@ class ExpertStack:
 
     def _recompute(self, draft: str) -> None:
         """Read again what was read with a slot's weights, also for those of an empty slot."""
-        for request_id, own in self._expert.items():
+        for request_id in self._computed:
+            own = self._computed.draft(request_id)
             if own == draft or (own not in self.versions and expert_of(own) == draft):
-                self._computed[request_id] = 0
-                self._drafted.pop(request_id, None)
+                self._computed.lose(request_id)
 
     def lacks(self, request_id: str, length: int) -> int:
         """Tokens of a sequence of ``length`` that are to be read before drafting, at least.
@@ -122,17 +119,14 @@ class ExpertStack:
         Drafts that came true have been computed as they were drafted; how many did is seen when
         the sequence is drafted for again, so all count here.
         """
-        drafted = max(len(self._drafted.get(request_id, ())) - 1, 0)
-        return max(length - 2 - self._computed.get(request_id, 0) - drafted, 0)
+        return self._computed.lacks(request_id, length)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
         if request_id not in self._table:
             return
         self.runner.kv.release(self._table.release(request_id))
-        del self._expert[request_id]
-        self._computed.pop(request_id, None)
-        self._drafted.pop(request_id, None)
+        self._computed.end(request_id)
 
     def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
         """Take a sequence back to what is certain, after drafting beyond it.
@@ -144,20 +138,7 @@ class ExpertStack:
             length: tokens of the sequence that are certain.
             assumed: the tokens behind them with which it was last proposed for.
         """
-        computed = self._computed.get(request_id, 0)
-        if computed > length:
-            drafted = self._drafted.get(request_id, ())
-            self._drafted[request_id] = [*assumed[: computed - length], *drafted]
-            self._computed[request_id] = length
-
-    def _known(self, row: DraftRow) -> int:
-        """How many positions of a sequence are right: computed ones and drafts that came true."""
-        known = self._computed[row.request_id]
-        for token in self._drafted.pop(row.request_id, [])[:-1]:  # the last was never fed back
-            if known >= len(row.tokens) or row.tokens[known] != token:
-                break
-            known += 1
-        return known
+        self._computed.presume(request_id, length, assumed)
 
     def _catch_up(self, rows: Sequence[DraftRow]) -> list[int]:
         """Bring sequences to within two tokens of their ends, within the prefill budget.
@@ -176,10 +157,8 @@ class ExpertStack:
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
                 self._table.add(row.request_id)
-                self._expert[row.request_id] = row.draft
-                self._computed[row.request_id] = 0
-            known, wanted = self._known(row), max(len(row.tokens) - 2, 0)
-            self._computed[row.request_id] = known
+                self._computed.begin(row.request_id, row.draft)
+            known, wanted = self._computed.settle(row), max(len(row.tokens) - 2, 0)
             if not self._reserve(row, victims):
                 continue
             end = min(wanted, known + budget)
@@ -202,7 +181,8 @@ class ExpertStack:
                 [start for _, start, _ in own],
                 [self._model(row.draft) for row, _, _ in own],
             )
-            self._computed |= {row.request_id: end for row, _, end in own}
+            for row, _, end in own:
+                self._computed.reach(row.request_id, end)
         self.reads = Reads(len(stretches), sum(lengths))
 
     def _reserve(self, row: DraftRow, victims: set[str]) -> bool:
@@ -212,14 +192,13 @@ class ExpertStack:
         """
         kv, slot = self.runner.kv, self._table.row(row.request_id)
         while not kv.reserve(slot, len(row.tokens) + row.num_draft_tokens):
-            for other in reversed(self._expert):
+            for other in self._computed.latest():
                 if other == row.request_id:
                     return False
                 if kv.blocks(self._table.row(other)):
                     break
             kv.release(self._table.row(other))
-            self._computed[other] = 0
-            self._drafted.pop(other, None)
+            self._computed.lose(other)
             victims.add(other)
         return True
 
@@ -230,8 +209,8 @@ class ExpertStack:
         Returns:
             True where more is left to read, and this call has got further.
         """
-        before = self._computed.get(row.request_id, 0)
-        return not self._catch_up([row]) and self._computed[row.request_id] > before
+        before = self._computed.right(row.request_id)
+        return not self._catch_up([row]) and self._computed.right(row.request_id) > before
 
     def _layout(self, rows: Sequence[DraftRow]) -> Grid:
         """The grid of a batch, made anew only when the batch has changed."""
@@ -267,9 +246,9 @@ class ExpertStack:
         else:
             chosen, chosen_probs, ids, probs = self._draft_sampled(rows, batch, support, generator)
         for row, guesses in zip(rows, chosen.tolist(), strict=True):
-            self._computed[row.request_id] = len(row.tokens)
             # A row that drafts less than its neighbours has no blocks for the rest.
-            self._drafted[row.request_id] = guesses[: row.num_draft_tokens]
+            own = guesses[: row.num_draft_tokens]
+            self._computed.drafted(row.request_id, len(row.tokens), own)
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
         proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
         proposal, cut = sound(proposal)
@@ -281,8 +260,7 @@ class ExpertStack:
         """Have what broken weights have written read by nobody; whose they are."""
         for row in rows:
             self.runner.kv.wipe(self._table.row(row.request_id))
-            self._computed[row.request_id] = 0
-            self._drafted.pop(row.request_id, None)
+            self._computed.lose(row.request_id)
         return frozenset(row.draft for row in rows)
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:

@@ -121,8 +121,10 @@ class GraphedDecoder:
         self._growing = True
         self._graphs.clear()
         self._seen.clear()
-        yield from self.plain.grow(models)
-        self._growing = False
+        try:
+            yield from self.plain.grow(models)
+        finally:
+            self._growing = False
 
     def refresh(self, expert: int | None = None) -> None:
         """See Decoder."""

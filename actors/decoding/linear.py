@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -142,6 +143,22 @@ def stack(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
     for parameter, part in zip(parameters, storage, strict=True):
         adopt(parameter, part)
     return storage
+
+
+@contextmanager
+def moving(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Move modules' parameters inside, to the end or not at all.
+
+    Where memory runs out in the midst, parameters would lie in storage that nobody reads: weights
+    that are loaded later would go there.
+    """
+    before = [(p, p.data) for module in modules for p in module.parameters()]
+    try:
+        yield
+    except BaseException:
+        for parameter, storage in before:
+            parameter.data = storage
+        raise
 
 
 def packable(weight: Tensor) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, BertForSequenceClassification
 
-from paceline.actors.routing.growth import Texts
 from paceline.actors.routing.head import GrownHead
+from paceline.actors.routing.regression import Texts
 
 _CHARACTERS_PER_TOKEN = 16  # no token of a usual text is longer; what is cut off is never read
 

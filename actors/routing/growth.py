@@ -8,7 +8,7 @@ z its present logits, a new row gives the new topic the probability
 and the others keep their proportions among each other. So only (w, b) is learnt: a logistic
 regression with the offset -logsumexp(z), examples against prompts that shall stay where they are,
 which weigh more (a wrong expert costs more than a right one gains), with a ridge on w (features
-standardised), by Newton's method.
+standardised): ``regression.py``.
 
 What comes of it is measured by cross-validation: every prompt is judged by a row that was learnt
 without it. The ridge is chosen by the same held-out likelihood, which flatters it a little.
@@ -16,22 +16,25 @@ without it. The ridge is chosen by the same held-out likelihood, which flatters 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.actors.routing.policy import GENERAL, choose
-
-Doubles = NDArray[np.float64]
-
-_NEWTON_STEPS = 40
-_HALVINGS = 30
-_CONVERGED = 1e-9
+from paceline.actors.routing.regression import (
+    Doubles,
+    Problem,
+    Row,
+    Texts,
+    fitted,
+    held_out,
+    likelihood,
+    sigmoid,
+    spread,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +63,6 @@ class GrowthSettings:
     min_prompts: int = 10
     min_confidence: float = 0.5
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """What the classifier makes of N texts.
-
-    Attributes:
-        features: float64 ``[N, H]``.
-        logits: float64 ``[N, L]``, of the present labels.
-    """
-
-    features: Doubles
-    logits: Doubles
-
-    def offsets(self) -> Doubles:
-        """-logsumexp of the logits, ``[N]``."""
-        highest = self.logits.max(axis=1)
-        sums: Doubles = np.exp(self.logits - highest[:, None]).sum(axis=1)
-        return np.asarray(-(highest + np.log(sums)))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A classifier's row: ``weight`` float64 ``[H]`` and its bias."""
-
-    weight: Doubles
-    bias: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +144,16 @@ def grow(
     for kind, texts in (("examples", examples), ("other prompts", others)):
         if len(texts.features) < settings.folds:
             raise ValueError(f"{topic}: {len(texts.features)} {kind} are too few")
-    problem = _Problem.of(examples, others, settings.share)
-    folds = _folds(problem.targets, settings)
-    held_out = {ridge: _held_out(problem, folds, ridge) for ridge in settings.ridges}
-    ridge = max(settings.ridges, key=lambda r: _likelihood(problem, held_out[r]))
+    problem = Problem.of(examples, others, settings.share)
+    folds = spread(problem.targets, settings.folds, settings.seed)
+    margins = {ridge: held_out(problem, folds, ridge) for ridge in settings.ridges}
+    ridge = max(settings.ridges, key=lambda r: likelihood(problem, margins[r]))
     judge = _Judge(topic, labels, experts, settings.min_confidence)
-    row = _fitted(problem, np.ones(len(problem.targets), bool), ridge)
-    return _measured(row, problem, held_out[ridge], judge, ridge)
+    row = fitted(problem, np.ones(len(problem.targets), bool), ridge)
+    return _measured(row, problem, margins[ridge], judge, ridge)
 
 
-def _measured(row: Row, problem: _Problem, margins: Doubles, judge: _Judge, ridge: float) -> Growth:
+def _measured(row: Row, problem: Problem, margins: Doubles, judge: _Judge, ridge: float) -> Growth:
     """The row with what held-out margins say of it."""
     count = int(problem.targets.sum())
     before = [judge.before(logits) for logits in problem.logits]
@@ -210,113 +186,18 @@ class _Judge:
         return choose(self._shares(logits), {*self.experts, GENERAL}, self.min_confidence)
 
     def after(self, logits: Doubles, margin: float) -> str:
-        """With it; ``margin`` is its logit less the logsumexp of the others."""
-        new = _sigmoid(np.array([margin]))[0]
-        shares = {name: p * (1 - new) for name, p in self._shares(logits).items()}
+        """With it; ``margin`` is its logit less the logsumexp of the others.
+
+        A topic that there is a label for is left to that (`TopicClassifier.take`): the row is
+        not used, and all that changes is that the topic has an expert.
+        """
         everyone = {*self.experts, GENERAL, self.topic}
+        if self.topic in self.labels:
+            return choose(self._shares(logits), everyone, self.min_confidence)
+        new = sigmoid(np.array([margin]))[0]
+        shares = {name: p * (1 - new) for name, p in self._shares(logits).items()}
         return choose(shares | {self.topic: float(new)}, everyone, self.min_confidence)
 
     def _shares(self, logits: Doubles) -> dict[str, float]:
         exp = np.exp(logits - logits.max())
         return dict(zip(self.labels, (exp / exp.sum()).tolist(), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """Examples, then the others; ``share`` of the loss is the examples'."""
-
-    features: Doubles
-    logits: Doubles
-    offsets: Doubles
-    targets: Doubles
-    share: float
-
-    @classmethod
-    def of(cls, examples: Texts, others: Texts, share: float) -> _Problem:
-        return cls(
-            np.concatenate([examples.features, others.features]),
-            np.concatenate([examples.logits, others.logits]),
-            np.concatenate([examples.offsets(), others.offsets()]),
-            np.repeat([1.0, 0.0], [len(examples.features), len(others.features)]),
-            share,
-        )
-
-    def weights(self, chosen: NDArray[np.bool_]) -> Doubles:
-        """Of the chosen prompts in the loss; they sum to 1."""
-        targets = self.targets[chosen]
-        own, rest = targets.sum(), (1.0 - targets).sum()
-        return np.asarray(np.where(targets == 1.0, self.share / own, (1.0 - self.share) / rest))
-
-
-def _folds(targets: Doubles, settings: GrowthSettings) -> NDArray[np.int64]:
-    """The fold of every prompt; each kind is spread evenly."""
-    rng = np.random.default_rng(settings.seed)
-    folds = np.zeros(len(targets), np.int64)
-    for kind in (0.0, 1.0):
-        places = rng.permutation(np.flatnonzero(targets == kind))
-        folds[places] = np.arange(len(places)) % settings.folds
-    return folds
-
-
-def _held_out(problem: _Problem, folds: NDArray[np.int64], ridge: float) -> Doubles:
-    """Per prompt the margin that a row gives it which was learnt without its fold."""
-    margins = np.zeros(len(folds))
-    for fold in range(int(folds.max()) + 1):
-        out = folds == fold
-        row = _fitted(problem, ~out, ridge)
-        margins[out] = problem.features[out] @ row.weight + row.bias + problem.offsets[out]
-    return margins
-
-
-def _likelihood(problem: _Problem, margins: Doubles) -> float:
-    signed = np.where(problem.targets == 1.0, margins, -margins)
-    weights = problem.weights(np.ones(len(signed), bool))
-    return -float((weights * np.logaddexp(0.0, -signed)).sum())
-
-
-def _fitted(problem: _Problem, chosen: NDArray[np.bool_], ridge: float) -> Row:
-    """The row that the chosen prompts give."""
-    features = problem.features[chosen]
-    mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
-    design = np.concatenate([(features - mean) / scale, np.ones((len(features), 1))], axis=1)
-    kinds = problem.targets[chosen], problem.weights(chosen)
-    found = _newton(design, problem.offsets[chosen], *kinds, ridge)
-    weight = found[:-1] / scale
-    return Row(weight, float(found[-1] - mean @ weight))
-
-
-def _newton(
-    design: Doubles, offsets: Doubles, targets: Doubles, weights: Doubles, ridge: float
-) -> Doubles:
-    """Minimise the weighted logistic loss plus ``ridge / 2 * |w|^2``; the bias goes free."""
-    penalty = np.full(design.shape[1], ridge)
-    penalty[-1] = 1e-9  # nothing but a solvable system
-    signs = 2.0 * targets - 1.0
-
-    def loss(point: Doubles) -> float:
-        margins = signs * (design @ point + offsets)
-        return float((weights * np.logaddexp(0.0, -margins)).sum() + penalty @ (point**2) / 2)
-
-    point = np.zeros(design.shape[1])
-    point[-1] = -float(weights @ offsets)  # between the two kinds
-    present = loss(point)
-    for _ in range(_NEWTON_STEPS):
-        chances = _sigmoid(design @ point + offsets)
-        slope = design.T @ (weights * (chances - targets)) + penalty * point
-        curve = (design * (weights * chances * (1.0 - chances))[:, None]).T @ design
-        step = np.linalg.solve(curve + np.diag(penalty + 1e-12), slope)
-        for halving in range(_HALVINGS):
-            tried = point - step * 0.5**halving
-            reached = loss(tried)
-            if reached <= present:
-                break
-        else:
-            break
-        gained, point, present = present - reached, tried, reached
-        if gained < _CONVERGED or not math.isfinite(present):
-            break
-    return point
-
-
-def _sigmoid(x: Doubles) -> Doubles:
-    return np.exp(-np.logaddexp(0.0, -x))

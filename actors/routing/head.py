@@ -57,6 +57,19 @@ class GrownHead:
             np.append(self.rows, np.full(len(features), len(self.topics))).astype(np.int64),
         )
 
+    def without(self, topic: str) -> GrownHead:
+        """The head without a topic's row and examples; it may have none of it."""
+        kept = [i for i, name in enumerate(self.topics) if name != topic]
+        examples = np.isin(self.rows, kept)
+        return GrownHead(
+            self.base,
+            tuple(self.topics[i] for i in kept),
+            self.weight[kept],
+            self.bias[kept],
+            self.features[examples],
+            np.searchsorted(kept, self.rows[examples]).astype(np.int64),
+        )
+
     def parts(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """JSON-able facts, and arrays by name."""
         arrays: dict[str, NDArray[Any]] = {

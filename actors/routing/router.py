@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from paceline.actors.routing.classifier import TopicClassifier
-from paceline.actors.routing.growth import Growth, GrowthSettings, Texts, grow
+from paceline.actors.routing.growth import Growth, GrowthSettings, grow
 from paceline.actors.routing.head import GrownHead
+from paceline.actors.routing.regression import Texts
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class TopicRouter:
         own = self._classifier
         present = GrownHead.empty(own.mark, own.feature_size)
         if head is not None and head[0].get("base") == own.mark:
-            present = GrownHead.of(*head)
+            present = GrownHead.of(*head).without(topic)  # of one that was taken away by hand
         mine = await self._read(examples)
         rest = torch.cat([await self._read(others), torch.from_numpy(present.features.copy())])
         labels, judged = own.judged(torch.cat([mine, rest]), present)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from paceline.actors.training import group
-from paceline.actors.training.distiller import Distiller, DistillerSettings, MicroStep
+from paceline.actors.training.distiller import Distiller, MicroStep
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.shares import Share, split
 

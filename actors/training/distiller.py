@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.training.adapters import Adapters
 from paceline.actors.training.averaging import RunningMean
 from paceline.actors.training.batches import Batch
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.draft_state import load_state, tied_names
 from paceline.actors.training.forward import logits_at, takes_branches
 from paceline.actors.training.objective import objective
 from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.optimizer_state import OptimizerState, capture, part, restore, whole
 from paceline.actors.training.shares import Share, the_whole
-from paceline.actors.training.stages import ZeroStage, engine_config, training_dtype, zero_stage
+from paceline.actors.training.stages import engine_config, training_dtype, zero_stage
 
 logger = logging.getLogger(__name__)
 
@@ -30,42 +31,6 @@ _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
 # In an optimizer's state: weights that the published ones do not tell, and their running mean.
 _WEIGHT, _MEAN = "weight.", "mean."
-
-
-@dataclass(frozen=True, slots=True)
-class DistillerSettings:
-    """How a draft is trained.
-
-    Attributes:
-        learning_rate: constant after the warm-up.
-        warmup_steps: optimizer steps of linear warm-up.
-        accumulation: micro-steps per optimizer step.
-        clip: largest norm of a gradient.
-        dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
-        device: ``auto`` is the GPU where there is one.
-        objective: what training minimises.
-        adapter: ``full`` trains every weight, ``lora`` low-rank adapters on the linear layers.
-        lora_rank: of an adapter.
-        lora_alpha: its scale times its rank.
-        lora_embeddings: whether embeddings, and a head tied to them, are adapted too.
-        zero_stage: see :func:`paceline.actors.training.stages.zero_stage`.
-        average_decay: of the running mean of the weights, which is what a candidate consists of;
-            0 takes the weights as the last step left them.
-    """
-
-    learning_rate: float = 1.5e-3
-    warmup_steps: int = 5
-    accumulation: int = 1
-    clip: float = 1.0
-    dtype: str = "auto"
-    device: str = "auto"
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    adapter: Literal["full", "lora"] = "full"
-    lora_rank: int = 16
-    lora_alpha: float = 32.0
-    lora_embeddings: bool = False
-    zero_stage: ZeroStage = "auto"
-    average_decay: float = 0.98
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import usable
 from paceline.actors.training.draft_state import load_state
 from paceline.actors.training.evaluation import score_records
-from paceline.actors.training.scoring import ScorerSettings
+from paceline.actors.training.scorer_settings import ScorerSettings
 from paceline.actors.weights.flat import FlatWeights, unflatten
 
 

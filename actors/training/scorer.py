@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.actors.training.progress import Stopped
-from paceline.actors.training.scoring import Judge, ScorerSettings, Scoring
+from paceline.actors.training.scorer_settings import ScorerSettings
+from paceline.actors.training.scoring import Judge, Scoring
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.schedule import ScheduleSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from paceline.actors.weights.announcements import Announcements
@@ -42,6 +42,14 @@ class AddedTopics:
     def topics(self) -> tuple[AddedTopic, ...]:
         """All that were added, oldest first."""
         return self._catalogue.topics
+
+    def inherited(self, given: Mapping[str, str]) -> dict[str, str]:
+        """What experts have, by name, and with it what added ones have of those they began as."""
+        found = dict(given)
+        for new in self._catalogue.topics:
+            if new.name not in found and new.like in found:
+                found[new.name] = found[new.like]
+        return found
 
     def check(self, name: str, known: Container[str], revision: int | None) -> None:
         """Refuse an addition.

@@ -13,36 +13,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import ray
 
 from paceline.actors.weights.added import TopicDesk
-from paceline.actors.weights.announcements import News, news_for
+from paceline.actors.weights.announcements import News
+from paceline.actors.weights.archive import WeightArchive
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.catalogue import AddedTopic, RouterHead
-from paceline.actors.weights.decisions import Decisions
 from paceline.actors.weights.evidence import DraftOutcome
-from paceline.actors.weights.flat import FlatWeights, load_model
+from paceline.actors.weights.flat import FlatWeights
 from paceline.actors.weights.lock import hold
-from paceline.actors.weights.shelf import Shelf
-from paceline.actors.weights.slots import candidate_of
-from paceline.actors.weights.store import WeightStore
 from paceline.actors.weights.trials import Action, Step, Trials
-from paceline.actors.weights.versions import TopicVersions
+from paceline.actors.weights.versions import VersionChanged
 
 logger = logging.getLogger(__name__)
 
-_HISTORY = 2_000  # decisions kept in memory; the file keeps all
 _NOT_FINITE = "weights that are not finite"
 
 
 class WeightRegistry(TopicDesk):
     """Actor (asynchronous, for the long polls) that owns the weights of every topic.
 
-    It puts the arrays into the object store itself, since an object dies with the process that
-    put it. Disk first, announcement second: what a draft has seen survives a restart.
+    It decides, and WeightArchive carries out: disk first, announcement second, so that what a
+    draft has seen survives a restart.
     """
 
     def __init__(
@@ -77,49 +72,26 @@ class WeightRegistry(TopicDesk):
         hold(directory)
         super().__init__(directory)
         marks = dict.fromkeys(topics, fingerprint) if isinstance(fingerprint, str) else fingerprint
-        self._marks = {topic: marks[topic] for topic in topics}
+        marks = self._added.inherited({topic: marks[topic] for topic in topics})
         self._canary = canary
-        self._keep_versions = keep_versions
-        self._initial = dict(initial or {})
-        for new in self._added.topics:
-            if new.name not in self._marks and new.like in self._marks:
-                self._liken(new.name, new.like)
-        self._topics = tuple(self._marks)
-        self._put = put
         self._clock = clock
-        self._store = WeightStore(directory, self._marks)
-        self._decisions = Decisions(self._store, clock, _HISTORY)
-        self._trials = Trials(self._topics, canary)
-        self._shelves = {topic: self._shelf(topic) for topic in self._topics}
-        self._references: dict[str, Any] = {}  # by slot
-        for topic in self._topics:
-            self._restore(topic)
-
-    def _liken(self, topic: str, like: str) -> None:
-        """An added topic's first draft is that of the expert that it is a copy of."""
-        self._marks[topic] = self._marks[like]
-        if like in self._initial:
-            self._initial[topic] = self._initial[like]
-
-    def _shelf(self, topic: str) -> Shelf:
-        return Shelf(
-            self._store,
-            topic,
-            self._keep_versions,
-            canary=self._canary is not None,
-            initial=partial(self._weights, topic, 0),
+        self._trials = Trials(marks, canary)
+        self._archive = WeightArchive(
+            directory,
+            marks,
+            keep_versions=keep_versions,
+            canary=canary is not None,
+            initial=self._added.inherited(initial or {}),
+            put=put,
+            clock=clock,
+            changed=self._changed,
         )
-
-    def _restore(self, topic: str) -> None:
-        self._decisions.complete(topic)
-        found = self._shelves[topic].restore()
-        if found.stable is not None:
-            self._references[topic] = self._put(found.stable)
-        if found.candidate is not None:
-            self._references[candidate_of(topic)] = self._put(found.candidate)
+        for topic in self._archive:
             self._begin_trial(topic)
-        if found.decision is not None:
-            self._decisions.add(topic, found.decision)
+
+    def _changed(self, topic: str) -> None:
+        self._begin_trial(topic)
+        self._announcements.wake()
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """Announce new weights of a topic, on trial where there is a canary.
@@ -138,51 +110,16 @@ class WeightRegistry(TopicDesk):
             KeyError: for an unknown topic.
             ValueError: for weights that are not finite.
         """
-        state = self._shelves[topic].state
+        state = self._archive.state(topic)
         if not flat.finite():
             facts = {"outcome": "refused", "version": state.stable, "reason": _NOT_FINITE}
-            self._decisions.add(topic, decision | facts | {"parent": state.stable})
+            self._archive.decisions.add(topic, decision | facts | {"parent": state.stable})
             raise ValueError(f"{topic}: {_NOT_FINITE}")
         entry = decision | {"outcome": "published", "parent": state.stable}
-        return self._announce(topic, flat, entry, trial=self._canary is not None)
-
-    def _announce(
-        self, topic: str, flat: FlatWeights, entry: dict[str, Any], *, trial: bool
-    ) -> int:
-        state = self._shelves[topic].state
-        version = state.version + 1
-        entry = entry | {"version": version} | ({"canary": True} if trial else {})
-        if trial:
-            new = state.on_trial(version, entry.get("restored_from"))
-        else:
-            new = state.published(version)
-        self._commit(topic, new, entry, (version, flat))
-        return version
-
-    def _commit(
-        self,
-        topic: str,
-        state: TopicVersions,
-        entry: dict[str, Any],
-        new: tuple[int, FlatWeights] | None = None,
-    ) -> None:
-        """Put and write, which may fail; then take and announce, which may not."""
-        entry = entry | {"time": self._clock(), "topic": topic}
-        before, slot = self._shelves[topic].state, candidate_of(topic)
-        reference = None if new is None else self._put(new[1])
-        self._shelves[topic].commit(state, entry, new)
-        if new is not None:
-            self._references[slot if state.candidate == new[0] else topic] = reference
-        elif before.candidate is not None and state.stable == before.candidate:
-            self._references[topic] = self._references[slot]
-        if state.candidate is None:
-            self._references.pop(slot, None)
-        self._begin_trial(topic)
-        self._announcements.wake()
-        self._decisions.add(topic, entry)
+        return self._archive.announce(topic, flat, entry, trial=self._canary is not None)
 
     def _begin_trial(self, topic: str) -> None:
-        state = self._shelves[topic].state
+        state = self._archive.state(topic)
         if state.candidate is None:
             self._trials.end(topic)
         else:
@@ -201,29 +138,29 @@ class WeightRegistry(TopicDesk):
                 self._begin_trial(step.expert)
 
     def _take(self, step: Step) -> None:
-        topic, state = step.expert, self._shelves[step.expert].state
+        topic, state = step.expert, self._archive.state(step.expert)
         facts = step.figures | {"version": step.version, "parent": state.stable}
         logger.info("%s: %s version %d %s", topic, step.action, step.version, step.figures)
         if step.action is Action.PROMOTE:
             self._trials.promoted(topic)
-            self._commit(topic, state.promoted(), facts | {"outcome": "promoted"})
+            self._archive.commit(topic, state.promoted(), facts | {"outcome": "promoted"})
         elif step.action is Action.ROLL_BACK:
-            self._commit(topic, state.rolled_back(), facts | {"outcome": "rolled_back"})
+            self._archive.commit(topic, state.rolled_back(), facts | {"outcome": "rolled_back"})
         else:
             self._try_again(topic, step)
 
     def _try_again(self, topic: str, step: Step) -> None:
         """Put the predecessor of a suspected version on trial against it."""
-        previous = self._shelves[topic].state.previous
-        flat = None if previous is None else self._weights(topic, previous)
+        previous = self._archive.state(topic).previous
+        flat = None if previous is None else self._archive.weights(topic, previous)
         reason = f"acceptance fell after version {step.version} was promoted"
         if flat is None:
             logger.warning("%s: %s, and its predecessor is not there", topic, reason)
             return
         entry = step.figures | {"outcome": "published", "parent": step.version, "reason": reason}
-        self._announce(topic, flat, entry | {"restored_from": previous}, trial=True)
+        self._archive.announce(topic, flat, entry | {"restored_from": previous}, trial=True)
 
-    def roll_back(self, topic: str, version: int | None = None) -> int:
+    def roll_back(self, topic: str, version: int | None = None, expected: int | None = None) -> int:
         """Withdraw the candidate; without one, or to a given version, go back to earlier weights.
 
         Earlier weights become stable at once, under a new number: a number never falls.
@@ -232,33 +169,34 @@ class WeightRegistry(TopicDesk):
             topic: one of the registry's.
             version: whose weights are to be served, 0 being the initial ones; None: the candidate
                 goes, or where there is none the version before the present one comes back.
+            expected: the newest version that is served, as the caller knows it (see
+                TopicVersions.newest). A call that is repeated with it goes back once.
 
         Returns:
             the stable weight_version afterwards.
 
         Raises:
             KeyError: for an unknown topic.
+            VersionChanged: another version than the expected one is the newest that is served.
             ValueError: there is no earlier version, or its weights are not there any more.
         """
-        state = self._shelves[topic].state
+        state = self._archive.state(topic)
+        if expected not in (None, state.newest):
+            raise VersionChanged(f"{topic}: version {state.newest} is served, and not {expected}")
         entry: dict[str, Any] = {"outcome": "rolled_back", "reason": "asked for"}
         if version in (None, state.stable) and state.candidate is not None:
             facts = self._trials.figures(topic) | {"version": state.candidate}
-            self._commit(topic, state.rolled_back(), entry | facts | {"parent": state.stable})
+            self._archive.commit(
+                topic, state.rolled_back(), entry | facts | {"parent": state.stable}
+            )
             return state.stable
         wanted = state.previous if version is None else version
-        flat = None if wanted is None else self._weights(topic, wanted)
+        flat = None if wanted is None else self._archive.weights(topic, wanted)
         if wanted is None or flat is None:
             raise ValueError(f"{topic}: the weights of version {wanted} are not there")
         entry |= {"restored_from": wanted, "parent": state.stable}
         self._trials.forget(topic)
-        return self._announce(topic, flat, entry, trial=False)
-
-    def _weights(self, topic: str, version: int) -> FlatWeights | None:
-        if version > 0:
-            return self._shelves[topic].read(version)
-        folder = self._initial.get(topic)
-        return None if folder is None else load_model(folder)
+        return self._archive.announce(topic, flat, entry, trial=False)
 
     def add_topic(
         self,
@@ -287,27 +225,13 @@ class WeightRegistry(TopicDesk):
                 (OutOfDate); or the weights to be copied cannot be read.
             OSError: of the disk. The topic is not there then.
         """
-        self._added.check(name, self._shelves, revision)
-        flat = self._weights(like, self._shelves[like].state.stable) or self._weights(like, 0)
-        if flat is None:
-            raise ValueError(f"{name}: the weights of {like} cannot be read")
-        self._liken(name, like)
-        self._store.open(name, self._marks[name])
-        shelf = self._shelf(name)
-        shelf.restore()
-        version, reason = shelf.state.version + 1, f"a copy of {like}"
-        entry = {"outcome": "added", "version": version, "parent": 0, "reason": reason}
-        entry |= {"time": self._clock(), "topic": name}
-        reference = self._put(flat)
-        shelf.commit(shelf.state.published(version), entry, (version, flat))
-        self._added.add(AddedTopic(name, like, self._clock()), head)
-        self._trials.enlist(name)
-        self._references[name] = reference
-        self._shelves = {**self._shelves, name: shelf}  # others may be looking through it
-        self._topics = (*self._topics, name)
-        self._announcements.wake()
-        self._decisions.add(name, entry)
-        return version
+        self._added.check(name, self._archive, revision)
+
+        def enter() -> None:
+            self._added.add(AddedTopic(name, like, self._clock()), head)
+            self._trials.enlist(name)
+
+        return self._archive.add(name, like, enter)
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         """Note that the gate turned a candidate down; nothing else changes.
@@ -323,12 +247,12 @@ class WeightRegistry(TopicDesk):
         Raises:
             KeyError: for an unknown topic.
         """
-        version = self._shelves[topic].state.stable
-        self._decisions.add(topic, decision | {"version": version, "parent": version})
+        version = self._archive.state(topic).stable
+        self._archive.decisions.add(topic, decision | {"version": version, "parent": version})
 
     def current(self) -> dict[str, int]:
         """Topic to stable weight_version; 0 are the initial weights."""
-        return {topic: shelf.state.stable for topic, shelf in self._shelves.items()}
+        return {topic: state.stable for topic, state in self._archive.states().items()}
 
     def live(self) -> dict[str, dict[str, int | None]]:
         """Per topic: ``stable`` and ``candidate`` versions, and counts of its live drafts.
@@ -340,12 +264,12 @@ class WeightRegistry(TopicDesk):
         """
         return {
             topic: {
-                "stable": shelf.state.stable,
-                "candidate": shelf.state.candidate,
-                "restored_from": shelf.state.candidate_from,
+                "stable": state.stable,
+                "candidate": state.candidate,
+                "restored_from": state.candidate_from,
                 **self._trials.live(topic),
             }
-            for topic, shelf in self._shelves.items()
+            for topic, state in self._archive.states().items()
         }
 
     def newest(self, topic: str) -> tuple[int, list[Any]]:
@@ -357,8 +281,7 @@ class WeightRegistry(TopicDesk):
         Raises:
             KeyError: for an unknown topic.
         """
-        reference = self._references.get(topic)
-        return self._shelves[topic].state.stable, [] if reference is None else [reference]
+        return self._archive.stable(topic)
 
     async def wait_newer(self, known: Mapping[str, int], timeout_s: float) -> News:
         """Wait for versions other than the known ones.
@@ -373,23 +296,18 @@ class WeightRegistry(TopicDesk):
             so that Ray does not resolve it. A stable version is above the known one; a candidate
             is another one, or (0, []) where there is none any more. Empty after the time-out.
         """
-
-        def look() -> News:
-            states = {topic: shelf.state for topic, shelf in self._shelves.items()}
-            return news_for(known, states, self._references)
-
-        return await self._announcements.wait(look, timeout_s)
+        return await self._announcements.wait(lambda: self._archive.news(known), timeout_s)
 
     def history(self, topic: str | None = None) -> list[dict[str, Any]]:
         """Decisions of a topic, or of all, oldest first."""
-        return self._decisions.of(topic)
+        return self._archive.decisions.of(topic)
 
     def figures(self) -> dict[str, Any]:
         """:meth:`live`, counts of decisions and last gates; see Decisions."""
         return {
             "live": self.live(),
-            "updates": dict(self._decisions.counts),
-            "gates": dict(self._decisions.gates),
+            "updates": dict(self._archive.decisions.counts),
+            "gates": dict(self._archive.decisions.gates),
         }
 
     def ping(self) -> bool:

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
+class VersionChanged(ValueError):  # noqa: N818 - a state of affairs, named as callers say it
+    """Other weights are served than the caller believes."""
+
+
 @dataclass(frozen=True, slots=True)
 class TopicVersions:
     """A topic's version numbers; each change is a new object with the numbers after it.
@@ -66,6 +70,11 @@ class TopicVersions:
             return self
         withdrawn = (*self.withdrawn, self.candidate)
         return replace(self, candidate=None, withdrawn=withdrawn, candidate_from=None)
+
+    @property
+    def newest(self) -> int:
+        """The newest that is served: the candidate, or where there is none the stable one."""
+        return self.stable if self.candidate is None else self.candidate
 
     @property
     def kept(self) -> set[int]:

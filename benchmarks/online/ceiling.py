@@ -20,7 +20,8 @@ from online.serving import serve
 from paceline.actors.decoding.request import DRAFT_OFF
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.batches import make_batch, micro_batches
-from paceline.actors.training.distiller import Distiller, DistillerSettings
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
 
 
 @dataclass(frozen=True, slots=True)

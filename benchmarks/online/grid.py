@@ -30,7 +30,8 @@ from online.grid_tables import markdown, summary
 from online.rows import label
 from online.store import Store
 from paceline.actors.training.batches import make_batch, micro_batches
-from paceline.actors.training.distiller import Distiller, DistillerSettings
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.evaluation import score_records
 from paceline.actors.training.objective_settings import (
     Loss,

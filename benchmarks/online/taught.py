@@ -20,7 +20,8 @@ from paceline.actors.decoding.loading import load_causal_lm, resolve_device, res
 from paceline.actors.decoding.medusa import HeadsConfig, MedusaHeads, save_heads
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.batches import make_batch, micro_batches
-from paceline.actors.training.distiller import Distiller, DistillerSettings
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.medusa import (
     HeadLesson,
     HeadTraining,

@@ -20,7 +20,8 @@ from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
-from paceline.actors.training.distiller import DistillerSettings, MicroStep
+from paceline.actors.training.distiller import MicroStep
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.rounds import Rounds
 from paceline.actors.training.schedule import ScheduleSettings, Want, best
 from paceline.actors.training.settings import TrainerSettings

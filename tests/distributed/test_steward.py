@@ -16,6 +16,7 @@ from waiting import eventually
 from paceline.cluster.session import NAMESPACE, ray_session
 from paceline.deploy.cluster_app import build
 from paceline.deploy.config import load_config
+from paceline.deploy.exposure import serves_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
 TRAINERS = {"paceline-trainer", "paceline-trainer-2"}
@@ -77,6 +78,11 @@ def versions() -> Any:
     except ValueError:
         return None
     return ray.get(registry.current.remote(), timeout=30)
+
+
+def test_it_knows_where_serve_listens(handle: Any) -> None:
+    assert serves_on() == "127.0.0.1"
+    assert handle.describe.remote().result(timeout_s=30)["warning"] is None
 
 
 def test_what_ray_gives_up_on_is_made_anew_under_its_name(handle: Any) -> None:

@@ -18,7 +18,7 @@ from waiting import eventually
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.trainer import Trainer

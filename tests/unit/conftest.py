@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from deepspeed_process import use_deepspeed
+from front_doors import CONTEXT
 from lessons import TINY_VOCAB
-from tiny_models import tiny_llama
+from tiny_models import save_tiny, tiny_llama, tiny_tokenizer
+
+from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.decoding.target import TargetReplica
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +27,23 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("draft")
     tiny_llama(0, vocab=TINY_VOCAB, layers=1).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random target with room for long answers."""
+    return save_tiny(
+        tmp_path_factory.mktemp("target"),
+        1,
+        vocab=len(tiny_tokenizer()),
+        max_position_embeddings=CONTEXT,
+    )
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Iterator[TargetReplica]:
+    """That target at work in this process."""
+    settings = TargetSettings(str(target_folder), dtype="float32", num_threads=1, max_num_seqs=4)
+    replica = TargetReplica(settings)
+    yield replica
+    replica._loop.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,26 @@ def test_every_host_starts_ray_with_the_same_environment(name: str) -> None:
         assert dict(pair.split("=", 1) for pair in exports[1].split()) == ENVIRONMENT
     assert "--autoscaling-config=" in config["head_start_ray_commands"][1]
     assert "$RAY_HEAD_IP" in config["worker_start_ray_commands"][1]
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
+    """The pinned torch is there before DeepSpeed is, which is built beside it."""
+    commands = read(name)["setup_commands"]
+    torch, ours = (command for command in commands if "bin/pip install" in command)
+    pinned = re.search(r"\$\((grep [^)]*) \S+constraints\.txt\)", torch)
+    assert pinned is not None
+    asked = f"{pinned[1]} {ROOT / 'constraints.txt'}"
+    found = subprocess.run(asked, shell=True, capture_output=True, text=True, check=True).stdout
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.fullmatch(r"torch==[\d.]+\n", found)
+    assert {"setuptools", "wheel"} <= set(torch.split())
+    for part in ("--no-build-isolation", "DS_BUILD_OPS"):
+        assert part in makefile
+        assert part in ours
+    assert ours.startswith("DS_BUILD_OPS=0 ")
+    assert "--constraint /srv/paceline/install/constraints.txt " in ours
+    assert commands.index(torch) < commands.index(ours)
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

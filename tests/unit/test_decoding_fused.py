@@ -18,7 +18,8 @@ from transformers import (
 
 from paceline.actors.decoding.attention import ATTENTION_NAME, StepContext
 from paceline.actors.decoding.decoders import ModuleDecoder, make_decoder
-from paceline.actors.decoding.fused import FusedDecoder, Rotary
+from paceline.actors.decoding.fused import FusedDecoder
+from paceline.actors.decoding.fused_layers import Rotary
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
 from paceline.actors.decoding.linear import filled

@@ -10,7 +10,7 @@ from engines import engine_of, request, run, served, tokens_of
 from test_decoding_graphs import graphed
 from torch import Tensor
 
-from paceline.actors.decoding import fused
+from paceline.actors.decoding import fused_layers, linear
 from paceline.actors.decoding.engine import Engine, StepOutput
 from paceline.actors.weights.slots import in_canary
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
     engine.enlist("a", "b")
     run(engine)
     assert engine.drafts() == before
-    grown, calls = fused._Layer.grown, []
+    grown, calls = fused_layers.Layer.grown, []
 
     def breaks(layer: Any, layers: Any, count: int) -> Any:
         calls.append(layer)
@@ -174,7 +174,7 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
         return grown(layer, layers, count)
 
     with monkeypatch.context() as broken:
-        broken.setattr(fused._Layer, "grown", breaks)
+        broken.setattr(fused_layers.Layer, "grown", breaks)
         engine.enlist("c", "a")
         run(engine)
     assert engine.drafts() == before
@@ -187,3 +187,47 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
     engine.swap("c", 2, state("tied", 1))
     run(engine)
     assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "norms of queries"])
+def test_memory_that_runs_out_anywhere_changes_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever allocation fails: weights that come later are drafted with, and memory is back."""
+    engine, left = engine_with(kind), [0]
+    decoder = engine._drafting._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
+    new_empty, pack = Tensor.new_empty, linear._packed
+
+    def short(allocate: Any) -> Any:
+        def allocated(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return allocate(*arguments, **options)
+
+        return allocated
+
+    def experts() -> set[int]:
+        return {len(weight) for weight in (own.weight for own in decoder._linears())}
+
+    failures = 0
+    while "c" not in engine.drafts():
+        failures += 1
+        left[0] = failures
+        with monkeypatch.context() as scarce:
+            scarce.setattr(Tensor, "new_empty", short(new_empty))
+            scarce.setattr(linear, "_packed", short(pack))
+            engine.enlist("c", "a")
+            run(engine)
+        if "c" in engine.drafts():
+            break
+        assert experts() == {3}
+        for version, seed in ((failures * 2, 1), (failures * 2 + 1, 3)):
+            engine.swap("b", version, state(kind, seed))
+            found = run(engine, [asked(1, "b", max_tokens=12, ignore_eos=True)])["r1"]
+            assert accepted_all(found) == (seed == 1)
+    assert experts() == {4}
+    assert failures > LAYERS * 6
+    engine.swap("c", 2, state(kind, 1))
+    assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])
+    assert engine.draft_failures == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ import ray
 from waiting import wait_until
 
 from paceline.cluster import named
-from paceline.cluster.named import NamedActor
+from paceline.cluster.named import NamedActor, NotThereError
+from paceline.deploy import steward
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.learning import makers, named_actors, occupied_above, trainer_names
+from paceline.deploy.operations_command import status_words
 from paceline.deploy.placement import actor_options
 
 STORAGE = {"weights.storage": "/srv/somewhere"}
@@ -97,10 +101,40 @@ def test_the_application_is_built_without_actors_and_with_the_roles_places() -> 
 
 def deployments(application: Any) -> dict[str, dict[str, Any]]:
     """Every deployment of an application, with its actor options."""
+    return {found.name: found.ray_actor_options for found in built_of(application)}
+
+
+def built_of(application: Any) -> list[Any]:
     from ray.serve._private.build_app import build_app
 
-    built = build_app(application, name="paceline", default_runtime_env={})
-    return {found.name: found.ray_actor_options for found in built.deployments}
+    return list(build_app(application, name="paceline", default_runtime_env={}).deployments)
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [("0.0.0.0", "", True), ("0.0.0.0", "sesame", False), ("127.0.0.1", "", False)],
+)
+def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    key: str,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("PACELINE_API_KEYS", key)
+    monkeypatch.setattr(steward, "serves_on", lambda: host)  # Serve does not run here
+    monkeypatch.setattr(steward, "makers", lambda _: {})
+    monkeypatch.setattr(steward, "_EVERY_S", 0.01)
+    bound = next(found for found in built_of(build(config())) if found.name == "steward")
+    monkeypatch.delenv("PACELINE_API_KEYS")  # on another host than where the application is built
+    kept = steward.Steward(*bound.init_args, **bound.init_kwargs)
+    begun = time.monotonic()
+    wait_until(lambda: kept._looked_at > begun, "a look", 10)
+    facts = asyncio.run(kept.describe())
+    words = status_words("u", {"target": {"error": "Died"}, "steward": facts})
+    said = [record.getMessage() for record in caplog.records if "API key" in record.getMessage()]
+    assert len(said) == (1 if warned else 0)
+    assert ("host 0.0.0.0 can be reached from other machines" in words) == warned
 
 
 def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
@@ -150,7 +184,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_an_actor_that_was_never_there_is_an_error_and_then_is_found(cluster: Cluster) -> None:
     actor = NamedActor("registry")
-    with pytest.raises(ValueError, match="registry"):
+    with pytest.raises(NotThereError, match="registry"):
         actor.ping.remote()
     cluster.behind["registry"] = Handle("first")
     assert actor.ping.remote(1) == ("first", (1,))

@@ -124,8 +124,8 @@ def test_the_pool_is_configured_in_words_and_in_yamls_switches(tmp_path: Path) -
 
 
 def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Path) -> None:
-    from paceline.deploy.app import target_settings
     from paceline.deploy.learning import replay_settings, trainer_settings
+    from paceline.deploy.replica_settings import target_settings
 
     plain = load_config(None, {"state_dir": str(tmp_path)})
     assert trainer_settings(plain).distiller.objective.sampling == "target"

@@ -10,7 +10,7 @@ import pytest
 from paceline.actors.routing.policy import Route
 from paceline.deploy.admission import Slots
 from paceline.deploy.errors import ApiError
-from paceline.deploy.openai_types import ChatCompletionRequest
+from paceline.deploy.openai_chat import ChatCompletionRequest
 from paceline.deploy.prompts import question
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.topics import RouterCircuit, TopicFinder

@@ -5,49 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from front_doors import front_door
+from front_doors import CONTEXT, freed, front_door
 from tiny_models import save_tiny, tiny_tokenizer
 
-from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
 from paceline.deploy import ingress, translate
-from paceline.deploy.streams import timed
+from paceline.deploy.streams import timed, until
 
-CONTEXT = 4096
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(
-        tmp_path_factory.mktemp("target"),
-        1,
-        vocab=len(tiny_tokenizer()),
-        max_position_embeddings=CONTEXT,
-    )
-
-
-@pytest.fixture(scope="module")
-def target(target_folder: Path) -> Iterator[TargetReplica]:
-    settings = TargetSettings(str(target_folder), dtype="float32", num_threads=1, max_num_seqs=4)
-    replica = TargetReplica(settings)
-    yield replica
-    replica._loop.close()
-
-
-async def freed(target: TargetReplica) -> None:
-    """Return once nothing runs."""
-    deadline = time.monotonic() + 5
-    while (facts := await target.describe())["running"] or facts["waiting"]:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -197,7 +168,7 @@ def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:
         except TimeoutError as error:
             caught.append(error)
         try:
-            async with ingress._until(later):
+            async with until(later):
                 raise TimeoutError("not the deadline's")
         except TimeoutError as error:
             caught.append(error)

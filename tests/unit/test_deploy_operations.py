@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -17,12 +18,14 @@ from replay_samples import make_record
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat import flatten, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.board import LoadBoard
+from paceline.cluster.named import NamedActor
 from paceline.deploy import operations_command
 from paceline.deploy.drain import Drain
-from paceline.deploy.errors import ApiError, CallError
+from paceline.deploy.errors import ApiError, CallError, NoAnswerError
 from paceline.deploy.operations import Operations
 
 TOPICS = ("sql", "general")
@@ -56,21 +59,22 @@ class World:
         self.shards = {
             topic: ReplayShard(topic, settings, seed=0, clock=lambda: 1_000.0) for topic in TOPICS
         }
-        self.handles = {
+        self.handles: dict[str, Any] = {
             "registry": Remote(self.registry),
             "board": Remote(self.board),
             **{topic: Remote(shard) for topic, shard in self.shards.items()},
         }
         self.drain = Drain(self.handles["board"])
         self.api = FastAPI()
-        Operations(
+        self.operations = Operations(
             self.handles["registry"],
             self.handles["board"],
             self.shards_now,
             self.drain,
             enabled=enabled,
             keyed=keyed,
-        ).add_to(self.api)
+        )
+        self.operations.add_to(self.api)
 
         async def answer(_: Request, error: Exception) -> JSONResponse:
             assert isinstance(error, ApiError)
@@ -78,7 +82,7 @@ class World:
 
         self.api.add_exception_handler(ApiError, answer)
 
-    async def shards_now(self) -> dict[str, Remote]:
+    async def shards_now(self) -> dict[str, Any]:
         return {topic: self.handles[topic] for topic in TOPICS}
 
     def post(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Any:
@@ -181,6 +185,21 @@ def test_a_dead_part_is_a_503_that_does_not_say_what_was_done(world: World) -> N
         assert answer.json()["error"]["code"] == "unknown_outcome"
 
 
+def test_a_part_that_was_never_there_is_a_503_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(name: str, _: str) -> Any:
+        raise ValueError(f"Failed to look up actor with name '{name}'")
+
+    monkeypatch.setattr(ray, "get_actor", nobody)
+    world.operations._registry = world.operations._board = NamedActor("paceline-somebody")
+    world.handles |= {topic: NamedActor(f"paceline-shard-{topic}") for topic in TOPICS}
+    for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
+        answer = world.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert world.post("replay/purge", {}).json() == {"removed": {"sql": None, "general": None}}
+
+
 @pytest.mark.parametrize(
     ("client", "headers", "keyed", "status"),
     [
@@ -215,13 +234,17 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """The commands' calls go to that world."""
 
     def call(_: str, method: str, path: str, body: Any = None) -> Any:
+        if (method, path) == ("GET", "/v1/paceline/status"):
+            return {"live_drafts": world.registry.live()}
         assert method == "POST"
         answer = world.post(path.removeprefix("/v1/paceline/"), body)
         if answer.status_code != 200:
-            raise CallError(answer.json()["error"]["message"])
+            error = answer.json()["error"]
+            raise CallError(error["message"], error["code"])
         return answer.json()
 
     monkeypatch.setattr(operations_command, "call", call)
+    monkeypatch.setattr(operations_command, "_POLL_S", 0.0)
     return world
 
 
@@ -241,6 +264,58 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
     ]
     with pytest.raises(CallError, match="no topic art"):
         operations_command.roll_back("u", "art", None, say)
+
+
+@pytest.mark.parametrize("canary", [False, True])
+@pytest.mark.parametrize("lost", [NoAnswerError("reset"), CallError("?", "unknown_outcome")])
+def test_a_rollback_whose_answer_is_lost_is_done_once(
+    asked: World, monkeypatch: pytest.MonkeyPatch, lost: CallError, canary: bool
+) -> None:
+    for value in (1.0, 2.0, 3.0):
+        asked.publish(value)
+    if canary:
+        asked.registry._canary = CanarySettings()
+        asked.publish(4.0)
+    answered, losses, said = operations_command.call, [lost], list[str]()
+
+    def call(url: str, method: str, *rest: Any) -> Any:
+        answer = answered(url, method, *rest)
+        if method == "POST" and losses:
+            raise losses.pop()
+        return answer
+
+    monkeypatch.setattr(operations_command, "call", call)
+    operations_command.roll_back("u", "sql", None, said.append)
+    assert asked.served() == (3.0 if canary else 2.0)
+    stable = 3 if canary else 4
+    assert said == [f"sql: stable is version {stable} (the first answer was lost)"]
+    with pytest.raises(CallError, match="nothing was changed"):  # as the operator repeats it
+        operations_command.roll_back("u", "sql", None, said.append, expected=4 if canary else 3)
+    assert asked.registry.live()["sql"]["stable"] == stable
+
+
+def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked.publish(1.0)
+    asked.handles["registry"].dead = True
+    with pytest.raises(NoAnswerError, match="rollback sql --expect 1` goes back only if it was"):
+        operations_command.roll_back("u", "sql", None, print)
+    asked.handles["registry"].dead = False
+    answered = operations_command.call
+
+    def call(url: str, method: str, *rest: Any) -> Any:
+        if method == "POST" and asked.registry.current()["sql"] == 1:
+            asked.registry._canary = CanarySettings()
+            if asked.registry.live()["sql"]["candidate"] is None:
+                asked.publish(2.0)
+                raise NoAnswerError("reset before it came")
+        return answered(url, method, *rest)
+
+    monkeypatch.setattr(operations_command, "call", call)
+    with pytest.raises(CallError, match="version 2 is served, and not 1: nothing was changed"):
+        operations_command.roll_back("u", "sql", None, print)
+    assert asked.registry.live()["sql"]["candidate"] == 2
 
 
 def test_the_command_waits_until_nothing_is_under_way(

@@ -11,7 +11,7 @@ import torch
 from free_ports import find_port
 
 from paceline.actors.weights.lock import LOCK_NAME
-from paceline.deploy import app, learning
+from paceline.deploy import app, learning, replica_settings
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.preflight import check, warnings
@@ -244,8 +244,8 @@ def test_what_is_configured_reaches_the_trainer(config: PacelineConfig) -> None:
 
 def test_a_client_s_share_is_divided_among_the_ingress_replicas(config: PacelineConfig) -> None:
     shared = {"ingress.num_replicas": 3, "target.max_seqs_per_client": 8}
-    assert app._per_client(changed(config, shared)) == 3
-    assert app._per_client(changed(config, {"ingress.num_replicas": 3})) is None
+    assert replica_settings._per_client(changed(config, shared)) == 3
+    assert replica_settings._per_client(changed(config, {"ingress.num_replicas": 3})) is None
 
 
 def test_experts_leave_the_target_a_gpu_or_are_refused(

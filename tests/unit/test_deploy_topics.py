@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from front_doors import Handle
 from replay_samples import make_record
 from tiny_models import save_tiny, tiny_tokenizer
@@ -25,6 +26,7 @@ from paceline.actors.routing.router import TopicRouter
 from paceline.actors.weights.catalogue import TopicParts
 from paceline.actors.weights.flat import unflatten
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.named import NamedActor
 from paceline.deploy import negatives
 from paceline.deploy.added import with_added
 from paceline.deploy.client import server_url
@@ -266,7 +268,7 @@ def test_a_server_may_refuse_all_additions(folders: dict[str, Path], tmp_path: P
 
 
 def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
-    folders: dict[str, Path], tmp_path: Path
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = System(folders, tmp_path)
 
@@ -282,6 +284,36 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
         admin._actors = LearningActors({}, handle, None, None)
         assert code(post(system, BODY)) == (503, "server_overloaded")
         assert system.registry.topics().topics == ()
+        monkeypatch.setattr(ray, "get_actor", nobody)
+        never = NamedActor("paceline-registry")  # on a cluster, before the steward has made it
+        admin._actors = LearningActors({"sql": never}, never, None, None)
+        assert code(post(system, BODY)) == (503, "server_overloaded")
+        rows = asyncio.run(admin.describe())["data"]
+        assert [(row["weight_version"], row["records"]) for row in rows] == [(None, None)] * 5
+    finally:
+        system.close()
+
+
+def nobody(name: str, _: str) -> Any:
+    raise ValueError(f"Failed to look up actor with name '{name}'")
+
+
+def test_an_addition_without_an_answer_is_not_called_undone(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    system = System(folders, tmp_path)
+
+    async def lost(*told: Any) -> None:
+        system.registry.add_topic(*told)
+        raise ConnectionError
+
+    class Losing(Actor):
+        add_topic = SimpleNamespace(remote=lost)
+
+    system.ingress._admin._actors = LearningActors({}, Losing(system.registry), None, None)
+    try:
+        assert code(post(system, BODY)) == (503, "unknown_outcome")
+        assert [topic.name for topic in system.registry.topics().topics] == ["travel"]
     finally:
         system.close()
 

@@ -11,18 +11,17 @@ from pydantic import ValidationError
 
 from paceline.actors.routing.policy import Route
 from paceline.deploy.errors import ApiError
+from paceline.deploy.limits import fit_limit, max_tokens_of
+from paceline.deploy.openai_chat import ChatCompletionRequest
 from paceline.deploy.openai_types import (
     CONTEXT,
-    ChatCompletionRequest,
     CompletionRequest,
     Speculative,
 )
 from paceline.deploy.translate import (
     check_draft,
     check_token_ids,
-    fit_limit,
     generation_request,
-    max_tokens_of,
     named_expert,
     parse,
     sampling_of,

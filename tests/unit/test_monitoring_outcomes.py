@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import Request, Response
-from front_doors import Handle
+from front_doors import application, freed
 from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
-from test_deploy_ingress import CONTEXT, freed
 from test_deploy_routing import remote
-from tiny_models import save_tiny, tiny_tokenizer
 
-from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
-from paceline.deploy.ingress import Ingress, IngressSettings
+from paceline.deploy.ingress import Ingress
 from paceline.deploy.monitoring.catalogue import INGRESS, METRICS
 from paceline.deploy.monitoring.outcomes import OUTCOMES, OutcomeMiddleware, Outcomes, outcome_of
 from paceline.deploy.monitoring.readings import (
@@ -31,7 +27,6 @@ from paceline.deploy.monitoring.readings import (
     IngressFigures,
     ingress_samples,
 )
-from paceline.deploy.status import LearningActors
 from paceline.deploy.topics import TopicFinder
 
 SHORT = {"model": "m", "prompt": "a", "max_tokens": 4, "ignore_eos": True}
@@ -39,30 +34,8 @@ LONG = SHORT | {"max_tokens": 4000}
 PATH = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(
-        tmp_path_factory.mktemp("target"),
-        1,
-        vocab=len(tiny_tokenizer()),
-        max_position_embeddings=CONTEXT,
-    )
-
-
-@pytest.fixture(scope="module")
-def target(target_folder: Path) -> Iterator[TargetReplica]:
-    settings = TargetSettings(str(target_folder), dtype="float32", num_threads=1, max_num_seqs=4)
-    replica = TargetReplica(settings)
-    yield replica
-    replica._loop.close()
-
-
-def measured(
-    target: Any, folder: Path, front: type[Ingress] = Ingress, **more: Any
-) -> tuple[Any, Outcomes]:
-    settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
-    nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
-    api = front(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
+def measured(target: Any, folder: Path, **more: Any) -> tuple[Any, Outcomes]:
+    api = application(target, folder, **more)
     outcomes = Outcomes(time.monotonic)
     api.add_middleware(OutcomeMiddleware, outcomes=outcomes)
     return api, outcomes
@@ -113,7 +86,7 @@ class Faulty(Ingress):
 
 
 def test_an_error_of_our_own_is_a_failure(target: TargetReplica, target_folder: Path) -> None:
-    api, outcomes = measured(target, target_folder, Faulty)
+    api, outcomes = measured(target, target_folder, front=Faulty)
     [answer] = asked(api, target, SHORT)
     assert answer.status_code == 500
     assert dict(outcomes.counts) == {"failed": 1}

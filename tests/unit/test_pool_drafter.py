@@ -237,13 +237,13 @@ def test_a_question_reads_one_chunk_and_the_rest_is_read_after_the_answer() -> N
     """39 tokens are to be read, 8 at a time; the last two are fed with the drafting."""
     drafter = make_drafter(chunk=8)
     read: list[int] = []
-    prefill = drafter._stack.runner.prefill
+    runner_read = drafter._stack.runner.read
 
-    def noted(slot: int, tokens: Sequence[int], *further: Any) -> None:
-        read.append(len(tokens))
-        prefill(slot, tokens, *further)
+    def noted(rows: Sequence[int], tokens: Sequence[Sequence[int]], *further: Any) -> None:
+        read.append(sum(map(len, tokens)))
+        runner_read(rows, tokens, *further)
 
-    drafter._stack.runner.prefill = noted  # type: ignore[method-assign]
+    drafter._stack.runner.read = noted  # type: ignore[method-assign]
     answer = ask(drafter, row(LONG))
     assert (answer.num_drafted.tolist(), answer.unknown, read) == ([0], (), [8])
     works = 0
@@ -294,7 +294,7 @@ def test_reading_ends_without_memory_with_a_failure_and_with_the_sequence(
     assert not drafter.has_work
     ask(drafter, row(LONG))
     with monkeypatch.context() as broken:
-        broken.setattr(ModelRunner, "prefill", None)
+        broken.setattr(ModelRunner, "read", None)
         drafter.work()
     assert (drafter.failures, drafter.has_work, drafter.num_sequences) == (1, False, 0)
     assert ask(drafter, row(tokens, 41)).unknown == (0,)

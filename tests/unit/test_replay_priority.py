@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_samples import make_record
 
+from paceline.actors.replay.draws import priority_weights
 from paceline.actors.replay.record import decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import (
@@ -17,7 +18,6 @@ from paceline.actors.replay.table import (
     Partition,
     ReplaySettings,
     ReplayTable,
-    priority_weights,
 )
 
 amounts = st.floats(0.0, 1e6) | st.just(math.inf)

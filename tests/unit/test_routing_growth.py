@@ -13,9 +13,10 @@ from test_routing_classifier import PROMPTS, ROUTER
 from topic_examples import trips
 
 from paceline.actors.routing.classifier import TopicClassifier
-from paceline.actors.routing.growth import GrowthSettings, Texts, grow
+from paceline.actors.routing.growth import GrowthSettings, grow
 from paceline.actors.routing.head import GrownHead
 from paceline.actors.routing.policy import choose
+from paceline.actors.routing.regression import Texts
 from paceline.actors.routing.router import GrownRouter, TopicRouter
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.negatives import bundled
@@ -76,6 +77,18 @@ def test_the_row_minimises_what_it_says() -> None:
     assert float(point.grad.abs().max()) < 1e-5
 
 
+def test_a_topic_that_the_model_knows_is_measured_by_the_models_own_row() -> None:
+    """It gets an expert; the row that is learnt is not used, however well it tells it apart."""
+    rng = np.random.default_rng(6)
+    mine, rest = texts(rng, 30, 6.0, 0), texts(rng, 90, 0.0, 0)  # all sure of the label "a"
+    growth = grow("a", mine, rest, ("a", "general"), (), SETTINGS)
+    assert (growth.recall, growth.moved) == (1.0, 1.0)
+    assert growth.fault(SETTINGS) is not None
+    away = texts(rng, 90, 0.0, 1)
+    found = grow("a", mine, away, ("a", "general"), (), SETTINGS)
+    assert (found.recall, found.moved, found.fault(SETTINGS)) == (1.0, 0.0, None)
+
+
 @pytest.mark.parametrize("counts", [(3, 50), (50, 3)])
 def test_too_few_prompts_are_refused(counts: tuple[int, int]) -> None:
     rng = np.random.default_rng(4)
@@ -126,6 +139,16 @@ def test_a_second_topic_leaves_the_first_its_examples(travel: GrownRouter) -> No
     assert again.fault is not None
     assert again.growth.before["travel"] >= 30
     assert "travel" in again.growth.prompts_by_topic
+
+
+def test_a_topic_that_was_taken_away_by_hand_is_learnt_anew(travel: GrownRouter) -> None:
+    two = grown("queries", trips(40, seed=5), (travel.facts, travel.arrays))
+    again = grown("travel", trips(40, seed=9), (two.facts, two.arrays))
+    head = GrownHead.of(again.facts, again.arrays)
+    assert head.topics == ("queries", "travel")
+    assert np.bincount(head.rows).tolist() == [40, 40]
+    assert not np.array_equal(head.features[head.rows == 1], travel.arrays["features"])
+    assert np.array_equal(head.features[head.rows == 0], two.arrays["features"][40:])
 
 
 def test_examples_of_a_topic_that_there_is_are_refused() -> None:

@@ -15,7 +15,8 @@ from tiny_models import tiny_llama
 from paceline.actors.training.adapters import Adapters, is_adapter
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.candidate import Candidate
-from paceline.actors.training.distiller import Distiller, DistillerSettings
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.weights.flat import flatten
 

@@ -10,7 +10,8 @@ from lessons import lesson
 
 from paceline.actors.training.averaging import RunningMean
 from paceline.actors.training.batches import make_batch
-from paceline.actors.training.distiller import Distiller, DistillerSettings
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
 
 BATCH = make_batch([lesson(number) for number in range(8)], 64)
 

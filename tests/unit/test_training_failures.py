@@ -13,7 +13,7 @@ from lessons import TINY_VOCAB, lesson
 from local_world import TOPICS, LocalWorld, fill, filled, make_rounds, trainer_settings
 
 from paceline.actors.replay.record import ReplayRecord, encode, is_held_out
-from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.rounds import Rounds
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import FlatWeights, flatten

@@ -12,7 +12,7 @@ from tiny_models import tiny_llama
 
 from paceline.actors.training import optimizer_state
 from paceline.actors.training.candidate import Candidate
-from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.settings import TrainerSettings
 
 RECORDS = [lesson(number) for number in range(8)]

@@ -15,7 +15,7 @@ from local_world import LocalWorld, fill, filled, make_rounds, trainer_settings
 from tiny_models import tiny_llama
 
 from paceline.actors.replay.record import encode
-from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.evidence import DraftOutcome

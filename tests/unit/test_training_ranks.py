@@ -16,7 +16,8 @@ from rank_processes import TIMEOUT_S, as_rank_0, crew_of
 from paceline.actors.training import group
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.crew import CrewLost, SharedDistiller
-from paceline.actors.training.distiller import Distiller, DistillerSettings, MicroStep
+from paceline.actors.training.distiller import Distiller, MicroStep
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.shares import split, the_whole
 

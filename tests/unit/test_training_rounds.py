@@ -17,7 +17,7 @@ from tiny_models import tiny_llama
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
 from paceline.actors.training.progress import Stopped
 from paceline.actors.training.schedule import ScheduleSettings

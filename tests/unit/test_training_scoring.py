@@ -24,7 +24,8 @@ from paceline.actors.training import world as ray_world
 from paceline.actors.training.jury import Jury
 from paceline.actors.training.progress import Stopped
 from paceline.actors.training.scorer import Scorer
-from paceline.actors.training.scoring import ScorerSettings, Scoring
+from paceline.actors.training.scorer_settings import ScorerSettings
+from paceline.actors.training.scoring import Scoring
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat import flatten
 

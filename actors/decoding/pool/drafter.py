@@ -21,13 +21,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.pool.ahead import AheadPolicy
-from paceline.actors.decoding.pool.sequences import Drafts, Known, split
+from paceline.actors.decoding.pool.sequences import Drafts, Known, padded, split
 from paceline.actors.decoding.pool.wire import Answer, Ask, AskRow
 from paceline.actors.decoding.proposer import DraftRow
 from paceline.actors.weights.slots import is_candidate
@@ -285,10 +284,7 @@ class SharedDrafter:
         """The answer to one client, padded to its longest row."""
         alive = {known.key for known in self._all()}
         found = [None if known is None else drafts.get(known.key) for known in sequences]
-        lengths = [0 if part is None else len(part.token_ids) for part in found]
-        width = max((part.support_ids.shape[1] for part in found if part is not None), default=0)
-        rows, steps = len(ask.rows), max(lengths, default=0)
-        answer = Answer(
+        return Answer(
             epoch=self.epoch,
             round=ask.round,
             weight_versions=self.weight_versions,
@@ -296,20 +292,8 @@ class SharedDrafter:
                 i for i, known in enumerate(sequences) if known is None or known.key not in alive
             ),
             ahead=sum(known is not None and known.key in hits for known in sequences),
-            num_drafted=np.asarray(lengths, dtype=np.int32),
-            token_ids=np.zeros((rows, steps), np.int32),
-            token_probs=np.zeros((rows, steps), np.float32),
-            support_ids=np.zeros((rows, steps, width), np.int32),
-            support_probs=np.zeros((rows, steps, width), np.float32),
+            **padded(found),
         )
-        for i, part in enumerate(found):
-            if part is not None:
-                count, own = part.support_ids.shape
-                answer.token_ids[i, :count] = part.token_ids
-                answer.token_probs[i, :count] = part.token_probs
-                answer.support_ids[i, :count, :own] = part.support_ids
-                answer.support_probs[i, :count, :own] = part.support_probs
-        return answer
 
     def _all(self) -> list[Known]:
         return [known for own in self._known.values() for known in own.values()]

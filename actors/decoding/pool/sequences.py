@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from paceline.actors.decoding.pool.wire import Float32, Int32
 from paceline.actors.decoding.proposer import DraftRow
@@ -73,4 +76,28 @@ def split(rows: Sequence[DraftRow], proposal: Proposal) -> dict[str, Drafts]:
         )
         for i, (row, count) in enumerate(zip(rows, counts, strict=True))
         if count
+    }
+
+
+def padded(found: Sequence[Drafts | None]) -> dict[str, Any]:
+    """Rows of different lengths as the arrays of an Answer, by their names; None is no drafts."""
+    lengths = [0 if part is None else len(part.token_ids) for part in found]
+    width = max((part.support_ids.shape[1] for part in found if part is not None), default=0)
+    rows, steps = len(found), max(lengths, default=0)
+    token_ids, token_probs = np.zeros((rows, steps), np.int32), np.zeros((rows, steps), np.float32)
+    support_ids = np.zeros((rows, steps, width), np.int32)
+    support_probs = np.zeros((rows, steps, width), np.float32)
+    for i, part in enumerate(found):
+        if part is not None:
+            count, own = part.support_ids.shape
+            token_ids[i, :count] = part.token_ids
+            token_probs[i, :count] = part.token_probs
+            support_ids[i, :count, :own] = part.support_ids
+            support_probs[i, :count, :own] = part.support_probs
+    return {
+        "num_drafted": np.asarray(lengths, dtype=np.int32),
+        "token_ids": token_ids,
+        "token_probs": token_probs,
+        "support_ids": support_ids,
+        "support_probs": support_probs,
     }

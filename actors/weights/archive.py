@@ -1,0 +1,195 @@
+"""All topics' versions: their numbers and files, their references in the object store, history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from paceline.actors.weights.announcements import News, news_for
+from paceline.actors.weights.decisions import Decisions
+from paceline.actors.weights.flat import FlatWeights, load_model
+from paceline.actors.weights.shelf import Shelf
+from paceline.actors.weights.slots import candidate_of
+from paceline.actors.weights.store import WeightStore
+from paceline.actors.weights.versions import TopicVersions
+
+_HISTORY = 2_000  # decisions kept in memory; the file keeps all
+
+
+class WeightArchive:
+    """Carries out what was decided: on disk first, then it counts, then whoever asked hears of it.
+
+    The arrays are put into the object store by this process: an object dies with the process that
+    put it.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        marks: Mapping[str, str],
+        *,
+        keep_versions: int,
+        canary: bool,
+        initial: Mapping[str, str],
+        put: Callable[[Any], Any],
+        clock: Callable[[], float],
+        changed: Callable[[str], None],
+    ) -> None:
+        """Come back with the newest versions on disk.
+
+        Args:
+            directory: where versions live; this process's alone.
+            marks: topic to the fingerprint of the target and its initial draft.
+            keep_versions: files kept per topic, beside those that are in use.
+            canary: whether new weights go on trial first.
+            initial: topic to the folder of its initial draft.
+            put: places an object in the object store and returns its reference.
+            clock: unix seconds.
+            changed: is told of a topic whose versions are others now; not while coming back.
+        """
+        self._marks = dict(marks)
+        self._keep_versions = keep_versions
+        self._canary = canary
+        self._initial = dict(initial)
+        self._put = put
+        self._clock = clock
+        self._changed = changed
+        self._store = WeightStore(directory, marks)
+        self.decisions = Decisions(self._store, clock, _HISTORY)
+        self._shelves = {topic: self._shelf(topic) for topic in marks}
+        self._references: dict[str, Any] = {}  # by slot
+        for topic in marks:
+            self._restore(topic)
+
+    def _shelf(self, topic: str) -> Shelf:
+        initial = partial(self.weights, topic, 0)
+        return Shelf(self._store, topic, self._keep_versions, canary=self._canary, initial=initial)
+
+    def _restore(self, topic: str) -> None:
+        self.decisions.complete(topic)
+        found = self._shelves[topic].restore()
+        if found.stable is not None:
+            self._references[topic] = self._put(found.stable)
+        if found.candidate is not None:
+            self._references[candidate_of(topic)] = self._put(found.candidate)
+        if found.decision is not None:
+            self.decisions.add(topic, found.decision)
+
+    def __contains__(self, topic: object) -> bool:
+        return topic in self._shelves
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shelves)
+
+    def state(self, topic: str) -> TopicVersions:
+        """A topic's version numbers.
+
+        Raises:
+            KeyError: for an unknown topic.
+        """
+        return self._shelves[topic].state
+
+    def states(self) -> dict[str, TopicVersions]:
+        """Those of all topics."""
+        return {topic: shelf.state for topic, shelf in self._shelves.items()}
+
+    def stable(self, topic: str) -> tuple[int, list[Any]]:
+        """See WeightRegistry.newest."""
+        reference = self._references.get(topic)
+        return self.state(topic).stable, [] if reference is None else [reference]
+
+    def news(self, known: Mapping[str, int]) -> News:
+        """What differs from the known versions, see `news_for`."""
+        return news_for(known, self.states(), self._references)
+
+    def weights(self, topic: str, version: int) -> FlatWeights | None:
+        """The weights of a version, 0 being the initial ones; None where they cannot be read."""
+        if version > 0:
+            return self._shelves[topic].read(version)
+        folder = self._initial.get(topic)
+        return None if folder is None else load_model(folder)
+
+    def announce(self, topic: str, flat: FlatWeights, entry: dict[str, Any], *, trial: bool) -> int:
+        """Serve weights under a new number, which is returned.
+
+        Args:
+            topic: whose draft they are.
+            flat: the weights.
+            entry: of the history.
+            trial: whether live requests are to judge them first.
+        """
+        state = self.state(topic)
+        version = state.version + 1
+        entry = entry | {"version": version} | ({"canary": True} if trial else {})
+        if trial:
+            new = state.on_trial(version, entry.get("restored_from"))
+        else:
+            new = state.published(version)
+        self.commit(topic, new, entry, (version, flat))
+        return version
+
+    def commit(
+        self,
+        topic: str,
+        state: TopicVersions,
+        entry: dict[str, Any],
+        new: tuple[int, FlatWeights] | None = None,
+    ) -> None:
+        """Put and write, which may fail; then take and announce, which may not.
+
+        Args:
+            topic: whose versions change.
+            state: what they are afterwards.
+            entry: of the history.
+            new: a version with its weights, where there is a new one.
+        """
+        entry = entry | {"time": self._clock(), "topic": topic}
+        before, slot = self.state(topic), candidate_of(topic)
+        reference = None if new is None else self._put(new[1])
+        self._shelves[topic].commit(state, entry, new)
+        if new is not None:
+            self._references[slot if state.candidate == new[0] else topic] = reference
+        elif before.candidate is not None and state.stable == before.candidate:
+            self._references[topic] = self._references[slot]
+        if state.candidate is None:
+            self._references.pop(slot, None)
+        self._changed(topic)
+        self.decisions.add(topic, entry)
+
+    def add(self, name: str, like: str, enter: Callable[[], None]) -> int:
+        """Take a topic in, whose first version is a copy of another's stable weights.
+
+        Args:
+            name: of the topic.
+            like: whose copy it is, and whose initial draft is its own.
+            enter: called when the weights are written; from then on the topic is there.
+
+        Returns:
+            its weight_version.
+
+        Raises:
+            KeyError: for an unknown ``like``.
+            ValueError: the weights to be copied cannot be read.
+            OSError: of the disk. The topic is not there then.
+        """
+        flat = self.weights(like, self.state(like).stable) or self.weights(like, 0)
+        if flat is None:
+            raise ValueError(f"{name}: the weights of {like} cannot be read")
+        self._marks[name] = self._marks[like]
+        if like in self._initial:
+            self._initial[name] = self._initial[like]
+        self._store.open(name, self._marks[name])
+        shelf = self._shelf(name)
+        shelf.restore()
+        version, reason = shelf.state.version + 1, f"a copy of {like}"
+        entry = {"outcome": "added", "version": version, "parent": 0, "reason": reason}
+        entry |= {"time": self._clock(), "topic": name}
+        reference = self._put(flat)
+        shelf.commit(shelf.state.published(version), entry, (version, flat))
+        enter()
+        self._references[name] = reference
+        self._shelves = {**self._shelves, name: shelf}  # others may be looking through it
+        self._changed(name)
+        self.decisions.add(name, entry)
+        return version
