@@ -237,6 +237,8 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
             learning_rate=config.training.learning_rate,
+            accumulation=config.training.accumulation,
+            weight_decay=config.training.weight_decay,
             average_decay=config.training.average_decay,
             device=config.target.device,
             objective=config.training.objective,

@@ -208,6 +208,9 @@ class TrainingConfig(Section):
     worse than the present one, or are as many as the last look wants; 0 gives new versions to all
     requests at once. Above 0 every draft's weights take their memory twice.
 
+    ``accumulation`` micro-steps of ``micro_batch`` records make a step of the optimizer; between
+    two of them serving may have the processor back. ``weight_decay`` is AdamW's.
+
     ``average_decay`` is that of the running mean of the weights in training, which is what is
     judged and served; 0 takes the weights as the last step left them.
 
@@ -228,9 +231,11 @@ class TrainingConfig(Section):
     sampling: Sampling = "target"
     student_share: Fraction = 0.5
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.3
     average_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.98
     num_threads: Count = 1
-    micro_batch: Count = 8
+    micro_batch: Count = 4
+    accumulation: Count = 2
     round_seconds: Seconds = 8.0
     idle_after_s: Seconds = 0.08
     max_occupancy: Fraction = 0.25

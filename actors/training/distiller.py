@@ -28,7 +28,6 @@ from paceline.actors.training.stages import engine_config, training_dtype, zero_
 logger = logging.getLogger(__name__)
 
 _BETAS = (0.9, 0.95)
-_WEIGHT_DECAY = 0.01
 # In an optimizer's state: weights that the published ones do not tell, and their running mean.
 _WEIGHT, _MEAN = "weight.", "mean."
 
@@ -115,7 +114,7 @@ class Distiller:
             self._trained(draft),
             lr=self.settings.learning_rate,
             betas=_BETAS,
-            weight_decay=_WEIGHT_DECAY,
+            weight_decay=self.settings.weight_decay,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup)
         self._engine, *_ = deepspeed.initialize(

@@ -17,6 +17,9 @@ class DistillerSettings:
         learning_rate: constant after the warm-up.
         warmup_steps: optimizer steps of linear warm-up.
         accumulation: micro-steps per optimizer step.
+        weight_decay: AdamW's. A stream begins with few records that are learnt from again and
+            again; weights that grew on them learn less from all that comes later (Ash and Adams,
+            arXiv 1910.08475), and decay lets them forget.
         clip: largest norm of a gradient.
         dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
         device: ``auto`` is the GPU where there is one.
@@ -33,6 +36,7 @@ class DistillerSettings:
     learning_rate: float = 1.5e-3
     warmup_steps: int = 5
     accumulation: int = 1
+    weight_decay: float = 0.3
     clip: float = 1.0
     dtype: str = "auto"
     device: str = "auto"
