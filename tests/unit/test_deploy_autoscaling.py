@@ -11,7 +11,7 @@ from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from paceline.actors.decoding.occupancy import row_load
 from paceline.actors.decoding.pool.busy import BusyShare
 from paceline.actors.decoding.pool.sharing import LeaseSharing
-from paceline.deploy import app, experts
+from paceline.deploy import app, experts, replica_settings
 from paceline.deploy.cluster_app import for_cluster
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
@@ -54,13 +54,13 @@ def test_without_autoscaling_the_number_is_fixed() -> None:
 
 def test_what_is_shared_out_is_reckoned_with_all_replicas_that_there_may_be() -> None:
     config = scaled(**POOL, **{"target.max_num_seqs": 8, "target.max_queued_requests": 2})
-    assert app._in_flight(config) == 5 * 8 + 2
-    settings = experts._settings(config, app.target_settings(config), "sql")
+    assert replica_settings._in_flight(config) == 5 * 8 + 2
+    settings = experts._settings(config, replica_settings.target_settings(config), "sql")
     assert settings.max_sequences == 40
     assert not settings.scaled
     two = load_config(None, {**POOL, "drafts.autoscaling": {"max_replicas": 3}})
     assert two.drafts.pool_processes == 6
-    assert experts._settings(two, app.target_settings(two), "sql").scaled
+    assert experts._settings(two, replica_settings.target_settings(two), "sql").scaled
 
 
 @pytest.mark.parametrize(
