@@ -85,7 +85,9 @@ def test_an_engine_of_replays_gives_the_same_answers() -> None:
         runners = [engine._runner, engine._drafting._proposer._stacks["a"].runner]  # type: ignore[attr-defined]
         captures = [graphed(runner) for runner in runners] if replay else []
         asked = [
-            request(f"{i}", [5 + i, 6, 7], draft="ab"[i % 2], max_tokens=20 + i, ignore_eos=True)
+            request(
+                f"{i}", [5 + i, 6, 7], draft="ab"[i % 2], max_tokens=12 + 8 * i, ignore_eos=True
+            )
             for i in range(6)
         ]
         found = [tokens_of(outputs) for outputs in run(engine, asked).values()]

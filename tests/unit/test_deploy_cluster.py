@@ -110,6 +110,16 @@ def built_of(application: Any) -> list[Any]:
     return list(build_app(application, name="paceline", default_runtime_env={}).deployments)
 
 
+class NoTrainers:
+    """What keeps none: the one of the steward would start Ray, from a thread without an end."""
+
+    def start(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, Any]:
+        return {"made": {}, "last_error": None}
+
+
 @pytest.mark.parametrize(
     ("host", "key", "warned"),
     [("0.0.0.0", "", True), ("0.0.0.0", "sesame", False), ("127.0.0.1", "", False)],
@@ -124,6 +134,7 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
     monkeypatch.setenv("PACELINE_API_KEYS", key)
     monkeypatch.setattr(steward, "serves_on", lambda: host)  # Serve does not run here
     monkeypatch.setattr(steward, "makers", lambda _: {})
+    monkeypatch.setattr(steward, "keep_trainers", lambda *_: NoTrainers())
     monkeypatch.setattr(steward, "_EVERY_S", 0.01)
     bound = next(found for found in built_of(build(config())) if found.name == "steward")
     monkeypatch.delenv("PACELINE_API_KEYS")  # on another host than where the application is built
