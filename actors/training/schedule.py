@@ -35,8 +35,8 @@ class ScheduleSettings:
     min_held_out: int = 4
     min_new: int = 4
     max_rejections: int = 3
-    least_hope: float = 0.015
-    rest_growth: float = 0.25
+    least_hope: float = 0.006
+    rest_growth: float = 0.1
     general_share: float = 0.1
     waiting_s: float = 60.0
     rest_s: float = 1.0

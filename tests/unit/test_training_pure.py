@@ -190,7 +190,7 @@ def test_schedule_waits_for_records() -> None:
 
 
 def test_a_published_topic_goes_on_and_a_rejected_one_wants_new_records() -> None:
-    settings = ScheduleSettings()
+    settings = ScheduleSettings(rest_growth=0.25)
     assert is_ready(view("sql", new_records=0), settings)
     assert not is_ready(view("sql", new_records=0, rejections=1), settings)
     assert is_ready(view("sql", new_records=4, rejections=1), settings)
