@@ -248,7 +248,9 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
     registry = world.registry
     assert registry is not None
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
-    schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=2, max_rejections=1)
+    schedule = ScheduleSettings(
+        min_train=4, min_held_out=3, min_new=2, max_rejections=1, least_hope=0.015
+    )
     rounds = make_rounds(
         trainer_settings(draft, distiller=no_learning, schedule=schedule, round_seconds=0.05), world
     )

@@ -113,7 +113,7 @@ def test_unpublished_steps_of_another_are_not_mixed_with_stale_ones(
 def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> None:
     host = filled(tmp_path)
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
-    schedule = dataclasses.replace(SCHEDULE, min_new=1, max_rejections=2)
+    schedule = dataclasses.replace(SCHEDULE, min_new=1, max_rejections=2, least_hope=0.015)
     settings = only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05)
     one, two_, *_ = two(host, dataclasses.replace(settings, schedule=schedule))
     assert one.tick()
