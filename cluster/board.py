@@ -107,8 +107,8 @@ class LoadBoard:
         with self._lock:
             self._broker.rest(trainer, life, self._clock())
 
-    def release(self, trainer: str, life: str, note: Mapping[str, Any]) -> None:
-        """A trainer's round has ended; the note is for whoever has the topic next."""
+    def release(self, trainer: str, life: str, note: Mapping[str, Any] | None) -> None:
+        """A trainer's round has ended, see Broker.release."""
         with self._lock:
             self._broker.release(trainer, life, note, self._clock())
 

@@ -135,12 +135,16 @@ class Broker:
             trainer.heard_at, trainer.refused_since = now, None
             self._trainers.leave_off(trainer, now)
 
-    def release(self, name: str, life: str, note: Mapping[str, Any], now: float) -> None:
-        """A trainer has ended its round; ``note`` is for whoever has the topic next."""
+    def release(self, name: str, life: str, note: Mapping[str, Any] | None, now: float) -> None:
+        """A trainer has ended its round; ``note`` is for whoever has the topic next.
+
+        None: it has taught nothing, and who had the topic before still knows it best.
+        """
         self.rest(name, life, now)
         trainer = self._trainers.find(name, life)
         if trainer is not None and trainer.topic is not None:
-            self._topics.ended(trainer.topic, name, now, note)
+            if note is not None:
+                self._topics.ended(trainer.topic, name, now, note)
             trainer.topic = None
 
     def died(self, name: str, now: float) -> None:

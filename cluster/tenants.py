@@ -164,13 +164,24 @@ class Tenants:
         """Of trainers that hang, or are gone and nobody has said so."""
         out: list[Instruction] = []
         for trainer in list(self._all.values()):
-            if now - trainer.heard_at <= self._settings.silent_after_s * self._patience(trainer):
+            silent, limit = now - trainer.heard_at, self._settings.silent_after_s
+            if trainer.lease is not None:
+                if silent > limit:
+                    out += self.revoke(trainer, now)
                 continue
-            if trainer.lease is None:
+            # What needs no lease (loading, saving) may take long: the next time it is given longer.
+            if silent <= limit * self._patience(trainer):
+                continue
+            if trainer.topic is None:
                 self.forget(trainer.name, Ending.DIED, now)
             else:
-                out += self.revoke(trainer, now)
+                self._kill(trainer, now)
+                out.append(Kill(trainer.name))
         return out
+
+    def _kill(self, trainer: Tenant, now: float) -> None:
+        self._kills[trainer.name] = self._kills.get(trainer.name, 0) + 1
+        self.forget(trainer.name, Ending.KILLED, now)
 
     def kill_late(self, now: float) -> list[Instruction]:
         """Those that were to yield and have not, in time."""
@@ -179,8 +190,7 @@ class Tenants:
             since = trainer.lease.revoked_at if trainer.lease is not None else None
             limit = self._settings.yield_timeout_s * self._patience(trainer)
             if since is not None and now - since >= limit:
-                self._kills[trainer.name] = self._kills.get(trainer.name, 0) + 1
-                self.forget(trainer.name, Ending.KILLED, now)
+                self._kill(trainer, now)
                 out.append(Kill(trainer.name))
         return out
 

@@ -40,7 +40,9 @@ _ROUTER_CLASS: Any = "paceline.actors.routing.router.TopicRouter"
 _REPLICA_CHOICE = "paceline.deploy.replicas.ReplicaChoice"
 _ANSWER_S = 60.0
 _STOP_S = 15.0
-_DRAIN_S = 5.0  # of target and ingress on one machine, where they end because all does
+# Of target and ingress on one machine, where they end because all does; and where one replica of
+# several ends because the load has fallen.
+_DRAIN_S, _SCALED_DRAIN_S = 5.0, 30.0
 # Read by Serve's processes when they start.
 _SERVE_ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -232,7 +234,8 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
         **_room(config, actor_options(config.placement.target, _gpu_share(config))),
-        graceful_shutdown_timeout_s=config.target.drain_s or _DRAIN_S,
+        graceful_shutdown_timeout_s=config.target.drain_s
+        or (_SCALED_DRAIN_S if config.target.autoscaling else _DRAIN_S),
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=max(config.target.stall_timeout_s, 5.0),

@@ -36,7 +36,9 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     try:
         content = answer.json()
     except ValueError as error:
-        raise CallError(f"{url} answers {answer.status_code}, and no JSON") from error
+        # A proxy's own words: what it stands before has died, perhaps after it had done its part.
+        kind = NoAnswerError if answer.is_server_error else CallError
+        raise kind(f"{url} answers {answer.status_code}, and no JSON") from error
     if answer.status_code != httpx.codes.OK:
         fault = content.get("error", {}) if isinstance(content, dict) else {}
         message = str(fault.get("message") or f"{url} answers {answer.status_code}")

@@ -56,10 +56,12 @@ def roll_back(
                 stable, *_ = _served(url, topic)
                 if stable == expected:  # a candidate came before any of these calls
                     raise
-                say(f"{topic}: stable is version {stable} (the first answer was lost)")
+                told = f"`paceline history --topic {topic}` says whose doing it is"
+                say(f"{topic}: stable is version {stable} (an answer was lost; {told})")
                 return
             if attempt + 1 == _TRIES:
-                again = f"paceline rollback {topic} --expect {expected}"
+                named = topic if version is None else f"{topic} {version}"
+                again = f"paceline rollback {named} --expect {expected}"
                 raise NoAnswerError(f"{error}; `{again}` goes back only if it was not") from error
             time.sleep(_POLL_S)
         else:

@@ -48,6 +48,7 @@ class Steward:
         self._made = dict.fromkeys(self._makers, 0)
         self._trainers = keep_trainers(config, NamedActor(BOARD))
         self._error: str | None = None
+        self._unmade: str | None = None  # what cannot be made now, and why
         self._looked_at = time.monotonic()
         threading.Thread(target=self._keep, name="paceline-steward", daemon=True).start()
 
@@ -56,7 +57,7 @@ class Steward:
         trainers = self._trainers.describe()
         return {
             "made": self._made | trainers["made"],
-            "last_error": self._error or trainers["last_error"],
+            "last_error": self._unmade or trainers["last_error"] or self._error,
             "warning": self._warning,
         }
 
@@ -77,9 +78,11 @@ class Steward:
                     self._handles[name] = self._makers[name]()
                     self._made[name] += 1
                 except Exception as error:  # its predecessor's name is free only when that is dead
-                    self._error = f"{name}: {type(error).__name__}: {error}"
+                    self._unmade = f"{name}: {type(error).__name__}: {error}"
                     logger.info("%s is not made yet (%s)", name, error)
                     break  # those after it need it
+            else:
+                self._unmade = None
             if not learns and len(self._handles) == len(self._makers):
                 self._trainers.start()
                 learns = True

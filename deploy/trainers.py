@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from paceline.cluster.board import FREE, KILL, PLACE
 from paceline.deploy.pending import Rooms
@@ -125,7 +125,10 @@ class TrainerKeeper:
         held = dict.fromkeys(self._makers, self._held)
         answer = self._board.keep.remote(held, sorted(self._absent), died)
         for order, name in ray.get(answer, timeout=_ANSWER_S):
-            self._carry_out(order, name)
+            try:
+                self._carry_out(order, name)
+            except Exception:  # the others' orders are told once
+                logger.warning("%s: %s was not carried out", name, order, exc_info=True)
 
     def _look(self) -> None:
         waiting = sum(not kept.up for kept in list(self._kept.values()))
@@ -174,8 +177,9 @@ class TrainerKeeper:
                 continue
             if not ray.wait([kept.asked], timeout=0)[0]:
                 continue
+            answer, kept.asked = kept.asked, None
             try:
-                ray.get(kept.asked)
+                ray.get(answer)
                 kept.up = True
             except ActorDiedError as error:
                 self._counts.error = f"{name}: {' '.join(str(error).split())[-300:]}"
@@ -183,8 +187,9 @@ class TrainerKeeper:
                 del self._kept[name]
                 self._retry_at = now + _RETRY_S
                 dead.append(name)
-            except ActorUnavailableError:
+            except RayError as error:  # it restarts, was killed for memory, or has no place
+                if not isinstance(error, ActorUnavailableError):
+                    logger.info("%s: %s: %s", name, type(error).__name__, error)
                 kept.up = False
                 dead.append(name)
-            kept.asked = None
         return dead

@@ -60,7 +60,7 @@ class LocalWorld:
     def rest(self) -> None:
         pass
 
-    def give_back(self, note: Note) -> None:
+    def give_back(self, note: Note | None) -> None:
         pass
 
     def may_train(self) -> bool:

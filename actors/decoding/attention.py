@@ -69,8 +69,8 @@ class StepContext:
 
     @property
     def lengths(self) -> Tensor:
-        """int32 ``[B]``: 1 + the position of the last token, padding included."""
-        return (self.asked[:, -1] + 1).int()
+        """int32 ``[B]``: 1 + the position of the last token, padding within the table included."""
+        return (self.asked[:, -1] + 1).clamp(max=self.span).int()
 
     @property
     def table(self) -> Tensor:

@@ -197,6 +197,8 @@ class Distiller:
         """
         draft = self._engine.module.draft
         load_state(draft, self._initial if state is None else state)
+        # What is left of a step that was not completed is of other weights, or no number at all.
+        draft.zero_grad(set_to_none=True)
         if self._adapters is not None:
             self._adapters.remove()
         self._engine.destroy()

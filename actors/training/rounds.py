@@ -90,11 +90,12 @@ class Rounds:
         if turn.topic is None:
             self._note(state="no new records", topic=None)
             return False
+        learnt = self.progress.micro_steps
         try:
             return self._teach(turn.topic, turn, stats)
         finally:
-            candidate = self._candidates.get(turn.topic)
-            self._world.give_back(self._survey.note(turn.topic, candidate))
+            note = self._survey.note(turn.topic, self._candidates.get(turn.topic))
+            self._world.give_back(note if self.progress.micro_steps > learnt else None)
 
     def _teach(self, topic: str, turn: Turn, stats: dict[str, dict[str, Any]]) -> bool:
         """A round of a topic, and what to do where it fails."""
@@ -164,6 +165,7 @@ class Rounds:
             if not self._drill.train(candidate, train, drifting=drifting):
                 return False
         except Diverged:
+            self._world.rest()
             self._turn_down(candidate, {"reason": _DIVERGED, "steps": candidate.steps}, drop=True)
             return True
         self._world.rest()

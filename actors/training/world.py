@@ -44,8 +44,8 @@ class World(Protocol):
     def rest(self) -> None:
         """No micro-step for a while: others may have the processor."""
 
-    def give_back(self, note: Note) -> None:
-        """The round has ended."""
+    def give_back(self, note: Note | None) -> None:
+        """The round has ended; None: it taught nothing."""
 
     def versions(self) -> dict[str, int] | None:
         """Topic to stable weight_version; None where the registry does not answer."""
@@ -167,9 +167,9 @@ class RayWorld:
         """Tell the board; nothing waits for it."""
         self._tell("rest")
 
-    def give_back(self, note: Note) -> None:
+    def give_back(self, note: Note | None) -> None:
         """Tell the board; what it does not hear of, the next question tells it."""
-        self._tell("release", asdict(note))
+        self._tell("release", None if note is None else asdict(note))
 
     def _tell(self, method: str, *arguments: Any) -> None:
         if self._board is None or self._tenant is None:

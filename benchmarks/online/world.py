@@ -123,7 +123,7 @@ class LocalWorld:
     def rest(self) -> None:
         """Nobody waits for the processor."""
 
-    def give_back(self, note: Note) -> None:
+    def give_back(self, note: Note | None) -> None:
         """Nobody else has the topic next."""
 
     def may_train(self) -> bool:

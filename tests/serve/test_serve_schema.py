@@ -67,7 +67,7 @@ def test_whatever_is_sent_no_5xx_comes_back(
 
     send()
     # Some of what is legal is answered (not token ids that no vocabulary has), nothing else is.
-    least = min(5, codes.total())
+    least = min(1, codes.total())
     assert codes[200] >= least if mode is GenerationMode.POSITIVE else codes[200] == 0, codes
 
 

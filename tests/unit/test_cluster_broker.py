@@ -141,7 +141,7 @@ def test_a_silent_trainer_loses_its_topic_and_one_that_works_its_lease() -> None
     broker = make(silent_after_s=10.0)
     broker.ask("a", "life", CORE, {"sql": 1.0}, 0.0)
     assert broker.tick(10.0) == []
-    assert broker.tick(10.1) == []
+    assert broker.tick(10.1) == [Kill("a")]  # it has a topic, and hangs where it needs no lease
     assert broker.assignments() == {}
     at_work(broker, now=20.0)
     assert broker.tick(30.1) == [Revoke("t")]

@@ -120,12 +120,13 @@ def test_leases_are_shared_with_replicas_that_come_and_with_none_that_go() -> No
         sharing.opened(name)
     assert sharing.to_end(0) == []  # unknown
     assert sharing.to_end(1) == []
-    assert sharing.to_end(2) == ["d", "e"]
-    assert len(sharing) == 3
+    assert sharing.to_end(2) == ["c", "d", "e"]
+    assert len(sharing) == 2
     sharing.closed("d")  # its stream ends a little later
     assert sharing.to_end(2) == []
+    assert sharing.to_end(3) == ["b"]  # two of two would leave the third replica idle
+    assert sharing.to_end(4) == []  # one is kept
     assert sharing.to_end(1) == []
-    assert sharing.to_end(3) == ["b", "c"]
     sharing.closed("a")
     assert sharing.to_end(4) == []
 

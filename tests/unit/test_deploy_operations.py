@@ -288,7 +288,8 @@ def test_a_rollback_whose_answer_is_lost_is_done_once(
     operations_command.roll_back("u", "sql", None, said.append)
     assert asked.served() == (3.0 if canary else 2.0)
     stable = 3 if canary else 4
-    assert said == [f"sql: stable is version {stable} (the first answer was lost)"]
+    [line] = said
+    assert line.startswith(f"sql: stable is version {stable} (an answer was lost")
     with pytest.raises(CallError, match="nothing was changed"):  # as the operator repeats it
         operations_command.roll_back("u", "sql", None, said.append, expected=4 if canary else 3)
     assert asked.registry.live()["sql"]["stable"] == stable

@@ -49,7 +49,7 @@ class Guest(LocalWorld):
     def rest(self) -> None:
         self.board.rest(self.name, self.life)
 
-    def give_back(self, note: Note) -> None:
+    def give_back(self, note: Note | None) -> None:
         self.board.release(self.name, self.life, dataclasses.asdict(note))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 
 class LeaseSharing:
     """Which leases a replica ends so that replicas that came after it get some.
 
     A target keeps the replica that it got for as long as both live, so that a further one would
-    stand idle. Where there are m replicas in place of n, each of the n keeps n in m of its leases;
-    the targets of the others open new ones, which Serve gives to the replica with the fewest.
+    stand idle. Where there are m replicas in place of n, each of the n keeps n in m of its leases,
+    one at least; the targets of the others open new ones, which Serve gives to the replica with
+    the fewest.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -39,6 +38,6 @@ class LeaseSharing:
         before, self._replicas = self._replicas, replicas or self._replicas
         if not 0 < before < self._replicas:
             return []
-        keep = math.ceil(len(self._leases) * before / self._replicas)
+        keep = max(1, len(self._leases) * before // self._replicas)
         self._leases, ending = self._leases[:keep], self._leases[keep:]
         return ending

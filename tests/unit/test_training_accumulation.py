@@ -1,0 +1,59 @@
+"""Steps of several micro-steps: the same step as of one, and none that survives a reset."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lessons import lesson
+
+from paceline.actors.training.batches import Batch, make_batch
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.stages import ZeroStage
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
+
+
+def distiller(draft: Path, accumulation: int, stage: ZeroStage = "auto") -> Distiller:
+    settings = DistillerSettings(
+        learning_rate=1e-2,
+        dtype="float32",
+        device="cpu",
+        accumulation=accumulation,
+        zero_stage=stage,
+        average_decay=0.0,
+    )
+    return Distiller(str(draft), settings)
+
+
+def batch(first: int) -> Batch:
+    return make_batch([lesson(first)], 64)
+
+
+def test_a_step_is_made_of_all_its_micro_steps(draft: Path) -> None:
+    own = distiller(draft, 2)
+    before = {name: weight.clone() for name, weight in own.state_dict().items()}
+    own.micro_step(batch(1))
+    assert own.steps == 0
+    for name, weight in own.state_dict().items():
+        assert torch.equal(weight, before[name])
+    own.micro_step(batch(2))
+    assert own.steps == 1
+    assert any(not torch.equal(w, before[name]) for name, w in own.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_left_of_a_step_does_not_survive_a_reset(draft: Path, stage: ZeroStage) -> None:
+    own, fresh = distiller(draft, 2, stage), distiller(draft, 2, stage)
+    broken = {name: weight * math.nan for name, weight in own.state_dict().items()}
+    own.reset(broken)
+    assert not math.isfinite(own.micro_step(batch(1)).loss)
+    own.reset(None)
+    for number in (3, 4):
+        own.micro_step(batch(number))
+        fresh.micro_step(batch(number))
+    for name, weight in fresh.state_dict().items():
+        torch.testing.assert_close(own.state_dict()[name], weight)
