@@ -167,11 +167,6 @@ def best(wanted: Iterable[Want]) -> str | None:
     return None if first is None else first.topic
 
 
-def choose(views: Iterable[TopicView], settings: ScheduleSettings | None = None) -> str | None:
-    """The :func:`best` of what these views want."""
-    return best(wants(views, settings))
-
-
 @dataclass(slots=True)
 class Rest:
     """How long a topic that cannot be taught is left alone, so that others have their turn.

@@ -17,6 +17,7 @@ import pytest
 from clients import Load, Reply, bodies, until
 from free_ports import find_port
 from ray import serve
+from replies import answered
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
@@ -52,11 +53,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     )
     with app.start(config) as application:
         yield application
-
-
-def answered(replies: list[Reply]) -> list[Any]:
-    assert [reply.error for reply in replies] == [None] * len(replies)
-    return [reply.answer for reply in replies]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from free_ports import find_port
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
+from replies import answered
 
 from paceline.cluster.session import ray_session
 
@@ -83,11 +84,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         found.deploy()
         asyncio.run(until(found.running, "the application", COMES_S))
         yield found
-
-
-def answered(replies: list[Reply]) -> list[Any]:
-    assert [reply.error for reply in replies] == [None] * len(replies)
-    return [reply.answer for reply in replies]
 
 
 @pytest.fixture(scope="module")

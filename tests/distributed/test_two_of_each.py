@@ -11,6 +11,7 @@ import processes
 import pytest
 from clients import Load, Reply, RetryingLoad, bodies, until
 from free_ports import find_port
+from replies import answered
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
@@ -44,11 +45,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     )
     with app.start(config) as application:
         yield application
-
-
-def answered(replies: list[Reply]) -> list[Any]:
-    assert [reply.error for reply in replies] == [None] * len(replies)
-    return [reply.answer for reply in replies]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from paceline.actors.training.outlook import Outlook
 from paceline.actors.training.schedule import (
     ScheduleSettings,
     TopicView,
-    choose,
+    best,
     is_ready,
     round_length,
+    wants,
 )
 
 
@@ -134,7 +135,7 @@ def test_a_topic_on_trial_is_trained_with_new_records_only() -> None:
 
 def test_a_drifting_topic_comes_first() -> None:
     lost = dataclasses.replace(view(drifting=True, acceptance=0.5), name="code")
-    assert choose([view(acceptance=0.5), lost]) == "code"
+    assert best(wants([view(acceptance=0.5), lost])) == "code"
 
 
 def test_rounds_are_shorter_under_load_and_in_drift() -> None:

@@ -19,8 +19,9 @@ from paceline.actors.training.schedule import (
     ScheduleSettings,
     TopicView,
     TrafficMeter,
-    choose,
+    best,
     is_ready,
+    wants,
 )
 from paceline.actors.weights.bounds import student_quantile
 
@@ -162,31 +163,31 @@ def test_a_resting_topic_waits_twice_as_long_each_time() -> None:
 
 def test_a_resting_topic_lets_others_have_their_turn() -> None:
     stuck = view("sql", traffic=30.0, resting=True)
-    assert choose([stuck, view("code", traffic=1.0)]) == "code"
-    assert choose([stuck]) is None
+    assert best(wants([stuck, view("code", traffic=1.0)])) == "code"
+    assert best(wants([stuck])) is None
 
 
 def test_schedule_takes_traffic_times_headroom() -> None:
-    assert choose([view("sql", traffic=30.0), view("code", traffic=10.0)]) == "sql"
+    assert best(wants([view("sql", traffic=30.0), view("code", traffic=10.0)])) == "sql"
     good = view("sql", traffic=30.0, acceptance=0.95)
-    assert choose([good, view("code", traffic=10.0, acceptance=0.1)]) == "code"
+    assert best(wants([good, view("code", traffic=10.0, acceptance=0.1)])) == "code"
 
 
 def test_schedule_gives_nobody_up() -> None:
     waiting = view("code", traffic=1.0, waited_s=3_600.0)
-    assert choose([view("sql", traffic=30.0), waiting]) == "code"
+    assert best(wants([view("sql", traffic=30.0), waiting])) == "code"
 
 
 def test_schedule_prefers_topics_to_general() -> None:
-    assert choose([view("general", traffic=100.0), view("sql", traffic=1.0)]) == "sql"
-    assert choose([view("general", traffic=0.0)]) == "general"
+    assert best(wants([view("general", traffic=100.0), view("sql", traffic=1.0)])) == "sql"
+    assert best(wants([view("general", traffic=0.0)])) == "general"
 
 
 def test_schedule_waits_for_records() -> None:
-    assert choose([view("sql", records_train=3)]) is None
-    assert choose([view("sql", records_held_out=3)]) is None
-    assert choose([view("sql", records_train=8, records_held_out=4)]) == "sql"
-    assert choose([]) is None
+    assert best(wants([view("sql", records_train=3)])) is None
+    assert best(wants([view("sql", records_held_out=3)])) is None
+    assert best(wants([view("sql", records_train=8, records_held_out=4)])) == "sql"
+    assert best(wants([])) is None
 
 
 def test_a_published_topic_goes_on_and_a_rejected_one_wants_new_records() -> None:

@@ -1,0 +1,13 @@
+"""What clients were answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clients import Reply
+
+
+def answered(replies: list[Reply]) -> list[Any]:
+    """The answers; nobody may have been left without one."""
+    assert [reply.error for reply in replies] == [None] * len(replies)
+    return [reply.answer for reply in replies]
