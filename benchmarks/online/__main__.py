@@ -57,6 +57,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.add_argument(option, type=type(default), default=default, help="see Learning")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser.add_argument(
+        "--published", type=Path, help="folder of units to go on from, and to add to"
+    )
     parser.add_argument("--docs", type=Path, help="also write the results as this Markdown file")
     return parser.parse_args(argv)
 
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{time.monotonic() - began:7.0f} s  {text}", flush=True)  # noqa: T201
 
     serving = Serving(temperature=options.temperature)
-    store = Store(options.out / "online")
+    store = Store(options.out / "online", options.published)
     bench = Bench(store, options.data, sizes_of(options), serving, threads=options.threads, say=say)
     learning = learning_of(options)
     offline = ceiling.QUICK if options.quick else Offline()
@@ -121,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = collect(bench, learning, offline, command_of(argv))
     path = options.out / "online.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    write(figures, options.out, options.docs)
+    write(figures, options.out, options.docs, options.published)
     say(f"figures in {path}")
     return 0
 

@@ -95,15 +95,19 @@ def _shifts(bench: Bench, learning: Learning, levels: dict[str, float]) -> dict[
     return found
 
 
-def write(figures: dict[str, Any], out: Path, docs: Path | None = None) -> list[Path]:
+def write(
+    figures: dict[str, Any], out: Path, docs: Path | None = None, published: Path | None = None
+) -> list[Path]:
     """Plots and the page, under ``out`` and, where wanted, as documentation; what was written.
 
     Args:
         figures: from :func:`collect`.
         out: folder of the benchmarks' results.
         docs: Markdown file; its pictures go beside it.
+        published: folder of earlier results: the other parts' sections are taken from it where
+            ``out`` has none, and kept there.
     """
-    fragments = [_text(out / "online" / f"{name}.md") for name in _FRAGMENTS]
+    fragments = [_fragment(name, out / "online", published) for name in _FRAGMENTS]
     written = []
     for path in (out / "online" / "results.md", docs):
         if path is None:
@@ -124,6 +128,16 @@ def _pictures(figures: dict[str, Any], folder: Path) -> Sequence[str]:
         draw_shifts(folder / "shift.png", figures)
         names.append("shift.png")
     return names
+
+
+def _fragment(name: str, own: Path, published: Path | None) -> str:
+    text = _text(own / f"{name}.md")
+    if published is None:
+        return text
+    kept = published / f"{name}.md"
+    if text:
+        kept.write_text(text + "\n", encoding="utf-8")
+    return _text(kept)
 
 
 def _text(path: Path) -> str:

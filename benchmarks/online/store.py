@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,19 @@ from typing import Any
 class Store:
     """A folder of results, each keyed by its name and by all settings that decided it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Make the folder where it is missing."""
+    def __init__(self, folder: Path, published: Path | None = None) -> None:
+        """Make the folders where they are missing.
+
+        Args:
+            folder: of this machine's results.
+            published: of results that went before, compressed, which count as this machine's;
+                every new one is added. They outlive the machine, in a repository for one.
+        """
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._published = published
+        for each in (folder, published):
+            if each is not None:
+                each.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str, settings: Mapping[str, Any], suffix: str = ".json") -> Path:
         """Where a unit lies, or what belongs to it under another suffix."""
@@ -36,10 +47,11 @@ class Store:
 
     def find(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """The result on disk; None where there is no whole one."""
-        kept = _read(self.path(name, settings))
-        if kept is None or kept.get("settings") != json.loads(json.dumps(settings)):
-            return None
-        return dict(kept["result"])
+        for path in (self.path(name, settings), self._published_path(name, settings)):
+            kept = None if path is None else _read(path)
+            if kept is not None and kept.get("settings") == json.loads(json.dumps(settings)):
+                return dict(kept["result"])
+        return None
 
     def put(self, name: str, settings: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         """Keep a result; a killed writer leaves none rather than half of one.
@@ -52,7 +64,14 @@ class Store:
         kept = {"name": name, "settings": settings, "result": result}
         partial.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
+        if (published := self._published_path(name, settings)) is not None:
+            text = json.dumps(kept, separators=(",", ":"), allow_nan=False)
+            published.write_bytes(gzip.compress(text.encode(), mtime=0))
         return dict(json.loads(path.read_text(encoding="utf-8"))["result"])
+
+    def _published_path(self, name: str, settings: Mapping[str, Any]) -> Path | None:
+        suffix = f"{name}-{digest(settings)}.json.gz"
+        return None if self._published is None else self._published / suffix
 
     def every(self, prefix: str) -> Iterator[dict[str, Any]]:
         """All units whose name begins so: name, settings and result, in the names' order."""
@@ -70,8 +89,9 @@ def digest(settings: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = path.read_bytes()
+        kept = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, EOFError, zlib.error, ValueError):
         return None
     whole = isinstance(kept, dict) and {"name", "settings", "result"} <= kept.keys()
     return kept if whole else None

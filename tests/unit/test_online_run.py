@@ -57,6 +57,12 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert docs in written
     assert all(path.stat().st_size > 0 for path in written)
     page = docs.read_text(encoding="utf-8")
+    published = tmp_path / "published"
+    published.mkdir()
+    (tmp_path / "online" / "grid.md").write_text("## The grid\n", encoding="utf-8")
+    write(figures, tmp_path, docs, published)
+    write(figures, tmp_path / "elsewhere", docs, published)  # the section comes from there
+    assert "## The grid" in docs.read_text(encoding="utf-8")
     assert "## When the topic shifts" in page
     assert "| system | micro-steps |" in page
     assert "None" not in page

@@ -53,6 +53,20 @@ def test_half_a_result_and_one_of_other_settings_do_not_count(tmp_path: Path) ->
     assert store.find("stream", {"k": 4}) is None
 
 
+def test_published_results_are_gone_on_from_on_another_machine(tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    Store(tmp_path / "one", published).put("stream", {"k": (4,)}, {"figure": 1})
+    (path,) = published.iterdir()
+    first = path.read_bytes()
+    Store(tmp_path / "one", published).put("stream", {"k": (4,)}, {"figure": 1})
+    assert path.read_bytes() == first  # the same result is the same file
+    assert Store(tmp_path / "two", published).find("stream", {"k": (4,)}) == {"figure": 1}
+    assert Store(tmp_path / "two", published).find("stream", {"k": (5,)}) is None
+    assert Store(tmp_path / "two").find("stream", {"k": (4,)}) is None
+    path.write_bytes(first[: len(first) // 2])
+    assert Store(tmp_path / "two", published).find("stream", {"k": (4,)}) is None
+
+
 class Words:
     """A tokenizer whose tokens are the text's words, numbered as they come."""
 
