@@ -67,6 +67,11 @@ class LoadBoard:
         with self._lock:
             self._broker.report(replica_id, running, waiting, self._clock())
 
+    def announce(self) -> None:
+        """A request has come; front doors call it before they route it."""
+        with self._lock:
+            self._broker.announce(self._clock())
+
     def may_train(self) -> bool:
         """Leave for one forward that needs no lease: the scorer's."""
         with self._lock:

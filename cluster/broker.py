@@ -55,6 +55,12 @@ class Broker:
         self._idle.report(replica, running, waiting, now)
         return self._revoke_unless_idle(now)
 
+    def announce(self, now: float) -> list[Instruction]:
+        """A request has come that no replica has reported yet, see IdleRule."""
+        self._account(now)
+        self._idle.announce(now)
+        return self._revoke_unless_idle(now)
+
     def pause(self, now: float) -> list[Instruction]:
         """Nobody computes until :meth:`resume`."""
         self._account(now)

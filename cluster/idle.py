@@ -48,6 +48,15 @@ class IdleRule:
         if self._busy(fresh) or (before is not None and self._busy(before)):
             self._busy_until = now
 
+    def announce(self, now: float) -> None:
+        """A request has come, and is on its way to a replica.
+
+        The quiet time begins anew: before it is over the replica tells the rest, or the request
+        was for nobody. Nothing where a replica may be busy with a request and count as idle.
+        """
+        if not self.occupied_above:
+            self._busy_until = max(self._busy_until, now)
+
     def _busy(self, report: _Report) -> bool:
         return report.running > self.occupied_above or report.waiting > 0
 

@@ -19,6 +19,7 @@ from paceline.actors.routing.policy import Route
 from paceline.deploy import answers, translate
 from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
+from paceline.deploy.arrivals import Arrivals
 from paceline.deploy.auth import KeyGuard
 from paceline.deploy.drain import Drain
 from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded
@@ -121,6 +122,7 @@ class Ingress:
         keyed = bool(settings.key_digests)
         self._admin = TopicAdmin(settings.topics, *parts, keyed=keyed)
         self._drain = Drain(actors.board)
+        self._arrivals = Arrivals(actors.board, time.monotonic)
         self._operations = Operations(
             actors.registry,
             actors.board,
@@ -266,6 +268,7 @@ class Ingress:
         count = len(job.prompts) * asked.num_choices
         param = "n" if asked.num_choices > 1 else "prompt"
         release = self._slots.take(count, job.client, param)
+        self._arrivals.tell()
         try:
             async with until(deadline):
                 routes = await self._routes_of(asked, job.texts)

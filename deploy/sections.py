@@ -234,8 +234,8 @@ class TrainingConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.3
     average_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.98
     num_threads: Count = 1
-    micro_batch: Count = 4
-    accumulation: Count = 2
+    micro_batch: Count = 2
+    accumulation: Count = 4
     round_seconds: Seconds = 8.0
     idle_after_s: Seconds = 0.08
     max_occupancy: Fraction = 0.25

@@ -115,6 +115,9 @@ class Distiller:
             lr=self.settings.learning_rate,
             betas=_BETAS,
             weight_decay=self.settings.weight_decay,
+            # one pass over weights and moments; GPUs have theirs by default, and want its step
+            # count, which is kept on the CPU here, on the device
+            fused=True if self.device.type == "cpu" else None,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup)
         self._engine, *_ = deepspeed.initialize(

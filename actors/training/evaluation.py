@@ -53,7 +53,7 @@ def score_records(
     *,
     max_length: int,
     draft_top_k: int = 64,
-    batch_size: int = 8,
+    batch_size: int = 4,
     before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
     """Mean acceptance of every record, float64 ``[R]``.

@@ -36,13 +36,16 @@ def recorded_logprobs(draft_logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Te
         log(1e-7); float32, or float64 where the logits are.
     """
     logits = _wide(draft_logits)
-    whole = logits.logsumexp(dim=-1, keepdim=True)
-    log_q = logits.gather(-1, top_ids) - whole
+    top = logits.gather(-1, top_ids)
+    whole = top.logsumexp(dim=-1)
     if top_ids.shape[-1] == logits.shape[-1]:
+        log_q = top - whole[..., None]
         return log_q, log_q.new_full(log_q.shape[:-1], _LEAST)
-    # Summed over the tail's own tokens: 1 - sum(q) has no digits left where q is sharp.
+    # Summed over the tail's own tokens: 1 - sum(q) has no digits left where q is sharp. What is
+    # left of the whole sum are K terms: the vocabulary is gone through once.
     tail = logits.scatter(-1, top_ids, -torch.inf).logsumexp(dim=-1)
-    return log_q, (tail - whole.squeeze(-1)).clamp(min=_LEAST)
+    whole = torch.logaddexp(whole, tail)
+    return top - whole[..., None], (tail - whole).clamp(min=_LEAST)
 
 
 def forward_kl(
@@ -148,6 +151,13 @@ def expected_acceptance(
     log_q, log_q_tail = recorded_logprobs(draft_logits, top_ids)
     lower = torch.minimum(top_logprobs.to(log_q.dtype).exp(), log_q.exp()).sum(-1)
     return lower, lower + torch.minimum(tail_mass.to(log_q.dtype), log_q_tail.exp())
+
+
+def recorded_acceptance(draft_logits: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
+    """The lower bound of :func:`expected_acceptance` alone, ``[N]``, at half the work."""
+    logits = _wide(draft_logits)
+    log_q = logits.gather(-1, top_ids) - logits.logsumexp(dim=-1, keepdim=True)
+    return torch.minimum(top_logprobs.to(log_q.dtype).exp(), log_q.exp()).sum(-1)
 
 
 def _buckets(

@@ -52,8 +52,7 @@ def objective(
     weights = position_weights(batch, settings) if weights is None else weights
     loss = (weights * values).sum()
     with torch.no_grad():
-        target = (batch.top_ids, batch.top_logprobs, batch.tail_mass)
-        accepted, _ = losses.expected_acceptance(logits.detach(), *target)
+        accepted = losses.recorded_acceptance(logits, batch.top_ids, batch.top_logprobs)
         emitted = (~batch.branch).to(values.dtype)
         sums = values.new_zeros(batch.num_records)
         counts = sums.index_add(0, batch.rows, emitted)

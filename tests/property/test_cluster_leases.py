@@ -144,6 +144,11 @@ class World(RuleBasedStateMachine):
         for order in self.broker.report("r", int(busy), 0, self.now):
             self.carry_out(order)
 
+    @rule()
+    def a_request_comes(self) -> None:
+        for order in self.broker.announce(self.now):
+            self.carry_out(order)
+
     @rule(name=st.sampled_from(NAMES), gains=GAINS)
     def ask_for_a_topic(self, name: str, gains: dict[str, float]) -> None:
         process = self.alive(name)

@@ -6,7 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.actors.training.losses import expected_acceptance, forward_kl
+from paceline.actors.training.losses import (
+    expected_acceptance,
+    forward_kl,
+    recorded_acceptance,
+)
 
 seeds = st.integers(0, 2**31)
 sharpness = st.floats(0.1, 12.0)
@@ -95,6 +99,7 @@ def test_expected_acceptance_is_bounded_from_both_sides(seed: int, sharp: float,
     draft, log_p = draw(seed, sharp)
     ids, values, tail = record(log_p, top)
     lower, upper = expected_acceptance(draft, ids, values, tail)
+    torch.testing.assert_close(recorded_acceptance(draft, ids, values), lower)
     exact = torch.minimum(draft.softmax(-1), log_p.exp()).sum(-1)
     assert (lower <= exact + 1e-5).all()
     assert (exact <= upper + 1e-5).all()

@@ -55,6 +55,31 @@ def test_a_replica_that_died_busy_is_forgotten() -> None:
     assert rule.snapshot(15.01)["replicas"] == 0
 
 
+def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
+    rule = IdleRule(idle_after_s=0.1)
+    rule.announce(10.0)
+    assert not rule.may_train(10.05)
+    rule.report("a", 1, 0, 10.06)
+    assert not rule.may_train(12.0)
+    rule.report("a", 0, 0, 12.0)
+    assert not rule.may_train(12.05)
+    rule.announce(11.0)  # told late: it takes nothing back
+    assert not rule.may_train(12.05)
+    assert rule.may_train(12.11)
+
+
+def test_one_that_no_replica_ever_reports_is_forgotten() -> None:
+    rule = IdleRule(idle_after_s=0.1)
+    rule.announce(10.0)
+    assert rule.may_train(10.11)
+
+
+def test_announcements_stop_nothing_that_may_run_beside_a_request() -> None:
+    rule = IdleRule(occupied_above=2)
+    rule.announce(10.0)
+    assert rule.may_train(10.0)
+
+
 def test_pause_wins_over_idleness() -> None:
     clock = Clock()
     board = LoadBoard(clock=clock)
