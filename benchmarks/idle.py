@@ -51,13 +51,17 @@ def asked(actor: Any, method: str) -> Any:
 
 
 async def warmed_up(running: RunningApp, options: argparse.Namespace) -> list[str]:
-    """Traffic until every topic was decided on once, or for so long; the topics that were.
+    """Traffic until each topic was decided on, for so many requests at least; those topics.
 
     A topic's first round loads its engine for good: that is not what idle time is used for later.
+    And drafts that have learnt nothing yet learn so fast that the later block of a pair would be
+    served with better ones.
     """
     decided: set[str] = set()
     deadline, turn = time.monotonic() + options.warm_up_s, 0
-    while decided < set(TOPICS) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and (
+        decided < set(TOPICS) or turn * _WARM_UP_REQUESTS < options.warm_up_requests
+    ):
         turn += 1
         planned = plan(_WARM_UP_REQUESTS, options.rate, options.max_tokens, -turn)
         await run(running.base_url, planned, -1, ON)
@@ -80,7 +84,8 @@ async def measure(
     """All blocks, and the board's figures before and after each one with trainers."""
     blocks, boards = [], []
     for pair in range(options.pairs):
-        planned = plan(options.requests, options.rate, options.max_tokens, options.seed + pair)
+        seed = options.seed + pair
+        planned = plan(options.requests, options.rate, options.max_tokens, seed, options.draft)
         for side in (ON, OFF) if pair % 2 == 0 else (OFF, ON):
             await switched(running, clock, side)
             before = asked(running.board, "snapshot")
@@ -153,6 +158,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "ttft": compared(blocks, lambda o: o.ttft_s),
         "lag_ms_max": 1e3 * max(o.lag_s for block in blocks for o in block.outcomes),
         "altered": altered(blocks),
+        "acceptance_length": [[b.pair, b.side, acceptance_length(b)] for b in blocks],
         "idle": idleness(blocks, series),
         "board": board_figures(boards),
         "trainer": status["trainer"],
@@ -176,6 +182,12 @@ def altered(blocks: list[Block]) -> int:
             if outcome.error is None:
                 answers.setdefault((block.pair, index), set()).add(outcome.answer)
     return sum(len(found) > 1 for found in answers.values())
+
+
+def acceptance_length(block: Block) -> float | None:
+    """Tokens per speculative round: blocks whose drafts differ much compare badly."""
+    rounds = sum(o.rounds for o in block.outcomes)
+    return 1.0 + sum(o.accepted for o in block.outcomes) / rounds if rounds else None
 
 
 def table_of(figures: dict[str, Any]) -> Table:
@@ -218,6 +230,10 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals per second")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--warm-up-s", type=float, default=900.0, help="at most")
+    parser.add_argument("--warm-up-requests", type=int, default=400, help="at least")
+    parser.add_argument(
+        "--draft", default="auto", help="off: plain decoding, whose speed no learning changes"
+    )
     parser.add_argument("--max-occupancy", type=float, default=0.0, help="training.max_occupancy")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--port", type=int, default=8019)
@@ -227,6 +243,7 @@ def main() -> int:
     console = Console()
     console.print(table_of(figures))
     console.print(targets_of(figures))
+    console.print(f"Tokens per round: {figures['acceptance_length']}")
     console.print(f"Idle: {figures['idle']}")
     console.print(f"The board's own: {figures['board'] or 'it counts nothing of the kind'}")
     console.print("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")

@@ -15,6 +15,7 @@ from online.open_loop import Outcome
 ON, OFF = "on", "off"
 IDLE_S = 0.2
 _MS = 1e3
+_LONGEST = 20  # yields that are shown one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def idleness(blocks: Sequence[Block], series: CpuSeries) -> dict[str, Any]:
         "used_share": used_s / idle_s if idle_s else None,
         "gaps_unused": len(idle) - len(begun),
         "start_ms": spread(begun),
-        "yield_ms": spread(stopped),
+        "yield_ms": spread(stopped) | {"longest": sorted(stopped)[-_LONGEST:]},
         "serving_s": serving_s,
         "trained_while_serving_share": beside_s / serving_s if serving_s else None,
     }

@@ -42,7 +42,7 @@ class Block:
         return min(sent for sent, _ in self.busy), max(end for _, end in self.busy)
 
 
-def plan(count: int, rate: float, max_tokens: int, seed: int) -> list[Planned]:
+def plan(count: int, rate: float, max_tokens: int, seed: int, draft: str = "auto") -> list[Planned]:
     """Chat requests over all topics, every other one sampled with a seed, the others greedy.
 
     Args:
@@ -50,6 +50,7 @@ def plan(count: int, rate: float, max_tokens: int, seed: int) -> list[Planned]:
         rate: of arrivals per second, exponential gaps between them.
         max_tokens: of an answer at most.
         seed: of arrivals and prompts.
+        draft: ``speculative.draft`` of every request.
     """
     rng, planned, due_s = random.Random(seed), [], 0.0
     for index in range(count):
@@ -61,6 +62,7 @@ def plan(count: int, rate: float, max_tokens: int, seed: int) -> list[Planned]:
             "max_tokens": max_tokens,
             "stream": True,
             "return_token_ids": True,
+            "speculative": {"draft": draft},
             **sampling,
         }
         planned.append(Planned(due_s, topic, 0, body))

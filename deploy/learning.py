@@ -230,14 +230,16 @@ def _fractions(config: PacelineConfig, name: str) -> tuple[Fraction, ...]:
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     """The part of the config that the trainer works by."""
-    from paceline.actors.training.distiller_settings import DistillerSettings  # imports torch
+    from paceline.actors.decoding.loading import resolve_device  # imports torch
+    from paceline.actors.training.distiller_settings import DistillerSettings
     from paceline.actors.training.settings import TrainerSettings
 
+    micro_batch, accumulation = config.training.batches(resolve_device(config.target.device).type)
     return TrainerSettings(
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
             learning_rate=config.training.learning_rate,
-            accumulation=config.training.accumulation,
+            accumulation=accumulation,
             weight_decay=config.training.weight_decay,
             average_decay=config.training.average_decay,
             device=config.target.device,
@@ -249,7 +251,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
         ),
         ranks=config.training.ranks,
         num_threads=config.training.num_threads,
-        micro_batch=config.training.micro_batch,
+        micro_batch=micro_batch,
         round_seconds=config.training.round_seconds,
         draft_top_k=config.drafts.top_k,
         report_losses="priority" in (config.replay.remover, config.replay.sampler),

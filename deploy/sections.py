@@ -37,6 +37,7 @@ def topic_name(name: str) -> str:
 
 
 _MAX_TOKENS = 32  # drafted in a round
+_STEP_RECORDS = 8  # that a step of the optimizer learns from
 
 
 class TargetConfig(Section):
@@ -209,7 +210,9 @@ class TrainingConfig(Section):
     requests at once. Above 0 every draft's weights take their memory twice.
 
     ``accumulation`` micro-steps of ``micro_batch`` records make a step of the optimizer; between
-    two of them serving may have the processor back. ``weight_decay`` is AdamW's.
+    two of them serving may have the processor back. ``micro_batch`` auto is 8 on GPUs and 1 on
+    CPUs, where a record takes long enough, but one for each rank at least; ``accumulation`` auto
+    makes a step of 8 records. ``weight_decay`` is AdamW's.
 
     ``average_decay`` is that of the running mean of the weights in training, which is what is
     judged and served; 0 takes the weights as the last step left them.
@@ -234,8 +237,8 @@ class TrainingConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.3
     average_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.98
     num_threads: Count = 1
-    micro_batch: Count = 2
-    accumulation: Count = 4
+    micro_batch: Literal["auto"] | Count = "auto"
+    accumulation: Literal["auto"] | Count = "auto"
     round_seconds: Seconds = 8.0
     idle_after_s: Seconds = 0.08
     max_occupancy: Fraction = 0.25
@@ -248,6 +251,17 @@ class TrainingConfig(Section):
     ranks: Count = 1
     trainers: Count = 1
     yield_timeout_s: Seconds | None = None
+
+    def batches(self, device: str) -> tuple[int, int]:
+        """Records per micro-step and micro-steps per step of the optimizer, on such a device.
+
+        Args:
+            device: its type, like ``cpu``.
+        """
+        size, times = self.micro_batch, self.accumulation
+        records = self.ranks if device == "cpu" else max(_STEP_RECORDS, self.ranks)
+        micro_batch = records if size == "auto" else size
+        return micro_batch, max(1, _STEP_RECORDS // micro_batch) if times == "auto" else times
 
     @property
     def trial_share(self) -> float:

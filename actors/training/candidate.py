@@ -16,7 +16,7 @@ from paceline.actors.training import optimizer_state
 from paceline.actors.training.batches import make_batch, usable
 from paceline.actors.training.crew import Crew, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
-from paceline.actors.training.evaluation import score_records
+from paceline.actors.training.evaluation import FORWARDS, score_records
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
 
@@ -181,6 +181,6 @@ class Candidate:
             records,
             max_length=self._max_length,
             draft_top_k=self._settings.draft_top_k,
-            batch_size=self._settings.micro_batch,
+            batch_size=FORWARDS * self._settings.micro_batch,
             before_batch=before_batch,
         )

@@ -14,6 +14,8 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import Batch, make_batch
 from paceline.actors.training.forward import logits_at
 
+FORWARDS = 3  # of the same records cost about a micro-step: its backward takes twice a forward
+
 
 def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
     """Chance that a served draft's token is accepted, per emitted position.
@@ -53,7 +55,7 @@ def score_records(
     *,
     max_length: int,
     draft_top_k: int = 64,
-    batch_size: int = 4,
+    batch_size: int = 8,
     before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
     """Mean acceptance of every record, float64 ``[R]``.

@@ -7,6 +7,7 @@ import yaml
 
 from paceline.deploy.config import MODELS_DIR, load_config
 from paceline.deploy.errors import ConfigError
+from paceline.deploy.sections import TrainingConfig
 
 
 def test_defaults_serve_the_embedded_models_on_loopback() -> None:
@@ -141,3 +142,20 @@ def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Pat
     assert target_settings(config).replay_branches
     off = load_config(None, keys | {"training.enabled": False})
     assert not target_settings(off).replay_branches  # nobody would learn from them
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "batches"),
+    [
+        ({}, "cpu", (1, 8)),
+        ({}, "cuda", (8, 1)),
+        ({"ranks": 2}, "cpu", (2, 4)),
+        ({"micro_batch": 4}, "cpu", (4, 2)),
+        ({"micro_batch": 16}, "cuda", (16, 1)),
+        ({"accumulation": 3}, "cpu", (1, 3)),
+    ],
+)
+def test_a_step_learns_from_eight_records_in_parts_that_fit_the_device(
+    chosen: dict[str, int], device: str, batches: tuple[int, int]
+) -> None:
+    assert TrainingConfig(**chosen).batches(device) == batches
