@@ -39,7 +39,7 @@ class LoadBoard:
 
     def __init__(
         self,
-        idle_after_s: float = 0.08,
+        idle_after_s: float = 0.05,
         stale_after_s: float = 6.0,
         occupied_above: int = 0,
         leases: LeaseSettings | None = None,

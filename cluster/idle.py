@@ -25,7 +25,7 @@ class IdleRule:
             replicas report every second or so.
     """
 
-    idle_after_s: float = 0.08
+    idle_after_s: float = 0.05
     stale_after_s: float = 6.0
     occupied_above: int = 0
     _reports: dict[str, _Report] = field(default_factory=dict)

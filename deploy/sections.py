@@ -240,7 +240,7 @@ class TrainingConfig(Section):
     micro_batch: Literal["auto"] | Count = "auto"
     accumulation: Literal["auto"] | Count = "auto"
     round_seconds: Seconds = 8.0
-    idle_after_s: Seconds = 0.08
+    idle_after_s: Seconds = 0.05
     max_occupancy: Fraction = 0.25
     keep_versions: Count = 3
     canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
