@@ -150,8 +150,8 @@ SHARED_OUT := --numprocesses auto --maxprocesses 2 --dist loadfile
 test: check
 	$(PY) -m pytest -m "not full" tests/packaging
 	$(PY) -m pytest -m "not full" $(SHARED_OUT) tests/unit tests/property
-	$(PY) -m pytest -m "not full" tests/serve
-	$(PY) -m pytest -m "not full" tests/distributed
+	$(PY) -m pytest -m "not full" --durations=8 tests/serve
+	$(PY) -m pytest -m "not full" --durations=8 tests/distributed
 
 test-full: check
 	$(PY) -m pytest tests/packaging

@@ -12,6 +12,7 @@ from prompts import Prompt
 from runs import Drafted, Run, Variant
 
 MIXED = "mixed"
+_FILLS = 3  # blocks of the pairs, in batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,14 @@ def run_pairs(
 ) -> dict[str, Any]:
     """Greedy blocks run by both variants, who goes first taking turns, topics too.
 
+    A block has several times as many prompts as run at once: what is measured is a server at that
+    load, and not how the last requests of a burst end.
+
     Returns:
         the ratio of their tokens per second with its 95 % interval, whose lower end says
         whether speculation can have been slower than plain decoding.
     """
-    topics, size = list(prompts), max(batch, 3)
+    topics, size = list(prompts), _FILLS * max(batch, 4)
     timings: list[Timing] = []
     for number in range(count + 1):  # the first warms up
         topic = topics[number % len(topics)]
