@@ -7,8 +7,9 @@ trainers on and off (the load board's pause) take turns, a pair of them with the
 so that each request's times are compared with its own. Idle are gaps of over 200 ms in which no
 request is under way; what the trainer computes in them is read from the kernel's count of its CPU
 time, every 5 ms, and so is how long it goes on after the arrival that ends a gap. The board's own
-figures stand beside that. Exit status 1 where a request failed, a draft failed or the trainer died:
-then the figures say nothing. Figures: out/bench/idle.json; docs/performance.md says what they mean.
+figures stand beside that. Exit status 1 where a request failed or was altered, a topic is not warm,
+a draft failed or the trainer died: then the figures say nothing. Figures: out/bench/idle.json;
+docs/performance.md says what they mean.
 """
 
 from __future__ import annotations
@@ -107,18 +108,29 @@ def board_figures(boards: list[dict[str, Any]]) -> dict[str, Any]:
         for use in counted[0]["after"]["idle_s"]
     }
     total = sum(idle_s.values())
+    ended = {
+        how: sum(
+            b["after"]["leases_ended"][how] - b["before"]["leases_ended"][how] for b in counted
+        )
+        for how in counted[0]["after"]["leases_ended"]
+    }
     return {
         "idle_s": idle_s,
         "used_share": idle_s.get("used", 0.0) / total if total else None,
-        "longest_yield_s": counted[-1]["after"].get("longest_yield_s"),
-        "leases_ended": counted[-1]["after"].get("leases_ended"),
+        "leases_ended": ended,
     }
 
 
-def faults_of(blocks: list[Block], status: dict[str, Any], pid: int) -> list[str]:
+def faults_of(
+    blocks: list[Block], status: dict[str, Any], pid: int, decided: list[str]
+) -> list[str]:
     """Why the figures say nothing, in words; empty where they do."""
     errors = [o.error for block in blocks for o in block.outcomes if o.error is not None]
     faults = [f"{len(errors)} requests failed, the first: {errors[0]}"] if errors else []
+    if (count := altered(blocks)) > 0:
+        faults.append(f"{count} answers differ between the sides of their pair")
+    if lacking := sorted(set(TOPICS) - set(decided)):
+        faults.append(f"not warm: nothing was decided on {', '.join(lacking)}")
     if failures := status["target"].get("draft_failures"):
         faults.append(f"drafts failed in {failures} rounds")
     if status["trainer"]["pid"] != pid:
@@ -162,7 +174,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "idle": idleness(blocks, series),
         "board": board_figures(boards),
         "trainer": status["trainer"],
-        "faults": faults_of(blocks, status, pid),
+        "faults": faults_of(blocks, status, pid, decided),
     }
     return figures | {"targets": [asdict(target) for target in targets(figures)]}
 

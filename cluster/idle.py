@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+_ON_ITS_WAY_S = 0.25  # through the router and a queue; what takes longer is seen by its report
+
 
 @dataclass(slots=True)
 class _Report:
@@ -30,6 +32,7 @@ class IdleRule:
     occupied_above: int = 0
     _reports: dict[str, _Report] = field(default_factory=dict)
     _busy_until: float = float("-inf")
+    _announced_until: float = float("-inf")
     _paused: bool = False
     _draining: bool = False
 
@@ -46,16 +49,16 @@ class IdleRule:
         fresh = _Report(running, waiting, now)
         self._reports[replica_id] = fresh
         if self._busy(fresh) or (before is not None and self._busy(before)):
-            self._busy_until = now
+            self._busy_until, self._announced_until = now, float("-inf")
 
     def announce(self, now: float) -> None:
-        """A request has come, and is on its way to a replica.
+        """A request has come, and is on its way to a replica, which will report it.
 
-        The quiet time begins anew: before it is over the replica tells the rest, or the request
-        was for nobody. Nothing where a replica may be busy with a request and count as idle.
+        Until a busy replica reports, and for ``_ON_ITS_WAY_S`` at most, serving is not idle.
+        Nothing where a replica may be busy with a request and count as idle.
         """
         if not self.occupied_above:
-            self._busy_until = max(self._busy_until, now)
+            self._announced_until = now + _ON_ITS_WAY_S
 
     def _busy(self, report: _Report) -> bool:
         return report.running > self.occupied_above or report.waiting > 0
@@ -87,6 +90,7 @@ class IdleRule:
         if (
             self._paused
             or self._draining
+            or now < self._announced_until
             or any(self._busy(report) for report in self._reports.values())
         ):
             return None

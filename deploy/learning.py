@@ -39,6 +39,7 @@ from paceline.deploy.trainers import TrainerKeeper
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
 
+_LIGHT_LOAD, _CORES_FOR_THE_REST = 0.25, 1
 _REGISTRY, BOARD, _TRAINER = "paceline-registry", "paceline-board", "paceline-trainer"
 _TRAINER_GPU_SHARE = 0.25
 _YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
@@ -109,22 +110,28 @@ def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningAc
 
 
 def occupied_above(config: PacelineConfig, cores: int) -> int:
-    """Requests per replica beside which training may run: none where it has no core of its own.
+    """Requests per replica beside which training may run: by default none without cores to spare.
 
     Args:
         config: see PacelineConfig.
         cores: of this machine; they do not matter to a trainer on a host of its own.
     """
+    share = config.training.max_occupancy
+    if share == "auto":
+        share = _LIGHT_LOAD if _has_cores_to_spare(config, cores) else 0.0
+    return int(share * config.target.max_num_seqs)
+
+
+def _has_cores_to_spare(config: PacelineConfig, cores: int) -> bool:
+    """Whether training takes nothing from serving, nor from front door, router and Ray."""
     if config.placement.trainer_is_apart:
-        return int(config.training.max_occupancy * config.target.max_num_seqs)
+        return True
     threads = config.target.num_threads or default_threads(cores)
     serving = threads * config.target.most_replicas
     serving += config.drafts.pool_processes * config.drafts.num_threads
-    shares_gpu = ray.cluster_resources().get("GPU", 0) > 0 and config.target.device != "cpu"
+    shares_gpu = config.target.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     training = config.training.num_threads * config.training.ranks * config.training.trainers
-    if shares_gpu or serving + training > cores:
-        return 0
-    return int(config.training.max_occupancy * config.target.max_num_seqs)
+    return not shares_gpu and serving + training + _CORES_FOR_THE_REST <= cores
 
 
 def wait_for(actors: LearningActors, seconds: float) -> None:

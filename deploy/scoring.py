@@ -27,15 +27,16 @@ def scores_experts(config: PacelineConfig) -> bool:
 def scorer_settings(config: PacelineConfig) -> ScorerSettings:
     """Settings of the scorer; reads the models' files for their fingerprints."""
     from paceline.actors.decoding.loading import resolve_device  # imports torch
-    from paceline.actors.training.evaluation import FORWARDS
+    from paceline.actors.training.evaluation import records_per_forward
 
-    micro_batch, _ = config.training.batches(resolve_device(config.target.device).type)
+    device = resolve_device(config.target.device).type
+    micro_batch, _ = config.training.batches(device)
     return ScorerSettings(
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         marks=fingerprints(config.target_path, config.draft_paths),
         device=config.target.device,
         draft_top_k=config.drafts.top_k,
-        micro_batch=FORWARDS * micro_batch,
+        micro_batch=records_per_forward(micro_batch, device),
         retention_s=config.replay.retention_hours * _HOUR_S,
         state_file=str(config.state_path / STATE_FILE),
     )

@@ -37,7 +37,7 @@ def topic_name(name: str) -> str:
 
 
 _MAX_TOKENS = 32  # drafted in a round
-_STEP_RECORDS = 8  # that a step of the optimizer learns from
+_STEP_RECORDS, _GPU_RECORDS = 8, 4  # of an optimizer's step, and of a micro-step on GPUs
 
 
 class TargetConfig(Section):
@@ -210,9 +210,9 @@ class TrainingConfig(Section):
     requests at once. Above 0 every draft's weights take their memory twice.
 
     ``accumulation`` micro-steps of ``micro_batch`` records make a step of the optimizer; between
-    two of them serving may have the processor back. ``micro_batch`` auto is 8 on GPUs and 1 on
+    two of them serving may have the processor back. ``micro_batch`` auto is 4 on GPUs and 1 on
     CPUs, where a record takes long enough, but one for each rank at least; ``accumulation`` auto
-    makes a step of 8 records. ``weight_decay`` is AdamW's.
+    makes a step of 8 records or some more. ``weight_decay`` is AdamW's.
 
     ``average_decay`` is that of the running mean of the weights in training, which is what is
     judged and served; 0 takes the weights as the last step left them.
@@ -220,6 +220,10 @@ class TrainingConfig(Section):
     ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
     merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
     of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
+
+    ``max_occupancy`` is the share of ``target.max_num_seqs`` that a replica may decode and still
+    count as idle; auto is a quarter where serving, training and the rest have cores of their own,
+    or training hosts of its own, and 0 elsewhere.
 
     ``trainers`` learn different topics at the same time, each in a process with its own ranks. A
     trainer that computes on, ``yield_timeout_s`` after a request has come, is started anew; None
@@ -241,7 +245,7 @@ class TrainingConfig(Section):
     accumulation: Literal["auto"] | Count = "auto"
     round_seconds: Seconds = 8.0
     idle_after_s: Seconds = 0.05
-    max_occupancy: Fraction = 0.25
+    max_occupancy: Literal["auto"] | Fraction = "auto"
     keep_versions: Count = 3
     canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
     adapter: Literal["full", "lora"] = "full"
@@ -259,9 +263,9 @@ class TrainingConfig(Section):
             device: its type, like ``cpu``.
         """
         size, times = self.micro_batch, self.accumulation
-        records = self.ranks if device == "cpu" else max(_STEP_RECORDS, self.ranks)
+        records = max(self.ranks, 1 if device == "cpu" else _GPU_RECORDS)
         micro_batch = records if size == "auto" else size
-        return micro_batch, max(1, _STEP_RECORDS // micro_batch) if times == "auto" else times
+        return micro_batch, -(-_STEP_RECORDS // micro_batch) if times == "auto" else times
 
     @property
     def trial_share(self) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _TIMEOUT_S = 2.0
-_DECISIONS = 20
+_DECISIONS = 60  # a quarter of an hour of them, on a server that learns all the time
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
 from paceline.actors.decoding.target import TargetReplica
+from paceline.cluster.board import LoadBoard
 from paceline.deploy.ingress import Ingress, IngressSettings
 from paceline.deploy.status import LearningActors
 
@@ -55,12 +56,32 @@ class Handle:
         return self
 
 
+class BoardHandle:
+    """The handle of a real load board that runs here; ``told`` counts announcements."""
+
+    def __init__(self) -> None:
+        self.board, self.told = LoadBoard(), 0
+        self.announce, self.snapshot = Method(self._announce), Method(self._snapshot)
+
+    def _announce(self) -> None:
+        self.told += 1
+        self.board.announce()
+
+    async def _snapshot(self) -> dict[str, Any]:
+        return self.board.snapshot()
+
+
 def application(
-    target: Any, folder: Path, *, front: type[Ingress] = Ingress, **more: Any
+    target: Any,
+    folder: Path,
+    *,
+    front: type[Ingress] = Ingress,
+    board: Any = None,
+    **more: Any,
 ) -> FastAPI:
-    """A front door over a target and its folder, with further settings."""
+    """A front door over a target and its folder, with a load board and further settings."""
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
-    nobody = LearningActors(shards={}, registry=None, board=None, trainer=None)
+    nobody = LearningActors(shards={}, registry=None, board=board, trainer=None)
     return front(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
 
 

@@ -16,8 +16,9 @@ from paceline.actors.training import optimizer_state
 from paceline.actors.training.batches import make_batch, usable
 from paceline.actors.training.crew import Crew, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
-from paceline.actors.training.evaluation import FORWARDS, score_records
+from paceline.actors.training.evaluation import records_per_forward, score_records
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.shares import Share, of_a_step
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,24 @@ class Candidate:
         vocab = self._distiller.vocab_size
         return [record for record in records if usable(record, vocab)]
 
-    def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
+    @property
+    def lacking(self) -> int:
+        """Micro-steps until the weights move."""
+        return self._distiller.lacking
+
+    def prepare(self, step: Sequence[Sequence[ReplayRecord]]) -> list[Share]:
+        """The micro-batches of one step of the optimizer, for :meth:`practise` in this order."""
+        branches, settings = self._distiller.branches, self._settings.distiller
+        batches = [make_batch(records, self._max_length, branches=branches) for records in step]
+        return of_a_step(batches, settings.objective)
+
+    def practise(self, share: Share) -> MicroStep:
         """One micro-step."""
-        batch = make_batch(records, self._max_length, branches=self._distiller.branches)
-        return self._distiller.micro_step(batch)
+        return self._distiller.learn(share)
+
+    def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
+        """One micro-step of records that are weighed by themselves."""
+        return self.practise(self.prepare([records])[0])
 
     def take(self, version: int, flat: FlatWeights | None) -> None:
         """Start over from weights that another process published; None are the initial ones.
@@ -148,8 +163,18 @@ class Candidate:
         state: dict[str, Tensor],
         records: Sequence[ReplayRecord],
         scores: NDArray[np.float64],
+        before_part: Callable[[], None] = lambda: None,
     ) -> None:
-        """The judged candidate is the served draft now; training goes on from it."""
+        """The judged candidate is the served draft now; training goes on from it.
+
+        Args:
+            version: as which it was published.
+            state: the weights that were judged.
+            records: that they were judged by.
+            scores: of these.
+            before_part: called before each piece of saving moments; may wait for leave, or raise:
+                then the moments of an earlier version stay on disk, which nobody takes for these.
+        """
         self._served = state
         self.version = version
         self.rejections = self.fruitless = 0
@@ -157,11 +182,13 @@ class Candidate:
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }
         if self._memory is not None:
+            before_part()
             digest = flatten(state).digest()
+            before_part()
+            moments = self._distiller.optimizer_state()
+            before_part()
             try:
-                optimizer_state.save(
-                    self._memory, self._distiller.optimizer_state(), version, digest
-                )
+                optimizer_state.save(self._memory, moments, version, digest)
             except OSError:
                 logger.warning("%s: moments were not kept", self.topic, exc_info=True)
 
@@ -181,6 +208,6 @@ class Candidate:
             records,
             max_length=self._max_length,
             draft_top_k=self._settings.draft_top_k,
-            batch_size=FORWARDS * self._settings.micro_batch,
+            batch_size=records_per_forward(self._settings.micro_batch, self._distiller.device.type),
             before_batch=before_batch,
         )

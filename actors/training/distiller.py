@@ -22,7 +22,7 @@ from paceline.actors.training.forward import logits_at, takes_branches
 from paceline.actors.training.objective import objective
 from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.optimizer_state import OptimizerState, capture, part, restore, whole
-from paceline.actors.training.shares import Share, the_whole
+from paceline.actors.training.shares import Share, of_a_step
 from paceline.actors.training.stages import engine_config, training_dtype, zero_stage
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class Distiller:
             lr=self.settings.learning_rate,
             betas=_BETAS,
             weight_decay=self.settings.weight_decay,
-            # one pass over weights and moments; GPUs have theirs by default, and want its step
-            # count, which is kept on the CPU here, on the device
+            # one pass over weights and moments; on GPUs it wants the step count, which is kept on
+            # the CPU here, on the device
             fused=True if self.device.type == "cpu" else None,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup)
@@ -163,11 +163,21 @@ class Distiller:
         return min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
     def micro_step(self, batch: Batch) -> MicroStep:
-        """Learn from a batch; every ``accumulation``-th call moves the weights."""
-        return self.learn(the_whole(batch, self.settings.objective))
+        """Learn from a batch by itself; every ``accumulation``-th call moves the weights."""
+        return self.learn(of_a_step([batch], self.settings.objective)[0])
+
+    @property
+    def lacking(self) -> int:
+        """Micro-steps until the weights move."""
+        return (
+            self.settings.accumulation - int(self._engine.micro_steps) % self.settings.accumulation
+        )
 
     def learn(self, share: Share) -> MicroStep:
-        """Learn from this rank's share of a batch; the figures are those of the whole."""
+        """Learn from this rank's share of a batch; the figures are those of the whole batch.
+
+        Its loss is the mean over its positions by their weights, 0 where they have none.
+        """
         engine, batch, before = self._engine, share.batch, self.steps
         engine.train()
         loss, acceptance, per_record = engine(batch.to(self.device), share.weights.to(self.device))
@@ -176,16 +186,17 @@ class Distiller:
         engine.step()
         if self._mean is not None and self.steps > before:
             self._mean.update(self._trained(engine.module.draft))
-        figures = torch.zeros(3 + share.total_records, device=self.device)
-        figures[0] = loss.detach()
+        figures = torch.zeros(4 + share.total_records, device=self.device)
+        figures[0], figures[1] = loss.detach(), share.weights.sum()
         if len(share.places):
             emitted = int((~batch.branch).sum())
-            figures[1:3] = torch.stack([acceptance * emitted, acceptance.new_tensor(emitted)])
-            figures[3 + share.places.to(self.device)] = per_record.float()
+            figures[2:4] = torch.stack([acceptance * emitted, acceptance.new_tensor(emitted)])
+            figures[4 + share.places.to(self.device)] = per_record.float()
         if engine.world_size > 1:
             torch.distributed.all_reduce(figures)
-        whole_loss, accepted, emitted, *per_record = figures.tolist()
-        return MicroStep(whole_loss, accepted / emitted, share.total_positions, tuple(per_record))
+        whole_loss, weight, accepted, emitted, *per_record = figures.tolist()
+        mean = whole_loss / weight if weight else whole_loss
+        return MicroStep(mean, accepted / emitted, share.total_positions, tuple(per_record))
 
     @property
     def steps(self) -> int:

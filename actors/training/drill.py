@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.progress import Diverged, Stopped
 from paceline.actors.training.schedule import round_length
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.shares import Share
 from paceline.actors.training.world import World
 
 
@@ -62,24 +64,37 @@ class Drill:
         """
         self.losses.clear()
         started, spent, length = self._clock(), 0.0, self._length(drifting)
-        first = candidate.steps
-        while spent < length:
-            for batch in micro_batches(records, self._settings.micro_batch, self._rng):
-                self.wait_for_leave()
-                begun = self._clock()
-                self._leave = spent / (begun - started) if spent else self._leave
-                if begun - started > self._settings.max_round_s:
-                    return candidate.steps > first
-                step = candidate.learn(batch)
-                self._note_losses(candidate.topic, batch, step)
-                took = self._clock() - begun
-                spent += took
-                self._taken(candidate.steps, took, step.loss)
-                if not math.isfinite(step.loss):
-                    raise Diverged
-                if spent >= length:
-                    break
+        first, lessons = candidate.steps, self._lessons(candidate, records)
+        whole = self._settings.distiller.accumulation
+        while spent < length or candidate.lacking < whole:
+            self.wait_for_leave()
+            begun = self._clock()
+            self._leave = spent / (begun - started) if spent else self._leave
+            if begun - started > self._settings.max_round_s:
+                break
+            batch, share = next(lessons)
+            step = candidate.practise(share)
+            self._note_losses(candidate.topic, batch, step)
+            took = self._clock() - begun
+            spent += took
+            self._taken(candidate.steps, took, step.loss)
+            if not math.isfinite(step.loss):
+                raise Diverged
         return candidate.steps > first
+
+    def _lessons(
+        self, candidate: Candidate, records: Sequence[ReplayRecord]
+    ) -> Iterator[tuple[list[ReplayRecord], Share]]:
+        """Micro-steps without end, epoch after epoch; those of one step are weighed together.
+
+        What an earlier round left of a step comes first.
+        """
+        size = self._settings.micro_batch
+        epochs = iter(lambda: micro_batches(records, size, self._rng), None)
+        batches = chain.from_iterable(epochs)
+        while True:
+            step = list(islice(batches, candidate.lacking))
+            yield from zip(step, candidate.prepare(step), strict=True)
 
     def _note_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
         """Keep the losses on a topic's own records, where its shard wants to know them."""

@@ -14,7 +14,17 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import Batch, make_batch
 from paceline.actors.training.forward import logits_at
 
-FORWARDS = 3  # of the same records cost about a micro-step: its backward takes twice a forward
+_FORWARDS = 3  # of the same records take about as long as a micro-step with its backward
+
+
+def records_per_forward(micro_batch: int, device: str) -> int:
+    """How many records to judge at once, for whoever waits for one forward or one micro-step.
+
+    Args:
+        micro_batch: records of a micro-step.
+        device: its type; a GPU has its memory to think of.
+    """
+    return micro_batch * _FORWARDS if device == "cpu" else micro_batch
 
 
 def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
@@ -69,12 +79,15 @@ def score_records(
         before_batch: called before each forward; may wait for leave, or raise.
     """
     scores = np.zeros(len(records))
+    lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in records]
+    order = np.argsort(lengths, kind="stable")  # neighbours of one length need no padding
     for start in range(0, len(records), batch_size):
         before_batch()
-        batch = make_batch(records[start : start + batch_size], max_length).to(draft.device)
+        own = order[start : start + batch_size]
+        batch = make_batch([records[i] for i in own], max_length).to(draft.device)
         values = acceptance(logits_at(draft, batch), batch, draft_top_k)
         # new_zeros: the default dtype is another one while a thread beside loads a model
         sums = values.new_zeros(batch.num_records).index_add_(0, batch.rows, values)
         counts = torch.bincount(batch.rows, minlength=batch.num_records)
-        scores[start : start + batch.num_records] = (sums / counts).cpu().numpy()
+        scores[own] = (sums / counts).cpu().numpy()
     return scores

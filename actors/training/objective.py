@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ def objective(
             None: those of :func:`position_weights`.
     """
     values = position_losses(logits, batch, settings)
-    weights = position_weights(batch, settings) if weights is None else weights
+    weights = position_weights([batch], settings) if weights is None else weights
     loss = (weights * values).sum()
     with torch.no_grad():
         accepted = losses.recorded_acceptance(logits, batch.top_ids, batch.top_logprobs)
@@ -70,19 +71,26 @@ def position_losses(logits: Tensor, batch: Batch, settings: ObjectiveSettings) -
     return _DIVERGENCES[settings.loss](logits, *target)
 
 
-def position_weights(batch: Batch, settings: ObjectiveSettings) -> Tensor:
-    """Weight of every position, float32 ``[N]``; they sum to 1."""
-    weight = _rejection_weights(batch, settings)
-    emitted = _shares(weight * ~batch.branch)
-    proposed = _shares(weight * (batch.branch | (batch.accepted >= 0)))
+def position_weights(batches: Sequence[Batch], settings: ObjectiveSettings) -> Tensor:
+    """Weight of every position of what a step learns from, float32 ``[N]``; they sum to 1.
+
+    Args:
+        batches: one after the other; how they are parted changes nothing.
+        settings: see ObjectiveSettings.
+    """
+    accepted = torch.cat([batch.accepted for batch in batches])
+    branch = torch.cat([batch.branch for batch in batches])
+    weight = _rejection_weights(accepted, branch, settings)
+    emitted = _shares(weight * ~branch)
+    proposed = _shares(weight * (branch | (accepted >= 0)))
     share = {"target": 0.0, "student": 1.0, "mixed": settings.student_share}[settings.sampling]
     total = _shares((1.0 - share) * emitted + share * proposed)
     # without a single draft token nothing was rejected and nothing proposed
-    return torch.where(total.sum() > 0.0, total, _shares((~batch.branch).float()))
+    return torch.where(total.sum() > 0.0, total, _shares((~branch).float()))
 
 
-def _rejection_weights(batch: Batch, settings: ObjectiveSettings) -> Tensor:
-    rejected = (batch.accepted == 0) & ~batch.branch
+def _rejection_weights(accepted: Tensor, branch: Tensor, settings: ObjectiveSettings) -> Tensor:
+    rejected = (accepted == 0) & ~branch
     if settings.weighting == "rejected_only":
         return rejected.float()
     factor = settings.rejection_weight if settings.weighting == "first_rejection" else 1.0

@@ -24,6 +24,7 @@ from paceline.actors.training.world import World
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 32  # records that are decoded without asking for leave: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
 
@@ -239,12 +240,18 @@ class Rounds:
     def _draw(
         self, topic: str, count: int, split: str, stats: dict[str, dict[str, Any]]
     ) -> list[ReplayRecord]:
-        if topic != GENERAL:
-            return self._world.sample(topic, count, split)
-        have = {name: int(facts[f"records_{split}"]) for name, facts in stats.items()}
-        total = max(sum(have.values()), 1)
-        shares = {name: -(-count * kept // total) for name, kept in have.items()}
-        return [r for name, share in shares.items() for r in self._world.sample(name, share, split)]
+        shares = {topic: count}
+        if topic == GENERAL:
+            have = {name: int(facts[f"records_{split}"]) for name, facts in stats.items()}
+            total = max(sum(have.values()), 1)
+            shares = {name: -(-count * kept // total) for name, kept in have.items()}
+        drawn: list[ReplayRecord] = []
+        for name, share in shares.items():
+            for record in self._world.sample(name, share, split):
+                drawn.append(record)
+                if len(drawn) % _AT_ONCE == 0:
+                    self._drill.wait_for_leave()
+        return drawn
 
     def _taken(self, steps: int, seconds: float, loss: float) -> None:
         """Note a micro-step."""
@@ -267,6 +274,7 @@ class Rounds:
             candidate.acceptance = _known(decision.served, candidate.acceptance)
             self._turn_down(candidate, facts, drop=_hopeless(decision))
             return
+        self._drill.wait_for_leave()
         if not self._may_publish(candidate):  # judging takes long where leave is seldom given
             return
         try:
@@ -277,9 +285,10 @@ class Rounds:
             self._rejected(candidate)
             return
         candidate.acceptance = decision.candidate
-        candidate.published(version, state, held_out, scores)
         self._note(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
         logger.info("%s: published version %d %s", candidate.topic, version, facts)
+        candidate.published(version, state, held_out, scores, self._drill.wait_for_leave)
+        self._world.rest()
 
     def _turn_down(self, candidate: Candidate, facts: dict[str, Any], *, drop: bool) -> None:
         """Reject the candidate, and start it again where it is hopeless.

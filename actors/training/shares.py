@@ -1,7 +1,11 @@
-"""A micro-batch in parts, one per rank, whose summed gradients are those of the whole."""
+"""Who learns what of an optimizer's step: micro-batches, and the ranks' parts of each.
+
+The gradients of all parts add up to those of the whole, however it is parted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +21,15 @@ _PER_RECORD = ("input_ids", "mask", "position_ids")  # of a batch; all else is p
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of a micro-batch.
+    """A micro-batch, or one rank's part of it.
 
     Attributes:
-        batch: the rank's records.
-        weights: float32 ``[N]``, what each of its positions counts in the whole's loss; all 0 in
-            a share that only keeps a rank without a record in step.
-        places: int64, each record's place in the whole; none in such a share.
-        total_records: of the whole.
-        total_positions: of the whole.
+        batch: the records.
+        weights: float32 ``[N]``, what each position counts in the loss; all 0 in a share that only
+            keeps a rank without a record in step.
+        places: int64, each record's place in the micro-batch; none in such a share.
+        total_records: of the micro-batch.
+        total_positions: of the micro-batch.
     """
 
     batch: Batch
@@ -35,23 +39,28 @@ class Share:
     total_positions: int
 
 
-def the_whole(batch: Batch, settings: ObjectiveSettings) -> Share:
-    """A micro-batch as the only share.
+def of_a_step(batches: Sequence[Batch], settings: ObjectiveSettings) -> list[Share]:
+    """The micro-batches of one step of the optimizer, their positions weighed together.
+
+    An optimizer takes the mean of its micro-steps: each counts as often as there are of them here.
 
     Args:
-        batch: at least one record.
-        settings: weigh its positions.
+        batches: at least one record each.
+        settings: weigh the positions.
     """
-    weights = position_weights(batch, settings)
-    places = torch.arange(batch.num_records)
-    return Share(batch, weights, places, batch.num_records, batch.num_positions)
+    whole = position_weights(batches, settings) * len(batches)
+    parts = torch.split(whole, [batch.num_positions for batch in batches])
+    return [
+        Share(batch, weights, torch.arange(batch.num_records), batch.num_records, len(weights))
+        for batch, weights in zip(batches, parts, strict=True)
+    ]
 
 
 def split(whole: Share, ranks: int) -> list[Share]:
     """Deal the records out like cards; a rank that gets none takes the first, with no weight.
 
     Args:
-        whole: see :func:`the_whole`.
+        whole: a micro-batch of :func:`of_a_step`.
         ranks: number of shares.
     """
     batch, shares = whole.batch, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -26,8 +26,8 @@ class World(Protocol):
     def stats(self) -> dict[str, dict[str, Any]]:
         """Topic to shard statistics, of the shards that answered."""
 
-    def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
-        """At most ``count`` records of a topic."""
+    def sample(self, topic: str, count: int, split: str) -> Iterable[ReplayRecord]:
+        """At most ``count`` records of a topic; each may take time to be had."""
 
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         """Tell a topic's shard the latest loss on records, by request id; nothing waits for it."""
@@ -110,18 +110,16 @@ class RayWorld:
         answers = {topic: self._get(reference, 0.1) for topic, reference in asked.items()}
         return {topic: answer for topic, answer in answers.items() if answer is not None}
 
-    def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
-        """At most ``count`` records of a topic."""
+    def sample(self, topic: str, count: int, split: str) -> Iterator[ReplayRecord]:
+        """At most ``count`` records of a topic, decoded one by one."""
         shard = self._shards.get(topic)
         if shard is None or count <= 0:
-            return []
-        records = []
+            return
         for data in self._get(shard.sample.remote(count, split)) or []:
             try:
-                records.append(decode(data))
+                yield decode(data)
             except RecordError as error:
                 logger.warning("%s: %s", topic, error)
-        return records
 
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         """Tell a topic's shard the latest loss on records; its answer is not waited for."""

@@ -52,13 +52,12 @@ def interval(found: dict[str, Any], places: int = 3) -> str:
 
 
 def _head(figures: dict[str, Any]) -> str:
-    settings, machine = figures["settings"], figures["machine"]
+    settings = figures["settings"]
     learning, serving, sizes = settings["learning"], settings["serving"], settings["sizes"]
     mode = "greedy" if serving["temperature"] == 0 else f"temperature {serving['temperature']:g}"
     return (
         f"Command: `{figures['command']}`\n\n"
-        f"Machine: {machine['cpu']}, {machine['cores']} cores, {settings['threads']} thread(s), "
-        f"load average {machine['load_average'][0]:g} at the end; torch {machine['torch']}. "
+        f"{_machines(figures)}; {settings['threads']} thread(s). "
         f"Models: the embedded target, and `draft-general` as the start of every draft. "
         f"Decoding: {mode}, 8 requests at once, at most {serving['max_tokens']} tokens, always "
         f"{serving['num_speculative_tokens']} drafted per round. Learning: after every "
@@ -68,6 +67,14 @@ def _head(figures: dict[str, Any]) -> str:
         "are 95 %, by bootstrap over prompts (2,000 resamples). Acceptance does not depend on "
         "how busy the machine is, seconds do."
     )
+
+
+def _machines(figures: dict[str, Any]) -> str:
+    """Where the streams ran; a page may hold those of several machines."""
+    every = [facts["machine"] for facts in figures["topics"].values()] or [figures["machine"]]
+    kinds = {f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}" for m in every}
+    loads = sorted(m["load_average"][0] for m in every)
+    return f"Machine: {'; '.join(sorted(kinds))} (load average {loads[0]:g} to {loads[-1]:g})"
 
 
 def _topics(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
@@ -271,7 +278,9 @@ def _cost(figures: dict[str, Any]) -> list[str]:
         "A point is 0.01 of acceptance on the test. Seconds are of the processor, which other "
         "programs on the machine do not change much, each of one pass by an engine that does "
         "nothing else; those of training hold the rounds' drawing, "
-        "judging and swapping too. Training takes turns with serving on the same thread, so the "
-        "speed-up over the frozen twin is that of a machine without any idle time.",
+        "judging and swapping too, with micro-steps of several records (a server on CPUs takes one "
+        "at a time to yield sooner, which costs a third more). Training takes turns with serving "
+        "on the same thread, so the speed-up over the frozen twin is that of a machine without any "
+        "idle time.",
         table(headings, rows),
     ]

@@ -43,6 +43,7 @@ def collect(bench: Bench, learning: Learning, offline: Offline, command: str) ->
         )
         topics[topic] = topic_summary(stream, ceiling, bench.sizes.window)
         runs = [stream, *_rehearsals(bench, topic, learning)]
+        topics[topic]["machine"] = stream["machine"]
         topics[topic]["seeds"] = seeds_summary(runs, ceiling)
         if ceiling is not None:
             names = ("records", "steps", "converged")

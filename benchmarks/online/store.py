@@ -47,9 +47,12 @@ class Store:
 
     def find(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """The result on disk; None where there is no whole one."""
-        for path in (self.path(name, settings), self._published_path(name, settings)):
+        published = self._published_path(name, settings)
+        for path in (self.path(name, settings), published):
             kept = None if path is None else _read(path)
             if kept is not None and kept.get("settings") == json.loads(json.dumps(settings)):
+                if published is not None and _read(published) is None:
+                    _publish(kept, published)
                 return dict(kept["result"])
         return None
 
@@ -65,8 +68,7 @@ class Store:
         partial.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
         if (published := self._published_path(name, settings)) is not None:
-            text = json.dumps(kept, separators=(",", ":"), allow_nan=False)
-            published.write_bytes(gzip.compress(text.encode(), mtime=0))
+            _publish(kept, published)
         return dict(json.loads(path.read_text(encoding="utf-8"))["result"])
 
     def _published_path(self, name: str, settings: Mapping[str, Any]) -> Path | None:
@@ -85,6 +87,13 @@ def digest(settings: Mapping[str, Any]) -> str:
     """Short and the same wherever the settings are."""
     text = json.dumps(settings, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _publish(kept: Mapping[str, Any], path: Path) -> None:
+    text = json.dumps(kept, separators=(",", ":"), allow_nan=False)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(gzip.compress(text.encode(), mtime=0))
+    partial.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.rounds import Rounds
 from paceline.actors.training.schedule import ScheduleSettings, Want, best
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.shares import Share
 from paceline.actors.training.tenancy import Note, Turn
 from paceline.actors.weights.flat import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
@@ -173,9 +174,9 @@ class _Counted(Candidate):
         self.micro_steps = 0
         self.learning_s = 0.0
 
-    def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
+    def practise(self, share: Share) -> MicroStep:
         began = time.process_time()
-        step = super().learn(records)
+        step = super().practise(share)
         self.learning_s += time.process_time() - began
         self._clock.now += _MICRO_STEP_S
         self.positions += step.positions

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED, EXIT_BAD_CONFIG = 0, 1, 2
 _MARKER = ".paceline-demo"  # in a state folder that a demo has made and may delete
 _CANARY_SHARE = 0.5  # a topic sees a hundred requests here, not tens of thousands
+_MAX_OCCUPANCY = 0.25  # learns beside requests: there are minutes here, not nights
 _NUM_SPECULATIVE_TOKENS = 4  # of both arms, so that their acceptance compares
 _LINE_EVERY_S = 15.0
 _REFRESH_S = 1.0
@@ -90,6 +91,7 @@ def _config(options: argparse.Namespace) -> PacelineConfig:
             "target.dtype": options.dtype,
             "ray.dashboard": False,
             "training.canary_share": _CANARY_SHARE,
+            "training.max_occupancy": _MAX_OCCUPANCY,
             "auth.api_keys_env": None,  # its clients have none
         },
     )

@@ -55,6 +55,29 @@ def grafana_source() -> dict[str, Any]:
     return {"apiVersion": 1, "datasources": [source | more]}
 
 
+def grafana_ini(own: Path, provisioning: Path) -> str:
+    """Grafana's settings: on this machine, with all that it writes below ``own``.
+
+    Ray's dashboard shows its panels in frames of its own page, without a login; so nobody needs
+    one to look at them, and nobody may change any.
+    """
+    sections: dict[str, dict[str, object]] = {
+        "server": {"http_addr": _GRAFANA},
+        "paths": {
+            "provisioning": provisioning,
+            "data": own / "data",
+            "logs": own / "log",
+            "plugins": own / "plugins",
+        },
+        "security": {"allow_embedding": "true"},
+        "auth.anonymous": {"enabled": "true", "org_role": "Viewer"},
+    }
+    return "\n".join(
+        f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())
+        for section, keys in sections.items()
+    )
+
+
 def write(out: Path, ray: Path) -> list[Path]:
     """Write all of it into a folder; files of an earlier time are replaced.
 
@@ -77,8 +100,7 @@ def write(out: Path, ray: Path) -> list[Path]:
         dashboards / "paceline.json": dashboard.text(),
         given / "dashboards" / "paceline.yml": _yaml(grafana_providers(dashboards, ray)),
         given / "datasources" / "paceline.yml": _yaml(grafana_source()),
-        grafana / "grafana.ini": f"[server]\nhttp_addr = {_GRAFANA}\n\n"
-        f"[paths]\nprovisioning = {given}\n",
+        grafana / "grafana.ini": grafana_ini(grafana, given),
     }
     try:
         for path, text in texts.items():

@@ -108,7 +108,7 @@ export class Live {
       if (one.topic !== topic) continue;
       const word = outcome(one);
       if (word === "canary") found.push({ at: one.time, kind: "trial", name: "" });
-      if (word === "published" || word === "promoted") found.push({ at: one.time, kind: "", name: `v${one.version}` });
+      if (["published", "promoted", "restored"].includes(word)) found.push({ at: one.time, kind: "", name: `v${one.version}` });
       if (word === "rolled_back") found.push({ at: one.time, kind: "back", name: `✕ v${one.version}` });
     }
     return found.sort((a, b) => a.at - b.at);
@@ -239,6 +239,7 @@ function outcome(one) {
 const WORDS = {
   canary: ["on trial", "warn"], published: ["published", "good"], promoted: ["promoted", "good"],
   rolled_back: ["rolled back", "bad"], rejected: ["turned down", ""], refused: ["refused", "bad"], drift: ["drift", "warn"],
+  restored: ["put back", "warn"], added: ["added", "good"],
 };
 
 function decisionRow(one) {

@@ -95,12 +95,17 @@ function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(nothing)";
 }
 
+// A greedy or seeded request accepts a draft token where it is the one that it would take.
+function chance({ acceptance_probability: probability, draft, origin }) {
+  if (probability !== null) return figure(probability, 3);
+  if (draft === null || !["accepted", "recovered"].includes(origin)) return null;
+  return origin === "accepted" ? "1, greedy or seeded" : "0, greedy or seeded";
+}
+
 function describe(entry) {
   const rows = [];
   if (entry.draft !== null) rows.push(["draft", `${entry.draft}, version ${entry.weight_version}`]);
-  if (entry.acceptance_probability !== null) {
-    rows.push(["accepted with probability", figure(entry.acceptance_probability, 3)]);
-  }
+  if (chance(entry) !== null) rows.push(["accepted with probability", chance(entry)]);
   rows.push(["target's probability", figure(entry.target_probability, 3)]);
   return [
     el("strong", {}, el("code", {}, visible(entry.token)), " ", WORDS[entry.origin]),

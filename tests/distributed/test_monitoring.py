@@ -212,10 +212,16 @@ def test_rules_are_loaded_and_none_has_an_error(scraped: Scraped) -> None:
 def test_what_is_shown_is_plausible(scraped: Scraped) -> None:
     asked = panel_expressions()
     shares = [name for name in asked if name.startswith(("Acceptance by topic", "Shards in use"))]
+    assert len(shares) >= 2
     for name in shares:
-        assert all(0.0 <= value <= 1.0 for value in scraped.values(asked[name])), name
-    assert all(v >= 1.0 for v in scraped.values(asked["Mean acceptance length: {{topic}}"]))
+        values = scraped.values(asked[name])
+        assert values, name
+        assert all(0.0 <= value <= 1.0 for value in values), name
+    lengths = scraped.values(asked["Mean acceptance length: {{topic}}"])
+    assert lengths
+    assert all(value >= 1.0 for value in lengths)
     speed = scraped.values(asked["Speed-up against plain decoding: speed-up"])
+    assert speed
     assert all(0.1 < value < 10.0 for value in speed)
 
 

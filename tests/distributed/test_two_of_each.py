@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import processes
 import pytest
+import ray
+import torch
 from clients import Load, Reply, RetryingLoad, bodies, until
 from free_ports import find_port
 from replies import answered
 
+from paceline.actors.decoding.loading import load_causal_lm
+from paceline.actors.weights.flat import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config import MODELS_DIR, load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -62,6 +67,22 @@ def drafted(url: str) -> int:
     return tokens
 
 
+def both_targets(url: str) -> dict[str, dict[str, Any]]:
+    """What each replica of the target says of itself, by its id."""
+    seen: dict[str, dict[str, Any]] = {}
+    for _ in range(60):  # Serve picks a replica for every request
+        target = httpx.get(f"{url}/v1/paceline/status", timeout=60).json()["target"]
+        seen[target["replica_id"]] = target
+        if len(seen) == 2:
+            return seen
+    pytest.fail(f"only {set(seen)} ever answered")
+
+
+def shard_facts(running: RunningApp) -> dict[str, Any]:
+    facts: dict[str, Any] = ray.get(running.shards["sql"].stats.remote(), timeout=30)
+    return facts
+
+
 def test_both_targets_draft_with_the_same_experts(
     running: RunningApp, undisturbed: list[Any]
 ) -> None:
@@ -70,14 +91,42 @@ def test_both_targets_draft_with_the_same_experts(
     asyncio.run(until(lambda: drafted(running.base_url) > 0, "experts to draft", BACK_S))
     load = Load(running.base_url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE)
     assert answered(asyncio.run(load.run())) == undisturbed
-    seen = set()
-    for _ in range(40):  # Serve picks a replica for every request
-        target = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()["target"]
+    for target in both_targets(running.base_url).values():
         assert all(part["connected"] for part in target["experts"].values()), target["experts"]
-        seen.add(target["replica_id"])
-        if len(seen) == 2:
-            return
-    pytest.fail(f"only {seen} ever answered")
+
+
+def test_both_targets_log_to_one_shard_and_take_up_one_version(running: RunningApp) -> None:
+    """Records of both reach the shard of the topic, and a version both replicas' drafts."""
+    url, named = running.base_url, {"draft": "sql"}
+    asked = [body | {"store": True, "speculative": named} for body in bodies(REQUESTS, MAX_TOKENS)]
+
+    def answered_by() -> dict[str, int]:
+        return {name: t["experts"]["sql"]["answered"] for name, t in both_targets(url).items()}
+
+    before, inserted = answered_by(), shard_facts(running)["inserted_total"]
+    assert all(reply.error is None for reply in asyncio.run(Load(url, asked, AT_ONCE).run()))
+    after = answered_by()
+    assert after.keys() == before.keys()
+    assert all(after[name] > before[name] for name in after)  # both had a part in it
+    asyncio.run(
+        until(
+            lambda: shard_facts(running)["inserted_total"] == inserted + REQUESTS,
+            "every record",
+            30,
+        )
+    )
+
+    draft = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
+    published = running.registry.publish.remote("sql", flatten(draft.state_dict()), {"test": True})
+    version: int = ray.get(published, timeout=60)
+
+    def taken_up() -> bool:
+        asyncio.run(Load(url, asked[:AT_ONCE], AT_ONCE).run())
+        return {t["drafts"]["sql"] for t in both_targets(url).values()} == {version}
+
+    deadline = time.monotonic() + BACK_S
+    while not taken_up():
+        assert time.monotonic() < deadline
 
 
 def test_one_front_door_dies_and_the_other_lets_requests_in(

@@ -16,6 +16,8 @@ from idle_gaps import CpuClock, CpuSeries, gaps, starts, yields
 from idle_load import Block, plan
 from online.open_loop import Outcome, Planned, outcome_of
 
+from paceline.deploy.demo.prompts import TOPICS
+
 
 def trainer(*spans: tuple[float, float], until: float = 20.0) -> CpuSeries:
     """A process that computes on one core in these spans, read every 5 ms."""
@@ -114,16 +116,23 @@ def test_failures_and_altered_answers_are_named() -> None:
     ]
     assert altered(blocks) == 1
     status = {"target": {"draft_failures": 2}, "trainer": {"pid": 8}}
-    faults = faults_of(blocks, status, pid=7)
+    faults = faults_of(blocks, status, pid=7, decided=TOPICS[1:])
     assert faults[0] == "1 requests failed, the first: gone"
-    assert faults[1:] == ["drafts failed in 2 rounds", "the trainer died"]
-    assert faults_of([], {"target": {}, "trainer": {"pid": 7}}, pid=7) == []
+    assert faults[1:] == [
+        "1 answers differ between the sides of their pair",
+        f"not warm: nothing was decided on {TOPICS[0]}",
+        "drafts failed in 2 rounds",
+        "the trainer died",
+    ]
+    status = {"target": {}, "trainer": {"pid": 7}}
+    assert faults_of([], status, pid=7, decided=[*TOPICS]) == []
 
 
 def test_the_boards_figures_are_differences_where_it_counts() -> None:
-    before = {"idle_s": {"used": 1.0, "waiting": 1.0, "unwanted": 0.0}}
-    after = {"idle_s": {"used": 9.0, "waiting": 3.0, "unwanted": 0.0}, "longest_yield_s": 0.04}
+    before = {"idle_s": {"used": 1.0, "waiting": 1.0, "unwanted": 0.0}, "leases_ended": {"died": 1}}
+    after = {"idle_s": {"used": 9.0, "waiting": 3.0, "unwanted": 0.0}, "leases_ended": {"died": 3}}
     found = board_figures([{"before": before, "after": after}])
     assert found["idle_s"] == {"used": 8.0, "waiting": 2.0, "unwanted": 0.0}
-    assert (found["used_share"], found["longest_yield_s"]) == (0.8, 0.04)
+    assert found["used_share"] == 0.8
+    assert found["leases_ended"] == {"died": 2}
     assert board_figures([{"before": {"asked": 1}, "after": {"asked": 2}}]) == {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cluster.board import LoadBoard
+from paceline.cluster.board import GO, WAIT, LoadBoard
 from paceline.cluster.idle import IdleRule
 
 
@@ -58,12 +58,10 @@ def test_a_replica_that_died_busy_is_forgotten() -> None:
 def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
     rule = IdleRule(idle_after_s=0.1)
     rule.announce(10.0)
-    assert not rule.may_train(10.05)
-    rule.report("a", 1, 0, 10.06)
+    assert not rule.may_train(10.2)
+    rule.report("a", 1, 0, 10.21)
     assert not rule.may_train(12.0)
     rule.report("a", 0, 0, 12.0)
-    assert not rule.may_train(12.05)
-    rule.announce(11.0)  # told late: it takes nothing back
     assert not rule.may_train(12.05)
     assert rule.may_train(12.11)
 
@@ -71,7 +69,18 @@ def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
 def test_one_that_no_replica_ever_reports_is_forgotten() -> None:
     rule = IdleRule(idle_after_s=0.1)
     rule.announce(10.0)
-    assert rule.may_train(10.11)
+    rule.report("a", 0, 0, 10.1)  # of an idle replica, which says nothing of it
+    assert not rule.may_train(10.2)
+    assert rule.may_train(10.26)
+
+
+def test_the_board_refuses_leave_from_the_announcement_on() -> None:
+    clock = Clock()
+    board = LoadBoard(clock=clock)
+    assert board.ask("t", "life", (), {"sql": 1.0})["topic"] == "sql"
+    assert board.check("t", "life") == GO
+    board.announce()
+    assert board.check("t", "life") == WAIT
 
 
 def test_announcements_stop_nothing_that_may_run_beside_a_request() -> None:

@@ -1,7 +1,9 @@
 """Ending a session must not hang on what is dead; no Ray is started here."""
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,22 @@ def test_nothing_is_waited_for_once_the_session_s_core_has_died(
     assert not session.run_bounded(lambda: release.wait(60) and None, 30)
     assert time.monotonic() - began < 10
     release.set()
+
+
+def test_a_session_has_a_token_of_its_own_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    session._own_token()
+    own = os.environ["RAY_AUTH_TOKEN"]
+    assert len(own) == 64
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "chosen")
+    session._own_token()
+    assert os.environ["RAY_AUTH_TOKEN"] == "chosen"
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    session._own_token()
+    assert "RAY_AUTH_TOKEN" not in os.environ

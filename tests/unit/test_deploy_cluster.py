@@ -63,6 +63,17 @@ def test_a_trainer_on_hosts_of_its_own_minds_no_load_but_the_configured_one() ->
     assert not one.placement.trainer_is_apart
 
 
+@pytest.mark.parametrize(
+    ("cores", "chosen", "requests"),
+    [(2, "auto", 0), (3, "auto", 4), (8, "auto", 4), (2, 0.5, 8), (8, 0.0, 0)],
+)
+def test_on_one_machine_training_runs_beside_requests_only_where_a_core_is_left(
+    cores: int, chosen: Any, requests: int
+) -> None:
+    one = config(training__max_occupancy=chosen, target__max_num_seqs=16, target__device="cpu")
+    assert occupied_above(one, cores) == requests
+
+
 @pytest.mark.parametrize("storage", [None, "state", "./state"])
 def test_a_cluster_needs_storage_that_all_hosts_see(storage: str | None) -> None:
     with pytest.raises(ConfigError, match=r"weights\.storage: .* absolute path"):

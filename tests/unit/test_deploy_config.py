@@ -148,7 +148,8 @@ def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Pat
     ("chosen", "device", "batches"),
     [
         ({}, "cpu", (1, 8)),
-        ({}, "cuda", (8, 1)),
+        ({}, "cuda", (4, 2)),
+        ({"ranks": 3}, "cpu", (3, 3)),
         ({"ranks": 2}, "cpu", (2, 4)),
         ({"micro_batch": 4}, "cpu", (4, 2)),
         ({"micro_batch": 16}, "cuda", (16, 1)),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from front_doors import CONTEXT, freed, front_door
+from front_doors import CONTEXT, BoardHandle, freed, front_door
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.decoding.target import TargetReplica
@@ -154,6 +155,62 @@ def test_health_is_that_of_any_replica(
     nobody = Hung(99)
     assert asyncio.run(ask(nobody)) == 503
     assert nobody.attempts == [0, 1, 2]
+
+
+def test_the_load_board_hears_of_a_request_before_the_target_does(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    board, leave = BoardHandle(), list[bool]()
+
+    class Watched:
+        describe = target.describe
+
+        def generate(self, *arguments: Any) -> Any:
+            leave.append(board.board.may_train())
+            return target.generate(*arguments)
+
+    async def ask() -> list[int]:
+        async with front_door(Watched(), target_folder, board=board) as http:
+            bodies = (LONG | {"n": "many"}, LONG | {"max_tokens": 2})
+            return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
+
+    assert board.board.may_train()
+    assert asyncio.run(ask()) == [400, 200]
+    assert leave == [False]
+    assert board.told == 1  # nothing of the one that was refused
+
+
+def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    board = BoardHandle()
+    short = LONG | {"max_tokens": 60, "stream": True}
+
+    async def ask() -> None:
+        async with front_door(target, target_folder, board=board) as http:
+            running = asyncio.create_task(http.post("/v1/completions", json=short))
+            while not (await target.describe())["running"]:
+                await asyncio.sleep(0.001)
+            board.board.drain(True)
+            deadline = time.monotonic() + 10
+            while (await http.get("/health")).status_code == 200:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            refused = await http.post("/v1/completions", json=LONG | {"max_tokens": 1})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["Retry-After"]) > 0
+            answer = await running
+            assert answer.status_code == 200
+            assert answer.text.rstrip().endswith("data: [DONE]")
+            board.board.drain(False)
+            while (await http.get("/health")).status_code == 503:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            again = await http.post("/v1/completions", json=LONG | {"max_tokens": 1})
+            assert again.status_code == 200
+
+    asyncio.run(ask())
 
 
 def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:

@@ -43,4 +43,5 @@ def test_every_step_of_the_lifecycle_names_its_code() -> None:
     steps = re.split(r"\n(?=\d+\. )", text)[1:]
     assert len(steps) == 22
     for step in steps:
-        assert re.search(r"`(?:actors|cluster|deploy)/[\w/]+\.py:\w", step), step
+        for part in re.split(r"\n(?= +\d+\.\d* )", step):
+            assert re.search(r"`(?:actors|cluster|deploy)/[\w/]+\.py:\w", part), part

@@ -25,6 +25,8 @@ FULL, ROOM = (
 )
 OK, FAILED = 'requests_total{outcome="ok"}', 'requests_total{outcome="failed"}'
 ROLLED_BACK = 'weight_updates_total{draft="sql",outcome="rolled_back"}'
+TRAINER, FREED = 'trainer_state{state="training"}', "trainers_freed"
+CONNECTED = 'expert_connected{draft="sql"}'
 DRAFT_FAILURES = 'draft_failures_total{replica="r"}'
 WELL: Series = {
     FIRST: "0+480x240",
@@ -37,6 +39,10 @@ WELL: Series = {
     LEAVE: "1x240",
     ASKED: "0+500x240",
     "trainer_failures_total": "0x240",
+    TRAINER: "1x240",
+    FREED: "0x240",
+    "replay_inserted_total": "0+90x240",
+    CONNECTED: "1x240",
     DRAFT_FAILURES: "0x240",
     "num_requests_waiting": "1x240",
     "num_requests_running": "4x240",
@@ -50,6 +56,8 @@ SICK: dict[str, Series] = {
     "PacelineReplayShardFull": {FULL: "99x240"},
     "PacelineTrainerStarving": {LEAVE: "0x240"},
     "PacelineTrainerFailing": {"trainer_failures_total": "0x120 1+1x120"},
+    "PacelineTrainerGone": {TRAINER: "1x130"},
+    "PacelineExpertAway": {CONNECTED: "1x120 0x120"},
     "PacelineDraftFailures": {DRAFT_FAILURES: "0x120 1+1x120"},
     "PacelineTargetQueue": {"num_requests_waiting": "3x240"},
     "PacelineRequestsFail": {FAILED: "0x120 5+5x120"},
@@ -57,8 +65,14 @@ SICK: dict[str, Series] = {
 # Nothing to worry about, or nothing that these say.
 FINE: dict[str, Series] = {
     "all is well": {},
-    "no traffic": dict.fromkeys(WELL, "0x240") | {ROOM: "100x240", LEAVE: "1x240"},
+    "no traffic": dict.fromkeys(WELL, "0x240")
+    | {ROOM: "100x240", LEAVE: "1x240", CONNECTED: "1x240"},
     "training is off beside a busy target": {LEAVE: "0x240", ASKED: "0x240"},
+    "training was never on": {TRAINER: "_x240", LEAVE: "_x240", ASKED: "_x240"},
+    "the trainer made room for a replica": {TRAINER: "1x130", FREED: "0x130 1x110"},
+    "a trainer that starts anew": {TRAINER: "1x144 _x3 1x93"},
+    "the server was stopped": dict.fromkeys(WELL, "_x240") | {TRAINER: "1x130"},
+    "drafts beside the target": {CONNECTED: "_x240"},
     "a topic that is new": {FIRST: "_x150 0+480x90", DRAFTS: "_x150 0+600x90"},
     "a rollback or two": {ROLLED_BACK: "0x130 2x110"},
     "a burst that has gone": {"num_requests_waiting": "0x150 9x3 0x87"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import shutil
@@ -21,7 +22,7 @@ HOME = ROOT / "deploy" / "monitoring"
 SERVE_LABELS = {"application", "deployment", "replica"}
 SERIES = {name: metric for metric in METRICS for name in metric.series}
 # Of the pool alone: a panel would be empty wherever drafts are colocated.
-NOT_SHOWN = {"expert_answers", "expert_connected"}
+NOT_SHOWN = {"expert_answers"}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -159,6 +160,14 @@ def test_the_command_writes_what_points_at_itself(
     assert json.loads((paths["Paceline"] / "paceline.json").read_text())["uid"] == "paceline"
     assert paths["Ray"].is_relative_to(tmp_path / "ray")
     assert str(out / "prometheus.yml") in capsys.readouterr().out
+    ini = configparser.ConfigParser()
+    ini.read(out / "grafana" / "grafana.ini")
+    assert Path(ini["paths"]["provisioning"]) == out / "grafana" / "provisioning"
+    for name in ("data", "logs", "plugins"):  # its home is nobody's to write to
+        assert Path(ini["paths"][name]).is_relative_to(out / "grafana")
+    assert ini["server"]["http_addr"] == "127.0.0.1"
+    assert ini["security"].getboolean("allow_embedding")
+    assert ini["auth.anonymous"]["org_role"] == "Viewer"
 
 
 def test_a_folder_that_cannot_be_made_is_named(

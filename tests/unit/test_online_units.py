@@ -64,6 +64,9 @@ def test_published_results_are_gone_on_from_on_another_machine(tmp_path: Path) -
     assert Store(tmp_path / "two", published).find("stream", {"k": (5,)}) is None
     assert Store(tmp_path / "two").find("stream", {"k": (4,)}) is None
     path.write_bytes(first[: len(first) // 2])
+    assert Store(tmp_path / "one", published).find("stream", {"k": (4,)}) == {"figure": 1}
+    assert path.read_bytes() == first  # whoever has it mends it
+    path.write_bytes(first[: len(first) // 2])
     assert Store(tmp_path / "two", published).find("stream", {"k": (4,)}) is None
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lessons import lesson
+from torch import Tensor
 
 from paceline.actors.training.batches import Batch, make_batch
+from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.objective_settings import ObjectiveSettings
+from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.stages import ZeroStage
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
@@ -43,6 +48,35 @@ def test_a_step_is_made_of_all_its_micro_steps(draft: Path) -> None:
     own.micro_step(batch(2))
     assert own.steps == 1
     assert any(not torch.equal(w, before[name]) for name, w in own.state_dict().items())
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "rejected_only"])
+def test_records_one_at_a_time_make_the_step_of_all_at_once(draft: Path, weighting: Any) -> None:
+    """Answers of 3, 6, 9 and 12 tokens, of which one was drafted and rejected at."""
+    records = [lesson(number, length=3 * number) for number in (1, 2, 3, 4)]
+    records[2].accepted[4] = 0
+    objective = ObjectiveSettings(weighting=weighting)
+
+    def learnt(micro_batch: int) -> dict[str, Tensor]:
+        own = DistillerSettings(
+            learning_rate=1e-2,
+            dtype="float32",
+            device="cpu",
+            accumulation=4 // micro_batch,
+            objective=objective,
+            average_decay=0.0,
+        )
+        candidate = Candidate("sql", TrainerSettings({"sql": str(draft)}, own))
+        step = [records[at : at + micro_batch] for at in range(0, 4, micro_batch)]
+        assert candidate.lacking == len(step)
+        for share in candidate.prepare(step):
+            candidate.practise(share)
+        assert candidate.steps == 1
+        return {name: w.clone() for name, w in candidate._distiller.state_dict().items()}
+
+    together, apart = learnt(4), learnt(1)
+    for name, weight in together.items():
+        torch.testing.assert_close(apart[name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

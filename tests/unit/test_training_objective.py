@@ -14,6 +14,7 @@ from paceline.actors.training.batches import Batch, make_batch
 from paceline.actors.training.losses import expected_acceptance, forward_kl, hard_label
 from paceline.actors.training.objective import objective, position_losses, position_weights
 from paceline.actors.training.objective_settings import ObjectiveSettings
+from paceline.actors.training.shares import of_a_step
 
 
 def plain() -> ReplayRecord:
@@ -39,7 +40,7 @@ def batch_of(*records: ReplayRecord) -> Batch:
 
 
 def weights(batch: Batch, **settings: Any) -> list[float]:
-    found = position_weights(batch, ObjectiveSettings(**settings))
+    found = position_weights([batch], ObjectiveSettings(**settings))
     assert float(found.sum()) == pytest.approx(1.0)
     return [round(value, 5) for value in found.tolist()]
 
@@ -98,6 +99,23 @@ def test_the_default_is_the_mean_forward_kl_of_the_emitted_positions() -> None:
     (pull,) = torch.autograd.grad(found.loss, logits)
     assert not pull[batch.branch].any()
     assert pull[emitted].any(dim=-1).all()
+
+
+@pytest.mark.parametrize("sampling", ["target", "student", "mixed"])
+@pytest.mark.parametrize("weighting", ["uniform", "first_rejection", "rejected_only"])
+def test_a_step_minimises_the_same_in_one_micro_batch_and_in_several(
+    sampling: Any, weighting: Any
+) -> None:
+    settings = ObjectiveSettings(sampling=sampling, weighting=weighting)
+    parts = [batch_of(drafted()), batch_of(plain()), batch_of(plain())]
+    logits = torch.randn(13, 300, generator=torch.Generator().manual_seed(2))
+    whole = objective(logits, batch_of(drafted(), plain(), plain()), settings).loss
+    pieces = logits.split([batch.num_positions for batch in parts])
+    losses = [
+        objective(piece, share.batch, settings, share.weights).loss
+        for piece, share in zip(pieces, of_a_step(parts, settings), strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(losses).mean(), whole)  # as the optimizer takes it
 
 
 def test_hard_labels_are_the_emitted_tokens_whatever_the_target_thinks() -> None:

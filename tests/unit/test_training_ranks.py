@@ -19,7 +19,7 @@ from paceline.actors.training.crew import CrewLost, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.objective_settings import ObjectiveSettings
-from paceline.actors.training.shares import split, the_whole
+from paceline.actors.training.shares import of_a_step, split
 
 # Records of unequal lengths, and fewer of them than ranks at the end.
 BATCHES = [
@@ -40,7 +40,7 @@ VARIANTS = {
 
 def test_the_shares_are_the_whole() -> None:
     for batch in BATCHES:
-        shares = split(the_whole(batch, ObjectiveSettings()), 3)
+        shares = split(of_a_step([batch], ObjectiveSettings())[0], 3)
         assert sum(float(share.weights.sum()) for share in shares) == pytest.approx(1.0)
         seen = [
             (share.batch.input_ids[row].tolist(), int(column), int(token))

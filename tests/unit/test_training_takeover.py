@@ -129,16 +129,16 @@ def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> 
 def test_a_board_that_was_restarted_ends_the_round_and_no_more(draft: Path, tmp_path: Path) -> None:
     host = filled(tmp_path)
     one, _, guest, _ = two(host, only_sql(draft, tmp_path))
-    learn = one.candidate("sql").learn
+    practise = one.candidate("sql").practise
     calls: list[int] = []
 
-    def interrupted(batch: object) -> object:
+    def interrupted(share: object) -> object:
         calls.append(1)
         if len(calls) == 3:
             guest.board = LoadBoard()
-        return learn(batch)  # type: ignore[arg-type]
+        return practise(share)  # type: ignore[arg-type]
 
-    one.candidate("sql").learn = interrupted  # type: ignore[method-assign,assignment]
+    one.candidate("sql").practise = interrupted  # type: ignore[method-assign,assignment]
     assert not one.tick()
     assert len(calls) == 3
     assert one.progress.state == "waiting for a topic"
