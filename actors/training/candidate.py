@@ -85,9 +85,9 @@ class Candidate:
         batches = [make_batch(records, self._max_length, branches=branches) for records in step]
         return of_a_step(batches, settings.objective)
 
-    def practise(self, share: Share) -> MicroStep:
-        """One micro-step."""
-        return self._distiller.learn(share)
+    def practise(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
+        """One micro-step; ``before_step`` as in Distiller.learn."""
+        return self._distiller.learn(share, before_step)
 
     def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
         """One micro-step of records that are weighed by themselves."""

@@ -146,12 +146,15 @@ class SharedDistiller(Distiller):
         self._crew.tell("build", self._topic, self.path, self.settings)
         self._together(super()._build, draft)
 
-    def learn(self, share: Share) -> MicroStep:
+    def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from a batch together, some of its records each.
+
+        ``before_step`` is never called: the others wait for rank 0 in the middle of the step.
 
         Raises:
             CrewLost: another rank failed.
         """
+        del before_step
         mine, *others = split(share, self._crew.ranks)
         self._crew.deal("learn", self._topic, others)
         return self._together(super().learn, mine)

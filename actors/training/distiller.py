@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -173,17 +173,26 @@ class Distiller:
             self.settings.accumulation - int(self._engine.micro_steps) % self.settings.accumulation
         )
 
-    def learn(self, share: Share) -> MicroStep:
+    def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from this rank's share of a batch; the figures are those of the whole batch.
 
         Its loss is the mean over its positions by their weights, 0 where they have none.
+
+        Args:
+            share: see Share.
+            before_step: called between the gradients and the step that moves the weights; may
+                wait, or raise: the step is done then, too.
         """
         engine, batch, before = self._engine, share.batch, self.steps
         engine.train()
         loss, acceptance, per_record = engine(batch.to(self.device), share.weights.to(self.device))
         # DeepSpeed takes the mean of the ranks' gradients, the whole has their sum
         engine.backward(loss * engine.world_size)
-        engine.step()
+        try:
+            if self.lacking == 1:
+                before_step()
+        finally:
+            engine.step()
         if self._mean is not None and self.steps > before:
             self._mean.update(self._trained(engine.module.draft))
         figures = torch.zeros(4 + share.total_records, device=self.device)

@@ -73,9 +73,17 @@ class Drill:
             if begun - started > self._settings.max_round_s:
                 break
             batch, share = next(lessons)
-            step = candidate.practise(share)
+            waited = 0.0
+
+            def before_step() -> None:
+                nonlocal waited
+                since = self._clock()
+                self.wait_for_leave()
+                waited += self._clock() - since
+
+            step = candidate.practise(share, before_step)
             self._note_losses(candidate.topic, batch, step)
-            took = self._clock() - begun
+            took = self._clock() - begun - waited
             spent += took
             self._taken(candidate.steps, took, step.loss)
             if not math.isfinite(step.loss):

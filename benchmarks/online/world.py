@@ -174,9 +174,9 @@ class _Counted(Candidate):
         self.micro_steps = 0
         self.learning_s = 0.0
 
-    def practise(self, share: Share) -> MicroStep:
+    def practise(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         began = time.process_time()
-        step = super().practise(share)
+        step = super().practise(share, before_step)
         self.learning_s += time.process_time() - began
         self._clock.now += _MICRO_STEP_S
         self.positions += step.positions

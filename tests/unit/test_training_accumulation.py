@@ -17,6 +17,7 @@ from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.shares import of_a_step
 from paceline.actors.training.stages import ZeroStage
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
@@ -91,3 +92,28 @@ def test_what_is_left_of_a_step_does_not_survive_a_reset(draft: Path, stage: Zer
         fresh.micro_step(batch(number))
     for name, weight in fresh.state_dict().items():
         torch.testing.assert_close(own.state_dict()[name], weight)
+
+
+def test_whoever_waits_before_a_step_is_asked_once_a_step_and_may_raise(draft: Path) -> None:
+    class Ended(Exception):  # noqa: N818
+        pass
+
+    own, asked = distiller(draft, 2), list[int]()
+    settings = own.settings.objective
+
+    def learn(number: int, before_step: Any) -> None:
+        own.learn(of_a_step([batch(number)], settings)[0], before_step)
+
+    for number in range(4):
+        learn(number, lambda n=number: asked.append(n))
+    assert asked == [1, 3]
+    assert own.steps == 2
+
+    def raises() -> None:
+        raise Ended
+
+    learn(5, raises)
+    with pytest.raises(Ended):
+        learn(6, raises)
+    assert own.steps == 3
+    assert own.lacking == 2

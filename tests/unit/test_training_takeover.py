@@ -132,11 +132,11 @@ def test_a_board_that_was_restarted_ends_the_round_and_no_more(draft: Path, tmp_
     practise = one.candidate("sql").practise
     calls: list[int] = []
 
-    def interrupted(share: object) -> object:
+    def interrupted(*arguments: object) -> object:
         calls.append(1)
         if len(calls) == 3:
             guest.board = LoadBoard()
-        return practise(share)  # type: ignore[arg-type]
+        return practise(*arguments)  # type: ignore[arg-type]
 
     one.candidate("sql").practise = interrupted  # type: ignore[method-assign,assignment]
     assert not one.tick()
