@@ -140,7 +140,7 @@ def test_a_topic_shows_both_arms_and_its_swaps(page: Browser) -> None:
     said = text(page, f"{card} header")
     assert "v3" in said
     assert "v4 on trial (12)" in said
-    assert "60" in said  # of 80 drafted tokens 48, and 4 of the twin's
+    assert "40" in said  # 48 + 16 of 160 tokens that sql and general drafted, 4 of the twin's 80
     assert "frozen 5" in said
     chart = text(page, f"{card} .chart")
     for mark in ("v1", "✕ v2", "v3"):

@@ -1,5 +1,6 @@
 """The page in a real browser, against the real application."""
 
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -87,6 +88,25 @@ def test_a_token_under_the_pointer_says_where_it_comes_from(answered: Browser) -
     for kind in ("keyDown", "keyUp"):
         answered.call("Input.dispatchKeyEvent", type=kind, **press)
     assert answered.wait("document.querySelectorAll('#pane-on .tok.here').length") == 1
+
+
+DRAFTED = "#pane-on .tok.accepted, #pane-on .tok.recovered"
+
+
+def test_the_chance_of_a_drafted_token_is_told(answered: Browser) -> None:
+    answered.hover(DRAFTED)
+    tip = answered.wait("!document.getElementById('tip').hidden && tip.textContent")
+    assert re.search(r"accepted with probability[01], greedy or seeded", tip), tip
+    answered.value("document.getElementById('ask').elements.temperature.value = '0.8'")
+    answered.value(RUN % repr(PROMPT))
+    answered.wait("document.getElementById('pane-off').dataset.state === 'running'")
+    answered.wait("document.getElementById('pane-off').dataset.state === 'done'")
+    answered.value("document.getElementById('ask').elements.temperature.value = '0'")
+    answered.hover(DRAFTED)
+    tip = answered.wait("!document.getElementById('tip').hidden && tip.textContent")
+    chance = re.search(r"accepted with probability([\d.]+)target", tip)
+    assert chance, tip
+    assert 0.0 <= float(chance[1]) <= 1.0
 
 
 def test_the_live_charts_have_points_of_what_was_asked(answered: Browser) -> None:
