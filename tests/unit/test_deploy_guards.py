@@ -181,7 +181,7 @@ def test_the_status_survives_a_dead_part() -> None:
         return {"sql": 3}
 
     async def history(_topic: str | None) -> list[dict[str, Any]]:
-        return [{"topic": "sql"}] * 50
+        return [{"topic": "sql"}] * 100
 
     async def live() -> dict[str, dict[str, int]]:
         return {"sql": {"requests": 4}}
@@ -199,7 +199,7 @@ def test_the_status_survives_a_dead_part() -> None:
     assert status["target"] == {"running": 0}
     assert status["weight_versions"] == {"sql": 3}
     assert status["live_drafts"] == {"sql": {"requests": 4}}
-    assert len(status["decisions"]) == 20
+    assert len(status["decisions"]) == 60
     assert status["trainer"] == {"error": "ConnectionError"}
     assert status["shards"] == {"sql": {"error": "ConnectionError"}}
 
