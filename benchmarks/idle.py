@@ -255,8 +255,9 @@ def main() -> int:
     console = Console()
     console.print(table_of(figures))
     console.print(targets_of(figures))
-    console.print(f"Tokens per round: {figures['acceptance_length']}")
-    console.print(f"Idle: {figures['idle']}")
+    # lists in these would be taken for markup
+    console.print(f"Tokens per round: {figures['acceptance_length']}", markup=False)
+    console.print(f"Idle: {figures['idle']}", markup=False)
     console.print(f"The board's own: {figures['board'] or 'it counts nothing of the kind'}")
     console.print("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")
     return int(bool(figures["faults"]))

@@ -105,7 +105,8 @@ function chance({ acceptance_probability: probability, draft, origin }) {
 function describe(entry) {
   const rows = [];
   if (entry.draft !== null) rows.push(["draft", `${entry.draft}, version ${entry.weight_version}`]);
-  if (chance(entry) !== null) rows.push(["accepted with probability", chance(entry)]);
+  const told = chance(entry);
+  if (told !== null) rows.push(["accepted with probability", told]);
   rows.push(["target's probability", figure(entry.target_probability, 3)]);
   return [
     el("strong", {}, el("code", {}, visible(entry.token)), " ", WORDS[entry.origin]),
