@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from paceline.actors.replay.record import ReplayRecord
+
+if TYPE_CHECKING:
+    from paceline.actors.training.candidate import Candidate
+    from paceline.actors.training.distiller import MicroStep
 
 TINY_VOCAB = 64
 _LENGTH, _TOP = 12, 8
@@ -36,3 +43,8 @@ def lesson(
         accepted=np.full(length, -1, dtype=np.int8),
         draft_logprobs=np.full(length, np.nan, dtype=np.float16),
     )
+
+
+def learn(candidate: Candidate, records: Sequence[ReplayRecord]) -> MicroStep:
+    """One micro-step of records that are weighed by themselves."""
+    return candidate.practise(candidate.prepare([records])[0])

@@ -89,10 +89,6 @@ class Candidate:
         """One micro-step; ``before_step`` as in Distiller.learn."""
         return self._distiller.learn(share, before_step)
 
-    def learn(self, records: Sequence[ReplayRecord]) -> MicroStep:
-        """One micro-step of records that are weighed by themselves."""
-        return self.practise(self.prepare([records])[0])
-
     def take(self, version: int, flat: FlatWeights | None) -> None:
         """Start over from weights that another process published; None are the initial ones.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, lesson
+from lessons import TINY_VOCAB, learn, lesson
 from local_world import filled, make_rounds, trainer_settings
 from tiny_models import tiny_llama
 
@@ -119,7 +119,7 @@ def test_resumed_adapters_go_on_to_the_bit(tmp_path: Path, dtype: str) -> None:
         )
 
     def steps(one: Candidate) -> list[float]:
-        return [one.learn(RECORDS[n : n + 4]).loss for n in range(8)]
+        return [learn(one, RECORDS[n : n + 4]).loss for n in range(8)]
 
     first = candidate()
     steps(first)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, lesson
+from lessons import TINY_VOCAB, learn, lesson
 from tiny_models import tiny_llama
 
 from paceline.actors.training import optimizer_state
@@ -34,7 +34,7 @@ def candidate(folder: Path, dtype: str, *, keep: bool = True, layers: int = 1) -
 
 
 def steps(one: Candidate, count: int) -> list[float]:
-    return [one.learn(RECORDS[n % 4 : n % 4 + 4]).loss for n in range(count)]
+    return [learn(one, RECORDS[n % 4 : n % 4 + 4]).loss for n in range(count)]
 
 
 def published(one: Candidate, version: int = 1) -> dict[str, torch.Tensor]:

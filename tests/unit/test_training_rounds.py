@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, lesson
+from lessons import TINY_VOCAB, learn, lesson
 from local_world import LocalWorld, filled, make_rounds, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
@@ -49,7 +49,7 @@ def test_the_loss_falls_in_either_dtype(draft: Path, tmp_path: Path, dtype: str)
     rounds = make_rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
     candidate = rounds.candidate("sql")
     batch = [lesson(n) for n in range(16)]
-    losses = [candidate.learn(batch).loss for _ in range(80)]
+    losses = [learn(candidate, batch).loss for _ in range(80)]
     assert losses[-1] < 0.4 * losses[0]
     assert candidate.steps == 80
 
@@ -122,8 +122,8 @@ def test_every_objective_teaches(draft: Path, tmp_path: Path, loss: Loss, sampli
     rounds = make_rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
     candidate = rounds.candidate("sql")
     batch = [rejecting(lesson(n)) for n in range(16)]
-    first = candidate.learn(batch)
-    accepted = [candidate.learn(batch).expected_acceptance for _ in range(60)]
+    first = learn(candidate, batch)
+    accepted = [learn(candidate, batch).expected_acceptance for _ in range(60)]
     assert accepted[-1] > first.expected_acceptance + 0.4
     assert len(first.record_losses) == 16
 
