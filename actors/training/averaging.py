@@ -57,8 +57,8 @@ class RunningMean:
                     weight.copy_(old)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all that it consists of, for :meth:`resume`."""
-        means = {str(number): mean.clone() for number, mean in enumerate(self._means)}
+        """All that it consists of, for :meth:`resume`; the next update changes the means."""
+        means = {str(number): mean for number, mean in enumerate(self._means)}
         return means | {_STEPS: torch.tensor(self._steps)}
 
     def resume(self, state: Mapping[str, Tensor]) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.routing.policy import GENERAL
-from paceline.actors.training import optimizer_state
+from paceline.actors.training import moments
 from paceline.actors.training.batches import make_batch, usable
 from paceline.actors.training.crew import Crew, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.evaluation import records_per_forward, score_records
+from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, of_a_step
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
@@ -50,7 +51,7 @@ class Candidate:
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
         folder = settings.optimizer_dir
-        self._memory = Path(folder) / f"{topic}.safetensors" if folder is not None else None
+        self._memory = Path(folder) / topic if folder is not None else None
 
     @property
     def steps(self) -> int:
@@ -105,9 +106,9 @@ class Candidate:
         self.acceptance = None
         self._served_scores.clear()
         if flat is not None and self._memory is not None:
-            self._resume(optimizer_state.load(self._memory, version, flat.digest()))
+            self._resume(moments.load(self._memory, version, flat.digest()))
 
-    def _resume(self, state: optimizer_state.OptimizerState | None) -> None:
+    def _resume(self, state: OptimizerState | None) -> None:
         if state is None:
             return
         try:
@@ -168,7 +169,7 @@ class Candidate:
             state: the weights that were judged.
             records: that they were judged by.
             scores: of these.
-            before_part: called before each piece of saving moments; may wait for leave, or raise:
+            before_part: called before each piece of keeping moments; may wait for leave, or raise:
                 then the moments of an earlier version stay on disk, which nobody takes for these.
         """
         self._served = state
@@ -181,10 +182,9 @@ class Candidate:
             before_part()
             digest = flatten(state).digest()
             before_part()
-            moments = self._distiller.optimizer_state()
-            before_part()
+            kept = self._distiller.live_state()
             try:
-                optimizer_state.save(self._memory, moments, version, digest)
+                moments.save(self._memory, kept, version, digest, before_part)
             except OSError:
                 logger.warning("%s: moments were not kept", self.topic, exc_info=True)
 
@@ -199,6 +199,7 @@ class Candidate:
         records: Sequence[ReplayRecord],
         before_batch: Callable[[], None],
     ) -> NDArray[np.float64]:
+        before_batch()  # a draft is put together for it first
         return score_records(
             self._distiller.served(state),
             records,

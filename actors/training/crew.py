@@ -62,7 +62,7 @@ class Member:
 
     def optimizer_state(self, topic: str) -> None:
         """Hand out this rank's part."""
-        self._distillers[topic].optimizer_state()
+        self._distillers[topic].live_state()
 
     def resume(self, topic: str, state: OptimizerState) -> None:
         """Take this rank's part."""
@@ -159,14 +159,14 @@ class SharedDistiller(Distiller):
         self._crew.deal("learn", self._topic, others)
         return self._together(super().learn, mine)
 
-    def optimizer_state(self) -> OptimizerState:
-        """Gather the ranks' parts.
+    def live_state(self) -> OptimizerState:
+        """Gather the ranks' parts, which are copies then.
 
         Raises:
             CrewLost: another rank failed.
         """
         self._crew.tell("optimizer_state", self._topic)
-        return self._together(super().optimizer_state)
+        return self._together(super().live_state)
 
     def resume(self, state: OptimizerState) -> None:
         """Go on, every rank with its part; see Distiller."""

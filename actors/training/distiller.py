@@ -233,18 +233,32 @@ class Distiller:
         With adapters also the weights below them and their own, with a running mean also that and
         the weights: what is published, merged or averaged, does not tell them.
         """
+        return self.live_state().copied()
+
+    def live_state(self) -> OptimizerState:
+        """As :meth:`optimizer_state`, of tensors that training goes on with: the next step
+        changes them, and none is copied where one rank trains alone.
+        """
         state = capture(self._engine.basic_optimizer, self.steps)
         if self.stage:
             state = whole(state, self._numel(), self.device)
-        more = {n: t.detach().to("cpu", copy=True) for n, t in self._untold().items()}
-        state.tensors.update(more)
+        state.tensors.update(self._untold())
         return state
 
     def _untold(self) -> dict[str, Tensor]:
-        """What a published state does not tell, by its name in an optimizer's state."""
+        """What a published state does not tell, by its name in an optimizer's state.
+
+        Weights that the optimizer works on itself are its masters, and told by them.
+        """
         untold: dict[str, Tensor] = {}
         if self._adapters is not None or self._mean is not None:
-            untold = {_WEIGHT + name: tensor for name, tensor in self._own_names().items()}
+            groups = self._engine.basic_optimizer.param_groups
+            masters = {weight.data_ptr() for group in groups for weight in group["params"]}
+            untold = {
+                _WEIGHT + name: tensor
+                for name, tensor in self._own_names().items()
+                if tensor.data_ptr() not in masters
+            }
         if self._mean is not None:
             untold |= {_MEAN + name: tensor for name, tensor in self._mean.state().items()}
         return untold

@@ -1,26 +1,20 @@
 """AdamW's state beside the published weights, so that a restarted trainer goes on as it was.
 
-One safetensors file per topic, written at every publication. What is kept are the tensors of
+One folder of safetensors per topic, written at every publication. What is kept are the tensors of
 the torch optimizer underneath DeepSpeed: its parameters, which are the float32 masters (under
 ZeRO one flat row of all of them, of which each rank has a part; the weights themselves without),
 and their moments; the published weights alone are rounded and have no moments. What is kept of a
-flat row does not depend on the number of ranks.
+flat row does not depend on the number of ranks. How it lies on disk: see
+:mod:`paceline.actors.training.moments`.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.optim import Optimizer
-
-logger = logging.getLogger(__name__)
 
 _MASTER = "master"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -28,7 +22,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """Tensors on the CPU.
+    """What an AdamW consists of.
 
     Attributes:
         tensors: ``<n>.master``, ``<n>.exp_avg``, ``<n>.exp_avg_sq`` and ``<n>.step`` of the n-th
@@ -39,14 +33,19 @@ class OptimizerState:
     tensors: dict[str, Tensor]
     steps: int
 
+    def copied(self) -> OptimizerState:
+        """The same, of tensors of its own on the CPU."""
+        copies = {n: t.detach().to("cpu", copy=True) for n, t in self.tensors.items()}
+        return OptimizerState(copies, self.steps)
+
 
 def capture(optimizer: Optimizer, steps: int) -> OptimizerState:
-    """Copy an AdamW's state after its first step."""
+    """An AdamW's state after its first step: the tensors themselves, which the next one changes."""
     tensors = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         kept = {_MASTER: parameter, **{m: optimizer.state[parameter][m] for m in _MOMENTS}}
         for name, tensor in kept.items():
-            tensors[f"{number}.{name}"] = tensor.detach().to("cpu", torch.float32, copy=True)
+            tensors[f"{number}.{name}"] = tensor.detach().float()
     return OptimizerState(tensors, steps)
 
 
@@ -90,7 +89,7 @@ def whole(state: OptimizerState, numel: int, device: torch.device) -> OptimizerS
             parts = [torch.empty_like(mine) for _ in range(ranks)]
             distributed.all_gather(parts, mine)
             tensor = torch.cat(parts).cpu()
-        tensors[name] = tensor[:numel].clone() if tensor.dim() else tensor
+        tensors[name] = tensor[:numel] if tensor.dim() else tensor
     return OptimizerState(tensors, state.steps)
 
 
@@ -111,47 +110,6 @@ def part(state: OptimizerState, optimizer: Optimizer, numel: int) -> OptimizerSt
         elif tensor.dim():
             raise ValueError("the optimizer's state is of another draft")
     return OptimizerState(tensors, state.steps)
-
-
-def save(path: Path, state: OptimizerState, version: int, digest: str) -> None:
-    """Write atomically.
-
-    Args:
-        path: of the file; its folder is made.
-        state: at the moment of publication.
-        version: weight_version that was published.
-        digest: of the published weights.
-
-    Raises:
-        OSError: where it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    facts = {"version": str(version), "digest": digest, "steps": str(state.steps)}
-    save_file(state.tensors, partial, metadata=facts)
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(path)
-
-
-def load(path: Path, version: int, digest: str) -> OptimizerState | None:
-    """What :func:`save` wrote for this version of these weights; None where that is not there.
-
-    A file of another version, or one that cannot be read, is named in the log.
-    """
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = file.metadata() or {}
-            if (facts.get("version"), facts.get("digest")) != (str(version), digest):
-                logger.info("%s is not of version %d: moments start anew", path.name, version)
-                return None
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return OptimizerState(tensors, int(facts["steps"]))
-    except Exception as error:
-        logger.warning("%s cannot be read (%s): moments start anew", path.name, error)
-        return None
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -139,7 +139,8 @@ def test_two_trainers_learn_two_topics(system: System) -> None:
         """Whoever takes a published topic over finds the optimizer's state of it."""
         versions = ray.get(system.registry.current.remote(), timeout=5)
         published = {topic for topic, version in versions.items() if version}
-        return {path.stem for path in system.optimizer_dir.glob("*.safetensors")} == published
+        whole = system.optimizer_dir.glob("*/*/model.safetensors.index.json")
+        return {path.parent.parent.name for path in whole} == published
 
     eventually(kept)
 

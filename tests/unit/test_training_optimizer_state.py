@@ -10,7 +10,7 @@ import torch
 from lessons import TINY_VOCAB, learn, lesson
 from tiny_models import tiny_llama
 
-from paceline.actors.training import optimizer_state
+from paceline.actors.training import moments
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.settings import TrainerSettings
@@ -84,16 +84,17 @@ def test_a_file_that_does_not_belong_is_ignored_with_one_line(
     first = candidate(tmp_path, "float32")
     steps(first, 2)
     state = published(first)
-    file = tmp_path / "optimizer" / "sql.safetensors"
+    topic = tmp_path / "optimizer" / "sql"
     second = candidate(tmp_path, "float32", layers=2 if what == "other draft" else 1)
     if what == "weights":
         state = {name: weight + 1 for name, weight in state.items()}
     if what == "torn":
+        [file] = topic.glob("1-*/*.safetensors")
         file.write_bytes(file.read_bytes()[:100])
     if what == "other draft":
         state = weights(second)
         kept = first._distiller.optimizer_state()
-        optimizer_state.save(file, kept, 1, second.flat(state).digest())
+        moments.save(topic, kept, 1, second.flat(state).digest())
     caplog.clear()
     with caplog.at_level("INFO", logger="paceline.actors.training"):
         second.take(2 if what == "version" else 1, second.flat(state))
