@@ -24,9 +24,9 @@ import peers
 import phases
 import torch
 from cells import Cell, make_blocks, run_cell, run_pairs, summary
-from expert_cache import TARGET, experts_dir, facts_of
+from expert_cache import TARGET, experts_dir, facts_of, recipe_of
 from measure import geometric_mean, topic_rates
-from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
+from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode, training_texts
 from report import AUTO, GENERATE, OFF, differing_answers, draw, show
 from rich.console import Console
 from runs import Variant
@@ -102,7 +102,9 @@ class Bench:
         self.memory["with two engines"] = machine.rss_mib()
         self.engines = {AUTO: auto, OFF: fixed}
         self.generate = peers.Generate(self.target)
-        self.continuous = peers.Continuous(load_causal_lm(TARGET, self.dtype, attention="sdpa"))
+        self.continuous = peers.Continuous(
+            load_causal_lm(TARGET, self.dtype, device, attention="sdpa")
+        )
         self.auto, self.off = Served(AUTO, auto, None), Served(OFF, fixed, 0)
         self.fixed = [Served(f"paceline k={k}", fixed, k) for k in FIXED]
         gc.freeze()  # what is loaded by now stays: the collections between runs can skip it
@@ -218,12 +220,21 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
+def stands(folder: Path, topic: str, data: Path | None) -> bool:
+    """Whether an expert is there that its own settings would give again, of whatever length."""
+    recipe = (facts_of(folder) or {}).get("recipe", {})
+    settings = recipe.get("settings", {})
+    if "answers" not in settings:
+        return False
+    return bool(recipe == recipe_of(training_texts(settings["answers"], data)[topic], settings))
+
+
 def make_experts(options: argparse.Namespace) -> None:
-    """Have the experts made where one is missing: training loads much that a bench must not."""
+    """Have experts made that are missing or stale: training loads much that a bench must not."""
     if options.experts is not None:
         return
     folder = experts_dir(options.out, options.data)
-    if all(facts_of(folder / topic) for topic in bench_texts(options.data)):
+    if all(stands(folder / topic, topic, options.data) for topic in bench_texts(options.data)):
         return
     command = [sys.executable, str(_EXPERTS), "--out", str(options.out)]
     command += ["--threads", str(options.threads)]

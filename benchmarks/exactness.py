@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from measure import geometric_mean
 from paceline.actors.decoding.build import build_engine
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.loading import load_causal_lm
+from paceline.actors.decoding.numerics import INVARIANT
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.actors.decoding.settings import Numerics, TargetSettings
 from paceline.deploy.config import MODELS_DIR
@@ -174,8 +175,19 @@ def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[
     return results
 
 
+def broken(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ``invariant`` promised and did not hold."""
+    return [
+        f"{result['dtype']}, {way}: {count} of {result['answers']} answers differ"
+        for result in results
+        if result["turned_out"] == INVARIANT
+        for way, count in result["differ"].items()
+        if count
+    ]
+
+
 def main() -> int:
-    """Compare and print one JSON object per dtype and numerics."""
+    """Compare and print one JSON object per dtype and numerics; 1 where a promise is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=104)
@@ -193,7 +205,9 @@ def main() -> int:
         sys.stdout.write(json.dumps(result) + "\n")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0
+    faults = broken(results)
+    sys.stderr.write("".join(f"{fault}\n" for fault in faults))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

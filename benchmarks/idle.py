@@ -249,7 +249,9 @@ def main() -> int:
     parser.add_argument("--max-occupancy", type=float, default=0.0, help="training.max_occupancy")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--port", type=int, default=8019)
-    figures = measured(parser.parse_args())
+    parser.add_argument("--strict", action="store_true", help="1 also where a target is missed")
+    options = parser.parse_args()
+    figures = measured(options)
     _OUT.parent.mkdir(parents=True, exist_ok=True)
     _OUT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     console = Console()
@@ -260,7 +262,8 @@ def main() -> int:
     console.print(f"Idle: {figures['idle']}", markup=False)
     console.print(f"The board's own: {figures['board'] or 'it counts nothing of the kind'}")
     console.print("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")
-    return int(bool(figures["faults"]))
+    missed = any(target["met"] is False for target in figures["targets"])
+    return int(bool(figures["faults"]) or (options.strict and missed))
 
 
 if __name__ == "__main__":

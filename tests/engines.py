@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from paceline.actors.decoding.colocated import ColocatedProposer
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
 from paceline.actors.decoding.experts import ExpertStack
+from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.medusa import HeadStack
 from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.actors.decoding.runner import ModelRunner
@@ -67,7 +68,7 @@ def engine_of(
     drafts: Iterable[Mapping[str, Any]],
     *,
     max_num_seqs: int = 4,
-    k: int = 4,
+    k: int | None = 4,
     eos: int = 2,
     seed: int = 0,
     prefill_chunk: int = 8,
@@ -77,6 +78,8 @@ def engine_of(
     draft_positions: int | None = None,
     canary_share: float = 0.0,
     heads: Iterable[HeadStack] = (),
+    controller: GoodputController | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping."""
     generator = torch.Generator().manual_seed(seed)
@@ -102,9 +105,9 @@ def engine_of(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),
         drafting=Drafting(
             ColocatedProposer([*stacks, *heads], support, generator),
-            None,
+            controller,
             target.device,
-            time.perf_counter,
+            clock,
         ),
         tokenizer=TOKENIZER,
         settings=settings,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.actors.decoding.colocated import ColocatedProposer
+from paceline.actors.decoding.draft_memory import draft_memory
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.experts import ExpertStack
@@ -57,7 +58,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 _MIB = 2**20
-_GPU_SHARE = 0.6  # of its free memory, for the target's keys and values
+_GPU_SHARE = 0.6  # of its free memory less the drafts' weights, for keys and values of all
 _CPU_SHARE = 0.4
 _NOT_ARCHITECTURE = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -71,7 +72,8 @@ def kv_positions(
 
     Args:
         settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, but
-            at most a share of the memory that is free now.
+            at most a share of the memory that is free now. On a GPU that is what the drafts, which
+            are loaded later, will leave, and each position counts with theirs.
         config: the target's.
         dtype: of keys and values.
         device: where they live.
@@ -87,7 +89,9 @@ def kv_positions(
         blocks = settings.kv_cache_mb * _MIB // block - 1  # one is for what padding writes
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        blocks = min(blocks, int(free * _GPU_SHARE) // block - 1)
+        drafts = draft_memory(settings, dtype)
+        each = block + size * drafts.per_position
+        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - 1)
     else:  # the system gives memory as it is written: one request may always try
         blocks = max(columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - 1))
     if blocks < columns:

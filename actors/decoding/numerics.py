@@ -6,7 +6,7 @@ probable, greedy answers then depend on speculation, on the batch and on the rep
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from torch import Tensor
 from paceline.actors.decoding.runner import ModelRunner
 
 INVARIANT, VARYING = "invariant", "varying"
-_LENGTH = 12
-_WAYS = ((1,) * _LENGTH, (5, 1, 2, 4), (_LENGTH,))
+# Over the end of a block of keys and values, and with all rows more tokens than a round's forward
+# has: where one algorithm ends and the next begins, bits change.
+_LENGTH = 20
+_WAYS = ((1,) * _LENGTH, (9, 1, 2, 8), (_LENGTH,))
 
 
 @torch.inference_mode()
@@ -23,14 +25,15 @@ def batch_invariant(runner: ModelRunner) -> bool:
     """Compute tokens one by one, some at a time, and beside other rows, and compare the bits.
 
     Args:
-        runner: nothing must run in it; its key/value memory is used and freed again.
+        runner: nothing must run in it; its key/value memory is used and freed again. As many
+            rows as it has room for are computed together.
 
     Returns:
         False also where the memory has no room for a second row to compare with.
     """
     length = min(_LENGTH, runner.max_model_len - 1)
-    tried = range(min(4, runner.kv.tables.shape[0]))
-    rows = range(sum(runner.kv.reserve(row, length) for row in tried))
+    tried = range(runner.kv.tables.shape[0])
+    rows = range(sum(1 for _ in takewhile(lambda row: runner.kv.reserve(row, length), tried)))
     vocab = int(runner.models[0].config.vocab_size)
     tokens = torch.arange(len(tried) * length, device=runner.device).view(-1, length)
     tokens = (tokens * 7919 + 13) % vocab

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
@@ -173,7 +174,7 @@ class Candidate:
                 then the moments of an earlier version stay on disk, which nobody takes for these.
         """
         self._served = state
-        self.version = version
+        before, self.version = self.version, version
         self.rejections = self.fruitless = 0
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
@@ -184,8 +185,9 @@ class Candidate:
             before_part()
             kept = self._distiller.live_state()
             try:
-                moments.save(self._memory, kept, version, digest, before_part)
-            except OSError:
+                # what it replaces is still the stable one where it goes on trial now
+                moments.save(self._memory, kept, version, digest, before_part, beside=before)
+            except (OSError, SafetensorError):
                 logger.warning("%s: moments were not kept", self.topic, exc_info=True)
 
     @staticmethod

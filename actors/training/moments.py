@@ -1,9 +1,9 @@
 """An optimizer's state on disk: a folder per topic, in files small enough to be written in turns.
 
-``<topic>/<version>-<digest>/`` holds the state at one publication: safetensors files and the
-index of them that Hugging Face's sharded checkpoints have. A trainer that shares its processor
-with requests writes one file at a time, and asks for leave in between. The folder gets its name
-when it is whole: a killed writer leaves what was there before.
+``<topic>/<version>-<digest>/`` holds the state at one publication: safetensors files of slices of
+the flattened tensors, and an index of what they are. A trainer that shares its processor with
+requests writes one file at a time, and asks for leave in between. The folder gets its name when
+it is whole: a killed writer leaves what was there before.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import split_torch_state_dict_into_shards
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from paceline.actors.training.optimizer_state import OptimizerState
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
-_PARTIAL = ".partial"
-# Bytes of a file, but for a single tensor that is larger: some 10 ms on a disk and in a checksum.
-_FILE_BYTES = 3 << 20
+_INDEX = "index.json"
+_PARTIAL = ".partial-"
+_FILE_BYTES = 3 << 20  # some 10 ms of writing
 
 
 def save(
@@ -34,8 +36,10 @@ def save(
     version: int,
     digest: str,
     before_file: Callable[[], None] = lambda: None,
+    *,
+    beside: int | None = None,
 ) -> None:
-    """Keep the state at a publication, in place of the one before.
+    """Keep the state at a publication.
 
     Args:
         folder: the topic's; made where it is missing.
@@ -43,30 +47,45 @@ def save(
         version: weight_version that was published.
         digest: of the published weights.
         before_file: called before each file; may wait for leave, or raise: what was there stays.
+        beside: another version whose state stays, the stable one of a trial; all others go.
 
     Raises:
         OSError: where it cannot be written.
+        SafetensorError: likewise.
     """
-    partial, whole = folder / _PARTIAL, folder / _name(version, digest)
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = folder / f"{_PARTIAL}{uuid.uuid4().hex}"
+    whole = folder / _name(version, digest)
     partial.mkdir(parents=True)
-    plan = split_torch_state_dict_into_shards(state.tensors, max_shard_size=_FILE_BYTES)
-    for name, tensors in plan.filename_to_tensors.items():
+    files = 0
+    for files, pieces in enumerate(_files(state.tensors), start=1):
         before_file()
-        save_file({n: state.tensors[n].contiguous() for n in tensors}, partial / name)
-        _flush(partial / name)
+        file = partial / f"{files:05d}.safetensors"
+        save_file({n: p.to("cpu", copy=_is_part(p)) for n, p in pieces.items()}, file)
+        _flush(file)
     before_file()
-    facts = {"version": version, "digest": digest, "steps": state.steps}
-    # the library writes none where one file is enough
-    files = {tensor: file for file, each in plan.filename_to_tensors.items() for tensor in each}
-    index = {"metadata": facts, "weight_map": files}
-    (partial / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    index = {
+        "version": version,
+        "digest": digest,
+        "steps": state.steps,
+        "files": files,
+        "tensors": {name: list(tensor.shape) for name, tensor in state.tensors.items()},
+    }
+    (partial / _INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
     _flush(partial / _INDEX)
     shutil.rmtree(whole, ignore_errors=True)
     partial.rename(whole)
+    _clear(folder, {version, beside}, whole, before_file)
+
+
+def _clear(
+    folder: Path, kept: set[int | None], whole: Path, before_folder: Callable[[], None]
+) -> None:
+    """Remove states of other versions, other weights of this one, and what was never finished."""
     for other in folder.iterdir():
-        if other != whole:
-            before_file()
+        number, _, _ = other.name.partition("-")
+        stays = number.isdecimal() and int(number) in kept
+        if other != whole and not (stays and not whole.name.startswith(f"{number}-")):
+            before_folder()
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -82,18 +101,46 @@ def load(folder: Path, version: int, digest: str) -> OptimizerState | None:
         return None
     try:
         index = json.loads((whole / _INDEX).read_text(encoding="utf-8"))
-        facts, files = index["metadata"], index["weight_map"]
-        if (facts["version"], facts["digest"]) != (version, digest):
+        if (index["version"], index["digest"]) != (version, digest):
             raise ValueError("it holds another version")
-        tensors = {}
-        for file in sorted(set(files.values())):
-            tensors.update(load_file(whole / file))
-        if tensors.keys() != files.keys():
-            raise ValueError("its index names other tensors")
-        return OptimizerState(tensors, int(facts["steps"]))
+        return OptimizerState(_joined(whole, index), int(index["steps"]))
     except Exception as error:
         logger.warning("%s cannot be read (%s): moments start anew", folder.name, error)
         return None
+
+
+def _joined(whole: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {name: [] for name in index["tensors"]}
+    for number in range(1, index["files"] + 1):
+        pieces = load_file(whole / f"{number:05d}.safetensors")
+        for name in sorted(pieces):
+            parts[name.rpartition("@")[0]].append(pieces[name])
+    shapes = index["tensors"].items()
+    return {name: torch.cat(parts[name]).reshape(shape) for name, shape in shapes}
+
+
+def _files(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The flattened tensors in slices ``<name>@<number>``, as many at once as a file takes."""
+    pieces: dict[str, Tensor] = {}
+    room = _FILE_BYTES
+    for name, tensor in tensors.items():
+        left, number = tensor.reshape(-1), 0
+        while len(left):
+            fits = room // tensor.itemsize
+            if fits == 0:
+                yield pieces
+                pieces, room = {}, _FILE_BYTES
+                continue
+            pieces[f"{name}@{number:08d}"] = left[:fits]
+            room -= min(fits, len(left)) * tensor.itemsize
+            left, number = left[fits:], number + 1
+    if pieces:
+        yield pieces
+
+
+def _is_part(piece: Tensor) -> bool:
+    """Whether a file of this slice would take its whole tensor to be shared with others."""
+    return piece.untyped_storage().nbytes() != piece.nbytes
 
 
 def _name(version: int, digest: str) -> str:

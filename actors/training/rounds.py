@@ -277,8 +277,10 @@ class Rounds:
         self._drill.wait_for_leave()
         if not self._may_publish(candidate):  # judging takes long where leave is seldom given
             return
+        flat = candidate.flat(state)
+        self._world.rest()  # the registry writes a file, and may be slow
         try:
-            version = self._world.publish(candidate.topic, candidate.flat(state), facts)
+            version = self._world.publish(candidate.topic, flat, facts)
         except ValueError:
             candidate.reset()
             candidate.fruitless += 1

@@ -59,7 +59,7 @@ class Learning:
     micro_batch: int = 8
     train_records: int = 256
     held_out_records: int = 256
-    held_out_fraction: float = 0.2
+    held_out_fraction: float = 0.1
     max_rejections: int = 3
     recent_share: float = 0.5
     seed: int = 0

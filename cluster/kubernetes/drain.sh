@@ -4,7 +4,9 @@
 #   drain.sh [SECONDS]   at most so long, 90 where nothing is said
 seconds=${1:-90}
 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "this host is to go" \
-  --deadline-remaining-seconds "$seconds" || { echo "not drained: is RAY_AUTH_MODE set?" >&2; exit 1; }
+  --deadline-remaining-seconds "$seconds" ||
+  # the head may be gone already: what is under way here can be answered all the same
+  echo "Serve was not told (is RAY_AUTH_MODE set?)" >&2
 end=$((SECONDS + seconds))
 while pgrep -f '^ray::ServeReplica:' > /dev/null && [ "$SECONDS" -lt "$end" ]; do
   sleep 1

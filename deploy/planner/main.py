@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--overhead-us", type=float, help="per layer, beyond the roofline")
     parser.add_argument("--tensor-parallel", type=_count, default=1, metavar="N")
     parser.add_argument("--draft-tensor-parallel", type=_count, metavar="N", help="default: as N")
-    parser.add_argument("--weight-dtype", choices=sorted(_BYTES), default="bfloat16")
-    parser.add_argument("--kv-dtype", choices=sorted(_BYTES), default="bfloat16")
+    parser.add_argument("--weight-dtype", choices=sorted(_BYTES), help="default: bfloat16")
+    parser.add_argument("--kv-dtype", choices=sorted(_BYTES), help="default: bfloat16")
     parser.add_argument("--context", type=_count, default=2048, help="cached tokens of a request")
     parser.add_argument("--batch", type=_count, default=1, help="requests at once")
     parser.add_argument("--acceptance", type=float, default=0.7, help="per drafted token, 0 to 1")
@@ -85,11 +85,15 @@ def _count(text: str) -> int:
 
 def _plan(given: argparse.Namespace) -> Plan:
     target, draft = read_shape(given.target), read_shape(given.draft)
-    precision = Precision(weight=_BYTES[given.weight_dtype], kv=_BYTES[given.kv_dtype])
+    precision = Precision(
+        weight=_BYTES[given.weight_dtype or "bfloat16"], kv=_BYTES[given.kv_dtype or "bfloat16"]
+    )
     fit: Fit | None = None
     if given.steps is not None:
         if given.hardware is not None:
             raise ConfigError("plan: --hardware and --steps both name a machine; give one")
+        if given.weight_dtype or given.kv_dtype:
+            raise ConfigError("plan: --steps has the dtypes that were measured; give no other")
         steps = read_steps(given.steps)
         fit, precision = (
             fit_models(target, draft, steps, f"fitted to {given.steps}"),

@@ -138,9 +138,9 @@ def test_two_trainers_learn_two_topics(system: System) -> None:
     def kept() -> bool:
         """Whoever takes a published topic over finds the optimizer's state of it."""
         versions = ray.get(system.registry.current.remote(), timeout=5)
-        published = {topic for topic, version in versions.items() if version}
-        whole = system.optimizer_dir.glob("*/*/model.safetensors.index.json")
-        return {path.parent.parent.name for path in whole} == published
+        published = {f"{topic}/{number}" for topic, number in versions.items() if number}
+        whole = [path.parent for path in system.optimizer_dir.glob("*/*/index.json")]
+        return published <= {f"{p.parent.name}/{p.name.partition('-')[0]}" for p in whole}
 
     eventually(kept)
 

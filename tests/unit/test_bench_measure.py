@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 
 import cells
+import decode
+import exactness
 import expert_cache
 import measure
 import peers
@@ -219,3 +221,31 @@ def test_an_expert_is_kept_until_its_recipe_or_its_file_changes(tmp_path: Path) 
         assert not expert_cache.is_current(folder, other)
     (folder / "model.safetensors").write_bytes(b"cut short")
     assert not expert_cache.is_current(folder, recipe)
+
+
+def test_the_bench_takes_an_expert_of_any_settings_but_no_other_prompts_or_weights(
+    tmp_path: Path,
+) -> None:
+    texts = prompts.training_texts(3, None)["sql"]
+    recipe = expert_cache.recipe_of(texts, {"answers": 3, "seconds": 1.0})
+
+    def stands(of: dict[str, object]) -> bool:
+        expert_cache.save_expert(tmp_path / "sql", {"w": torch.ones(3)}, of, {"steps": 1})
+        return decode.stands(tmp_path / "sql", "sql", None)
+
+    assert not decode.stands(tmp_path / "sql", "sql", None)
+    assert stands(recipe)
+    assert stands(expert_cache.recipe_of(texts, {"answers": 3, "seconds": 45.0}))
+    assert not stands(recipe | {"prompts": "0"})
+    assert not stands(recipe | {"base": {}})
+    assert not stands(recipe | {"settings": {"answers": 2, "seconds": 1.0}})
+
+
+def test_a_broken_promise_of_invariance_is_a_fault() -> None:
+    def result(numerics: str, differ: int) -> dict[str, object]:
+        ways = {"off, 8 at once": 0, "on, 8 at once": differ}
+        return {"dtype": "bfloat16", "turned_out": numerics, "answers": 104, "differ": ways}
+
+    assert exactness.broken([result("invariant", 0), result("varying", 7)]) == []
+    [fault] = exactness.broken([result("invariant", 1)])
+    assert fault == "bfloat16, on, 8 at once: 1 of 104 answers differ"

@@ -74,7 +74,9 @@ def asked(config: PacelineConfig) -> set[str]:
 def test_ray_takes_the_file(name: str) -> None:
     config = prepare_config(read(name))
     validate_config(config)
-    assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    mounts = dict(config["file_mounts"])
+    assert mounts.pop("~/.ray/auth_token") == "~/.ray/auth_token"
+    assert mounts == ({} if name == "local" else {"~/install": "dist/install"})
 
 
 def test_rays_schema_is_one_that_refuses() -> None:
@@ -111,7 +113,9 @@ def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
         assert part in makefile
         assert part in ours
     assert ours.startswith("DS_BUILD_OPS=0 ")
-    assert "--constraint /srv/paceline/install/constraints.txt " in ours
+    # hosts of a cloud are there before their shared folder is: the wheel comes from the operator
+    folder = "/srv/paceline/install" if name == "local" else "~/install"
+    assert f"--constraint {folder}/constraints.txt {folder}/paceline-*.whl" in ours
     assert commands.index(torch) < commands.index(ours)
 
 
@@ -124,6 +128,54 @@ def test_a_cloud_has_a_type_for_every_role_and_trainers_come_and_go(name: str) -
     assert training["min_workers"] == 0 < training["max_workers"]
     assert re.search("spot|preemptible", json.dumps(training["node_config"]))
     assert not re.search("spot|preemptible", json.dumps(types["serving"]["node_config"]))
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_a_cloud_s_shared_folder_is_mounted_and_then_ours(name: str) -> None:
+    commands = read(name)["setup_commands"]
+    (mount,) = (at for at, command in enumerate(commands) if "sudo mount -t nfs" in command)
+    assert "nfs-common" in commands[0]
+    assert "sudo chown" in commands[mount + 1]
+    assert "test -w /srv/paceline ||" in commands[mount + 1]
+
+
+def test_a_cloud_grows_with_the_target_s_replicas() -> None:
+    config = config_of(read("serve-gpu"))
+    assert config.target.autoscaling is not None
+    most = config.target.autoscaling.max_replicas
+    for name in ("aws", "gcp"):
+        assert read(name)["available_node_types"]["serving"]["max_workers"] == most
+    spec = manifests("rayservice-gpu")["RayService"]["spec"]
+    config = config_of(yaml.safe_load(spec["serveConfigV2"]))
+    assert config.target.autoscaling is not None
+    cluster = spec["rayClusterConfig"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    (serving,) = (g for g in cluster["workerGroupSpecs"] if g["groupName"] == "serving")
+    assert serving["maxReplicas"] == config.target.autoscaling.max_replicas
+    assert serving["minReplicas"] == config.target.autoscaling.min_replicas
+
+
+def test_a_pod_whose_head_is_gone_still_answers_what_is_under_way(tmp_path: Path) -> None:
+    """`ray drain-node` fails there; the replicas are waited for and Ray is stopped all the same."""
+    calls = tmp_path / "calls"
+    for name, body in {
+        "ray": f'echo "ray $1" >> {calls}; [ "$1" != drain-node ]',
+        "pgrep": f'echo pgrep >> {calls}; [ "$(grep -c pgrep {calls})" -lt 3 ]',
+        "sleep": "true",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(FILES / "kubernetes" / "drain.sh"), "30"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert done.returncode == 0
+    assert calls.read_text().split("\n")[:-1] == ["ray drain-node", *["pgrep"] * 3, "ray stop"]
+    assert "RAY_AUTH_MODE" in done.stderr
 
 
 def test_the_fractions_of_a_gpu_leave_room_for_the_experts() -> None:
@@ -159,7 +211,10 @@ def test_pods_have_what_the_application_asks_for(name: str) -> None:
     assert asked(config) <= given
     replicas = {kind: group.get("replicas", 1) for kind, group in groups(name)}
     assert replicas["front"] == config.ingress.num_replicas
-    assert replicas["serving"] == config.target.num_replicas
+    bounds = config.target.autoscaling
+    assert replicas["serving"] == (
+        config.target.num_replicas if bounds is None else bounds.min_replicas
+    )
     assert config.placement.trainer_is_apart
 
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 from engines import request, run, tokens_of
 from tiny_models import save_tiny, tiny_llama
+from transformers import AutoConfig
 
-from paceline.actors.decoding.build import build_engine, build_stacks
+from paceline.actors.decoding.build import build_engine, build_stacks, kv_positions
+from paceline.actors.decoding.draft_memory import DraftMemory, draft_memory
+from paceline.actors.decoding.kv import position_bytes
 from paceline.actors.decoding.memory import free_memory
 from paceline.actors.decoding.native.library import kernels_for
+from paceline.actors.decoding.runner import kv_shapes
 from paceline.actors.decoding.settings import TargetSettings
 
 
@@ -108,6 +112,41 @@ def test_memory_that_nobody_set_is_what_the_machine_can_give(tmp_path: Path) -> 
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(meminfo, tmp_path) == 64 * 1024
     assert free_memory(tmp_path / "none", tmp_path) > 2**20
+
+
+@pytest.mark.parametrize("canary", [0.0, 0.1])
+def test_on_a_gpu_the_target_leaves_room_for_the_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: float
+) -> None:
+    """All that is loaded after the target's keys and values has to fit beside them."""
+    target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)
+    settings = TargetSettings(
+        str(target),
+        {"general": str(draft), "sql": str(draft)},
+        num_threads=1,
+        max_num_seqs=1000,
+        canary_share=canary,
+    )
+    stacks = build_stacks(settings, torch.float32, torch.device("cpu"), 128, 128)
+    models = [model for stack in stacks for model in stack.runner.models]
+    weights = sum(weight.nbytes for model in models for weight in model.parameters())
+    assert draft_memory(settings, torch.float32).weights == weights
+    config = AutoConfig.from_pretrained(target)
+    each = position_bytes(kv_shapes(config), torch.float32)
+    own = position_bytes(kv_shapes(AutoConfig.from_pretrained(draft)), torch.float32)
+    free = weights + 2_000 * (each + own)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 10**12))
+    monkeypatch.setattr("paceline.actors.decoding.build.kv_block_size", lambda *_: 16)
+    gpu = torch.device("cuda")
+    found = kv_positions(settings, config, torch.float32, gpu, 128)
+    assert found == 16 * (1_200 // 16 - 1)
+    pool = dataclasses.replace(settings, placement="pool")
+    assert draft_memory(pool, torch.float32) == DraftMemory()
+    alone = kv_positions(pool, config, torch.float32, gpu, 128)
+    assert alone == 16 * (int(0.6 * free) // (16 * each) - 1) > found
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (weights // 2, 10**12))
+    with pytest.raises(ValueError, match="there is room for 0 positions"):
+        kv_positions(settings, config, torch.float32, gpu, 128)
 
 
 def test_a_crowded_machine_gets_fewer_blocks_but_room_for_one_request(

@@ -92,6 +92,7 @@ def test_measured_steps_name_the_machine(
         (["--hardware", "h100", "--acceptance", "1.5"], "acceptance must lie between 0 and 1"),
         (["--hardware", "cpu", "--tensor-parallel", "2"], "--interconnect-gbs"),
         (["--hardware", "h100", "--steps", "x.json"], "both name a machine"),
+        (["--steps", "x.json", "--kv-dtype", "int8"], "the dtypes that were measured"),
         (["--steps", "/nowhere/steps.json"], "/nowhere/steps.json: cannot be read"),
         (["--hardware", "h100", "--plot", "plan.docx"], "--plot: "),
         (["--hardware", "h100", "--colour"], "unrecognized arguments: --colour"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lessons import TINY_VOCAB, learn, lesson
+from safetensors import SafetensorError
 from tiny_models import tiny_llama
 
 from paceline.actors.training import moments
@@ -66,6 +67,35 @@ def test_a_restarted_trainer_goes_on_as_if_nothing_had_happened(tmp_path: Path, 
     third.take(1, third.flat(state))
     assert third.steps == 0
     assert steps(third, 8) != pytest.approx(expected, rel=1e-3)
+
+
+def test_who_falls_back_to_the_stable_version_has_its_moments_too(tmp_path: Path) -> None:
+    one = candidate(tmp_path, "float32")
+    steps(one, 3)
+    first = published(one, 1)
+    steps(one, 4)
+    published(one, 2)  # on trial, and rolled back
+    one.take(1, one.flat(first))
+    assert one.steps == 3
+    steps(one, 2)
+    published(one, 3)
+    again = candidate(tmp_path, "float32")
+    again.take(1, again.flat(first))
+    assert again.steps == 3
+
+
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_a_full_disk_costs_the_moments_and_not_the_publication(
+    tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise error("no space left on device")
+
+    monkeypatch.setattr(moments, "save_file", full)
+    one = candidate(tmp_path, "float32")
+    steps(one, 1)
+    published(one)
+    assert one.version == 1
 
 
 def test_the_file_outlives_the_order_in_which_weights_were_flattened(tmp_path: Path) -> None:

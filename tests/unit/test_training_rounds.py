@@ -19,7 +19,7 @@ from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
-from paceline.actors.training.progress import Stopped
+from paceline.actors.training.progress import Ousted, Stopped
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import flatten, unflatten
 
@@ -188,6 +188,32 @@ def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
         rounds.tick()
     assert len(asked) == 5
     assert rounds.progress.micro_steps == 0
+
+
+def test_who_is_ousted_while_moments_are_kept_has_published_and_goes_on(
+    draft: Path, tmp_path: Path
+) -> None:
+    """Leave is asked for before each file; a trainer that loses its turn there loses no more."""
+    world = filled(tmp_path / "weights")
+    folder = tmp_path / "optimizer"
+    rounds = make_rounds(trainer_settings(draft, optimizer_dir=str(folder)), world)
+
+    def leave() -> bool:
+        if list(folder.glob("sql/.partial-*")):
+            raise Ousted
+        return True
+
+    world.leave = leave
+    assert not rounds.tick()
+    candidate = rounds.candidate("sql")
+    assert world.versions() == {"sql": 1, "general": 0}
+    assert candidate.version == 1
+    assert not list(folder.glob("sql/1-*"))
+    world.leave = lambda: True
+    steps = candidate.steps
+    assert rounds.tick()
+    assert candidate.steps > steps
+    assert candidate.version >= 1
 
 
 def test_long_answers_are_learnt_from_their_first_part(draft: Path, tmp_path: Path) -> None:
