@@ -37,7 +37,7 @@ def skip_where_it_cannot_be(dtype: torch.dtype) -> None:
     if kernels_for(CPU, dtype) is None or not packable(torch.zeros(1, dtype=dtype)):
         pytest.skip("this CPU has no packed products or no compiler made the kernels")
     if dtype == torch.bfloat16 != resolve_dtype("auto", CPU):
-        # what widens bfloat16 there gives other bits, which the check at the start of an engine sees
+        # what widens it there gives other bits, which the check at an engine's start sees
         pytest.skip("this CPU does not compute in bfloat16")
 
 
