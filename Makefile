@@ -160,7 +160,7 @@ test-full: check
 	$(PY) -m pytest tests/distributed
 
 # Three hosts of this machine's own, `ray up` and the death of one: root, and Debian's iproute2,
-# openssh-server and rsync. Six minutes on two cores that have nothing else to do.
+# openssh-server and rsync. Eight minutes on two cores that have nothing else to do.
 test-cluster: setup links
 	$(PY) -m pytest -v tests/cluster $(ARGS)
 

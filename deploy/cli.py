@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="paceline",
         description="An LLM server on Ray whose draft models learn from the traffic it serves.",
     )
+    parser.add_argument("--version", action="version", version=f"paceline {version('paceline')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve until Ctrl-C")
     _add_config(serve)

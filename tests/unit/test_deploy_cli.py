@@ -1,6 +1,7 @@
 """The command line: options, history, and exit codes before anything starts."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,14 @@ def test_a_config_that_cannot_be_served_is_one_line_and_2(
     assert said in error
     assert error.startswith("paceline: ")
     assert error.count("\n") == 1
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    name, number = capsys.readouterr().out.split()
+    assert (name, number) == ("paceline", metadata.version("paceline"))
 
 
 def test_an_unknown_option_is_2() -> None:

@@ -1,0 +1,74 @@
+"""The `setup_commands` of cluster/local.yaml, run as a new host would run them: real pip, no cache.
+
+What they take from the shared folder is built here; the home folder is empty. It needs a package
+index, and takes some minutes: torch and all that DeepSpeed builds beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[2]
+SHARED = "/srv/paceline/install"
+SKIP = {".git", ".venv", ".typing", ".cache", "out", "build", "dist", "__pycache__"}
+INSTALL_S = 900
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the operator fills: a wheel and constraints.txt."""
+    folder, copy = tmp_path_factory.mktemp("install"), tmp_path_factory.mktemp("tree") / "copy"
+    shutil.copytree(ROOT, copy, ignore=lambda _, names: SKIP & set(names))
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder)]
+    subprocess.run([*build, str(copy)], check=True, capture_output=True)
+    shutil.copy(ROOT / "constraints.txt", folder)
+    return folder
+
+
+def test_a_new_host_can_start_ray_and_serve_after_them(shared: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    commands = yaml.safe_load((ROOT / "cluster/local.yaml").read_text())["setup_commands"]
+    assert any(SHARED in command for command in commands)
+    kept = {name: os.environ[name] for name in os.environ if name.startswith("PIP_")}
+    environment = {
+        "HOME": str(home),
+        "PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+        **kept,
+    }
+
+    def login(command: str) -> str:
+        """As ssh runs it: a login shell, nothing of this process' environment."""
+        done = subprocess.run(
+            ["bash", "--login", "-c", command],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
+    for command in commands:
+        login(command.replace(SHARED, str(shared)))
+    assert login("command -v ray").strip() == str(home / "paceline/bin/ray")
+    assert "paceline" in login("paceline --version")
+    told = login(
+        "python -c 'import paceline.deploy.cluster_app as a, deepspeed; print(a.__file__)'"
+    )
+    assert str(home) in told
+    # a second `ray up` runs them again, over what is there
+    for command in commands[-1:]:
+        login(command)
+    assert (home / ".profile").read_text().count("paceline/bin") == 1
