@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.products import plain_rows
 
 _LONE_TRIALS = 8
 # Above the first number of rows, products have multiples of the second.
@@ -37,7 +38,8 @@ class StackedLinear:
     float32. Its products give a row the same bits whatever rows stand beside it, but for a row
     alone, which takes another path in float32 and at some sizes in bfloat16. Where bits must not
     depend on the batch, such a row gets a neighbour: always in bfloat16, where that costs next to
-    nothing, and with ``invariant`` in float32.
+    nothing, and with ``invariant`` in float32. Without it, float32 products of few rows are
+    torch's own where those are faster here, see :func:`plain_rows`.
     """
 
     invariant = False
@@ -48,6 +50,7 @@ class StackedLinear:
         self.bias = bias
         self._packed: list[Tensor] | None = None
         self._lone_differs = False
+        self._plain_rows = 0
 
     @property
     def packed(self) -> bool:
@@ -61,6 +64,8 @@ class StackedLinear:
         if self._packed is None or expert is None:
             self._packed = [_packed(weight) for weight in self.weight]
             self._lone_differs = self._compare_lone()
+            if self.weight.dtype is torch.float32 and not self.invariant:
+                self._plain_rows = plain_rows(self.weight[0], lambda x: self._product(x, 0, None))
         else:
             self._packed[expert] = _packed(self.weight[expert])
 
@@ -70,6 +75,7 @@ class StackedLinear:
         Their weights must be the same; those of the others are laid out now.
         """
         self.invariant, self._lone_differs = earlier.invariant, earlier._lone_differs
+        self._plain_rows = earlier._plain_rows
         if earlier._packed is not None:
             further = self.weight[count:]
             self._packed = [*earlier._packed[:count], *(_packed(weight) for weight in further)]
@@ -85,8 +91,11 @@ class StackedLinear:
 
     def _one(self, x: Tensor, expert: int) -> Tensor:
         bias = None if self.bias is None else self.bias[expert]
-        alone = self._lone_differs and x.numel() == x.shape[-1]
+        rows = x.numel() // x.shape[-1]
+        alone = self._lone_differs and rows == 1
         half = x.dtype is not torch.float32
+        if rows <= self._plain_rows:
+            return functional.linear(x, self.weight[expert], bias)
         if self._packed is None or (alone and not (half or self.invariant)):
             return functional.linear(x, self.weight[expert], bias)
         if alone:
