@@ -94,9 +94,8 @@ class StackedLinear:
         rows = x.numel() // x.shape[-1]
         alone = self._lone_differs and rows == 1
         half = x.dtype is not torch.float32
-        if rows <= self._plain_rows:
-            return functional.linear(x, self.weight[expert], bias)
-        if self._packed is None or (alone and not (half or self.invariant)):
+        faster = rows <= self._plain_rows or (alone and not (half or self.invariant))
+        if self._packed is None or faster:
             return functional.linear(x, self.weight[expert], bias)
         if alone:
             return self._product(x.expand(*x.shape[:-2], 2, -1), expert, bias)[..., :1, :]

@@ -14,22 +14,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from wheels import ROOT, build_wheel
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parents[2]
 SHARED = "/srv/paceline/install"
-SKIP = {".git", ".venv", ".typing", ".cache", "out", "build", "dist", "__pycache__"}
 INSTALL_S = 900
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the operator fills: a wheel and constraints.txt."""
-    folder, copy = tmp_path_factory.mktemp("install"), tmp_path_factory.mktemp("tree") / "copy"
-    shutil.copytree(ROOT, copy, ignore=lambda _, names: SKIP & set(names))
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder)]
-    subprocess.run([*build, str(copy)], check=True, capture_output=True)
+    folder = build_wheel(tmp_path_factory.mktemp("install")).parent
     shutil.copy(ROOT / "constraints.txt", folder)
     return folder
 

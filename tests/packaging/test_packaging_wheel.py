@@ -1,6 +1,5 @@
 """The wheel, built from the tracked files, imports where the repository is out of reach."""
 
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -8,9 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-SKIP = {".git", ".venv", ".typing", ".cache", "out", "build", "dist", "__pycache__"}
+from wheels import ROOT, build_wheel
 
 # Every package and module, then the data files that `paceline serve` needs.
 PROBE = """
@@ -32,15 +29,8 @@ for pattern in ("models/*/*", "configs/*", "monitoring/*", "ui/*"):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the tree, so that no stale ``build/`` gets into it."""
-    work = tmp_path_factory.mktemp("wheel")
-    source = work / "source"
-    shutil.copytree(ROOT, source, ignore=lambda _, names: SKIP.intersection(names))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(work)]
-    result = subprocess.run([*command, str(source)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    (built,) = work.glob("*.whl")
-    return built
+    """A wheel of the tree as it is."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
