@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.actors.decoding.acceptance import Use
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.meter import RoundMeter
 from paceline.actors.decoding.proposer import DraftRow, Proposer
@@ -171,7 +172,7 @@ class Drafting:
         total: float,
     ) -> None:
         for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
-            controller.accepted(sequence.draft, tried, taken)
+            controller.accepted(_use(sequence), tried, taken)
         active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
         steps = max(drafted)
         timed_steps = 0 if self._proposer.waited_in_vain else steps
@@ -194,32 +195,32 @@ class Drafting:
     ) -> list[int]:
         """Tokens to draft per row: the request's own number, or the controller's choice."""
         both = (*batch, *coming)
-        free = Counter(s.draft for s in both if s.num_speculative_tokens is None)
-        plan: Mapping[str, int] = {}
+        free = Counter(_use(s) for s in both if s.num_speculative_tokens is None)
+        plan: Mapping[Use, int] = {}
         if free and self._controller is not None:
             others = len(both) - free.total()
-            reading = Counter(s.draft for s in coming if s.num_speculative_tokens is None)
+            reading = Counter(_use(s) for s in coming if s.num_speculative_tokens is None)
             plan = self._controller.plan(free, others, lambda: self._unread(both), reading)
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
-            wanted.append(sequence.budget(plan.get(sequence.draft, 0) if k is None else k))
+            wanted.append(sequence.budget(plan.get(_use(sequence), 0) if k is None else k))
         return wanted
 
-    def _unread(self, batch: Sequence[RunningSequence]) -> dict[str, float]:
-        """Per draft: seconds of what it has to read, for each token that will be emitted yet."""
+    def _unread(self, batch: Sequence[RunningSequence]) -> dict[Use, float]:
+        """Per use: seconds of what it has to read, for each token that will be emitted yet."""
         assert self._controller is not None
         reading = self._controller.reading
-        seconds: dict[str, float] = {}
-        left: dict[str, float] = {}
+        seconds: dict[Use, float] = {}
+        left: dict[Use, float] = {}
         for s in batch:
             if s.num_speculative_tokens is None:
                 lacking = self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
                 own = reading.seconds(1.0, lacking) if lacking else 0.0
-                seconds[s.draft] = seconds.get(s.draft, 0.0) + own
-                expected = reading.left(s.num_output, s.max_tokens)
-                left[s.draft] = left.get(s.draft, 0.0) + expected
-        return {draft: seconds[draft] / tokens for draft, tokens in left.items()}
+                use = _use(s)
+                seconds[use] = seconds.get(use, 0.0) + own
+                left[use] = left.get(use, 0.0) + reading.left(s.num_output, s.max_tokens)
+        return {use: seconds[use] / tokens for use, tokens in left.items()}
 
     def _resting(self) -> bool:
         """A proposer that fails is asked again after 1, 2, 4 ... rounds."""
@@ -295,3 +296,7 @@ class Drafting:
             if sequence.draft in blamed:
                 sequence.failed_version = blamed[sequence.draft]
         return bool(blamed)
+
+
+def _use(sequence: RunningSequence) -> Use:
+    return Use(sequence.draft, sampled=not sequence.request.sampling.greedy)

@@ -3,27 +3,25 @@
 Goodput of a round (TurboSpec, arXiv 2406.14066, here with measured acceptance per position and
 several experts that share one target forward):
 
-    sum over rows r with expert e of [1 + sum_{i<=k_e} prod_{j<=i} a_{e,j}]  /  T(k_1 ... k_E)
+    sum over rows r with use u of [1 + sum_{i<=k_u} prod_{j<=i} a_{u,j}]  /  T(k_1 ... k_U)
 
-T counts what drafts have to read, spread over the answers.
+T counts what drafts have to read, spread over the answers. A use is an expert with greedy or with
+sampled requests: what is accepted differs between the two (see acceptance.py).
 
 All rows that draft go through the same number of draft steps and are verified by one padded
-forward, so experts that take part draft the same k; the choice is k and who takes part.
+forward, so uses that take part draft the same k; the choice is k and who takes part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from paceline.actors.decoding.acceptance import Acceptance, Use
 from paceline.actors.decoding.costs import StepCosts
 from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.reading import ReadingCosts, Reads
 
-_PRIOR_TRIALS = 4.0
-_PRIOR_ACCEPTANCE = 0.6
-_WINDOW = 200.0
-_KEPT_AFTER_SWAP = 0.1
 _HYSTERESIS = 1.03
 # What drafting must promise over plain decoding to be taken up, and to be kept, at one row and what
 # is added for very many. Estimates err; and rows of a batch that draft end one after the other, so
@@ -40,63 +38,21 @@ _PLAIN_EVERY = 100
 _NO_READS = Reads()
 
 
-@dataclass(slots=True)
-class Acceptance:
-    """Decayed conditional acceptance of one expert, per position of a draft."""
-
-    positions: int
-    hits: list[float] = field(default_factory=list)
-    trials: list[float] = field(default_factory=list)
-    _lengths: list[float] | None = None
-
-    def __post_init__(self) -> None:
-        self.hits, self.trials = [0.0] * self.positions, [0.0] * self.positions
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """One row's round: positions up to the first rejection were tried."""
-        self._lengths = None
-        keep = 1.0 - 1.0 / _WINDOW
-        for position in range(min(drafted, accepted + 1, self.positions)):
-            self.hits[position] = keep * self.hits[position] + (position < accepted)
-            self.trials[position] = keep * self.trials[position] + 1.0
-
-    def forget(self) -> None:
-        """New weights: what was seen says little about them."""
-        self._lengths = None
-        self.hits = [_KEPT_AFTER_SWAP * h for h in self.hits]
-        self.trials = [_KEPT_AFTER_SWAP * t for t in self.trials]
-
-    def expected_lengths(self) -> list[float]:
-        """Expected accepted tokens of a row for k = 0, 1, ... positions.
-
-        A position that was seldom tried takes after the one before it.
-        """
-        if self._lengths is not None:
-            return self._lengths
-        lengths, reach, prior = [0.0], 1.0, _PRIOR_ACCEPTANCE
-        for hits, trials in zip(self.hits, self.trials, strict=True):
-            prior = (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
-            reach *= prior
-            lengths.append(lengths[-1] + reach)
-        self._lengths = lengths
-        return lengths
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``k`` tokens for every row of ``experts``; the others decode plainly."""
+    """``k`` tokens for every row of ``uses``; the others decode plainly."""
 
     k: int = 0
-    experts: frozenset[str] = frozenset()
+    uses: frozenset[Use] = frozenset()
 
-    def tokens(self, expert: str) -> int:
-        """How many tokens a row of this expert drafts."""
-        return self.k if expert in self.experts else 0
+    def tokens(self, use: Use) -> int:
+        """How many tokens a row of this use drafts."""
+        return self.k if use in self.uses else 0
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A look at an expert beyond what it drafts now; ``at`` is the round of the last one."""
+    """A look at a use beyond what it drafts now; ``at`` is the round of the last one."""
 
     due: bool = True
     rounds_left: int = 0
@@ -108,7 +64,7 @@ class GoodputController:
     """Chooses k round by round. Pure: it is told what happened and how long it took."""
 
     def __init__(self, target: StepCosts, draft: DraftCosts, max_tokens: int) -> None:
-        """Start without knowledge of acceptance: the prior makes every expert worth a try.
+        """Start without knowledge of acceptance: the prior makes every use worth a try.
 
         Args:
             target: seconds of a round without its drafting, by (rows, tokens per row).
@@ -119,29 +75,29 @@ class GoodputController:
         self._draft = draft
         self._positions = self._max_tokens = max_tokens
         self._probe_share = _PROBE_SHARE
-        self._acceptance: dict[str, Acceptance] = {}
-        self._probes: dict[str, _Probe] = {}
-        self._drafted: set[str] = set()
-        self._credit = 0.0  # seconds that looks may cost, over all experts
+        self._acceptance: dict[Use, Acceptance] = {}
+        self._probes: dict[Use, _Probe] = {}
+        self._drafted: set[Use] = set()
+        self._credit = 0.0  # seconds that looks may cost, over all uses
         self._plan = Plan()
-        self._unread: Mapping[str, float] = {}
-        self._planned_for: tuple[tuple[str, int], ...] = ()
+        self._unread: Mapping[Use, float] = {}
+        self._planned_for: tuple[tuple[Use, int], ...] = ()
         self._rounds = 0
         self.predicted: float | None = None  # goodput of the present plan, tokens per second
 
     def plan(
         self,
-        rows: Mapping[str, int],
+        rows: Mapping[Use, int],
         others: int = 0,
-        unread: Callable[[], Mapping[str, float]] = dict,
-        coming: Mapping[str, int] | None = None,
-    ) -> Mapping[str, int]:
-        """Tokens to draft in the next round, per expert.
+        unread: Callable[[], Mapping[Use, float]] = dict,
+        coming: Mapping[Use, int] | None = None,
+    ) -> Mapping[Use, int]:
+        """Tokens to draft in the next round, per use.
 
         Args:
-            rows: how many rows of each expert leave the choice to the controller.
+            rows: how many rows of each use leave the choice to the controller.
             others: rows of the batch that do not.
-            unread: asked where a choice is made: per expert, the seconds of what it has to read
+            unread: asked where a choice is made: per use, the seconds of what it has to read
                 before it can draft for its rows, for each token that they will emit yet.
             coming: those of the rows whose prompts are still being read.
         """
@@ -155,12 +111,12 @@ class GoodputController:
             self._planned_for = key
             self.predicted = self._goodput(self._plan, rows, others)
         # who has no row that decodes cannot be looked at now, and shall not pay for it
-        here = [e for e, count in rows.items() if count > (coming or {}).get(e, 0)]
-        oldest = min(here, key=lambda expert: self._probe(expert).at, default="")
+        here = [use for use, count in rows.items() if count > (coming or {}).get(use, 0)]
+        oldest = min(here, key=lambda use: self._probe(use).at, default=None)
         return {
-            expert: self._plan.tokens(expert)
-            + (self._probe_tokens(expert, rows, others, oldest) if expert in here else 0)
-            for expert in rows
+            use: self._plan.tokens(use)
+            + (self._probe_tokens(use, rows, others, oldest) if use in here else 0)
+            for use in rows
         }
 
     def limit(self, max_tokens: int | None = None, probe_share: float | None = None) -> None:
@@ -177,19 +133,19 @@ class GoodputController:
             self._plan = Plan()
         self._planned_for = ()
 
-    def chosen(self, expert: str) -> int:
-        """The k that the present plan has for an expert, looks beyond it left out."""
-        return self._plan.tokens(expert)
+    def chosen(self, draft: str) -> int:
+        """The k that the present plan has for rows of an expert, looks beyond it left out."""
+        return max(self._plan.tokens(use) for use in Use.of(draft))
 
     def plain_seconds(self, rows: int, tokens: int) -> float:
         """What plain decoding is expected to take for ``tokens`` tokens, ``rows`` at a time."""
         return tokens / rows * self._target.seconds(rows, 1)
 
-    def accepted(self, expert: str, drafted: int, accepted: int) -> None:
+    def accepted(self, use: Use, drafted: int, accepted: int) -> None:
         """What verification made of one row's drafts."""
         if drafted:
-            self._of(expert).observe(drafted, accepted)
-            self._drafted.add(expert)
+            self._of(use).observe(drafted, accepted)
+            self._drafted.add(use)
 
     def took(
         self,
@@ -215,8 +171,8 @@ class GoodputController:
         drafted_rows, experts, steps = drafting
         self._draft.observe(drafted_rows, experts, steps, draft_s, reads)
         self._credit = min(self._credit + self._probe_share * (verify_s + draft_s), _MOST_CREDIT_S)
-        for expert in self._drafted:
-            probe = self._probe(expert)
+        for use in self._drafted:
+            probe = self._probe(use)
             probe.rounds_left = max(0, probe.rounds_left - 1)
         self._drafted.clear()
 
@@ -229,45 +185,53 @@ class GoodputController:
         """What it costs drafts to read prompts."""
         return self._draft.reading
 
-    def swapped(self, expert: str) -> None:
+    def swapped(self, draft: str) -> None:
         """New weights: look at them soon."""
-        self._of(expert).forget()
-        self._probes[expert] = _Probe()
+        for use in Use.of(draft):
+            if use in self._acceptance:
+                self._acceptance[use].forget()
+            self._probes[use] = _Probe()
         self._planned_for = ()
 
-    def _probe(self, expert: str) -> _Probe:
-        return self._probes.setdefault(expert, _Probe())
+    def _probe(self, use: Use) -> _Probe:
+        return self._probes.setdefault(use, _Probe())
 
-    def _of(self, expert: str) -> Acceptance:
-        return self._acceptance.setdefault(expert, Acceptance(self._positions))
+    def _of(self, use: Use) -> Acceptance:
+        """What is known of a use; where it is new, it takes after the expert's other one."""
+        known = self._acceptance.get(use)
+        if known is None:
+            like = self._acceptance.get(use.other)
+            known = Acceptance(self._positions) if like is None else like.taken_after()
+            self._acceptance[use] = known
+        return known
 
-    def _goodput(self, plan: Plan, rows: Mapping[str, int], others: int) -> float:
-        drafting = {e: n for e, n in rows.items() if e in plan.experts}
+    def _goodput(self, plan: Plan, rows: Mapping[Use, int], others: int) -> float:
+        drafting = {use: n for use, n in rows.items() if use in plan.uses}
         batch = others + sum(rows.values())
-        gains = {e: n * self._of(e).expected_lengths()[plan.k] for e, n in drafting.items()}
+        gains = {use: n * self._of(use).expected_lengths()[plan.k] for use, n in drafting.items()}
         gained = sum(gains.values())
         seconds = self._target.seconds(batch, plan.k + 1)
         if plan.k and drafting:
             own = sum(drafting.values())
-            seconds += self._draft.seconds(own, len(drafting), plan.k)
+            seconds += self._draft.seconds(own, len({use.draft for use in drafting}), plan.k)
             # Those that come after have to be read too, as long as this goes on.
             usual = self._draft.reading.usual_s
-            for e, n in drafting.items():
-                seconds += max(self._unread.get(e, 0.0), usual) * (n + gains[e])
+            for use, n in drafting.items():
+                seconds += max(self._unread.get(use, 0.0), usual) * (n + gains[use])
         return (batch + gained) / seconds
 
-    def _candidates(self, rows: Mapping[str, int]) -> Sequence[Plan]:
+    def _candidates(self, rows: Mapping[Use, int]) -> Sequence[Plan]:
         plans = [Plan()]
         for k in range(1, self._max_tokens + 1):
-            gain = {e: self._of(e).expected_lengths()[k] * n for e, n in rows.items()}
-            ranked = sorted(rows, key=lambda e: -gain[e])
+            gain = {use: self._of(use).expected_lengths()[k] * n for use, n in rows.items()}
+            ranked = sorted(rows, key=lambda use: -gain[use])
             plans += [Plan(k, frozenset(ranked[: count + 1])) for count in range(len(ranked))]
         return plans
 
-    def _best(self, rows: Mapping[str, int], others: int) -> Plan:
+    def _best(self, rows: Mapping[Use, int], others: int) -> Plan:
         best = max(self._candidates(rows), key=lambda plan: self._goodput(plan, rows, others))
-        present = Plan(self._plan.k, self._plan.experts & set(rows))
-        if not present.experts:
+        present = Plan(self._plan.k, self._plan.uses & set(rows))
+        if not present.uses:
             present = Plan()
         promised = self._goodput(best, rows, others)
         gain = promised / self._goodput(Plan(), rows, others)
@@ -275,30 +239,32 @@ class GoodputController:
             return Plan()
         return best if promised > _HYSTERESIS * self._goodput(present, rows, others) else present
 
-    def _probe_tokens(self, expert: str, rows: Mapping[str, int], others: int, oldest: str) -> int:
+    def _probe_tokens(
+        self, use: Use, rows: Mapping[Use, int], others: int, oldest: Use | None
+    ) -> int:
         """Draft further now and then than it pays, so that acceptance stays known there."""
-        probe, k = self._probe(expert), self._plan.tokens(expert)
+        probe, k = self._probe(use), self._plan.tokens(use)
         more = min(_PROBE_TOKENS, self._max_tokens - k)
         if not more:
             return 0
         if not (probe.rounds_left and probe.patience):
             if not (probe.due or self._rounds % _PLAN_EVERY == 0):
                 return 0
-            cost = self._probe_cost(expert, rows, others, k)
-            wanted = (probe.due and k == 0) or (expert == oldest and self._credit >= cost)
+            cost = self._probe_cost(use, rows, others, k)
+            wanted = (probe.due and k == 0) or (use == oldest and self._credit >= cost)
             if not wanted:
                 return 0
             self._credit -= cost
-            self._probes[expert] = probe = _Probe(
+            self._probes[use] = probe = _Probe(
                 due=False, rounds_left=_PROBE_ROUNDS, patience=_PATIENCE, at=self._rounds
             )
         # Only rounds that drafted count: a draft that was off reads its prompt first.
         probe.patience -= 1
         return more
 
-    def _probe_cost(self, expert: str, rows: Mapping[str, int], others: int, k: int) -> float:
+    def _probe_cost(self, use: Use, rows: Mapping[Use, int], others: int, k: int) -> float:
         """Seconds that a probe adds at worst; a draft that was off reads its prompts first."""
-        batch, own = others + sum(rows.values()), rows[expert]
+        batch, own = others + sum(rows.values()), rows[use]
         further = k + _PROBE_TOKENS + 1
         verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
         draft = self._draft.seconds(own, 1, k + _PROBE_TOKENS) - self._draft.seconds(own, 1, k)

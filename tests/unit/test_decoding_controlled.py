@@ -11,6 +11,7 @@ from itertools import count
 from engines import engine_of, request, run, served, tokens_of
 from tiny_models import tiny_llama
 
+from paceline.actors.decoding.acceptance import Use
 from paceline.actors.decoding.costs import StepCosts
 from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.engine import Engine
@@ -28,15 +29,15 @@ class Noting(GoodputController):
         target = StepCosts({(r, t): 1.0 for r in rows for t in (1, 2, CAP + 1)})
         draft = DraftCosts({(r, e): 1.0 / CAP for r in rows for e in (1, 2)})
         super().__init__(target, draft, CAP)
-        self.planned: list[Mapping[str, int]] = []
+        self.planned: list[Mapping[Use, int]] = []
 
     def plan(
         self,
-        rows: Mapping[str, int],
+        rows: Mapping[Use, int],
         others: int = 0,
-        unread: Callable[[], Mapping[str, float]] = dict,
-        coming: Mapping[str, int] | None = None,
-    ) -> Mapping[str, int]:
+        unread: Callable[[], Mapping[Use, float]] = dict,
+        coming: Mapping[Use, int] | None = None,
+    ) -> Mapping[Use, int]:
         self.planned.append(super().plan(rows, others, unread, coming))
         return self.planned[-1]
 
@@ -73,7 +74,7 @@ def answered(engine: Engine, drafts: Iterable[str], times: int) -> list[list[int
 def test_a_perfect_draft_is_used_to_the_cap() -> None:
     engine, controller = made()
     answered(engine, [PERFECT], 6)
-    chosen = [plan[PERFECT] for plan in controller.planned]
+    chosen = [plan[Use(PERFECT)] for plan in controller.planned]
     assert max(chosen) == CAP
     late = chosen[len(chosen) // 2 :]
     assert sum(k == CAP for k in late) >= 0.9 * len(late)
@@ -83,7 +84,7 @@ def test_a_perfect_draft_is_used_to_the_cap() -> None:
 def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
     engine, controller = made()
     answered(engine, [HOPELESS], 10)
-    chosen = [plan[HOPELESS] for plan in controller.planned]
+    chosen = [plan[Use(HOPELESS)] for plan in controller.planned]
     assert max(chosen[:20]) > 0  # it had its chance
     late = chosen[len(chosen) // 2 :]
     assert sum(k > 0 for k in late) <= 0.1 * len(late)
@@ -93,13 +94,13 @@ def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
 def test_each_draft_is_judged_by_itself_and_answers_are_the_targets() -> None:
     engine, controller = made()
     both = answered(engine, [PERFECT, HOPELESS], 4)
-    beside = [plan for plan in controller.planned if plan.keys() == {PERFECT, HOPELESS}]
+    beside = [plan for plan in controller.planned if plan.keys() == {Use(PERFECT), Use(HOPELESS)}]
     late = beside[len(beside) // 2 :]
-    assert sum(plan[PERFECT] == CAP for plan in late) >= 0.9 * len(late) > 10
+    assert sum(plan[Use(PERFECT)] == CAP for plan in late) >= 0.9 * len(late) > 10
     # beside the other it drafts for nothing by this clock; by itself it would cost the round
     began = len(controller.planned)
     alone = answered(engine, [HOPELESS], 1)
-    chosen = [plan[HOPELESS] for plan in controller.planned[began:]]
+    chosen = [plan[Use(HOPELESS)] for plan in controller.planned[began:]]
     assert sum(k > 0 for k in chosen) <= 0.1 * len(chosen)
     plain = answered(made()[0], ["off"], 4)
     assert both[::2] == both[1::2] == plain

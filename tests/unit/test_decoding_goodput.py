@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.actors.decoding.acceptance import Acceptance, Use
 from paceline.actors.decoding.costs import StepCosts, grid_points, profile
 from paceline.actors.decoding.draft_costs import DraftCosts
-from paceline.actors.decoding.goodput import Acceptance, GoodputController
+from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.reading import ReadingCosts, Reads
 
 MAX = 8
+A, B = Use("a"), Use("b")
 ROWS = (1, 2, 4, 8, 16)
 
 
@@ -45,7 +47,7 @@ def controller() -> GoodputController:
 class World:
     """Rounds of a fixed batch; every drafted token of an expert is accepted alike."""
 
-    def __init__(self, rows: dict[str, int], acceptance: dict[str, float], seed: int = 0) -> None:
+    def __init__(self, rows: dict[Use, int], acceptance: dict[Use, float], seed: int = 0) -> None:
         self.rows, self.acceptance = rows, acceptance
         self.random = random.Random(seed)
         self.controller = controller()
@@ -60,19 +62,18 @@ class World:
         for _ in range(rounds):
             self.round()
 
-    def round(self) -> dict[str, int]:
+    def round(self) -> dict[Use, int]:
         plan = dict(self.controller.plan(self.rows))
         if self.silent and any(plan.values()):
             self.silent -= 1
             plan = dict.fromkeys(plan, 0)
         batch = sum(self.rows.values())
         drafting = {e: n for e, n in self.rows.items() if plan[e]}
+        experts = len({use.draft for use in drafting})
         steps = max(plan.values())
         verify = self.slowness * target_s(batch, steps + 1)
         drafted = self.slowness * (
-            self.fixed_s + steps * draft_s(sum(drafting.values()), len(drafting))
-            if drafting
-            else 0.0
+            self.fixed_s + steps * draft_s(sum(drafting.values()), experts) if drafting else 0.0
         )
         for expert, n in self.rows.items():
             for _ in range(n):
@@ -83,7 +84,7 @@ class World:
                 self.controller.accepted(expert, plan[expert], accepted)
                 self.tokens += 1 + accepted
         self.controller.took(
-            batch, steps + 1, verify, (sum(drafting.values()), len(drafting), steps), drafted
+            batch, steps + 1, verify, (sum(drafting.values()), experts, steps), drafted
         )
         self.seconds += verify + drafted
         self.plain_seconds += self.slowness * target_s(batch, 1)
@@ -101,9 +102,9 @@ def test_what_is_left_of_an_answer_must_be_worth_the_reading() -> None:
             plans.took(1, 1, target_s(1, 1), (0, 0, 0), 0.05, Reads(1, 100))
             plans.ended(30, 300)
         for _ in range(400):
-            k = plans.plan({"a": 1}, 0, lambda: {"a": plans.reading.seconds(1, unread) / left})["a"]
+            k = plans.plan({A: 1}, 0, lambda: {A: plans.reading.seconds(1, unread) / left})[A]
             tries = (draws.random() < 0.8 for _ in range(k))
-            plans.accepted("a", k, sum(1 for _ in itertools.takewhile(bool, tries)))
+            plans.accepted(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
             drafting = (1, 1, k) if k else (0, 0, 0)
             plans.took(1, k + 1, target_s(1, k + 1), drafting, k * draft_s(1, 1))
             chosen.append(k)
@@ -128,17 +129,17 @@ def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None
     def even(_rows: int, tokens: int) -> float:
         return 0.010 * (1.0 + 0.55 * (tokens - 1))
 
-    world = World({"a": 4}, {"a": 0.6})
+    world = World({A: 4}, {A: 0.6})
     world.controller = GoodputController(
         costs(even, (1, 2, 5, 9)), draft_costs(lambda _r, _e: 1e-5), MAX
     )
     world.controller.ended(0, 64)
     plans = []
     for _ in range(600):
-        k = world.controller.plan({"a": 4})["a"]
+        k = world.controller.plan({A: 4})[A]
         for _ in range(4):
             tries = (world.random.random() < 0.6 for _ in range(k))
-            world.controller.accepted("a", k, sum(1 for _ in itertools.takewhile(bool, tries)))
+            world.controller.accepted(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
         world.controller.took(4, k + 1, even(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 1e-5)
         plans.append(k)
     assert sum(k > 0 for k in plans[100:]) < 50
@@ -168,25 +169,25 @@ def test_acceptance_counts_tried_positions_only() -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_hopeless_drafts_are_left_off_and_cost_almost_nothing(batch: int) -> None:
-    world = World({"a": batch}, {"a": 0.02})
+    world = World({A: batch}, {A: 0.02})
     world.run(200)  # learning that they are hopeless costs once
     world.seconds = world.plain_seconds = 0.0
-    plans = [world.round()["a"] for _ in range(3000)]
+    plans = [world.round()[A] for _ in range(3000)]
     assert 0 < sum(k > 0 for k in plans) < 300  # it still looks
     assert world.seconds < 1.015 * world.plain_seconds
 
 
 def test_good_drafts_run_long_and_pay() -> None:
-    world = World({"a": 1}, {"a": 0.9})
+    world = World({A: 1}, {A: 0.9})
     world.run(300)
-    assert max(world.round()["a"] for _ in range(3)) >= 6
+    assert max(world.round()[A] for _ in range(3)) >= 6
     assert world.tokens / world.seconds > 2.5 * 300 / world.plain_seconds
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_the_choice_is_near_the_best_fixed_number(acceptance: float, batch: int) -> None:
-    world = World({"a": batch}, {"a": acceptance}, seed=3)
+    world = World({A: batch}, {A: acceptance}, seed=3)
     world.run(300)
     world.seconds = world.tokens = 0
     world.run(3000)
@@ -202,10 +203,10 @@ def test_the_choice_is_near_the_best_fixed_number(acceptance: float, batch: int)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_what_a_round_costs_beside_its_steps_is_not_charged_to_further_steps(batch: int) -> None:
     """Else, after short drafts, long ones look dear for ever, and are never tried."""
-    world = World({"a": batch}, {"a": 0.5}, seed=5)
+    world = World({A: batch}, {A: 0.5}, seed=5)
     world.fixed_s = 0.004
     world.run(400)
-    world.acceptance["a"] = 0.85
+    world.acceptance[A] = 0.85
     world.run(1500)
     world.seconds = world.tokens = 0
     world.run(2000)
@@ -253,50 +254,109 @@ def test_drafting_never_looks_free_nor_less_than_nothing(
 
 
 def test_experts_are_judged_one_by_one() -> None:
-    world = World({"good": 2, "bad": 2}, {"good": 0.85, "bad": 0.02})
+    good, bad = Use("good"), Use("bad")
+    world = World({good: 2, bad: 2}, {good: 0.85, bad: 0.02})
     world.run(400)
     plans = [world.round() for _ in range(200)]
-    assert sum(p["good"] > 0 for p in plans) >= 198
-    assert sum(p["bad"] == 0 for p in plans) > 150
+    assert sum(p[good] > 0 for p in plans) >= 198
+    assert sum(p[bad] == 0 for p in plans) > 150
+
+
+def test_sampled_requests_are_judged_apart_from_greedy_ones() -> None:
+    """Each by itself gets what it gets where the other has never been."""
+    greedy, sampled = Use.of("a")
+
+    def late(rows: dict[Use, int], before: dict[Use, int]) -> list[dict[Use, int]]:
+        world = World(before, {greedy: 0.9, sampled: 0.05})
+        world.run(1000)
+        world.rows = rows
+        world.run(200)
+        return [world.round() for _ in range(400)]
+
+    after = late({sampled: 1}, {greedy: 1})
+    assert sum(p[sampled] > 0 for p in after) < 60
+    assert sorted(p[greedy] for p in late({greedy: 1}, {sampled: 1}))[200] >= 6
+    beside = late({greedy: 2, sampled: 2}, {sampled: 1})
+    assert sum(p[greedy] > 0 for p in beside) > 390
+
+
+def test_a_use_that_is_new_takes_after_the_other_with_little_weight() -> None:
+    plans = controller()
+    for _ in range(400):
+        plans.accepted(A, MAX, MAX)
+    begun = plans._of(A.other)
+    known = plans._of(A).expected_lengths()[1]
+    assert 0.6 < begun.expected_lengths()[1] < known
+    for _ in range(30):
+        plans.accepted(A.other, MAX, 0)
+    assert begun.expected_lengths()[1] < 0.5
+    assert plans._of(A).expected_lengths()[1] == known
+
+
+def test_a_swap_concerns_both_uses() -> None:
+    plans = controller()
+    for use in Use.of("a"):
+        plans.accepted(use, MAX, MAX)
+        plans.plan({use: 1})
+        plans._probe(use).due = False
+    plans.swapped("a")
+    assert all(plans._of(use).trials[0] < 1 and plans._probe(use).due for use in Use.of("a"))
+
+
+def test_an_expert_with_both_uses_is_one_expert_to_read() -> None:
+    """Its weights are read once a step, whoever it drafts for."""
+    read = []
+
+    class Told(DraftCosts):
+        def seconds(self, rows: int, experts: int, steps: int) -> float:
+            read.append(experts)
+            return super().seconds(rows, experts, steps)
+
+    table = {(r, e): draft_s(r, e) for r in ROWS for e in (1, 2, 4)}
+    plans = GoodputController(costs(target_s, (1, 2, 5, 9)), Told(table), MAX)
+    plans.plan({A: 2, A.other: 2})
+    assert set(read) == {1}
+    plans.plan({A: 2, B: 2})
+    assert set(read) == {1, 2}
 
 
 def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() -> None:
-    world = World({"a": 1}, {"a": 0.02})
+    world = World({A: 1}, {A: 0.02})
     world.run(1000)
-    world.acceptance["a"] = 0.9
-    assert next(i for i in range(5000) if world.round()["a"] > 2) < 5000
-    world = World({"a": 1}, {"a": 0.02})
+    world.acceptance[A] = 0.9
+    assert next(i for i in range(5000) if world.round()[A] > 2) < 5000
+    world = World({A: 1}, {A: 0.02})
     world.run(1000)
     world.controller.swapped("a")
-    assert world.round()["a"] > 0
+    assert world.round()[A] > 0
 
 
 def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
-    world = World({"a": 1}, {"a": 0.02})
+    world = World({A: 1}, {A: 0.02})
     world.run(1000)
-    world.acceptance["a"], world.silent = 0.9, 20
+    world.acceptance[A], world.silent = 0.9, 20
     world.controller.swapped("a")
-    assert max(world.round()["a"] for _ in range(60)) > 2
+    assert max(world.round()[A] for _ in range(60)) > 2
 
 
 def test_deeper_positions_are_looked_at_again() -> None:
     """What is accepted further on changes without a swap: k must be able to grow."""
-    world = World({"a": 1}, {"a": 0.45})
+    world = World({A: 1}, {A: 0.45})
     world.run(2000)
-    world.acceptance["a"] = 0.95
-    plans = [world.round()["a"] for _ in range(3000)]
+    world.acceptance[A] = 0.95
+    plans = [world.round()[A] for _ in range(3000)]
     assert sorted(plans[-100:])[50] >= 6
 
 
 def test_a_slow_hour_is_forgotten() -> None:
     """Costs of a busy machine must not make plain decoding look dear on a quiet one."""
-    world = World({"a": 1}, {"a": 0.02})
+    world = World({A: 1}, {A: 0.02})
     world.slowness = 3.0
     world.run(500)
-    world.slowness, world.acceptance["a"] = 1.0, 0.9
+    world.slowness, world.acceptance[A] = 1.0, 0.9
     world.controller.swapped("a")
     world.run(300)
-    world.acceptance["a"] = 0.02
+    world.acceptance[A] = 0.02
     world.run(1500)
     world.seconds = world.plain_seconds = 0.0
     world.run(2000)
@@ -305,11 +365,11 @@ def test_a_slow_hour_is_forgotten() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_many_hopeless_experts_cost_no_more_than_one(count: int) -> None:
-    names = [f"e{i}" for i in range(count)]
+    names = [Use(f"e{i}") for i in range(count)]
     world = World(dict.fromkeys(names, 1), dict.fromkeys(names, 0.02))
     world.run(1000)
     world.seconds = world.plain_seconds = 0.0
-    looked: set[str] = set()
+    looked: set[Use] = set()
     for _ in range(4000):
         looked |= {e for e, k in world.round().items() if k}
     assert looked == set(names)
@@ -357,10 +417,10 @@ def test_k_falls_as_load_grows() -> None:
         tables = costs(busy, tuple(range(1, MAX + 2))), draft_costs()
         plans = GoodputController(*tables, MAX)
         for _ in range(300):
-            plans.accepted("a", MAX, 3)
+            plans.accepted(A, MAX, 3)
         for _ in range(10):  # the first look at an expert that is left off ends in these
-            k = plans.plan({"a": batch})["a"]
-            plans.accepted("a", k, min(k, 3))
+            k = plans.plan({A: batch})[A]
+            plans.accepted(A, k, min(k, 3))
             drafting = (batch, 1, k) if k else (0, 0, 0)
             plans.took(batch, k + 1, busy(batch, k + 1), drafting, k * draft_s(batch, 1))
         chosen.append(k)
@@ -378,11 +438,11 @@ def test_requests_that_come_later_have_to_be_read_too() -> None:
         for _ in range(200):
             plans.ended(prompt, 32)
         for _ in range(300):
-            k = plans.plan({"a": 4}, 0, lambda: {"a": 0.0})["a"]
+            k = plans.plan({A: 4}, 0, lambda: {A: 0.0})[A]
             for _ in range(4):
-                plans.accepted("a", k, min(k, 2))
+                plans.accepted(A, k, min(k, 2))
             plans.took(4, k + 1, target_s(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 0.001)
-        return plans.plan({"a": 4})["a"]
+        return plans.plan({A: 4})[A]
 
     assert settled(prompt=8) >= 2
     assert settled(prompt=800) == 0
@@ -410,12 +470,12 @@ def test_what_reading_costs_follows_what_it_takes() -> None:
 def test_an_expert_whose_rows_are_all_being_read_is_not_looked_at() -> None:
     plans = controller()
     for _ in range(200):
-        chosen = plans.plan({"a": 1, "b": 3}, coming={"b": 3})
-        plans.accepted("a", chosen["a"], chosen["a"])
-        drafting = (1, 1, chosen["a"]) if chosen["a"] else (0, 0, 0)
-        plans.took(1, chosen["a"] + 1, target_s(1, chosen["a"] + 1), drafting, 0.001)
-    assert plans._probe("b").due  # its first look is still to come
-    assert plans.plan({"a": 1, "b": 3})["b"] > 0
+        chosen = plans.plan({A: 1, B: 3}, coming={B: 3})
+        plans.accepted(A, chosen[A], chosen[A])
+        drafting = (1, 1, chosen[A]) if chosen[A] else (0, 0, 0)
+        plans.took(1, chosen[A] + 1, target_s(1, chosen[A] + 1), drafting, 0.001)
+    assert plans._probe(B).due  # its first look is still to come
+    assert plans.plan({A: 1, B: 3})[B] > 0
 
 
 def test_reading_never_comes_to_cost_nothing() -> None:
@@ -426,7 +486,7 @@ def test_reading_never_comes_to_cost_nothing() -> None:
 
 
 def test_other_limits_hold_from_the_next_round_on_and_are_taken_back() -> None:
-    world = World({"a": 1}, {"a": 0.95})
+    world = World({A: 1}, {A: 0.95})
     world.run(400)
     settled = world.controller.chosen("a")
     assert settled > 3
@@ -443,7 +503,7 @@ def test_other_limits_hold_from_the_next_round_on_and_are_taken_back() -> None:
 
 def test_without_a_share_of_the_time_a_draft_that_does_not_pay_is_not_looked_at_again() -> None:
     def looks(share: float | None) -> int:
-        world = World({"a": 8}, {"a": 0.02})
+        world = World({A: 8}, {A: 0.02})
         world.run(300)
         world.controller.limit(None, share)
         world.controller._credit = 0.0

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterable
 
 from engines import make_engine, request
-from test_decoding_goodput import World, controller, target_s
+from test_decoding_goodput import A, World, controller, target_s
 
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.meter import EngineFigures, RequestMeter, RoundMeter
@@ -159,7 +159,7 @@ def test_the_controller_says_what_it_chose_and_expects() -> None:
     fresh = controller()
     assert fresh.predicted is None
     assert fresh.plain_seconds(4, 12) == 3 * target_s(4, 1)
-    good, bad = World({"a": 4}, {"a": 0.9}), World({"a": 4}, {"a": 0.0})
+    good, bad = World({A: 4}, {A: 0.9}), World({A: 4}, {A: 0.0})
     good.run(400)
     bad.run(400)
     assert good.controller.chosen("a") >= 3
