@@ -21,6 +21,7 @@ from paceline.actors.training.evaluation import records_per_forward, score_recor
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, of_a_step
+from paceline.actors.training.stride import Stride
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Candidate:
             if crew is None
             else SharedDistiller(topic, path, settings.distiller, crew)
         )
+        self._stride = Stride()
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
@@ -58,6 +60,11 @@ class Candidate:
     def steps(self) -> int:
         """Optimizer steps since training last started from served weights."""
         return self._distiller.steps
+
+    @property
+    def rate_share(self) -> float:
+        """Share of the learning rate that its steps have now."""
+        return self._stride.share
 
     @property
     def awaits_general(self) -> bool:
@@ -126,8 +133,13 @@ class Candidate:
         self._distiller.reset(unflatten(flat))
 
     def reset(self) -> None:
-        """Give the candidate up and start again from the served weights."""
+        """Give the candidate up and start again from the served weights, with shorter steps."""
+        self._step_by(self._stride.shorter())
         self._distiller.reset(self._served)
+
+    def _step_by(self, stride: Stride) -> None:
+        self._stride = stride
+        self._distiller.scale_rate(stride.share)
 
     def compare(
         self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
@@ -176,6 +188,7 @@ class Candidate:
         self._served = state
         before, self.version = self.version, version
         self.rejections = self.fruitless = 0
+        self._step_by(self._stride.longer())
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }

@@ -56,6 +56,10 @@ class Member:
         else:
             self._distillers[topic] = Distiller(path, settings)
 
+    def scale_rate(self, topic: str, share: float) -> None:
+        """Learn at this share of the rate."""
+        self._distillers[topic].scale_rate(share)
+
     def learn(self, topic: str, share: Share) -> None:
         """Learn from a share."""
         self._distillers[topic].learn(share)
@@ -145,6 +149,11 @@ class SharedDistiller(Distiller):
     def _build(self, draft: Any) -> None:
         self._crew.tell("build", self._topic, self.path, self.settings)
         self._together(super()._build, draft)
+
+    def scale_rate(self, share: float) -> None:
+        """Have every rank learn at this share of the rate."""
+        super().scale_rate(share)
+        self._crew.tell("scale_rate", self._topic, share)
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from a batch together, some of its records each.

@@ -99,6 +99,7 @@ class Distiller:
         self._engine: Any = None
         self._adapters: Adapters | None = None
         self._mean: RunningMean | None = None
+        self._rate_share = 1.0
         self._build(draft)
 
     def _build(self, draft: Any) -> None:
@@ -160,7 +161,11 @@ class Distiller:
         return sum(weight.numel() for weight in self._trained(self._engine.module.draft))
 
     def _warmup(self, step: int) -> float:
-        return min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+        return self._rate_share * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+
+    def scale_rate(self, share: float) -> None:
+        """Learn at this share of the learning rate, in (0, 1], from the next step but one on."""
+        self._rate_share = share
 
     def micro_step(self, batch: Batch) -> MicroStep:
         """Learn from a batch by itself; every ``accumulation``-th call moves the weights."""

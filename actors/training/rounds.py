@@ -167,7 +167,7 @@ class Rounds:
                 return False
         except Diverged:
             self._world.rest()
-            self._turn_down(candidate, {"reason": _DIVERGED, "steps": candidate.steps}, drop=True)
+            self._turn_down(candidate, {"reason": _DIVERGED} | _work(candidate), drop=True)
             return True
         self._world.rest()
         if self._drill.losses:
@@ -269,7 +269,7 @@ class Rounds:
         self._world.rest()
         looks = candidate.rejections + 1
         decision = judge(scores, served, self._settings.gate, looks=looks)
-        facts = decision.facts() | {"steps": candidate.steps, "train_records": train_records}
+        facts = decision.facts() | _work(candidate) | {"train_records": train_records}
         if not decision.publish:
             candidate.acceptance = _known(decision.served, candidate.acceptance)
             self._turn_down(candidate, facts, drop=_hopeless(decision))
@@ -311,6 +311,11 @@ class Rounds:
 
     def _note(self, **changes: Any) -> None:
         self.progress = replace(self.progress, **changes)
+
+
+def _work(candidate: Candidate) -> dict[str, Any]:
+    """What a decision tells of the training behind it."""
+    return {"steps": candidate.steps, "rate_share": round(candidate.rate_share, 4)}
 
 
 def _hopeless(decision: GateDecision) -> bool:

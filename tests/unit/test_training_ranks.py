@@ -68,6 +68,7 @@ def _lesson(distiller: Distiller) -> tuple[list[MicroStep], Any]:
     """Some steps, a pause that keeps only weights and optimizer, and the steps after it."""
     figures = [distiller.micro_step(batch) for batch in BATCHES]
     weights, kept = distiller.state_dict(), distiller.optimizer_state()
+    distiller.scale_rate(0.5)
     distiller.reset(weights)
     distiller.resume(kept)
     figures += [distiller.micro_step(batch) for batch in BATCHES]

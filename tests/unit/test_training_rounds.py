@@ -107,7 +107,43 @@ def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> 
     last = world.registry.history("sql")[-1]
     assert last["outcome"] == "rejected"
     assert last["gain_upper_bound"] < 0
-    assert rounds.candidate("sql").steps == 0
+    assert last["rate_share"] == 1.0
+    candidate = rounds.candidate("sql")
+    assert candidate.steps == 0
+    assert candidate.rate_share == pytest.approx(1 / 3)  # with shorter steps
+    for _ in range(2 * distiller.warmup_steps):
+        learn(candidate, [lesson(n) for n in range(4)])
+    (group,) = candidate._distiller._engine.basic_optimizer.param_groups
+    assert group["lr"] == pytest.approx(5e-3 / 3)
+
+
+def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
+    draft: Path, tmp_path: Path
+) -> None:
+    """Another trainer goes on from a draft that knows its topic, at sixty times the rate."""
+    world = filled(tmp_path)
+    distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", average_decay=0.0)
+    gentle = trainer_settings(draft, ("sql",), distiller=distiller)
+    good = make_rounds(gentle, world)
+    while good.progress.micro_steps < 200 and good.tick():
+        pass
+    assert world.registry is not None
+    known = len(world.registry.history("sql"))
+    violent = dataclasses.replace(
+        gentle, distiller=dataclasses.replace(distiller, learning_rate=0.3), round_seconds=0.1
+    )
+    rounds = make_rounds(violent, world)
+    for number in range(10):
+        for record in range(40):
+            world.shards["sql"].insert(encode(lesson(3_000 + 40 * number + record)))
+        rounds.tick()
+    history = world.registry.history("sql")[known:]
+    shares = [d["rate_share"] for d in history]
+    lost = [d["served_expected_acceptance"] - d["candidate_expected_acceptance"] for d in history]
+    assert shares[0] == 1.0
+    assert lost[0] > 0.2
+    assert min(shares) < 0.2
+    assert lost[-1] < 0.05
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
