@@ -21,7 +21,7 @@ from paceline.actors.training.evaluation import records_per_forward, score_recor
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, of_a_step
-from paceline.actors.training.stride import Stride
+from paceline.actors.training.stride import Stride, outgrown
 from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Candidate:
             else SharedDistiller(topic, path, settings.distiller, crew)
         )
         self._stride = Stride()
+        self._began_with: int | None = None  # records, see :meth:`begin`
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
@@ -111,6 +112,7 @@ class Candidate:
         self._served = served
         self.version = version
         self.rejections = self.fruitless = 0
+        self._began_with = None
         self.acceptance = None
         self._served_scores.clear()
         if flat is not None and self._memory is not None:
@@ -123,6 +125,20 @@ class Candidate:
             self._distiller.resume(state)
         except ValueError as error:
             logger.warning("%s: %s, moments start anew", self.topic, error)
+
+    def begin(self, records: int) -> None:
+        """A round begins: start over where the topic has outgrown what this candidate began with.
+
+        Args:
+            records: that the topic has to learn from.
+        """
+        if self.steps == 0 or self._began_with is None:
+            self._began_with = records
+        elif self.rejections and outgrown(self._began_with, records):
+            logger.info("%s: starts over, with %d records", self.topic, records)
+            self._step_by(self._stride.longer())
+            self._distiller.reset(self._served)
+            self._began_with = records
 
     def start_from(self, flat: FlatWeights) -> None:
         """Start training from another draft's weights; what is served stays what it is.
@@ -189,6 +205,7 @@ class Candidate:
         before, self.version = self.version, version
         self.rejections = self.fruitless = 0
         self._step_by(self._stride.longer())
+        self._began_with = None
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }

@@ -18,7 +18,7 @@ from paceline.actors.training.gate import NOT_FINITE, GateDecision, judge
 from paceline.actors.training.progress import Diverged, Ousted, Progress, Stopped, Unfit
 from paceline.actors.training.schedule import wants
 from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.survey import Survey, inserted
+from paceline.actors.training.survey import Survey, inserted, total
 from paceline.actors.training.tenancy import Turn
 from paceline.actors.training.world import World
 
@@ -152,6 +152,7 @@ class Rounds:
         candidate = self.candidate(topic)
         self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
         self._base_on_general(candidate, versions.get(GENERAL, 0))
+        candidate.begin(total(stats, topic, "records_train"))
         self._note(state="training", topic=topic, steps=candidate.steps)
         self._survey.seen(topic).inserted = inserted(stats, topic)
         train = candidate.usable(self._draw(topic, self._settings.train_records, "train", stats))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 _SHORTER, _LONGER = 1 / 3, 2.0
 _LEAST = 1 / 81
+_GROWTH = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +27,16 @@ class Stride:
     def longer(self) -> Stride:
         """After a publication; traffic that changes has its steps back in a few of them."""
         return Stride(min(self.share * _LONGER, 1.0))
+
+
+def outgrown(began_with: int, records: int) -> bool:
+    """Whether a candidate that has not been published should start over for want of early data.
+
+    Weights that learnt a handful of records again and again learn less from all that comes later
+    than fresh ones do (Ash and Adams, arXiv 1910.08475).
+
+    Args:
+        began_with: records to learn from when it started from the served weights, or was published.
+        records: that there are now.
+    """
+    return records >= _GROWTH * max(began_with, 1)

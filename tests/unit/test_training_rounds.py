@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -23,6 +25,7 @@ from paceline.actors.training.progress import Ousted, Stopped
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.weights.flat import flatten, unflatten
 
+NUMBERS = itertools.count()
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
@@ -144,6 +147,29 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
     assert lost[0] > 0.2
     assert min(shares) < 0.2
     assert lost[-1] < 0.05
+
+
+def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
+    draft: Path, tmp_path: Path
+) -> None:
+    world = filled(tmp_path)
+    still = DistillerSettings(learning_rate=1e-7, dtype="float32")  # no round brings anything
+    schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=1_000)
+    rounds = make_rounds(
+        trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
+        world,
+    )
+    begun = world.stats()["sql"]["records_train"]
+    steps = []
+    while world.stats()["sql"]["records_train"] < 5 * begun:
+        for _ in range(4):
+            world.shards["sql"].insert(encode(lesson(4_000 + next(NUMBERS))))
+        assert rounds.tick()
+        steps.append(rounds.candidate("sql").steps)
+    over = [n for n, (a, b) in enumerate(pairwise(steps), start=1) if b <= a]
+    assert len(over) == 1
+    assert over[0] > 0.7 * len(steps)
+    assert rounds.progress.published == 0
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
