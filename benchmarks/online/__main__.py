@@ -30,7 +30,8 @@ from online.world import Learning
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
-PARTS = ("streams", "ceilings", "rehearsals", "shifts")
+PARTS = ("streams", "ceilings", "offline", "rehearsals", "shifts")
+_NOT_QUICK = ("offline", "rehearsals")
 QUICK_TOPICS = ("sql", "shell")
 
 
@@ -107,13 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(store, options.data, sizes_of(options), serving, threads=options.threads, say=say)
     learning = learning_of(options)
     offline = ceiling.QUICK if options.quick else Offline()
-    parts = options.parts or ([p for p in PARTS if p != "rehearsals"] if options.quick else PARTS)
+    parts = options.parts or ([p for p in PARTS if p not in _NOT_QUICK] if options.quick else PARTS)
     topics = options.topics or (QUICK_TOPICS if options.quick else ORDER)
     for topic in topics:
         if "streams" in parts:
             stream_unit(bench, topic, learning)
         if "ceilings" in parts:
             ceiling_unit(bench, topic, offline)
+        if "offline" in parts:
+            ceiling_unit(bench, topic, offline, ceiling.SAME)
         if "rehearsals" in parts:
             for seed in range(1, options.seeds):
                 rehearsal_unit(bench, topic, dataclasses.replace(learning, seed=seed))

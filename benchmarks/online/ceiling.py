@@ -23,6 +23,9 @@ from paceline.actors.training.batches import make_batch, micro_batches
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.distiller_settings import DistillerSettings
 
+# What is learnt from offline: the whole train side, or no more than the stream had.
+WHOLE, SAME = "ceiling", "offline"
+
 
 @dataclass(frozen=True, slots=True)
 class Offline:
@@ -76,37 +79,54 @@ class Plateau:
         return self._waited >= self._patience
 
 
-def lesson(bench: Bench, topic: str) -> list[ReplayRecord]:
-    """The target's answers to the train side: those of the stream, then of the rest."""
-    whole = bench.stream(topic, len(bench.questions(topic).train))[: bench.sizes.ceiling]
+def lesson(bench: Bench, topic: str, most: int | None) -> list[ReplayRecord]:
+    """The target's answers to the train side, at most so many: the stream's, then the rest's."""
+    whole = bench.stream(topic, len(bench.questions(topic).train))[:most]
     first = bench.frozen(topic, min(len(whole), bench.sizes.stream))
     rest = bench.answers(topic, "rest", whole[len(first) :], DRAFT_OFF)
     return [served.record for served in (*first, *rest)]
 
 
-def ceiling_settings(bench: Bench, topic: str, offline: Offline) -> dict[str, Any]:
-    """All that decides :func:`run_ceiling`."""
-    return bench.settings(
-        [topic], {"offline": asdict(offline), "prompts_at_most": bench.sizes.ceiling}
+def find(bench: Bench, topic: str, offline: Offline, kind: str) -> dict[str, Any] | None:
+    """The result on disk, None where there is none; see :func:`ceiling_unit`."""
+    name, settings = _unit(bench, topic, offline, kind)
+    return bench.store.find(name, settings)
+
+
+def ceiling_unit(bench: Bench, topic: str, offline: Offline, kind: str = WHOLE) -> dict[str, Any]:
+    """The result on disk, or made now; the weights lie beside it.
+
+    Args:
+        bench: see Bench.
+        topic: whose draft.
+        offline: see Offline.
+        kind: ``WHOLE`` learns from the whole train side, ``SAME`` from the stream's prompts.
+    """
+    name, settings = _unit(bench, topic, offline, kind)
+    weights = bench.store.path(name, settings, ".safetensors")
+    most = settings["prompts_at_most"]
+    return bench.store.unit(
+        name, settings, lambda: run_ceiling(bench, topic, offline, weights, most)
     )
 
 
-def ceiling_unit(bench: Bench, topic: str, offline: Offline) -> dict[str, Any]:
-    """The result on disk, or made now; the weights lie beside it."""
-    name = f"ceiling-{rows.label(bench.data)}-{topic}"
-    settings = ceiling_settings(bench, topic, offline)
-    weights = bench.store.path(name, settings, ".safetensors")
-    return bench.store.unit(name, settings, lambda: run_ceiling(bench, topic, offline, weights))
+def _unit(bench: Bench, topic: str, offline: Offline, kind: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings: all that decides :func:`run_ceiling`."""
+    most = bench.sizes.stream if kind == SAME else bench.sizes.ceiling
+    settings = bench.settings([topic], {"offline": asdict(offline), "prompts_at_most": most})
+    return f"{kind}-{rows.label(bench.data)}-{topic}", settings
 
 
-def run_ceiling(bench: Bench, topic: str, offline: Offline, weights: Path) -> dict[str, Any]:
+def run_ceiling(
+    bench: Bench, topic: str, offline: Offline, weights: Path, most: int | None
+) -> dict[str, Any]:
     """Distil to convergence, judge on the test, serve the test.
 
     Returns:
         ``test``: scores per test prompt; ``test_counts``: counts of the test served;
         ``looks``: [micro-steps, learning rate, held-out acceptance]; ``records``, ``converged``.
     """
-    records = lesson(bench, topic)
+    records = lesson(bench, topic, most)
     state, facts = distil(records, offline, bench)
     save_file({k: v.contiguous() for k, v in state.items()}, weights)
     tests = [served.record for served in bench.test(topic)]

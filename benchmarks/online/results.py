@@ -11,7 +11,8 @@ import machine
 
 from online import rows
 from online.bench import Bench
-from online.ceiling import Offline, ceiling_settings
+from online.ceiling import SAME, WHOLE, Offline
+from online.ceiling import find as find_ceiling
 from online.markdown import page
 from online.plots import draw_shifts, draw_streams
 from online.rows import EXTRA
@@ -38,10 +39,9 @@ def collect(bench: Bench, learning: Learning, offline: Offline, command: str) ->
         stream = bench.store.find(f"stream-{label}-{topic}", settings)
         if stream is None:
             continue
-        ceiling = bench.store.find(
-            f"ceiling-{label}-{topic}", ceiling_settings(bench, topic, offline)
-        )
-        topics[topic] = topic_summary(stream, ceiling, bench.sizes.window)
+        ceiling = find_ceiling(bench, topic, offline, WHOLE)
+        same = find_ceiling(bench, topic, offline, SAME)
+        topics[topic] = topic_summary(stream, ceiling, bench.sizes.window, same)
         runs = [stream, *_rehearsals(bench, topic, learning)]
         topics[topic]["machine"] = stream["machine"]
         topics[topic]["seeds"] = seeds_summary(runs, ceiling)

@@ -29,7 +29,10 @@ _VISIBLE = 0.1  # OSD's least published gain
 
 
 def topic_summary(
-    stream: Mapping[str, Any], ceiling: Mapping[str, Any] | None, size: int
+    stream: Mapping[str, Any],
+    ceiling: Mapping[str, Any] | None,
+    size: int,
+    same: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A topic's figures.
 
@@ -37,6 +40,7 @@ def topic_summary(
         stream: result of ``streams.run_stream``.
         ceiling: result of ``ceiling.run_ceiling``; None where it has not been made.
         size: requests per window.
+        same: as ``ceiling``, learnt offline from the stream's own prompts.
     """
     frozen, online = unpacked(stream["frozen"]), unpacked(stream["online"])
     looks = {int(at): look for at, look in stream["checkpoints"].items()}
@@ -51,8 +55,8 @@ def topic_summary(
         "curve": {
             at: _figure(bootstrap(mean, look["acceptance"])) for at, look in sorted(looks.items())
         },
-        "acceptance": _stages(looks, ceiling, "acceptance"),
-        "overlap": _stages(looks, ceiling, "overlap"),
+        "acceptance": _stages(looks, ceiling, "acceptance", same),
+        "overlap": _stages(looks, ceiling, "overlap", same),
         "live_test": _live(stream, ceiling),
         "visible_after": _visible(looks),
         "cost": cost(stream),
@@ -61,7 +65,10 @@ def topic_summary(
 
 
 def _stages(
-    looks: Mapping[int, Mapping[str, Any]], ceiling: Mapping[str, Any] | None, measure: str
+    looks: Mapping[int, Mapping[str, Any]],
+    ceiling: Mapping[str, Any] | None,
+    measure: str,
+    same: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Frozen, online and ceiling on the same test prompts, and how much of the gap was closed."""
     frozen, online = looks[0][measure], looks[max(looks)][measure]
@@ -70,6 +77,10 @@ def _stages(
         "online": _figure(bootstrap(mean, online)),
         "gain": _figure(bootstrap(difference, online, frozen)),
     }
+    if same is not None:
+        scores = same["test"][measure]
+        found["same_prompts"] = _figure(bootstrap(mean, scores))
+        found["below_same_prompts"] = _figure(bootstrap(difference, scores, online))
     if ceiling is not None:
         best = ceiling["test"][measure]
         found |= {

@@ -127,8 +127,11 @@ CEILING = {
 }
 
 
+SAME = CEILING | {"test": {"acceptance": [0.92, 0.92], "overlap": [0.55, 0.55]}}
+
+
 def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
-    found = summary.topic_summary(stream(0.9), CEILING, 2)
+    found = summary.topic_summary(stream(0.9), CEILING, 2, SAME)
     found["seeds"] = summary.seeds_summary([stream(0.9), stream(0.7)], CEILING)
     assert found["acceptance"]["gap_closed"]["value"] == pytest.approx(0.75 / 0.8, abs=1e-3)
     assert found["acceptance"]["reached"]
@@ -139,7 +142,11 @@ def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
     assert found["cost"]["speedup"] == pytest.approx(4.0 / (2.0 + 1.0))
     assert found["live_test"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
     page = "\n".join(markdown._topics({"topics": {"sql": found}}, []))
-    assert "| sql | 0.150 (0.100 to 0.200) | 0.900 (0.900 to 0.900) | 0.950" in page
+    assert (
+        "| sql | 0.150 (0.100 to 0.200) | 0.900 (0.900 to 0.900) | 0.920 (0.920 to 0.920) | 0.950"
+        in page
+    )
+    assert found["acceptance"]["below_same_prompts"]["value"] == pytest.approx(0.02)
     assert "reached |" in page
     assert "| sql | 0.900, 0.700 | 0.94, 0.69 |" in page
 
@@ -148,6 +155,8 @@ def test_without_a_ceiling_there_is_no_verdict() -> None:
     found = summary.topic_summary(stream(0.9), None, 2)
     assert "reached" not in found["acceptance"]
     assert "ceiling" not in found["live_test"]
+    page = "\n".join(markdown._topics({"topics": {"sql": found | {"seeds": []}}}, []))
+    assert "| 0.900 (0.900 to 0.900) | - | - |" in page
 
 
 def test_a_shift_gives_matrix_transfer_and_recovery() -> None:

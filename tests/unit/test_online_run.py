@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from online.bench import Bench, Sizes
-from online.ceiling import Offline, ceiling_unit
+from online.ceiling import SAME, Offline, ceiling_unit
 from online.results import collect, write
 from online.serving import Serving
 from online.shifts import EXPERTS, ONE, shift_unit
@@ -33,6 +33,8 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert not list((tmp_path / "online" / "answers").glob("*-train-*"))
     assert [r[3] for r in stream["frozen"]] == [r[3] for r in stream["online"]]  # the same texts
     ceiling = ceiling_unit(first, "sql", OFFLINE)
+    same = ceiling_unit(first, "sql", OFFLINE, SAME)
+    assert same["records"] == SIZES.stream
     for system in (ONE, EXPERTS):
         shift_unit(first, "abrupt", system, LEARNING)
     rests = {u["settings"]["learning"]["max_rejections"] for u in first.store.every("shift-")}
@@ -47,6 +49,7 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     again.engine = None  # type: ignore[assignment]  # nothing is served again
     assert stream_unit(again, "sql", LEARNING) == stream
     assert ceiling_unit(again, "sql", OFFLINE) == ceiling
+    assert ceiling_unit(again, "sql", OFFLINE, SAME) == same
     figures = collect(again, LEARNING, OFFLINE, "make bench-online")
     assert figures["topics"]["sql"]["requests"] == 16
     assert len(figures["topics"]["sql"]["seeds"]) == 2
