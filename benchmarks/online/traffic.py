@@ -24,12 +24,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from online.fragments import command_of
 from online.store import Store
 from online.traces import FILES
-from online.traffic_plan import FULL, ONLINE, QUICK, VARIANTS
+from online.traffic_plan import FULL, ONLINE, QUICK, VARIANTS, Plan
 from online.traffic_report import report
 from online.traffic_runs import Traffic
 
@@ -40,6 +41,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short window, two loads")
     parser.add_argument("--data", help="folder of rows and traces; default: generated ones")
     parser.add_argument("--traces", nargs="+", choices=list(FILES), default=None)
+    parser.add_argument("--seconds", type=float, help="of a block's arrivals; 180, with --quick 40")
+    parser.add_argument("--repeats", type=int, help="windows of each trace; 3, with --quick 1")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--port", type=int, default=8019)
     parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
@@ -48,11 +51,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def plan_of(options: argparse.Namespace) -> Plan:
+    """How much is run."""
+    plan = QUICK if options.quick else FULL
+    seconds = plan.seconds if options.seconds is None else options.seconds
+    repeats = plan.repeats if options.repeats is None else options.repeats
+    return replace(plan, seconds=seconds, repeats=repeats)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; write table and plot from all that is there."""
     options = parse(argv)
     store = Store(options.out / "traffic")
-    traffic = Traffic(options, QUICK if options.quick else FULL, store)
+    traffic = Traffic(options, plan_of(options), store)
     state: Path | None = None
     for number, block in enumerate(traffic.blocks()):
         for turn in range(len(VARIANTS)):

@@ -14,7 +14,7 @@ from clients import Reply
 from online import fragments, latency, open_loop, traces, traffic, traffic_report, traffic_runs
 from online.rows import Question
 from online.store import Store
-from online.traffic_plan import ONLINE, PLAIN, Block, Prompts, body, busy_rate, planned
+from online.traffic_plan import FULL, ONLINE, PLAIN, QUICK, Block, Prompts, body, busy_rate, planned
 
 from paceline.actors.weights.history import append_decision
 
@@ -280,3 +280,10 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert next(r for r in ratios if r["variant"] == "frozen")["ratio"] is None
     differ = traffic_report.answers_that_differ(units)
     assert differ["online"] == {"compared": 4, "differ": 1}
+
+
+def test_a_shorter_run_is_asked_for_by_the_command_line() -> None:
+    assert traffic.plan_of(traffic.parse([])) == FULL
+    assert traffic.plan_of(traffic.parse(["--quick"])) == QUICK
+    shorter = traffic.plan_of(traffic.parse(["--seconds", "90", "--repeats", "1"]))
+    assert (shorter.seconds, shorter.repeats, shorter.loads) == (90.0, 1, FULL.loads)
