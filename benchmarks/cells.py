@@ -154,12 +154,12 @@ def run_pairs(
     auto: Variant,
     off: Variant,
     prompts: Mapping[str, Sequence[Prompt]],
-    batch: int,
+    cell: Cell,
     count: int,
     max_tokens: int,
     progress: Callable[[], None],
 ) -> dict[str, Any]:
-    """Greedy blocks run by both variants, who goes first taking turns, topics too.
+    """Blocks run by both variants, who goes first taking turns, topics too.
 
     A block has several times as many prompts as run at once: what is measured is a server at that
     load, and not how the last requests of a burst end.
@@ -168,7 +168,7 @@ def run_pairs(
         the ratio of their tokens per second with its 95 % interval, whose lower end says
         whether speculation can have been slower than plain decoding.
     """
-    topics, size = list(prompts), _FILLS * max(batch, 4)
+    topics, size = list(prompts), _FILLS * max(cell.batch, 4)
     timings: list[Timing] = []
     for number in range(count + 1):  # the first warms up
         topic = topics[number % len(topics)]
@@ -177,13 +177,14 @@ def run_pairs(
         block = tuple(own[(at + i) % len(own)] for i in range(size))
         for variant in rotation([auto, off], number // len(topics)):
             gc.collect()
-            run = variant.run(block, batch, 0.0, max_tokens)
+            run = variant.run(block, cell.batch, cell.temperature, max_tokens)
             if number:
                 timings.append(Timing(variant.name, number, topic, run.num_tokens, run.seconds))
             progress()
     result = paired_ratio(timings, auto.name, off.name)
     return {
-        "batch": batch,
+        "batch": cell.batch,
+        "temperature": cell.temperature,
         "pairs": result.blocks,
         "ratio": result.ratio,
         "low": result.low,

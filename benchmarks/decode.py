@@ -158,15 +158,15 @@ class Bench:
             figures["best_assisted"] = best
         return figures
 
-    def pairs(self, batch: int) -> dict[str, Any]:
+    def pairs(self, cell: Cell) -> dict[str, Any]:
         """Auto against off, many short pairs."""
         count = self.plan.pairs
-        with tqdm(total=2 * (count + 1), desc=f"pairs, batch {batch}", leave=False) as bar:
+        with tqdm(total=2 * (count + 1), desc=f"pairs, {cell.label}", leave=False) as bar:
             return run_pairs(
                 self.auto,
                 self.off,
                 self.prompts,
-                batch,
+                cell,
                 count,
                 self.plan.max_tokens,
                 lambda: bar.update(),
@@ -259,7 +259,7 @@ def run(bench: Bench) -> dict[str, Any]:
     return {
         "assisted_pilot": {f"{t:g}": {"best_k": k, "rates": r} for t, (k, r) in pilots.items()},
         "cells": cells,
-        "pairs": [bench.pairs(batch) for batch in plan.batches],
+        "pairs": [bench.pairs(Cell(b, t)) for t in plan.temperatures for b in plan.batches],
         "phases": bench.phases(),
         "draft_failures": sum(engine.draft_failures for engine in bench.engines.values()),
     }

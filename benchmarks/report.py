@@ -72,12 +72,14 @@ def _cell_table(cell: dict[str, Any]) -> Table:
 
 
 def _pairs_table(pairs: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Speculation on (auto) against off, interleaved pairs, greedy")
-    for heading in ("batch", "pairs", "on / off", "low", "high"):
+    table = Table(title="Speculation on (auto) against off, interleaved pairs")
+    for heading in ("temperature", "batch", "pairs", "on / off", "low", "high"):
         table.add_column(heading, justify="right")
     for facts in pairs:
         bounds = [_number(facts[name], 3) for name in ("ratio", "low", "high")]
-        table.add_row(str(facts["batch"]), str(facts["pairs"]), *bounds)
+        table.add_row(
+            f"{facts['temperature']:g}", str(facts["batch"]), str(facts["pairs"]), *bounds
+        )
     return table
 
 
