@@ -3,7 +3,8 @@
 A draft's most likely token is accepted more often by a greedy target than a sampled one is by a
 target that samples (E[accepted] = sum_x min(p(x), q(x)), Leviathan et al., arXiv 2211.17192,
 theorem 3.5). Kept together, the greedy requests of an hour would make drafting look worth its time
-for the sampled ones that come after, and the other way about.
+for the sampled ones that come after, and the other way about. Requests with a seed, whose drafted
+tokens are accepted where two coupled draws agree, count as sampled.
 """
 
 from __future__ import annotations

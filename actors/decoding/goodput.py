@@ -14,7 +14,7 @@ forward, so uses that take part draft the same k; the choice is k and who takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.actors.decoding.acceptance import Acceptance, Use
@@ -112,7 +112,9 @@ class GoodputController:
             self.predicted = self._goodput(self._plan, rows, others)
         # who has no row that decodes cannot be looked at now, and shall not pay for it
         here = [use for use, count in rows.items() if count > (coming or {}).get(use, 0)]
-        oldest = min(here, key=lambda use: self._probe(use).at, default=None)
+        # nor is there anything beyond for who drafts the most already
+        more = [use for use in here if self._plan.tokens(use) < self._max_tokens]
+        oldest = min(more, key=lambda use: self._probe(use).at, default=None)
         return {
             use: self._plan.tokens(use)
             + (self._probe_tokens(use, rows, others, oldest) if use in here else 0)
@@ -220,12 +222,15 @@ class GoodputController:
                 seconds += max(self._unread.get(use, 0.0), usual) * (n + gains[use])
         return (batch + gained) / seconds
 
-    def _candidates(self, rows: Mapping[Use, int]) -> Sequence[Plan]:
-        plans = [Plan()]
+    def _candidates(self, rows: Mapping[Use, int]) -> Iterable[Plan]:
+        """Those that gain most, and those that gain most a row: the best, with ever more beside."""
+        plans = {Plan(): None}
         for k in range(1, self._max_tokens + 1):
-            gain = {use: self._of(use).expected_lengths()[k] * n for use, n in rows.items()}
-            ranked = sorted(rows, key=lambda use: -gain[use])
-            plans += [Plan(k, frozenset(ranked[: count + 1])) for count in range(len(ranked))]
+            lengths = {use: self._of(use).expected_lengths()[k] for use in rows}
+            for weight in (rows, dict.fromkeys(rows, 1)):
+                ranked = sorted(rows, key=lambda use: -lengths[use] * weight[use])
+                for count in range(len(ranked)):
+                    plans[Plan(k, frozenset(ranked[: count + 1]))] = None
         return plans
 
     def _best(self, rows: Mapping[Use, int], others: int) -> Plan:
@@ -254,7 +259,7 @@ class GoodputController:
             wanted = (probe.due and k == 0) or (use == oldest and self._credit >= cost)
             if not wanted:
                 return 0
-            self._credit -= cost
+            self._credit = max(self._credit - cost, -_MOST_CREDIT_S)
             self._probes[use] = probe = _Probe(
                 due=False, rounds_left=_PROBE_ROUNDS, patience=_PATIENCE, at=self._rounds
             )

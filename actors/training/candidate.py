@@ -49,7 +49,7 @@ class Candidate:
             if crew is None
             else SharedDistiller(topic, path, settings.distiller, crew)
         )
-        self._stride = Stride()
+        self.stride = Stride()
         self._began_with: int | None = None  # records, see :meth:`begin`
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
@@ -61,11 +61,6 @@ class Candidate:
     def steps(self) -> int:
         """Optimizer steps since training last started from served weights."""
         return self._distiller.steps
-
-    @property
-    def rate_share(self) -> float:
-        """Share of the learning rate that its steps have now."""
-        return self._stride.share
 
     @property
     def awaits_general(self) -> bool:
@@ -125,6 +120,8 @@ class Candidate:
             self._distiller.resume(state)
         except ValueError as error:
             logger.warning("%s: %s, moments start anew", self.topic, error)
+        else:
+            self.stride = Stride(state.rate_share)
 
     def begin(self, records: int) -> None:
         """A round begins: start over where the topic has outgrown what this candidate began with.
@@ -136,9 +133,10 @@ class Candidate:
             self._began_with = records
         elif self.rejections and outgrown(self._began_with, records):
             logger.info("%s: starts over, with %d records", self.topic, records)
-            self._step_by(self._stride.longer())
+            self.step_by(self.stride.longer())
             self._distiller.reset(self._served)
             self._began_with = records
+            self.fruitless = 0  # those were another's; the looks of the gate go on
 
     def start_from(self, flat: FlatWeights) -> None:
         """Start training from another draft's weights; what is served stays what it is.
@@ -150,11 +148,12 @@ class Candidate:
 
     def reset(self) -> None:
         """Give the candidate up and start again from the served weights, with shorter steps."""
-        self._step_by(self._stride.shorter())
+        self.step_by(self.stride.shorter())
         self._distiller.reset(self._served)
 
-    def _step_by(self, stride: Stride) -> None:
-        self._stride = stride
+    def step_by(self, stride: Stride) -> None:
+        """Learn at this share of the learning rate from now on."""
+        self.stride = stride
         self._distiller.scale_rate(stride.share)
 
     def compare(
@@ -204,7 +203,7 @@ class Candidate:
         self._served = state
         before, self.version = self.version, version
         self.rejections = self.fruitless = 0
-        self._step_by(self._stride.longer())
+        self.step_by(self.stride.longer())
         self._began_with = None
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -248,7 +248,7 @@ class Distiller:
         if self.stage:
             state = whole(state, self._numel(), self.device)
         state.tensors.update(self._untold())
-        return state
+        return replace(state, rate_share=self._rate_share)
 
     def _untold(self) -> dict[str, Tensor]:
         """What a published state does not tell, by its name in an optimizer's state.
@@ -290,6 +290,7 @@ class Distiller:
                     tensor.copy_(told[_WEIGHT + name])
         if self._mean is not None:
             self._mean.resume({n.removeprefix(_MEAN): t for n, t in told.items()})
+        self._rate_share = state.rate_share
         schedule = self._engine.lr_scheduler
         schedule.last_epoch = self._engine.global_steps = state.steps
         for group in optimizer.param_groups:

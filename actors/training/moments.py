@@ -67,6 +67,7 @@ def save(
         "version": version,
         "digest": digest,
         "steps": state.steps,
+        "rate_share": state.rate_share,
         "files": files,
         "tensors": {name: list(tensor.shape) for name, tensor in state.tensors.items()},
     }
@@ -103,7 +104,9 @@ def load(folder: Path, version: int, digest: str) -> OptimizerState | None:
         index = json.loads((whole / _INDEX).read_text(encoding="utf-8"))
         if (index["version"], index["digest"]) != (version, digest):
             raise ValueError("it holds another version")
-        return OptimizerState(_joined(whole, index), int(index["steps"]))
+        return OptimizerState(
+            _joined(whole, index), int(index["steps"]), float(index.get("rate_share", 1.0))
+        )
     except Exception as error:
         logger.warning("%s cannot be read (%s): moments start anew", folder.name, error)
         return None

@@ -28,15 +28,17 @@ class OptimizerState:
         tensors: ``<n>.master``, ``<n>.exp_avg``, ``<n>.exp_avg_sq`` and ``<n>.step`` of the n-th
             parameter, float32.
         steps: optimizer steps that led here.
+        rate_share: share of the learning rate that the next steps have.
     """
 
     tensors: dict[str, Tensor]
     steps: int
+    rate_share: float = 1.0
 
     def copied(self) -> OptimizerState:
         """The same, of tensors of its own on the CPU."""
         copies = {n: t.detach().to("cpu", copy=True) for n, t in self.tensors.items()}
-        return OptimizerState(copies, self.steps)
+        return OptimizerState(copies, self.steps, self.rate_share)
 
 
 def capture(optimizer: Optimizer, steps: int) -> OptimizerState:

@@ -18,6 +18,7 @@ from paceline.actors.training.gate import NOT_FINITE, GateDecision, judge
 from paceline.actors.training.progress import Diverged, Ousted, Progress, Stopped, Unfit
 from paceline.actors.training.schedule import wants
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.stride import Stride
 from paceline.actors.training.survey import Survey, inserted, total
 from paceline.actors.training.tenancy import Turn
 from paceline.actors.training.world import World
@@ -151,8 +152,9 @@ class Rounds:
         """Train and judge; False where no time for training was left."""
         candidate = self.candidate(topic)
         self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
+        if topic != GENERAL or stats.keys() >= self._settings.draft_paths.keys():
+            candidate.begin(total(stats, topic, "records_train"))
         self._base_on_general(candidate, versions.get(GENERAL, 0))
-        candidate.begin(total(stats, topic, "records_train"))
         self._note(state="training", topic=topic, steps=candidate.steps)
         self._survey.seen(topic).inserted = inserted(stats, topic)
         train = candidate.usable(self._draw(topic, self._settings.train_records, "train", stats))
@@ -210,12 +212,16 @@ class Rounds:
         if wanted > seen.stable:
             seen.stable, seen.rolled_back = wanted, 0
         if candidate.version not in (wanted, on_trial) or (anew and candidate.steps):
-            seen.rolled_back += candidate.version > wanted and not anew
+            withdrawn, stride = candidate.version > wanted and not anew, candidate.stride
+            seen.rolled_back += withdrawn
             self._take_served(candidate)
+            if withdrawn:
+                candidate.step_by(stride.shorter())
             # What held-out records like and live requests do not shall not be tried for ever.
             candidate.rejections = candidate.fruitless = seen.rolled_back
         if (told := self._survey.told(candidate.topic)) is not None:
             candidate.rejections, candidate.fruitless = told.rejections, told.fruitless
+            candidate.step_by(Stride(told.rate_share))
 
     def _take_served(self, candidate: Candidate) -> None:
         topic = candidate.topic
@@ -316,7 +322,7 @@ class Rounds:
 
 def _work(candidate: Candidate) -> dict[str, Any]:
     """What a decision tells of the training behind it."""
-    return {"steps": candidate.steps, "rate_share": round(candidate.rate_share, 4)}
+    return {"steps": candidate.steps, "rate_share": round(candidate.stride.share, 4)}
 
 
 def _hopeless(decision: GateDecision) -> bool:

@@ -65,7 +65,7 @@ class Survey:
             return Note(seen.inserted)
         rejections, fruitless = self._in_vain(candidate, seen)
         acceptance = None if candidate.acceptance is None else float(candidate.acceptance)
-        return Note(seen.inserted, rejections, fruitless, acceptance)
+        return Note(seen.inserted, rejections, fruitless, acceptance, candidate.stride.share)
 
     def views(self, stats: Stats, candidates: Mapping[str, Candidate]) -> list[TopicView]:
         """All topics as the schedule sees them.

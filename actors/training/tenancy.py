@@ -31,12 +31,14 @@ class Note:
         rejections: rounds in a row without a gain.
         fruitless: of these, those without hope of one.
         acceptance: expected acceptance of the served draft, None where it is not known.
+        rate_share: share of the learning rate that its steps have.
     """
 
     inserted: int = 0
     rejections: int = 0
     fruitless: int = 0
     acceptance: float | None = None
+    rate_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

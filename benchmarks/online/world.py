@@ -48,7 +48,7 @@ class Learning:
         train_records: drawn from replay for a round.
         held_out_records: that the gate judges by, at most.
         held_out_fraction: of the prompts, kept from training for the gate.
-        max_rejections: of the gate in a row, after which a candidate starts over and rests.
+        max_rejections: fruitless ones in a row, after which a topic rests.
         recent_share: share of a draw that favours recent records; the rest is uniform.
         seed: of drawing and of the batches' order.
     """
@@ -66,7 +66,7 @@ class Learning:
 
 
 def tireless(learning: Learning) -> Learning:
-    """The same, but no draft rests or starts over after rejected rounds.
+    """The same, but no draft rests after rejected rounds.
 
     One draft that rests has all of its system at rest, one expert of several has not: systems
     are to have the same micro-steps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -291,6 +291,49 @@ def test_a_use_that_is_new_takes_after_the_other_with_little_weight() -> None:
         plans.accepted(A.other, MAX, 0)
     assert begun.expected_lengths()[1] < 0.5
     assert plans._of(A).expected_lengths()[1] == known
+
+
+def test_who_drafts_the_most_already_keeps_nobody_from_being_looked_at() -> None:
+    """A row costs a draft's step so much that the sampled use, of which little is taken, is off."""
+    greedy, sampled = Use.of("a")
+
+    def dear(rows: int, experts: int) -> float:
+        return 0.0008 * experts + 0.001 * rows
+
+    def rows_of(k: Mapping[Use, int]) -> int:
+        return sum(n for use, n in world.rows.items() if k[use])
+
+    world = World({greedy: 2, sampled: 1}, {greedy: 0.97, sampled: 0.02})
+    plans = GoodputController(costs(target_s, (1, 2, 5, 9)), draft_costs(dear), MAX)
+    plans.limit(4)
+    chosen = []
+    for _ in range(4000):
+        k = plans.plan(world.rows)
+        chosen.append(k)
+        for use, n in world.rows.items():
+            for _ in range(n):
+                tries = (world.random.random() < world.acceptance[use] for _ in range(k[use]))
+                plans.accepted(use, k[use], sum(1 for _ in itertools.takewhile(bool, tries)))
+        steps = max(k.values())
+        drafting = (rows_of(k), 1, steps) if steps else (0, 0, 0)
+        plans.took(3, steps + 1, target_s(3, steps + 1), drafting, steps * dear(rows_of(k), 1))
+    late = chosen[1000:]
+    assert sum(k[greedy] == 4 for k in late) > 0.95 * len(late)
+    looked = [n for n, k in enumerate(late) if k[sampled]]
+    assert 0 < len(looked) < 0.2 * len(late)
+    assert looked[-1] > 0.8 * len(late)  # again and again, not once
+
+
+def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
+    greedy, sampled = Use.of("a")
+    plans = controller()
+    for number in range(400):
+        plans.accepted(greedy, MAX, MAX)
+        plans.accepted(sampled, MAX, 0 if number % 4 else MAX)
+    lengths = [plans._of(use).expected_lengths()[1] for use in (greedy, sampled)]
+    assert lengths[0] < 16 * lengths[1]  # all of the many together gain more
+    made = {plan.uses for plan in plans._candidates({greedy: 1, sampled: 16})}
+    assert {frozenset(), frozenset({greedy}), frozenset({greedy, sampled})} <= made
 
 
 def test_a_swap_concerns_both_uses() -> None:

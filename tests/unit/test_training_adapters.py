@@ -18,7 +18,8 @@ from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.weights.flat import flatten
+from paceline.actors.training.tenancy import Turn
+from paceline.actors.weights.flat import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
@@ -175,3 +176,12 @@ def test_an_expert_s_first_adapters_lie_on_what_general_is_served_as(
     rounds._base_on_general(rounds.candidate("sql"), 2)
     kept = own(rounds.candidate("sql")._distiller)
     assert all(torch.equal(base[name], weight) for name, weight in kept.items())
+    # but one that starts over, never published, begins with what general is served as by then
+    again = rounds.candidate("sql")
+    again.rejections, again._began_with, again.version = 1, 1, 0
+    rounds._round("sql", Turn("sql"), world.registry.current() | {"sql": 0}, world.stats())
+    newest = own(again._distiller)
+    assert any(not torch.equal(base[name], weight) for name, weight in newest.items())
+    _, flat = world.weights("general") or (0, None)
+    assert flat is not None
+    assert all(torch.equal(newest[n], w.float()) for n, w in unflatten(flat).items())

@@ -24,6 +24,7 @@ def state(fill: float = 1.0, steps: int = 7) -> OptimizerState:
             "weight.b": torch.full((7,), fill, dtype=torch.bfloat16),
         },
         steps,
+        0.25,
     )
 
 
@@ -31,6 +32,7 @@ def same(one: OptimizerState | None, other: OptimizerState) -> bool:
     return (
         one is not None
         and one.steps == other.steps
+        and one.rate_share == other.rate_share
         and one.tensors.keys() == other.tensors.keys()
         and all(torch.equal(one.tensors[n], t) for n, t in other.tensors.items())
         and all(one.tensors[n].dtype == t.dtype for n, t in other.tensors.items())

@@ -66,11 +66,14 @@ def test_a_stage_that_cannot_work_is_refused_with_the_reason(draft: Path) -> Non
 
 def _lesson(distiller: Distiller) -> tuple[list[MicroStep], Any]:
     """Some steps, a pause that keeps only weights and optimizer, and the steps after it."""
-    figures = [distiller.micro_step(batch) for batch in BATCHES]
-    weights, kept = distiller.state_dict(), distiller.optimizer_state()
+    figures = [distiller.micro_step(batch) for batch in BATCHES[:2]]
     distiller.scale_rate(0.5)
+    figures += [distiller.micro_step(batch) for batch in BATCHES[2:]]
+    weights, kept = distiller.state_dict(), distiller.optimizer_state()
+    distiller.scale_rate(1.0)
     distiller.reset(weights)
-    distiller.resume(kept)
+    distiller.resume(kept)  # its share of the rate among it
+    assert kept.rate_share == 0.5
     figures += [distiller.micro_step(batch) for batch in BATCHES]
     return figures, (distiller.optimizer_state().tensors, distiller.state_dict())
 

@@ -23,6 +23,8 @@ from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
 from paceline.actors.training.progress import Ousted, Stopped
 from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.stride import Stride
+from paceline.actors.training.tenancy import Turn
 from paceline.actors.weights.flat import flatten, unflatten
 
 NUMBERS = itertools.count()
@@ -113,7 +115,7 @@ def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> 
     assert last["rate_share"] == 1.0
     candidate = rounds.candidate("sql")
     assert candidate.steps == 0
-    assert candidate.rate_share == pytest.approx(1 / 3)  # with shorter steps
+    assert candidate.stride.share == pytest.approx(1 / 3)  # with shorter steps
     for _ in range(2 * distiller.warmup_steps):
         learn(candidate, [lesson(n) for n in range(4)])
     (group,) = candidate._distiller._engine.basic_optimizer.param_groups
@@ -141,6 +143,7 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
             world.shards["sql"].insert(encode(lesson(3_000 + 40 * number + record)))
         rounds.tick()
     history = world.registry.history("sql")[known:]
+    history = [d for d in history if "served_expected_acceptance" in d]  # of numbers
     shares = [d["rate_share"] for d in history]
     lost = [d["served_expected_acceptance"] - d["candidate_expected_acceptance"] for d in history]
     assert shares[0] == 1.0
@@ -153,23 +156,58 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     draft: Path, tmp_path: Path
 ) -> None:
     world = filled(tmp_path)
+    assert world.registry is not None
     still = DistillerSettings(learning_rate=1e-7, dtype="float32")  # no round brings anything
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=1_000)
     rounds = make_rounds(
         trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
         world,
     )
+    candidate = rounds.candidate("sql")
+    served = {
+        name: weight + 0.01
+        for name, weight in candidate.compare([lesson(1)], lambda: None)[2].items()
+    }
+    world.registry.publish("sql", flatten(served), {})
+    candidate.step_by(Stride(0.25))
     begun = world.stats()["sql"]["records_train"]
-    steps = []
+    steps, fruitless = [], []
     while world.stats()["sql"]["records_train"] < 5 * begun:
         for _ in range(4):
             world.shards["sql"].insert(encode(lesson(4_000 + next(NUMBERS))))
         assert rounds.tick()
-        steps.append(rounds.candidate("sql").steps)
+        steps.append(candidate.steps)
+        fruitless.append(candidate.fruitless)
     over = [n for n, (a, b) in enumerate(pairwise(steps), start=1) if b <= a]
     assert len(over) == 1
     assert over[0] > 0.7 * len(steps)
+    assert fruitless[over[0]] <= 1  # it is not judged by what went before
+    assert candidate.rejections == len(steps)  # but the gate has looked as often
+    assert candidate.stride.share == 0.5
+    now = candidate.compare([lesson(1)], lambda: None)[2]
+    assert all((now[n] - w).abs().max() < 0.005 for n, w in served.items())  # from the served ones
     assert rounds.progress.published == 0
+
+
+def test_general_does_not_start_over_because_shards_had_been_silent(
+    draft: Path, tmp_path: Path
+) -> None:
+    world = filled(tmp_path)
+    still = DistillerSettings(learning_rate=1e-7, dtype="float32")
+    schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=0, max_rejections=1_000)
+    for number in range(40):
+        world.shards["general"].insert(encode(lesson(5_000 + number)))
+    rounds = make_rounds(
+        trainer_settings(draft, ("general", "sql"), distiller=still, schedule=schedule), world
+    )
+    general = rounds.candidate("general")
+    every, begun = world.stats(), []
+    general.begin = begun.append  # type: ignore[method-assign]
+    silent = {"general": every["general"]}
+    turn = Turn("general")
+    for stats in (silent, every):
+        rounds._round("general", turn, {"general": 0, "sql": 0}, stats)
+    assert begun == [sum(int(facts["records_train"]) for facts in every.values())]
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))

@@ -16,6 +16,7 @@ from paceline.actors.training.progress import Ousted
 from paceline.actors.training.rounds import Rounds
 from paceline.actors.training.schedule import ScheduleSettings, Want
 from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.stride import Stride
 from paceline.actors.training.tenancy import Note, Turn
 from paceline.cluster.board import LoadBoard
 
@@ -108,6 +109,36 @@ def test_unpublished_steps_of_another_are_not_mixed_with_stale_ones(
     assert one.candidate("sql").steps <= steps + 1  # another's since: from the served weights
     assert host.registry is not None
     assert set(host.registry.current().values()) == {0}
+
+
+def test_the_share_of_the_rate_goes_with_the_topic(draft: Path, tmp_path: Path) -> None:
+    host = filled(tmp_path)
+    no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
+    one, two_, *_ = two(host, only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05))
+    one.candidate("sql").step_by(Stride(1 / 9))
+    assert one.tick()
+    assert two_.tick()
+    assert two_.candidate("sql").stride.share == pytest.approx(1 / 9)
+
+
+def test_a_restarted_trainer_has_the_share_of_the_publication(draft: Path, tmp_path: Path) -> None:
+    host = filled(tmp_path)
+    settings = only_sql(draft, tmp_path)
+    first = make_rounds(settings, host)
+    first.candidate("sql").step_by(Stride(1 / 4))
+    assert first.tick()
+    assert first.progress.published == 1
+    again = make_rounds(dataclasses.replace(settings, round_seconds=0.05), host)
+    shares = []
+    learn = again.candidate("sql").practise
+
+    def noting(*arguments: object) -> object:
+        shares.append(again.candidate("sql").stride.share)
+        return learn(*arguments)  # type: ignore[arg-type]
+
+    again.candidate("sql").practise = noting  # type: ignore[method-assign, assignment]
+    assert again.tick()
+    assert shares[0] == 0.5  # a publication's are longer
 
 
 def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> None:
