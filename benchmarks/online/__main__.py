@@ -80,8 +80,16 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 
 def command_of(argv: Sequence[str] | None) -> str:
-    """The command for people: where the rows lie is theirs to say."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """The command for people: where the rows lie is theirs to say.
+
+    What was chosen of topics and parts is left out: without it the command makes all that is there,
+    in as many calls as one likes.
+    """
+    words: list[str] = []
+    chosen = False
+    for word in sys.argv[1:] if argv is None else argv:
+        chosen = word in ("--topics", "--parts") or (chosen and not word.startswith("--"))
+        words += [] if chosen else [word]
     for at, word in enumerate(words[1:], start=1):
         if words[at - 1] == "--data" and word != HUB:
             words[at] = "FOLDER"

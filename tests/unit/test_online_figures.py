@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from online import figures, markdown, summary, world
+from online.__main__ import command_of
 from online.bench import packed, unpacked
 from online.ceiling import Plateau
 from online.figures import Counts, Window
@@ -187,3 +188,11 @@ def test_units_of_shifts_never_rest_and_every_trainer_setting_is_in_a_key() -> N
     facts = world.trainer_facts()
     assert json.loads(json.dumps(facts, allow_nan=False))["gate"]
     assert not {"draft_paths", "optimizer_dir"} & facts.keys()
+
+
+def test_the_command_on_the_page_makes_all_of_it_and_names_no_machine() -> None:
+    words = "--data /here --topics sql math --published docs/results --out /there --parts streams"
+    assert command_of(words.split()) == (
+        'make bench-online ARGS="--data FOLDER --published docs/results --out OUT"'
+    )
+    assert command_of(["--parts", "shifts"]) == "make bench-online"
