@@ -49,7 +49,6 @@ class Candidate:
             if crew is None
             else SharedDistiller(topic, path, settings.distiller, crew)
         )
-        self.stride = Stride()
         self._began_with: int | None = None  # records, see :meth:`begin`
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
@@ -61,6 +60,11 @@ class Candidate:
     def steps(self) -> int:
         """Optimizer steps since training last started from served weights."""
         return self._distiller.steps
+
+    @property
+    def stride(self) -> Stride:
+        """The share of the learning rate that the next steps have."""
+        return Stride(self._distiller.rate_share)
 
     @property
     def awaits_general(self) -> bool:
@@ -120,8 +124,6 @@ class Candidate:
             self._distiller.resume(state)
         except ValueError as error:
             logger.warning("%s: %s, moments start anew", self.topic, error)
-        else:
-            self.stride = Stride(state.rate_share)
 
     def begin(self, records: int) -> None:
         """A round begins: start over where the topic has outgrown what this candidate began with.
@@ -153,7 +155,6 @@ class Candidate:
 
     def step_by(self, stride: Stride) -> None:
         """Learn at this share of the learning rate from now on."""
-        self.stride = stride
         self._distiller.scale_rate(stride.share)
 
     def compare(

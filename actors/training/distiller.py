@@ -99,7 +99,7 @@ class Distiller:
         self._engine: Any = None
         self._adapters: Adapters | None = None
         self._mean: RunningMean | None = None
-        self._rate_share = 1.0
+        self.rate_share = 1.0  # changed by scale_rate and resume
         self._build(draft)
 
     def _build(self, draft: Any) -> None:
@@ -161,11 +161,11 @@ class Distiller:
         return sum(weight.numel() for weight in self._trained(self._engine.module.draft))
 
     def _warmup(self, step: int) -> float:
-        return self._rate_share * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+        return self.rate_share * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
 
     def scale_rate(self, share: float) -> None:
         """Learn at this share of the learning rate, in (0, 1], from the next step but one on."""
-        self._rate_share = share
+        self.rate_share = share
 
     def micro_step(self, batch: Batch) -> MicroStep:
         """Learn from a batch by itself; every ``accumulation``-th call moves the weights."""
@@ -248,7 +248,7 @@ class Distiller:
         if self.stage:
             state = whole(state, self._numel(), self.device)
         state.tensors.update(self._untold())
-        return replace(state, rate_share=self._rate_share)
+        return replace(state, rate_share=self.rate_share)
 
     def _untold(self) -> dict[str, Tensor]:
         """What a published state does not tell, by its name in an optimizer's state.
@@ -290,7 +290,7 @@ class Distiller:
                     tensor.copy_(told[_WEIGHT + name])
         if self._mean is not None:
             self._mean.resume({n.removeprefix(_MEAN): t for n, t in told.items()})
-        self._rate_share = state.rate_share
+        self.rate_share = state.rate_share
         schedule = self._engine.lr_scheduler
         schedule.last_epoch = self._engine.global_steps = state.steps
         for group in optimizer.param_groups:
