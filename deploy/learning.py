@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import metrics
 
+from paceline.actors.imagination.imaginer import Imaginer
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.tenancy import Tenant
@@ -25,6 +26,7 @@ from paceline.cluster.session import NAMESPACE
 from paceline.deploy.added import with_added
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
+from paceline.deploy.imagining import imagination_settings, target_handle
 from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
@@ -175,6 +177,7 @@ def replay_settings(config: PacelineConfig) -> ReplaySettings:
         remover=config.replay.remover,
         sampler=config.replay.sampler,
         held_out_fraction=config.replay.held_out_fraction,
+        imagined_per_record=config.training.imagined_per_record,
     )
 
 
@@ -267,7 +270,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
 
 
 class TrainerActor(Trainer):
-    """A trainer, and beside the first one the scorer, which needs the same libraries in memory.
+    """A trainer; beside the first one the scorer, which needs the same libraries, and the imaginer.
 
     It looks the others up by name whenever Ray starts it, and again now and then: handles among
     its arguments would be objects that a restart may not find, and Ray warns of it.
@@ -285,14 +288,23 @@ class TrainerActor(Trainer):
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
             jury = beside.submit(make_jury, config).result() if name == _TRAINER else None
+            imagined = beside.submit(imagination_settings, config).result()
         hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
         tenant = Tenant(name, _fractions(config, name), alone=config.training.trainers == 1)
         super().__init__(settings, shards, registry, board, hire, node_address(), tenant)
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
+        self._imaginer: Imaginer | None = None
+        if imagined is not None and name == _TRAINER:
+            self._imaginer = Imaginer(imagined, shards, registry, board, target_handle)
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
     def _samples(self) -> Iterable[Sample]:
         return trainer_samples(self.status(), self.drifts(), self.table())
+
+    def status(self) -> dict[str, Any]:
+        """See Trainer; where prompts are imagined, the counts of Imaginer as ``imagined``."""
+        found = super().status()
+        return found if self._imaginer is None else found | {"imagined": self._imaginer.figures()}
 
     def offer(self, data: bytes) -> None:
         """See Scorer."""

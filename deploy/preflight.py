@@ -20,6 +20,7 @@ from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.exposure import exposure
+from paceline.deploy.imagining import imagination_settings
 from paceline.deploy.planner.configs import read_shape
 
 
@@ -56,6 +57,7 @@ def check_parts(config: PacelineConfig) -> None:
             "router.enabled to false"
         )
     _check_memory(config)
+    imagination_settings(config)
 
 
 def warnings(config: PacelineConfig) -> list[str]:

@@ -221,6 +221,10 @@ class TrainingConfig(Section):
     merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
     of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
 
+    Above 0, ``imagined_per_record`` has the idle target make up and answer so many prompts for each
+    record that a topic has to learn from: more to learn from than the traffic brings, for the
+    target's time.
+
     ``max_occupancy`` is the share of ``target.max_num_seqs`` that a replica may decode and still
     count as idle; auto is a quarter where serving, training and the rest have cores of their own,
     or training hosts of its own, and 0 elsewhere.
@@ -248,6 +252,7 @@ class TrainingConfig(Section):
     max_occupancy: Literal["auto"] | Fraction = "auto"
     keep_versions: Count = 3
     canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
+    imagined_per_record: Annotated[float, Field(ge=0.0, le=16.0)] = 0.0
     adapter: Literal["full", "lora"] = "full"
     lora_rank: Count = 16
     lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0

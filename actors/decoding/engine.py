@@ -313,15 +313,18 @@ class Engine:
         if sequence.finish_reason is None:
             return None
         if sequence.finish_reason != FINISH_ERROR:
-            self._keep(sequence)
+            if not sequence.request.background:  # what users may come back to is not driven out
+                self._keep(sequence)
             self._drafting.ended(sequence)
         self._release(sequence.request_id)
         if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:
             return None
         try:
             self._log.flush()
+            request = sequence.request
+            created = self._now() if request.created is None else request.created
             return sequence.recorder.finish(
-                sequence.request, sequence.output, sequence.weight_version, self._now()
+                request, sequence.output, sequence.weight_version, created
             )
         except Exception:
             logger.exception("the record of request %s is lost", sequence.request_id)

@@ -17,6 +17,7 @@ from paceline.actors.decoding.request import (
     FINISH_ERROR,
     FINISH_FAULT,
     FINISH_REFUSED,
+    FINISH_YIELDED,
     GenerationChunk,
     GenerationRequest,
 )
@@ -61,6 +62,7 @@ class EngineLoop:
         self._on_outcome = on_outcome
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._deliver: dict[str, Deliver] = {}
+        self._background: set[str] = set()  # of these; never beside others
         self._requests = RequestMeter(time.monotonic)
         self._faults = 0
         self._turned_at = time.monotonic()
@@ -109,7 +111,9 @@ class EngineLoop:
         return self._engine.drafts()
 
     def load(self) -> tuple[int, int]:
-        """(running, waiting) requests now."""
+        """(running, waiting) requests now, those in the background not counted."""
+        if self._background:  # then there are no others
+            return 0, 0
         return self._engine.num_running, self._engine.num_waiting
 
     def figures(self) -> EngineFigures:
@@ -153,6 +157,11 @@ class EngineLoop:
         self._thread.join(timeout=10)
 
     def _add(self, request: GenerationRequest, deliver: Deliver, came: float) -> None:
+        if not request.background:
+            self._give_way()
+        elif self._deliver.keys() - self._background:
+            self._deliver_one(request.run_id, deliver, _ended(FINISH_YIELDED))
+            return
         try:
             self._engine.add(request)
         except Exception:
@@ -160,12 +169,26 @@ class EngineLoop:
             self._deliver_one(request.run_id, deliver, _ended(FINISH_ERROR))
             return
         self._deliver[request.run_id] = deliver
-        self._requests.came(request, came)
+        if request.background:
+            self._background.add(request.run_id)
+        else:
+            self._requests.came(request, came)
+
+    def _give_way(self) -> None:
+        """End what runs in the background: somebody is here."""
+        for run_id in list(self._background):
+            deliver = self._deliver[run_id]
+            self._drop(run_id)
+            self._deliver_one(run_id, deliver, _ended(FINISH_YIELDED))
 
     def _drop(self, request_id: str) -> None:
-        self._deliver.pop(request_id, None)
+        self._forget(request_id)
         self._requests.dropped(request_id)
         self._engine.abort(request_id)
+
+    def _forget(self, run_id: str) -> Deliver | None:
+        self._background.discard(run_id)
+        return self._deliver.pop(run_id, None)
 
     def _take(self, *, wait: bool) -> None:
         """Run what has come in; block for the first where there is nothing else to do."""
@@ -218,7 +241,7 @@ class EngineLoop:
         tokens = len(chunk.token_ids) + chunk.num_cut_tokens
         self._requests.gave(output.request_id, tokens, chunk.finish_reason)
         if finished:
-            deliver = self._deliver.pop(output.request_id, None)
+            deliver = self._forget(output.request_id)
         else:
             deliver = self._deliver.get(output.request_id)
         if deliver is not None and (finished or output.chunk.token_ids or output.chunk.text):
@@ -234,9 +257,7 @@ class EngineLoop:
             deliver(chunk)
         except Exception:
             logger.warning("nobody takes what request %s gets", run_id, exc_info=True)
-            self._deliver.pop(run_id, None)
-            self._requests.dropped(run_id)
-            self._engine.abort(run_id)
+            self._drop(run_id)
 
 
 def _ended(reason: str) -> GenerationChunk:

@@ -13,6 +13,7 @@ FINISH_ABORT = "abort"
 FINISH_ERROR = "error"  # this request failed, alone
 FINISH_FAULT = "fault"  # the engine failed while it ran this request, perhaps among others
 FINISH_REFUSED = "refused"  # the engine failed, and had not begun with this request
+FINISH_YIELDED = "yielded"  # a background request, to others
 FAILED = frozenset({FINISH_ERROR, FINISH_FAULT, FINISH_REFUSED})
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
@@ -80,6 +81,10 @@ class GenerationRequest:
     the engine goes on from there and gives only what comes after. ``attempt`` counts the
     replicas that it has been sent to before, and ``failed_on`` names those that said themselves
     that they failed, the last one last. ``origins`` reports where every token comes from.
+
+    A ``background`` request is nobody's: it counts as no load, and ends as `FINISH_YIELDED` where
+    another is at work or comes. ``created`` is the time that its record bears, unix seconds; None
+    is that of its end.
     """
 
     request_id: str
@@ -94,6 +99,8 @@ class GenerationRequest:
     attempt: int = 0
     failed_on: tuple[str, ...] = ()
     origins: bool = False
+    background: bool = False
+    created: float | None = None
 
     @property
     def run_id(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.actors.replay.journal import Journal
+from paceline.actors.replay.names import is_imagined
 from paceline.actors.replay.record import RecordError, RecordValueError, decode, is_held_out
 from paceline.actors.replay.table import (
     Entry,
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayShard:
-    """Records of one topic, both splits.
+    """Records of one topic, all splits.
 
     With a ``persist_dir`` they also lie in a file there and survive the actor's death; without
     one they live in memory alone and a killed shard starts empty. A thread drops what is past
@@ -135,6 +136,10 @@ class ReplayShard:
         held_out = is_held_out(record.prompt_token_ids, self._settings.held_out_fraction)
         entry = Entry(record.request_id, record.created, bytes(data))
         split: Split = "held_out" if held_out else "train"
+        if is_imagined(record.request_id):
+            if held_out:  # a prompt that judges must not be learnt, whoever comes up with it
+                return None
+            split = "imagined"
         return entry if self._table.insert(entry, split, self._clock(), self._rng) else None
 
     def _rewrite_when_due(self) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.actors.replay.draws import priority_weights, sampling_weights
 from paceline.actors.replay.names import belongs
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "imagined"]
 Remover = Literal["fifo", "reservoir", "priority"]
 Sampler = Literal["recency", "priority"]
 
@@ -38,6 +38,8 @@ class ReplaySettings:
         sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
             split is always drawn by recency: what judges must not follow what was learnt.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
+        imagined_per_record: records with imagined prompts that are kept for each one to learn
+            from; they have their part of the capacity, so that neither drives the other out.
         recent_share: share of a sample that favours some records; the rest is uniform, so that
             none is forgotten.
         recent_half_life: records after which a record's recency weight has halved.
@@ -48,6 +50,7 @@ class ReplaySettings:
     retention_s: float = 24 * 3600.0
     remover: Remover = "fifo"
     held_out_fraction: float = 0.2
+    imagined_per_record: float = 0.0
     recent_share: float = 0.5
     recent_half_life: float = 200.0
     sampler: Sampler = "recency"
@@ -63,6 +66,8 @@ class ReplaySettings:
             raise ValueError("priority_exponent must not be negative")
         if not 0.0 <= self.held_out_fraction <= 1.0 or not 0.0 <= self.recent_share <= 1.0:
             raise ValueError("held_out_fraction and recent_share lie between 0 and 1")
+        if not 0.0 <= self.imagined_per_record < math.inf:
+            raise ValueError("imagined_per_record must not be negative")
         if self.capacity_bytes <= 0 or self.retention_s <= 0 or self.recent_half_life <= 0:
             raise ValueError("capacity_bytes, retention_s and recent_half_life are positive")
 
@@ -211,15 +216,19 @@ def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:
 
 
 class ReplayTable:
-    """Both splits of one topic."""
+    """The splits of one topic: to learn from, to judge by, and what was imagined to learn from."""
 
     def __init__(self, settings: ReplaySettings) -> None:
         """Start empty."""
         self._settings = settings
         held_out = int(settings.capacity_bytes * settings.held_out_fraction)
+        ratio = settings.imagined_per_record
+        imagined = int((settings.capacity_bytes - held_out) * ratio / (1.0 + ratio))
+        train = settings.capacity_bytes - held_out - imagined
         self._splits: dict[Split, Partition] = {
-            "train": Partition(settings.capacity_bytes - held_out, settings.remover),
+            "train": Partition(train, settings.remover),
             "held_out": Partition(held_out, settings.remover),
+            "imagined": Partition(imagined, settings.remover),
         }
 
     def insert(self, entry: Entry, split: Split, now: float, rng: np.random.Generator) -> bool:
@@ -235,7 +244,7 @@ class ReplayTable:
         self.expire(now)
         partition, settings = self._splits[split], self._settings
         share = settings.recent_share
-        if settings.sampler == "priority" and split == "train":
+        if settings.sampler == "priority" and split != "held_out":
             weights = priority_weights(partition.losses(), share, settings.priority_exponent)
         else:
             weights = sampling_weights(len(partition), share, settings.recent_half_life)
@@ -244,6 +253,7 @@ class ReplayTable:
     def update_losses(self, losses: Mapping[str, float]) -> None:
         """Take the latest losses by request, in nats, of records to learn from."""
         self._splits["train"].update_losses(losses)
+        self._splits["imagined"].update_losses(losses)
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or all; returns how many."""

@@ -19,7 +19,7 @@ from paceline.actors.training.progress import Diverged, Ousted, Progress, Stoppe
 from paceline.actors.training.schedule import wants
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.stride import Stride
-from paceline.actors.training.survey import Survey, inserted, total
+from paceline.actors.training.survey import Survey, inserted, to_learn_from, total
 from paceline.actors.training.tenancy import Turn
 from paceline.actors.training.world import World
 
@@ -153,11 +153,11 @@ class Rounds:
         candidate = self.candidate(topic)
         self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
         if topic != GENERAL or stats.keys() >= self._settings.draft_paths.keys():
-            candidate.begin(total(stats, topic, "records_train"))
+            candidate.begin(to_learn_from(stats, topic))
         self._base_on_general(candidate, versions.get(GENERAL, 0))
         self._note(state="training", topic=topic, steps=candidate.steps)
         self._survey.seen(topic).inserted = inserted(stats, topic)
-        train = candidate.usable(self._draw(topic, self._settings.train_records, "train", stats))
+        train = candidate.usable(self._lesson(topic, stats))
         if not train:
             raise Unfit("no usable records to learn from")
         held_out = self._draw(topic, self._settings.held_out_records, "held_out", stats)
@@ -243,6 +243,13 @@ class Rounds:
         if newest is not None and newest[1] is not None:
             candidate.start_from(newest[1])
             logger.info("%s: adapters on general's version %d", candidate.topic, newest[0])
+
+    def _lesson(self, topic: str, stats: dict[str, dict[str, Any]]) -> list[ReplayRecord]:
+        """Records to learn from, imagined ones as large a part as they are of all."""
+        count, have = self._settings.train_records, to_learn_from(stats, topic)
+        imagined = round(count * total(stats, topic, "records_imagined") / max(have, 1))
+        drawn = self._draw(topic, count - imagined, "train", stats)
+        return drawn + (self._draw(topic, imagined, "imagined", stats) if imagined else [])
 
     def _draw(
         self, topic: str, count: int, split: str, stats: dict[str, dict[str, Any]]

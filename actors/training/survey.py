@@ -115,6 +115,11 @@ def inserted(stats: Stats, topic: str) -> int:
     return total(stats, topic, "inserted_total")
 
 
+def to_learn_from(stats: Stats, topic: str) -> int:
+    """Records of a topic's traffic and imagined ones, all that does not judge."""
+    return total(stats, topic, "records_train") + total(stats, topic, "records_imagined")
+
+
 def total(stats: Stats, topic: str, key: str) -> int:
     """A topic's figure; of all topics together for ``general``, which learns from all."""
     if topic == GENERAL:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from online import ceiling
 from online.bench import QUICK, Bench, Sizes
 from online.ceiling import Offline, ceiling_unit
+from online.imagined import imagined_unit
 from online.results import collect, write
 from online.rows import EXTRA, HUB
 from online.serving import Serving
@@ -30,8 +31,8 @@ from online.world import Learning
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
-PARTS = ("streams", "ceilings", "offline", "rehearsals", "shifts")
-_NOT_QUICK = ("offline", "rehearsals")
+PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts")
+_NOT_QUICK = ("imagined", "offline", "rehearsals")
 QUICK_TOPICS = ("sql", "shell")
 
 
@@ -56,6 +57,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if name != "seed":
             option = "--" + name.replace("_", "-")
             parser.add_argument(option, type=type(default), default=default, help="see Learning")
+    parser.add_argument(
+        "--imagined-per-record", type=float, default=4.0, help="prompts that the target makes up"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument(
@@ -121,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for topic in topics:
         if "streams" in parts:
             stream_unit(bench, topic, learning)
+        if "imagined" in parts:
+            imagined_unit(bench, topic, learning, options.imagined_per_record)
         if "ceilings" in parts:
             ceiling_unit(bench, topic, offline)
         if "offline" in parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import load_state, logits_at
 from paceline.actors.training.evaluation import acceptance
 from paceline.actors.training.losses import expected_acceptance
+
+if TYPE_CHECKING:
+    from online.world import Learner
 
 MAX_LENGTH = 512
 _BATCH = 16
@@ -87,3 +91,14 @@ class Judge:
             (sums / torch.bincount(batch.rows, minlength=len(records))).cpu().numpy()
         )
         return means
+
+
+def look(
+    judge: Judge, learner: Learner, topic: str, tests: Sequence[ReplayRecord]
+) -> dict[str, Any]:
+    """What is served now, judged on the tests, and what it has cost until now."""
+    version, state = learner.served(topic)
+    scores = judge.score(state, tests).facts()
+    facts = learner.facts()
+    cost = {name: facts[name] for name in ("seconds", "micro_steps", "positions")}
+    return {"weight_version": version, **scores, **cost}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import machine
 
 from online import rows
 from online.bench import Bench, counts_of, packed
+from online.judging import look
 from online.serving import Served, serve
 from online.world import Learner, Learning
-from paceline.actors.replay.record import ReplayRecord
 
 
 def stream_settings(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
@@ -48,14 +47,14 @@ def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(Path(folder), [topic], learning, engine.swap)
         online: list[Served] = []
-        checkpoints = {"0": _judged(bench, learner, topic, tests)}
+        checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         for served in serve(engine, questions, drafts, bench.serving):
             learner.take(served.record)
             online.append(served)
             done = len(online)
             if done in bench.sizes.checkpoints or done == len(questions):
-                checkpoints[str(done)] = look = _judged(bench, learner, topic, tests)
-                bench.say(f"{topic}: {done} requests, {_brief(look)}")
+                checkpoints[str(done)] = found = look(bench.judge, learner, topic, tests)
+                bench.say(f"{topic}: {done} requests, {_brief(found)}")
         test = bench.questions(topic).test
         after = list(serve(engine, test, [topic] * len(test), bench.serving))
         return {
@@ -88,27 +87,17 @@ def rehearse(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     tests = [served.record for served in bench.test(topic)]
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(Path(folder), [topic], learning, lambda *_: None)
-        checkpoints = {"0": _judged(bench, learner, topic, tests)}
+        checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         frozen = bench.frozen(topic)
         for done, served in enumerate(frozen, start=1):
             learner.take(served.record)
             if done in bench.sizes.checkpoints or done == len(frozen):
-                checkpoints[str(done)] = look = _judged(bench, learner, topic, tests)
-                bench.say(f"{topic}, rehearsed: {done} requests, {_brief(look)}")
+                checkpoints[str(done)] = found = look(bench.judge, learner, topic, tests)
+                bench.say(f"{topic}, rehearsed: {done} requests, {_brief(found)}")
         facts = learner.facts()
     return {"checkpoints": checkpoints, "learning": facts, "machine": machine.facts()}
 
 
-def _judged(
-    bench: Bench, learner: Learner, topic: str, tests: Sequence[ReplayRecord]
-) -> dict[str, Any]:
-    version, state = learner.served(topic)
-    scores = bench.judge.score(state, tests).facts()
-    facts = learner.facts()
-    cost = {name: facts[name] for name in ("seconds", "micro_steps", "positions")}
-    return {"weight_version": version, **scores, **cost}
-
-
-def _brief(look: dict[str, Any]) -> str:
-    means = [sum(look[name]) / len(look[name]) for name in ("acceptance", "overlap")]
+def _brief(found: dict[str, Any]) -> str:
+    means = [sum(found[name]) / len(found[name]) for name in ("acceptance", "overlap")]
     return f"test acceptance {means[0]:.3f}, overlap {means[1]:.3f}"

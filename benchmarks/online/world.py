@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from expert_cache import DRAFT
 from torch import Tensor
@@ -89,19 +89,29 @@ class Ticks:
 class LocalWorld:
     """The real shards and registry, called directly; leave is always given."""
 
-    def __init__(self, folder: Path, experts: Sequence[str], learning: Learning) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        experts: Sequence[str],
+        learning: Learning,
+        imagined_per_record: float = 0.0,
+    ) -> None:
         """Start with empty shards and initial weights.
 
         Args:
             folder: of the registry, empty.
             experts: drafts that learn; each has a shard.
             learning: see Learning.
+            imagined_per_record: see ReplaySettings.
         """
         settings = ReplaySettings(
-            held_out_fraction=learning.held_out_fraction, recent_share=learning.recent_share
+            held_out_fraction=learning.held_out_fraction,
+            imagined_per_record=imagined_per_record,
+            recent_share=learning.recent_share,
         )
-        self.shards = {
-            expert: ReplayShard(expert, settings, seed=learning.seed) for expert in experts
+        self.shards = {  # answers from disk do not grow old
+            expert: ReplayShard(expert, settings, seed=learning.seed, clock=lambda: 0.0)
+            for expert in experts
         }
         self.registry = WeightRegistry(str(folder), experts, "bench", put=lambda flat: flat)
 
@@ -164,6 +174,15 @@ class LocalWorld:
         return None
 
 
+class Muse(Protocol):
+    """What imagines further records."""
+
+    per_record: float
+
+    def __call__(self, world: LocalWorld) -> None:
+        """Put them into the shards."""
+
+
 class _Counted(Candidate):
     """A candidate that moves the virtual clock and counts what it learns from."""
 
@@ -211,6 +230,7 @@ class Learner:
         swap: Callable[[str, int, dict[str, Tensor]], None],
         *,
         draft: Path = DRAFT,
+        muse: Muse | None = None,
     ) -> None:
         """Load a candidate for every expert.
 
@@ -222,8 +242,11 @@ class Learner:
             learning: see Learning.
             swap: is given (expert, weight_version, weights), as ``Engine.swap``.
             draft: folder of the weights that every expert starts from.
+            muse: has further records in the shards before every round.
         """
-        self.world = LocalWorld(folder, experts, learning)
+        per_record = muse.per_record if muse is not None else 0.0
+        self.world = LocalWorld(folder, experts, learning, per_record)
+        self._muse = muse
         self._swap = swap
         self._clock = Ticks()
         self._rounds = _CountedRounds(_settings(experts, learning, draft), self.world, self._clock)
@@ -240,6 +263,8 @@ class Learner:
         self._clock.now += _REQUEST_S
         self._taken += 1
         if self._taken % self._learning.requests_per_round == 0:
+            if self._muse is not None:
+                self._muse(self.world)
             self._round()
 
     def _round(self) -> None:

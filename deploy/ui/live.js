@@ -183,14 +183,16 @@ export class Live {
 
   replay() {
     const shards = Object.entries(object(this.status.shards));
-    const most = Math.max(1, ...shards.map(([, own]) => (own.records_train ?? 0) + (own.records_held_out ?? 0)));
+    const most = Math.max(1, ...shards.map(([, own]) => ["train", "held_out", "imagined"].reduce((sum, split) => sum + (own[`records_${split}`] ?? 0), 0)));
     return shards.map(([topic, own]) => {
       if (own.error) return el("p", { class: "share" }, `${topic}: does not answer`);
       const parts = [
         { share: own.records_train / most, kind: "e1", name: "to learn from" },
         { share: own.records_held_out / most, kind: "e2", name: "held out" },
+        { share: (own.records_imagined ?? 0) / most, kind: "e3", name: "imagined" },
       ];
-      const words = `${count(own.records_train)} + ${count(own.records_held_out)} held out, ${bytes(own.bytes)}`;
+      const imagined = own.records_imagined ? ` + ${count(own.records_imagined)} imagined` : "";
+      const words = `${count(own.records_train)} + ${count(own.records_held_out)} held out${imagined}, ${bytes(own.bytes)}`;
       return el("div", { class: "share" },
         el("p", { class: "words" }, el("span", {}, topic), el("span", {}, words)),
         stackedBar(parts, `${topic}: ${words}`));

@@ -139,6 +139,17 @@ def test_every_record_is_kept_evicted_or_expired(remover: Any) -> None:
     assert stats["evicted_total"] + stats["expired_total"] == 40
 
 
+def test_imagined_records_are_told_of_where_any_are_kept() -> None:
+    for per_record, splits in (
+        (0.0, {"train", "held_out"}),
+        (1.0, {"train", "held_out", "imagined"}),
+    ):
+        shard = ReplayShard("sql", ReplaySettings(imagined_per_record=per_record))
+        told = by_labels(list(readings.shard_samples(shard.stats())), "replay_capacity_bytes")
+        assert set(told) == {("sql", split) for split in splits}
+        assert min(told.values()) > 0
+
+
 def test_a_registry_s_figures(tmp_path: Path) -> None:
     def start() -> WeightRegistry:
         topics, canary = ("sql", "general"), CanarySettings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -16,6 +17,7 @@ from local_world import LocalWorld, filled, make_rounds, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
 
+from paceline.actors.replay.names import imagined, is_imagined
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
@@ -324,6 +326,44 @@ def test_long_answers_are_learnt_from_their_first_part(draft: Path, tmp_path: Pa
     assert rounds.tick()
     assert world.registry is not None
     assert world.registry.history("sql")[0]["outcome"] == "published"
+
+
+class Counting(LocalWorld):
+    """How many records were drawn of each split."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.drawn = Counter[str]()
+
+    def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
+        records = super().sample(topic, count, split)
+        self.drawn[split] += len(records)
+        assert {is_imagined(r.request_id) for r in records} <= {split == "imagined"}
+        return records
+
+
+def test_what_was_imagined_is_learnt_in_its_proportion(draft: Path, tmp_path: Path) -> None:
+    reached = []
+    for more in (False, True):
+        world = Counting(tmp_path / str(more))
+        settings = ReplaySettings(held_out_fraction=0.3, imagined_per_record=4.0)
+        world.shards["sql"] = ReplayShard("sql", settings, seed=0, clock=lambda: 0.0)
+        for number in range(0, 60, 4):
+            world.shards["sql"].insert(encode(lesson(number)))
+        for number in range(60) if more else ():
+            name = imagined(f"r{number}", "m")
+            record = dataclasses.replace(lesson(number), request_id=name)
+            world.shards["sql"].insert(encode(record))
+        rounds = make_rounds(trainer_settings(draft, train_records=20), world)
+        for _ in range(4):
+            rounds.tick()
+        stats = world.shards["sql"].stats()
+        share = stats["records_imagined"] / (stats["records_imagined"] + stats["records_train"])
+        assert world.drawn["imagined"] == round(20 * share) * 4
+        assert world.registry is not None
+        history = world.registry.history("sql")
+        reached.append(max(d["candidate_expected_acceptance"] for d in history))
+    assert reached[1] > reached[0] + 0.1, reached
 
 
 def test_a_topic_that_comes_while_the_trainer_runs_is_taught(draft: Path, tmp_path: Path) -> None:

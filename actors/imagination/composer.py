@@ -1,0 +1,148 @@
+"""Has the idle target imagine prompts for the topics that lack them, and answer them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.actors.decoding.request import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FINISH_YIELDED,
+    GenerationRequest,
+)
+from paceline.actors.imagination.prompts import beginning, imagined_prompt, to_answer, to_imagine
+from paceline.actors.imagination.settings import ImaginationSettings
+from paceline.actors.replay.record import ReplayRecord, is_held_out
+
+_WHOLE = (FINISH_STOP, FINISH_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the target said to a request, and why it ended."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+class Sources(Protocol):
+    """Where stored records are, and leave."""
+
+    def stats(self) -> Mapping[str, Mapping[str, Any]]:
+        """Topic to its shard's statistics, of those that answer."""
+
+    def sample(self, topic: str, count: int, split: str) -> Iterable[ReplayRecord]:
+        """At most so many records of a split."""
+
+    def may_train(self) -> bool:
+        """Whether serving is idle."""
+
+
+class Voice(Protocol):
+    """The target; records of what it says go where it sends them."""
+
+    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
+        """What it says to each, in this order."""
+
+
+class Composer:
+    """Imagines a few prompts at a time; :meth:`tick` for ever.
+
+    ``counts``: records ``made``; texts ``unfinished``, prompts ``unsuited`` (not templated, or too
+    short), ``refused`` (a prompt that judges, or too long), requests that ``yielded``.
+    """
+
+    def __init__(
+        self, settings: ImaginationSettings, *, mark: Callable[[], str] = lambda: uuid.uuid4().hex
+    ) -> None:
+        """Nothing is imagined yet.
+
+        Args:
+            settings: see ImaginationSettings.
+            mark: gives another name every time.
+        """
+        self._settings = settings
+        self._rng = np.random.default_rng(settings.seed)
+        self._mark = mark
+        self.counts: Counter[str] = Counter(made=0, unfinished=0, unsuited=0, refused=0, yielded=0)
+
+    def lacks(self, sources: Sources) -> bool:
+        """Whether any topic lacks imagined records."""
+        return lacking(sources.stats(), self._settings)[0] is not None
+
+    def tick(self, sources: Sources, voice: Voice) -> bool:
+        """Imagine for the topic that lacks most; False where nothing came of it."""
+        topic, lacks = lacking(sources.stats(), self._settings)
+        if topic is None or not sources.may_train():
+            return False
+        count = min(lacks, self._settings.at_once)
+        begun = [
+            (source, kept, self._mark())
+            for source in sources.sample(topic, count, "train")
+            if (kept := self._cut(source)) is not None
+        ]
+        said = self._say(
+            voice, [to_imagine(s, kept, self._settings.marks, m) for s, kept, m in begun]
+        )
+        asked = []
+        for (source, kept, mark), words in zip(begun, said, strict=True):
+            if (request := self._question(source, kept, words, mark)) is not None:
+                asked.append(request)
+        if not asked or not sources.may_train():
+            return False
+        answers = self._say(voice, asked)
+        made = sum(answer.finish_reason in _WHOLE for answer in answers)
+        self.counts["made"] += made
+        return made > 0
+
+    def _cut(self, source: ReplayRecord) -> tuple[int, ...] | None:
+        kept = beginning(source.prompt_token_ids.tolist(), self._settings.marks, self._rng)
+        self.counts["unsuited"] += kept is None
+        return kept
+
+    def _say(self, voice: Voice, requests: Sequence[GenerationRequest]) -> list[Said]:
+        said = voice.say(requests) if requests else []
+        self.counts["yielded"] += sum(each.finish_reason == FINISH_YIELDED for each in said)
+        return said
+
+    def _question(
+        self, source: ReplayRecord, kept: tuple[int, ...], words: Said, mark: str
+    ) -> GenerationRequest | None:
+        """The request that answers an imagined prompt, if it is one."""
+        if words.finish_reason not in _WHOLE:
+            return None
+        prompt = imagined_prompt(kept, words.token_ids, self._settings.marks)
+        if prompt is None:
+            self.counts["unfinished"] += 1
+            return None
+        ids = np.asarray(prompt, dtype=np.int32)
+        judges = is_held_out(ids, self._settings.held_out_fraction)
+        request = None if judges else to_answer(source, prompt, mark)
+        self.counts["refused"] += request is None
+        return request
+
+
+def lacking(
+    stats: Mapping[str, Mapping[str, Any]], settings: ImaginationSettings
+) -> tuple[str | None, int]:
+    """The topic that lacks most imagined records, and how many; None where none lacks any.
+
+    Args:
+        stats: topic to its shard's statistics.
+        settings: see ImaginationSettings.
+    """
+    missing = {
+        topic: int(settings.per_record * facts["records_train"]) - int(facts["records_imagined"])
+        for topic, facts in stats.items()
+        if facts["records_train"] >= settings.least_records
+    }
+    topic = max(missing, key=lambda name: missing[name], default=None)
+    if topic is None or missing[topic] <= 0:
+        return None, 0
+    return topic, missing[topic]

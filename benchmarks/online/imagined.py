@@ -1,0 +1,134 @@
+"""A topic's stream with a target that makes up further prompts while nobody asks for anything.
+
+What the stream brings is the frozen twin's records, as in a rehearsal: no draft changes what the
+target says. Before every round of training the target catches up with what it may imagine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import machine
+
+from online import rows
+from online.bench import Bench, counts_of, packed
+from online.judging import look
+from online.serving import serve
+from online.streams import stream_settings
+from online.world import Learner, Learning, LocalWorld
+from paceline.actors.decoding.engine import Engine
+from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.imagination.composer import Composer, Said
+from paceline.actors.imagination.settings import ImaginationSettings
+from paceline.actors.imagination.template import turn_marks
+from paceline.actors.replay.record import encode
+
+_AT_ONCE = 8
+
+
+class EngineVoice:
+    """An engine that nobody else uses; its records go to the world's shards."""
+
+    def __init__(self, engine: Engine, world: LocalWorld) -> None:
+        """Take an idle engine."""
+        self._engine, self._world = engine, world
+
+    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
+        """What the target says to each."""
+        tokens: dict[str, list[int]] = {request.run_id: [] for request in requests}
+        reasons: dict[str, str] = {}
+        for request in requests:
+            self._engine.add(request)
+        while self._engine.has_work:
+            for output in self._engine.step():
+                tokens[output.request_id] += output.chunk.token_ids
+                if output.chunk.finish_reason is not None:
+                    reasons[output.request_id] = output.chunk.finish_reason
+                if output.record is not None:
+                    self._world.shards[output.record.topic].insert(encode(output.record))
+        return [Said(tuple(tokens[r.run_id]), reasons[r.run_id]) for r in requests]
+
+
+class Muse:
+    """Imagines as much as is wanted each time that it is called, and counts its seconds."""
+
+    def __init__(self, bench: Bench, learning: Learning, per_record: float) -> None:
+        """Nothing is imagined yet.
+
+        Args:
+            bench: gives engine and tokenizer.
+            learning: see Learning.
+            per_record: see ImaginationSettings.
+        """
+        names = map(str, itertools.count())
+        settings = ImaginationSettings(
+            turn_marks(bench.tokenizer),
+            per_record,
+            learning.held_out_fraction,
+            at_once=_AT_ONCE,
+            seed=learning.seed,
+        )
+        self._engine = bench.engine()
+        self._most = 2 * _AT_ONCE  # turns in a row that bring nothing
+        self.composer = Composer(settings, mark=lambda: next(names))
+        self.per_record = per_record
+        self.seconds = 0.0
+
+    def __call__(self, world: LocalWorld) -> None:
+        """Catch up."""
+        began, voice, vain = time.process_time(), EngineVoice(self._engine, world), 0
+        while vain < self._most and self.composer.lacks(world):
+            vain = 0 if self.composer.tick(world, voice) else vain + 1
+        self.seconds += time.process_time() - began
+
+
+def imagined_settings(
+    bench: Bench, topic: str, learning: Learning, per_record: float
+) -> dict[str, Any]:
+    """All that decides :func:`run_imagined`."""
+    return stream_settings(bench, topic, learning) | {"imagined_per_record": per_record}
+
+
+def imagined_unit(bench: Bench, topic: str, learning: Learning, per_record: float) -> Any:
+    """The result on disk, or made now."""
+    settings = imagined_settings(bench, topic, learning, per_record)
+    name = f"imagined-{rows.label(bench.data)}-{topic}"
+    return bench.store.unit(
+        name, settings, lambda: run_imagined(bench, topic, learning, per_record)
+    )
+
+
+def run_imagined(bench: Bench, topic: str, learning: Learning, per_record: float) -> dict[str, Any]:
+    """Learn from a stream that has been served, and from what the target made up beside it.
+
+    Returns:
+        ``checkpoints`` and ``learning`` as ``streams.run_stream``; ``test_online``: counts of the
+        test served with the last weights; ``imagined``: counts, see Composer, and ``seconds``.
+    """
+    tests = [served.record for served in bench.test(topic)]
+    frozen = bench.frozen(topic)
+    engine, muse = bench.engine([topic]), Muse(bench, learning, per_record)
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Learner(Path(folder), [topic], learning, engine.swap, muse=muse)
+        checkpoints = {"0": look(bench.judge, learner, topic, tests)}
+        for done, served in enumerate(frozen, start=1):
+            learner.take(served.record)
+            if done in bench.sizes.checkpoints or done == len(frozen):
+                checkpoints[str(done)] = found = look(bench.judge, learner, topic, tests)
+                mean = sum(found["acceptance"]) / len(tests)
+                made = muse.composer.counts["made"]
+                bench.say(f"{topic}, {made} imagined: {done} requests, test acceptance {mean:.3f}")
+        test = bench.questions(topic).test
+        after = list(serve(engine, test, [topic] * len(test), bench.serving))
+        return {
+            "checkpoints": checkpoints,
+            "test_online": packed(counts_of(after)),
+            "learning": learner.facts(),
+            "imagined": dict(muse.composer.counts) | {"seconds": muse.seconds},
+            "machine": machine.facts(),
+        }

@@ -1,0 +1,46 @@
+"""The part of the config that imagined prompts go by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from paceline.actors.imagination.settings import ImaginationSettings
+from paceline.actors.imagination.template import TurnMarks, turn_marks
+from paceline.deploy.config import PacelineConfig
+from paceline.deploy.errors import ConfigError
+
+_AT_ONCE = 4
+
+
+def imagination_settings(config: PacelineConfig) -> ImaginationSettings | None:
+    """Settings of what imagines; None where nothing is to be imagined.
+
+    Raises:
+        ConfigError: the target's chat template does not allow it.
+    """
+    if not config.training.enabled or not config.training.imagined_per_record:
+        return None
+    return ImaginationSettings(
+        marks=_marks(config),
+        per_record=config.training.imagined_per_record,
+        held_out_fraction=config.replay.held_out_fraction,
+        at_once=min(_AT_ONCE, config.target.max_num_seqs),
+    )
+
+
+def target_handle() -> Any:
+    """The deployment that answers what was imagined; raises where it is not there yet."""
+    from paceline.deploy.app import APPLICATION  # it imports what imports this
+
+    return serve.get_deployment_handle("target", APPLICATION)
+
+
+def _marks(config: PacelineConfig) -> TurnMarks:
+    from paceline.actors.decoding.loading import load_tokenizer  # imports transformers
+
+    try:
+        return turn_marks(load_tokenizer(str(config.target_path)))
+    except ValueError as error:
+        raise ConfigError(f"training.imagined_per_record: {error}") from error
