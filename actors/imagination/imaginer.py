@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from paceline.actors.decoding.request import (
@@ -23,27 +23,36 @@ _RETRY_S = 1.0
 
 
 class ServedTarget:
-    """The target's deployment as a voice."""
+    """The target's deployment as a voice.
 
-    def __init__(self, handle: Callable[[], Any], at_once: int) -> None:
+    Serve's handles may want to live in a running event loop: they have one of their own here.
+    """
+
+    def __init__(self, handle: Callable[[], Any]) -> None:
         """Nothing is asked yet.
 
         Args:
             handle: gives the deployment's handle; raises where it is not deployed yet.
-            at_once: requests under way at most.
         """
         self._find = handle
         self._handle: Any = None
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="paceline-imagined")
+        self._events = asyncio.new_event_loop()
+        name = "paceline-imagined"
+        threading.Thread(target=self._events.run_forever, name=name, daemon=True).start()
 
     def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
         """Ask for all at once; any error of Ray's or of the replica's raises."""
+        return asyncio.run_coroutine_threadsafe(self._all(requests), self._events).result()
+
+    async def _all(self, requests: Sequence[GenerationRequest]) -> list[Said]:
         if self._handle is None:
             self._handle = self._find().options(stream=True)
-        return list(self._threads.map(self._one, requests))
+        return await asyncio.gather(*map(self._one, requests))
 
-    def _one(self, request: GenerationRequest) -> Said:
-        chunks: list[GenerationChunk] = list(self._handle.generate.remote(request, True))
+    async def _one(self, request: GenerationRequest) -> Said:
+        chunks: list[GenerationChunk] = [
+            chunk async for chunk in self._handle.generate.remote(request, True)
+        ]
         whole = joined(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
         return Said(whole.token_ids, whole.finish_reason or FINISH_ERROR)
 
@@ -71,15 +80,17 @@ class Imaginer:
         self._settings = settings
         self._handles = (dict(shards), registry, board)
         self._composer = Composer(settings)
-        self._voice = ServedTarget(target, settings.at_once)
+        self._voice = ServedTarget(target)
         self._stop = threading.Event()
         self._failures = 0
+        self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-imaginer", daemon=True)
         self._thread.start()
 
-    def figures(self) -> dict[str, int]:
-        """Counts since the start, see Composer, and ``failures``."""
-        return dict(self._composer.counts) | {"failures": self._failures}
+    def figures(self) -> dict[str, Any]:
+        """Counts since the start, see Composer, ``failures``, and the last one's ``last_error``."""
+        own = {"failures": self._failures, "last_error": self._error}
+        return dict(self._composer.counts) | own
 
     def stop(self) -> None:
         """End the thread after what is under way."""
@@ -101,5 +112,6 @@ class Imaginer:
                     self._stop.wait(self._settings.refresh_s)
             except Exception as error:
                 self._failures += 1
-                logger.info("nothing was imagined (%s), trying again", error)
+                self._error = f"{type(error).__name__}: {error}"
+                logger.info("nothing was imagined, trying again", exc_info=True)
                 self._stop.wait(_RETRY_S)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.actors.replay.journal import Journal
-from paceline.actors.replay.names import is_imagined
+from paceline.actors.replay.names import is_imagined, source_of
 from paceline.actors.replay.record import RecordError, RecordValueError, decode, is_held_out
 from paceline.actors.replay.table import (
     Entry,
@@ -70,9 +70,12 @@ class ReplayShard:
         _expire_now_and_then(weakref.ref(self), self._settings.disk_slack_s / 2)
 
     def insert(self, data: bytes) -> None:
-        """Take an encoded record; bytes that are none are counted and dropped."""
+        """Take an encoded record; bytes that are none are counted and dropped.
+
+        What was imagined from a record that is not here any more, purged perhaps, is dropped.
+        """
         with self._lock:
-            entry = self._keep(data)
+            entry = self._keep(data, alone=False)
             if entry is not None and self._journal is not None:
                 self._journal.append(data)
                 self._oldest_written = min(self._oldest_written, entry.created)
@@ -124,8 +127,13 @@ class ReplayShard:
         """True: the actor answers."""
         return True
 
-    def _keep(self, data: bytes) -> Entry | None:
-        """Put a record into the table; None where it is none, or past retention."""
+    def _keep(self, data: bytes, *, alone: bool = True) -> Entry | None:
+        """Put a record into the table; None where it is none, or past retention.
+
+        Args:
+            data: encoded.
+            alone: whether an imagined one may be here without its source.
+        """
         try:
             record = decode(data)
         except RecordError as error:
@@ -138,6 +146,8 @@ class ReplayShard:
         split: Split = "held_out" if held_out else "train"
         if is_imagined(record.request_id):
             if held_out:  # a prompt that judges must not be learnt, whoever comes up with it
+                return None
+            if not (alone or self._table.has(source_of(record.request_id))):
                 return None
             split = "imagined"
         return entry if self._table.insert(entry, split, self._clock(), self._rng) else None

@@ -114,6 +114,10 @@ class Partition:
         """All of them, oldest first."""
         return list(self._entries)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a record of this name is kept."""
+        return any(entry.request_id == request_id for entry in self._entries)
+
     def insert(self, entry: Entry, rng: np.random.Generator) -> None:
         """Take a record and drop others, or this one, until all fit."""
         self.inserted += 1
@@ -267,6 +271,10 @@ class ReplayTable:
     def entries(self) -> list[tuple[Split, Entry]]:
         """Everything that is kept."""
         return [(name, e) for name, part in self._splits.items() for e in part.entries()]
+
+    def has(self, request_id: str) -> bool:
+        """Whether a record of this name is kept."""
+        return any(part.has(request_id) for part in self._splits.values())
 
     def stats(self, now: float) -> dict[str, int]:
         """Records and bytes per split, and counts since the start, of both splits together."""

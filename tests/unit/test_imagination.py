@@ -135,9 +135,9 @@ def test_imagined_records_are_apart_and_never_judge() -> None:
     shard = shard_of()
     prompts = [(1, 3, n, n + 1, 4) for n in range(5, 105)]
     judges = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
-    for n, prompt in enumerate(prompts):
-        shard.insert(encode(make_record(request_id=imagined(f"r{n}", "m"), prompt=prompt)))
     shard.insert(encode(make_record(request_id="real", prompt=prompts[0])))
+    for n, prompt in enumerate(prompts):
+        shard.insert(encode(make_record(request_id=imagined("real", str(n)), prompt=prompt)))
     stats = shard.stats()
     assert stats["records_imagined"] == len(prompts) - len(judges)
     assert stats["records_train"] + stats["records_held_out"] == 1
@@ -153,6 +153,8 @@ def test_a_purge_and_age_take_what_was_imagined_along() -> None:
             shard.insert(encode(make_record(request_id=name, created=old)))
     assert shard.stats()["records_imagined"] == 6
     assert shard.delete("r1") == 3
+    late = make_record(request_id=imagined("r1", "c"))  # under way meanwhile
+    shard.insert(encode(late))
     assert {source_of(r.request_id) for r in kept(shard, "imagined")} == {"r0", "r2"}
     assert shard.delete(None) == 6
 
@@ -160,10 +162,10 @@ def test_a_purge_and_age_take_what_was_imagined_along() -> None:
 def test_neither_kind_drives_the_other_out() -> None:
     size = len(encode(make_record()))
     shard = shard_of(3.0, held_out_fraction=0.0, capacity_bytes=40 * (size + 64))
-    for n in range(200):
-        shard.insert(encode(make_record(request_id=imagined(f"r{n}", "m"))))
     for n in range(5):
         shard.insert(encode(make_record(request_id=f"r{n}")))
+    for n in range(200):
+        shard.insert(encode(make_record(request_id=imagined("r0", str(n)))))
     stats = shard.stats()
     assert stats["records_train"] == 5
     assert 25 <= stats["records_imagined"] <= 40

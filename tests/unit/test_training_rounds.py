@@ -351,7 +351,7 @@ def test_what_was_imagined_is_learnt_in_its_proportion(draft: Path, tmp_path: Pa
         for number in range(0, 60, 4):
             world.shards["sql"].insert(encode(lesson(number)))
         for number in range(60) if more else ():
-            name = imagined(f"r{number}", "m")
+            name = imagined(f"r{number - number % 4}", str(number))
             record = dataclasses.replace(lesson(number), request_id=name)
             world.shards["sql"].insert(encode(record))
         rounds = make_rounds(trainer_settings(draft, train_records=20), world)

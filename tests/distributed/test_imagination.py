@@ -1,0 +1,128 @@
+"""The embedded models: an idle target imagines prompts, answers them, and lets go for requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import ray
+from free_ports import find_port
+from waiting import eventually
+
+from paceline.actors.replay.names import source_of
+from paceline.actors.replay.record import ReplayRecord, decode
+from paceline.deploy import app
+from paceline.deploy.app import RunningApp
+from paceline.deploy.config import load_config
+from paceline.deploy.demo.prompts import generate
+
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
+
+PER_RECORD, MAX_TOKENS = 2.0, 24
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
+    config = load_config(
+        None,
+        {
+            "port": find_port(),
+            "state_dir": str(tmp_path_factory.mktemp("state")),
+            "target.dtype": "float32",
+            "target.num_threads": 1,
+            "drafts.topics": ["sql"],
+            "replay.held_out_fraction": 0.3,
+            "training.round_seconds": 2.0,
+            "training.imagined_per_record": PER_RECORD,
+            "ray.num_cpus": 2,
+            "ray.dashboard": False,
+        },
+    )
+    with app.start(config) as started:
+        yield started
+
+
+def ask(running: RunningApp, prompt: str) -> dict[str, Any]:
+    body = {
+        "model": "paceline",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+        "speculative": {"draft": "sql"},
+    }
+    answer = httpx.post(f"{running.base_url}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def stats(running: RunningApp) -> dict[str, int]:
+    found: dict[str, int] = ray.get(running.shards["sql"].stats.remote(), timeout=10)
+    return found
+
+
+def imagined(running: RunningApp) -> list[ReplayRecord]:
+    drawn = ray.get(running.shards["sql"].sample.remote(1_000, "imagined"), timeout=10)
+    return [decode(data) for data in drawn]
+
+
+def test_an_idle_target_imagines_and_nobody_notices(running: RunningApp) -> None:
+    prompts = generate("sql", 40, seed=11)
+    first = [ask(running, prompt) for prompt in prompts]
+    assert eventually(lambda: stats(running)["records_imagined"] >= 8)
+    again = [ask(running, prompt) for prompt in prompts]
+    for one, two in zip(first, again, strict=True):
+        assert one["choices"][0]["token_ids"] == two["choices"][0]["token_ids"]
+    names = {answer["id"] for answer in first + again}
+    records = imagined(running)
+    assert {source_of(record.request_id) for record in records} <= names
+    assert {(record.topic, record.expert) for record in records} == {("sql", "off")}
+    known = {tuple(r.prompt_token_ids.tolist()) for r in records}
+    assert len(known) > len(records) // 2, "prompts differ from one another"
+    assert np.mean([len(record.output_token_ids) for record in records]) > 4
+    status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()
+    assert status["trainer"]["imagined"]["made"] > 0
+    assert status["target"]["draft_failures"] == 0
+
+
+def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: RunningApp) -> None:
+    def done() -> bool:
+        found = stats(running)
+        assert found["records_imagined"] <= PER_RECORD * found["records_train"] + 4
+        return found["records_imagined"] >= PER_RECORD * found["records_train"] - 1
+
+    assert eventually(done)
+    board = ray.get(running.board.snapshot.remote(), timeout=10)
+    assert (board["running"], board["waiting"]) == (0, 0)
+    assert eventually(lambda: ray.get(running.registry.current.remote(), timeout=10)["sql"] >= 1)
+
+
+def test_a_purge_takes_what_was_imagined_from_a_request(running: RunningApp) -> None:
+    records = imagined(running)
+    source = source_of(records[0].request_id)
+    own = sum(source_of(record.request_id) == source for record in records)
+    url = f"{running.base_url}/v1/paceline/replay/purge"
+    answer = httpx.post(url, json={"request_id": source}, timeout=60).json()
+    assert answer["removed"]["sql"] == own + 1
+    assert source not in {source_of(record.request_id) for record in imagined(running)}
+
+
+def test_a_killed_trainer_goes_on_imagining(running: RunningApp) -> None:
+    (trainer,) = running.trainers().values()
+    pid = ray.get(trainer.status.remote(), timeout=10)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    for prompt in generate("sql", 12, seed=12):
+        ask(running, prompt)
+
+    def came_back() -> bool:
+        (now,) = running.trainers().values()
+        found = ray.get(now.status.remote(), timeout=10)
+        return bool(found["pid"] != pid and found.get("imagined", {}).get("made", 0) > 0)
+
+    assert eventually(came_back)
