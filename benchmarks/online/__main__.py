@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in KINDS[:1] if options.quick else KINDS:
             for system in SYSTEMS:
                 shift_unit(bench, kind, system, learning)
-    figures = collect(bench, learning, offline, command_of(argv))
+    figures = collect(bench, learning, offline, options.imagined_per_record, command_of(argv))
     path = options.out / "online.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     write(figures, options.out, options.docs, options.published)

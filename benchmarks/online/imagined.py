@@ -94,6 +94,12 @@ def imagined_settings(
     return stream_settings(bench, topic, learning) | {"imagined_per_record": per_record}
 
 
+def find(bench: Bench, topic: str, learning: Learning, per_record: float) -> dict[str, Any] | None:
+    """The result on disk, None where there is none."""
+    settings = imagined_settings(bench, topic, learning, per_record)
+    return bench.store.find(f"imagined-{rows.label(bench.data)}-{topic}", settings)
+
+
 def imagined_unit(bench: Bench, topic: str, learning: Learning, per_record: float) -> Any:
     """The result on disk, or made now."""
     settings = imagined_settings(bench, topic, learning, per_record)

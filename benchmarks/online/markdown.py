@@ -13,18 +13,24 @@ _OSD = (
 )
 
 
-def page(figures: dict[str, Any], pictures: Sequence[str], fragments: Sequence[str]) -> str:
+def page(
+    figures: dict[str, Any],
+    pictures: Sequence[str],
+    fragments: Sequence[str],
+    imagined: Sequence[str] = (),
+) -> str:
     """The whole page.
 
     Args:
         figures: from ``results.collect``.
         pictures: file names of plots beside the page.
         fragments: further sections, Markdown.
+        imagined: paragraphs on what imagined prompts bring, of ``imagined_tables``.
     """
     parts = [
         "# Results: what learning brings",
         _head(figures),
-        *_topics(figures, pictures),
+        *_topics(figures, pictures, imagined),
         *_shifts(figures, pictures),
         *_cost(figures),
         *fragments,
@@ -77,7 +83,7 @@ def _machines(figures: dict[str, Any]) -> str:
     return f"Machine: {'; '.join(sorted(kinds))} (load average {loads[0]:g} to {loads[-1]:g})"
 
 
-def _topics(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
+def _topics(figures: dict[str, Any], pictures: Sequence[str], extra: Sequence[str]) -> list[str]:
     topics = figures["topics"]
     if not topics:
         return []
@@ -102,6 +108,7 @@ def _topics(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
         _curves(topics),
         _offline(topics),
         _seeds(topics),
+        *extra,
         _OSD,
     ]
     return parts

@@ -13,12 +13,20 @@ from online import rows
 from online.bench import Bench
 from online.ceiling import SAME, WHOLE, Offline
 from online.ceiling import find as find_ceiling
+from online.imagined import find as find_imagined
+from online.imagined_tables import paragraphs as imagined_paragraphs
 from online.markdown import page
 from online.plots import draw_shifts, draw_streams
 from online.rows import EXTRA
 from online.shifts import KINDS, ORDER, SYSTEMS, shift_settings
 from online.streams import stream_settings
-from online.summary import level_of, seeds_summary, shift_summary, topic_summary
+from online.summary import (
+    imagined_summary,
+    level_of,
+    seeds_summary,
+    shift_summary,
+    topic_summary,
+)
 from online.world import Learning
 from paceline.deploy.recipes.data import DataError
 
@@ -26,8 +34,18 @@ from paceline.deploy.recipes.data import DataError
 _FRAGMENTS = ("grid", "routes", "medusa", "traffic")
 
 
-def collect(bench: Bench, learning: Learning, offline: Offline, command: str) -> dict[str, Any]:
-    """Summaries of every unit that was made with these settings."""
+def collect(
+    bench: Bench, learning: Learning, offline: Offline, per_record: float, command: str
+) -> dict[str, Any]:
+    """Summaries of every unit that was made with these settings.
+
+    Args:
+        bench: see Bench.
+        learning: of streams and shifts.
+        offline: of ceilings.
+        per_record: imagined prompts for each record, where any are imagined.
+        command: that makes all of it.
+    """
     label = rows.label(bench.data)
     topics: dict[str, Any] = {}
     levels: dict[str, float] = {}
@@ -45,6 +63,9 @@ def collect(bench: Bench, learning: Learning, offline: Offline, command: str) ->
         runs = [stream, *_rehearsals(bench, topic, learning)]
         topics[topic]["machine"] = stream["machine"]
         topics[topic]["seeds"] = seeds_summary(runs, ceiling)
+        imagined = find_imagined(bench, topic, learning, per_record)
+        if imagined is not None:
+            topics[topic]["imagined"] = imagined_summary(imagined, ceiling)
         if ceiling is not None:
             names = ("records", "steps", "converged")
             topics[topic]["offline"] = {name: ceiling[name] for name in names}
@@ -59,6 +80,7 @@ def collect(bench: Bench, learning: Learning, offline: Offline, command: str) ->
             "learning": asdict(learning),
             "offline": asdict(offline),
             "sizes": asdict(bench.sizes),
+            "imagined_per_record": per_record,
             "threads": bench.threads,
         },
         "topics": topics,
@@ -115,7 +137,8 @@ def write(
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures = _pictures(figures, path.parent)
-        path.write_text(page(figures, pictures, [f for f in fragments if f]), encoding="utf-8")
+        text = page(figures, pictures, [f for f in fragments if f], imagined_paragraphs(figures))
+        path.write_text(text, encoding="utf-8")
         written += [path, *(path.parent / name for name in pictures)]
     return written
 

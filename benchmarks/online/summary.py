@@ -64,6 +64,25 @@ def topic_summary(
     return found
 
 
+def imagined_summary(run: Mapping[str, Any], ceiling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Figures of a topic that also learnt from imagined prompts.
+
+    Args:
+        run: result of ``imagined.run_imagined``.
+        ceiling: as in :func:`topic_summary`.
+    """
+    looks = {int(at): look for at, look in run["checkpoints"].items()}
+    return {
+        "acceptance": _stages(looks, ceiling, "acceptance", None),
+        "curve": {at: mean(look["acceptance"]) for at, look in sorted(looks.items())},
+        "live_test": live(unpacked(run["test_online"])),
+        "made": run["imagined"]["made"],
+        "imagining_s": run["imagined"]["seconds"],
+        "training_s": run["learning"]["seconds"],
+        "published": run["learning"]["published"],
+    }
+
+
 def _stages(
     looks: Mapping[int, Mapping[str, Any]],
     ceiling: Mapping[str, Any] | None,
