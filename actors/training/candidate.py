@@ -50,6 +50,7 @@ class Candidate:
             else SharedDistiller(topic, path, settings.distiller, crew)
         )
         self._began_with: int | None = None  # records, see :meth:`begin`
+        self._ahead = False  # of what is served, when it was last looked at
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
@@ -128,12 +129,15 @@ class Candidate:
     def begin(self, records: int) -> None:
         """A round begins: start over where the topic has outgrown what this candidate began with.
 
+        One that is ahead of what is served, though not yet shown to be, goes on: where little
+        judges, much would be thrown away.
+
         Args:
             records: that the topic has to learn from.
         """
         if self.steps == 0 or self._began_with is None:
             self._began_with = records
-        elif self.rejections and outgrown(self._began_with, records):
+        elif self.rejections and not self._ahead and outgrown(self._began_with, records):
             logger.info("%s: starts over, with %d records", self.topic, records)
             self.step_by(self.stride.longer())
             self._distiller.reset(self._served)
@@ -171,6 +175,7 @@ class Candidate:
         """
         state = self._distiller.state_dict()
         candidate = self._score(state, records, before_batch)
+        self._ahead = False  # until the served draft's are there
         new = [r for r in records if r.request_id not in self._served_scores]
         if new:
             scores = self._score(self._served, new, before_batch)
@@ -181,6 +186,7 @@ class Candidate:
         self._served_scores = {
             r.request_id: float(score) for r, score in zip(records, served, strict=True)
         }
+        self._ahead = bool(candidate.mean() > served.mean())
         return candidate, served, state
 
     def published(

@@ -22,6 +22,7 @@ from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
 from paceline.actors.training.progress import Ousted, Stopped
 from paceline.actors.training.schedule import ScheduleSettings
@@ -188,6 +189,27 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     assert candidate.stride.share == 0.5
     now = candidate.compare([lesson(1)], lambda: None)[2]
     assert all((now[n] - w).abs().max() < 0.005 for n, w in served.items())  # from the served ones
+    assert rounds.progress.published == 0
+
+
+def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
+    draft: Path, tmp_path: Path
+) -> None:
+    world = filled(tmp_path)
+    schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=1_000)
+    rounds = make_rounds(
+        trainer_settings(
+            draft, ("sql",), gate=GateSettings(min_gain=2.0), schedule=schedule, round_seconds=0.05
+        ),
+        world,
+    )
+    begun, steps = world.stats()["sql"]["records_train"], [0]
+    while world.stats()["sql"]["records_train"] < 5 * begun:
+        for _ in range(16):
+            world.shards["sql"].insert(encode(lesson(8_000 + next(NUMBERS))))
+        assert rounds.tick()
+        steps.append(rounds.candidate("sql").steps)
+    assert all(b > a for a, b in pairwise(steps[3:]))  # it is ahead after a few rounds
     assert rounds.progress.published == 0
 
 
