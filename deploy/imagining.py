@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray import serve
-
 from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import TurnMarks, turn_marks
 from paceline.deploy.config import PacelineConfig
@@ -32,6 +30,8 @@ def imagination_settings(config: PacelineConfig) -> ImaginationSettings | None:
 
 def target_handle() -> Any:
     """The deployment that answers what was imagined; raises where it is not there yet."""
+    from ray import serve  # late: what is refused before a start is told without Ray
+
     from paceline.deploy.app import APPLICATION  # it imports what imports this
 
     return serve.get_deployment_handle("target", APPLICATION)

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from engines import make_engine, request, run
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_samples import make_record
-from tiny_models import tiny_tokenizer
+from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.request import FINISH_YIELDED, GenerationChunk, GenerationRequest
@@ -27,6 +28,9 @@ from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
+from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.errors import ConfigError
+from paceline.deploy.imagining import imagination_settings
 
 MARKS = TurnMarks(opening=(3,), cue=(4,))
 CHATML = (
@@ -335,3 +339,29 @@ def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
     assert whole(blocker)[1] == "length"
     assert composer.counts["yielded"] > 0
     assert composer.counts["made"] == desk.stats()["sql"]["records_imagined"]
+
+
+# --- the config
+
+
+def config_of(folder: Path, **changes: Any) -> PacelineConfig:
+    save_tiny(folder, 1)
+    return load_config(None, {"target.path": str(folder)} | changes)
+
+
+def test_nothing_is_imagined_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert imagination_settings(config_of(tmp_path)) is None
+    asked = {"training.imagined_per_record": 2.0}
+    assert imagination_settings(config_of(tmp_path, **asked, **{"training.enabled": False})) is None
+    found = imagination_settings(config_of(tmp_path, **asked, **{"target.max_num_seqs": 2}))
+    assert found is not None
+    assert (found.marks, found.per_record, found.at_once) == (MARKS, 2.0, 2)
+
+
+def test_a_template_that_does_not_allow_it_is_refused_at_the_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"training.imagined_per_record": 2.0})
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = WORDS
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"training\.imagined_per_record: .* ordinary token"):
+        imagination_settings(config)
