@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import TurnMarks, turn_marks
 from paceline.deploy.config import PacelineConfig
 from paceline.deploy.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 4
 
@@ -28,6 +31,20 @@ def imagination_settings(config: PacelineConfig) -> ImaginationSettings | None:
     )
 
 
+def imagined_here(config: PacelineConfig, first: bool) -> ImaginationSettings | None:
+    """The same in a trainer's process; None where it is not the first, or where it cannot be.
+
+    Args:
+        config: see PacelineConfig.
+        first: of the trainers: the others leave it to that one.
+    """
+    try:
+        return imagination_settings(config) if first else None
+    except ConfigError:
+        logger.warning("no prompts are imagined, learning goes on", exc_info=True)
+        return None
+
+
 def target_handle() -> Any:
     """The deployment that answers what was imagined; raises where it is not there yet."""
     from ray import serve  # late: what is refused before a start is told without Ray
@@ -42,5 +59,5 @@ def _marks(config: PacelineConfig) -> TurnMarks:
 
     try:
         return turn_marks(load_tokenizer(str(config.target_path)))
-    except ValueError as error:
+    except Exception as error:  # of files, or whatever a template raises
         raise ConfigError(f"training.imagined_per_record: {error}") from error

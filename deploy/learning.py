@@ -26,7 +26,7 @@ from paceline.cluster.session import NAMESPACE
 from paceline.deploy.added import with_added
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
-from paceline.deploy.imagining import imagination_settings, target_handle
+from paceline.deploy.imagining import imagined_here, target_handle
 from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
@@ -288,13 +288,13 @@ class TrainerActor(Trainer):
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
             jury = beside.submit(make_jury, config).result() if name == _TRAINER else None
-            imagined = beside.submit(imagination_settings, config).result()
+            imagined = beside.submit(imagined_here, config, name == _TRAINER).result()
         hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
         tenant = Tenant(name, _fractions(config, name), alone=config.training.trainers == 1)
         super().__init__(settings, shards, registry, board, hire, node_address(), tenant)
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
         self._imaginer: Imaginer | None = None
-        if imagined is not None and name == _TRAINER:
+        if imagined is not None:
             self._imaginer = Imaginer(imagined, shards, registry, board, target_handle)
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 

@@ -150,6 +150,8 @@ class Drafting:
         if self._controller is not None:
             self._teach(self._controller, batch, drafted, accepted, total)
             plain_s = self._controller.plain_seconds(len(batch), tokens)
+        if any(s.request.background for s in batch):  # then all are, and nobody waits for them
+            return
         self.meter.took(total, self._drafting_s, tokens, plain_s)
         for s, tried, taken in zip(batch, drafted, accepted, strict=True):
             if s.num_speculative_tokens != 0:

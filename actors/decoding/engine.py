@@ -313,8 +313,7 @@ class Engine:
         if sequence.finish_reason is None:
             return None
         if sequence.finish_reason != FINISH_ERROR:
-            if not sequence.request.background:  # what users may come back to is not driven out
-                self._keep(sequence)
+            self._keep(sequence)
             self._drafting.ended(sequence)
         self._release(sequence.request_id)
         if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:

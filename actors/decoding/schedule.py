@@ -85,8 +85,12 @@ class Schedule:
             sequence.begin(computed)
 
     def keep(self, sequence: Sequence) -> None:
-        """Leave a running request's full blocks to those that begin like it."""
-        if self._prefix_cache and sequence.request.store:
+        """Leave a running request's full blocks to those that begin like it.
+
+        What runs in the background leaves none: it would drive out what users may come back to.
+        """
+        request = sequence.request
+        if self._prefix_cache and request.store and not request.background:
             row = self.rows.row(sequence.request_id)
             self._kv.keep(row, sequence.tokens[: sequence.num_computed])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 
 _WHOLE = (FINISH_STOP, FINISH_LENGTH)
+_LONGEST_REST = 256  # ticks
+_FULL = 0.95  # of the shard's part for imagined records
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,12 @@ class Voice(Protocol):
 class Composer:
     """Imagines a few prompts at a time; :meth:`tick` for ever.
 
-    ``counts``: records ``made``; texts ``unfinished``, prompts ``unsuited`` (not templated, or too
-    short), ``refused`` (a prompt that judges, or too long), requests that ``yielded``.
+    A topic of which nothing comes rests, longer each time, so that the others have their turn and
+    the target is not asked in vain for ever.
+
+    ``counts``: prompts answered (``made``); texts ``unfinished``; stored prompts ``unsuited`` (not
+    templated, or too short); imagined ones ``refused`` (one that judges, or too long); requests
+    that ``yielded``.
     """
 
     def __init__(
@@ -70,18 +76,32 @@ class Composer:
         self._settings = settings
         self._rng = np.random.default_rng(settings.seed)
         self._mark = mark
+        self._vain: Counter[str] = Counter()  # ticks in a row, by topic
+        self._rests: dict[str, int] = {}  # ticks left
         self.counts: Counter[str] = Counter(made=0, unfinished=0, unsuited=0, refused=0, yielded=0)
 
     def lacks(self, sources: Sources) -> bool:
         """Whether any topic lacks imagined records."""
-        return lacking(sources.stats(), self._settings)[0] is not None
+        return lacking(sources.stats(), self._settings, self._rests)[0] is not None
 
     def tick(self, sources: Sources, voice: Voice) -> bool:
         """Imagine for the topic that lacks most; False where nothing came of it."""
-        topic, lacks = lacking(sources.stats(), self._settings)
+        self._rests = {topic: left - 1 for topic, left in self._rests.items() if left > 1}
+        topic, lacks = lacking(sources.stats(), self._settings, self._rests)
         if topic is None or not sources.may_train():
             return False
-        count = min(lacks, self._settings.at_once)
+        yielded = self.counts["yielded"]
+        made = self._imagine(topic, min(lacks, self._settings.at_once), sources, voice)
+        self.counts["made"] += made
+        if made:
+            del self._vain[topic]
+        elif yielded == self.counts["yielded"]:
+            self._vain[topic] += 1
+            self._rests[topic] = min(2 ** self._vain[topic], _LONGEST_REST)
+        return made > 0
+
+    def _imagine(self, topic: str, count: int, sources: Sources, voice: Voice) -> int:
+        """Prompts that were imagined and answered."""
         begun = [
             (source, kept, self._mark())
             for source in sources.sample(topic, count, "train")
@@ -95,11 +115,8 @@ class Composer:
             if (request := self._question(source, kept, words, mark)) is not None:
                 asked.append(request)
         if not asked or not sources.may_train():
-            return False
-        answers = self._say(voice, asked)
-        made = sum(answer.finish_reason in _WHOLE for answer in answers)
-        self.counts["made"] += made
-        return made > 0
+            return 0
+        return sum(answer.finish_reason in _WHOLE for answer in self._say(voice, asked))
 
     def _cut(self, source: ReplayRecord) -> tuple[int, ...] | None:
         kept = beginning(source.prompt_token_ids.tolist(), self._settings.marks, self._rng)
@@ -129,18 +146,24 @@ class Composer:
 
 
 def lacking(
-    stats: Mapping[str, Mapping[str, Any]], settings: ImaginationSettings
+    stats: Mapping[str, Mapping[str, Any]],
+    settings: ImaginationSettings,
+    resting: Container[str] = (),
 ) -> tuple[str | None, int]:
     """The topic that lacks most imagined records, and how many; None where none lacks any.
 
     Args:
-        stats: topic to its shard's statistics.
+        stats: topic to its shard's statistics. One whose part for imagined records is full lacks
+            none, whatever their number.
         settings: see ImaginationSettings.
+        resting: topics to leave out.
     """
     missing = {
         topic: int(settings.per_record * facts["records_train"]) - int(facts["records_imagined"])
         for topic, facts in stats.items()
-        if facts["records_train"] >= settings.least_records
+        if topic not in resting
+        and facts["records_train"] >= settings.least_records
+        and facts["bytes_imagined"] < _FULL * facts["capacity_bytes_imagined"]
     }
     topic = max(missing, key=lambda name: missing[name], default=None)
     if topic is None or missing[topic] <= 0:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from paceline.actors.decoding.request import (
     FINISH_ERROR,
+    FINISH_YIELDED,
     GenerationChunk,
     GenerationRequest,
     joined,
@@ -20,6 +23,8 @@ from paceline.actors.imagination.settings import ImaginationSettings
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_LEAVE_EVERY_S = 0.1
+_LONGEST_S = 120.0
 
 
 class ServedTarget:
@@ -28,31 +33,51 @@ class ServedTarget:
     Serve's handles may want to live in a running event loop: they have one of their own here.
     """
 
-    def __init__(self, handle: Callable[[], Any]) -> None:
+    def __init__(self, handle: Callable[[], Any], leave: Callable[[], bool]) -> None:
         """Nothing is asked yet.
 
         Args:
             handle: gives the deployment's handle; raises where it is not deployed yet.
+            leave: whether serving is idle; asked again and again while anything is under way.
         """
-        self._find = handle
+        self._find, self._leave = handle, leave
         self._handle: Any = None
         self._events = asyncio.new_event_loop()
         name = "paceline-imagined"
         threading.Thread(target=self._events.run_forever, name=name, daemon=True).start()
 
     def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
-        """Ask for all at once; any error of Ray's or of the replica's raises."""
-        return asyncio.run_coroutine_threadsafe(self._all(requests), self._events).result()
+        """Ask for all at once, and drop all where leave is withdrawn, on whichever replica.
+
+        Raises:
+            TimeoutError: it takes longer than any answer should.
+            Exception: any error of Ray's or of the replica's.
+        """
+        answers = asyncio.run_coroutine_threadsafe(self._all(requests), self._events)
+        deadline = time.monotonic() + _LONGEST_S
+        while time.monotonic() < deadline:
+            done, _ = futures.wait([answers], _LEAVE_EVERY_S)
+            if done:
+                return answers.result()
+            if not self._leave():
+                answers.cancel()
+                return [Said((), FINISH_YIELDED)] * len(requests)
+        answers.cancel()
+        raise TimeoutError("the target does not answer")
 
     async def _all(self, requests: Sequence[GenerationRequest]) -> list[Said]:
         if self._handle is None:
             self._handle = self._find().options(stream=True)
-        return await asyncio.gather(*map(self._one, requests))
+        async with asyncio.TaskGroup() as group:  # one that fails takes the others along
+            tasks = [group.create_task(self._one(request)) for request in requests]
+        return [task.result() for task in tasks]
 
     async def _one(self, request: GenerationRequest) -> Said:
-        chunks: list[GenerationChunk] = [
-            chunk async for chunk in self._handle.generate.remote(request, True)
-        ]
+        response = self._handle.generate.remote(request, True)
+        try:
+            chunks: list[GenerationChunk] = [chunk async for chunk in response]
+        finally:
+            response.cancel()  # of one that has ended it does nothing
         whole = joined(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
         return Said(whole.token_ids, whole.finish_reason or FINISH_ERROR)
 
@@ -80,7 +105,7 @@ class Imaginer:
         self._settings = settings
         self._handles = (dict(shards), registry, board)
         self._composer = Composer(settings)
-        self._voice = ServedTarget(target)
+        self._target = target
         self._stop = threading.Event()
         self._failures = 0
         self._error: str | None = None
@@ -105,10 +130,11 @@ class Imaginer:
 
         shards, registry, board = self._handles
         world = RayWorld(shards, registry, board, self._settings.timeout_s)
+        voice = ServedTarget(self._target, world.may_train)
         while not self._stop.is_set():
             try:
                 world.added()
-                if not self._composer.tick(world, self._voice):
+                if not self._composer.tick(world, voice):
                     self._stop.wait(self._settings.refresh_s)
             except Exception as error:
                 self._failures += 1

@@ -16,7 +16,7 @@ def belongs(record: str, answer: str) -> bool:
     """
     source = source_of(record)
     name, dash, number = source.rpartition("-")
-    return source == answer or (bool(dash) and name == answer and number.isdecimal())
+    return answer in (record, source) or (bool(dash) and name == answer and number.isdecimal())
 
 
 def imagined(source: str, mark: str) -> str:

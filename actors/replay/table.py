@@ -294,6 +294,7 @@ class ReplayTable:
             "bytes": sum(part.bytes for part in parts),
             "capacity_bytes": self._settings.capacity_bytes,
             "inserted_total": sum(part.inserted for part in parts),
+            "inserted_imagined_total": self._splits["imagined"].inserted,
             "evicted_total": sum(part.evicted for part in parts),
             "expired_total": sum(part.expired for part in parts),
         }

@@ -112,7 +112,7 @@ class Candidate:
         self._served = served
         self.version = version
         self.rejections = self.fruitless = 0
-        self._began_with = None
+        self._began_with, self._ahead = None, False
         self.acceptance = None
         self._served_scores.clear()
         if flat is not None and self._memory is not None:
@@ -156,6 +156,7 @@ class Candidate:
         """Give the candidate up and start again from the served weights, with shorter steps."""
         self.step_by(self.stride.shorter())
         self._distiller.reset(self._served)
+        self._ahead = False
 
     def step_by(self, stride: Stride) -> None:
         """Learn at this share of the learning rate from now on."""
@@ -211,7 +212,7 @@ class Candidate:
         before, self.version = self.version, version
         self.rejections = self.fruitless = 0
         self.step_by(self.stride.longer())
-        self._began_with = None
+        self._began_with, self._ahead = None, False
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }

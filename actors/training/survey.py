@@ -74,7 +74,7 @@ class Survey:
             stats: of the shards that answered.
             candidates: drafts in training, by topic.
         """
-        totals = {topic: int(facts["inserted_total"]) for topic, facts in stats.items()}
+        totals = {topic: requests(facts) for topic, facts in stats.items()}
         now = self._clock()
         self._traffic.update(totals, now)
         return [self._view(topic, stats, candidates.get(topic), now) for topic in self._seen]
@@ -87,7 +87,7 @@ class Survey:
         others = told is not None and self.outlook.candidate(topic) is not None
         return TopicView(
             name=topic,
-            records_train=total(stats, topic, "records_train"),
+            records_train=to_learn_from(stats, topic),
             records_held_out=total(stats, topic, "records_held_out"),
             new_records=records - note.inserted if records >= note.inserted else records,
             traffic=self._traffic.level(topic),
@@ -113,6 +113,11 @@ class Survey:
 def inserted(stats: Stats, topic: str) -> int:
     """Records that a topic's shard has ever taken."""
     return total(stats, topic, "inserted_total")
+
+
+def requests(facts: Mapping[str, Any]) -> int:
+    """Records that a shard has ever taken of requests; nobody asked for imagined ones."""
+    return int(facts["inserted_total"]) - int(facts["inserted_imagined_total"])
 
 
 def to_learn_from(stats: Stats, topic: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from online.serving import serve
 from online.streams import stream_settings
 from online.world import Learner, Learning, LocalWorld
 from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.decoding.request import FINISH_ERROR, GenerationRequest
 from paceline.actors.imagination.composer import Composer, Said
 from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import turn_marks
@@ -34,16 +34,21 @@ _AT_ONCE = 8
 class EngineVoice:
     """An engine that nobody else uses; its records go to the world's shards."""
 
-    def __init__(self, engine: Engine, world: LocalWorld) -> None:
-        """Take an idle engine."""
-        self._engine, self._world = engine, world
+    def __init__(self, engine: Engine, world: LocalWorld, never: Set[tuple[int, ...]]) -> None:
+        """Take an idle engine, and the prompts of the test, which it must not answer."""
+        self._engine, self._world, self._never = engine, world, never
+        self.in_test = 0
 
     def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
         """What the target says to each."""
         tokens: dict[str, list[int]] = {request.run_id: [] for request in requests}
         reasons: dict[str, str] = {}
         for request in requests:
-            self._engine.add(request)
+            if request.prompt_token_ids in self._never:
+                self.in_test += 1
+                reasons[request.run_id] = FINISH_ERROR
+            else:
+                self._engine.add(request)
         while self._engine.has_work:
             for output in self._engine.step():
                 tokens[output.request_id] += output.chunk.token_ids
@@ -57,11 +62,12 @@ class EngineVoice:
 class Muse:
     """Imagines as much as is wanted each time that it is called, and counts its seconds."""
 
-    def __init__(self, bench: Bench, learning: Learning, per_record: float) -> None:
+    def __init__(self, bench: Bench, topic: str, learning: Learning, per_record: float) -> None:
         """Nothing is imagined yet.
 
         Args:
-            bench: gives engine and tokenizer.
+            bench: gives engine, tokenizer and the test.
+            topic: whose test's prompts are left out.
             learning: see Learning.
             per_record: see ImaginationSettings.
         """
@@ -74,6 +80,8 @@ class Muse:
             seed=learning.seed,
         )
         self._engine = bench.engine()
+        self._never = frozenset(q.token_ids for q in bench.questions(topic).test)
+        self.in_test = 0
         self._most = 2 * _AT_ONCE  # turns in a row that bring nothing
         self.composer = Composer(settings, mark=lambda: next(names))
         self.per_record = per_record
@@ -81,10 +89,12 @@ class Muse:
 
     def __call__(self, world: LocalWorld) -> None:
         """Catch up."""
-        began, voice, vain = time.process_time(), EngineVoice(self._engine, world), 0
+        began, vain = time.process_time(), 0
+        voice = EngineVoice(self._engine, world, self._never)
         while vain < self._most and self.composer.lacks(world):
             vain = 0 if self.composer.tick(world, voice) else vain + 1
         self.seconds += time.process_time() - began
+        self.in_test += voice.in_test
 
 
 def imagined_settings(
@@ -114,11 +124,12 @@ def run_imagined(bench: Bench, topic: str, learning: Learning, per_record: float
 
     Returns:
         ``checkpoints`` and ``learning`` as ``streams.run_stream``; ``test_online``: counts of the
-        test served with the last weights; ``imagined``: counts, see Composer, and ``seconds``.
+        test served with the last weights; ``imagined``: counts, see Composer, ``seconds``, and
+        prompts that were dropped because they are ``in_test``.
     """
     tests = [served.record for served in bench.test(topic)]
     frozen = bench.frozen(topic)
-    engine, muse = bench.engine([topic]), Muse(bench, learning, per_record)
+    engine, muse = bench.engine([topic]), Muse(bench, topic, learning, per_record)
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(Path(folder), [topic], learning, engine.swap, muse=muse)
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
@@ -135,6 +146,7 @@ def run_imagined(bench: Bench, topic: str, learning: Learning, per_record: float
             "checkpoints": checkpoints,
             "test_online": packed(counts_of(after)),
             "learning": learner.facts(),
-            "imagined": dict(muse.composer.counts) | {"seconds": muse.seconds},
+            "imagined": dict(muse.composer.counts)
+            | {"seconds": muse.seconds, "in_test": muse.in_test},
             "machine": machine.facts(),
         }

@@ -18,7 +18,7 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
         return []
     headings = ["topic", "online", "online, imagining", "ceiling", "gap closed", "goal"]
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
-    headings += ["prompts imagined", "s imagining", "s training"]
+    headings += ["prompts imagined", "left out: in the test", "s imagining", "s training"]
     lines = []
     for topic, facts in topics.items():
         own, alone = facts["imagined"], facts["acceptance"]
@@ -35,6 +35,7 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
                 interval(own["live_test"]["acceptance_rate"]),
                 ", ".join(number(curve.get(at)) for at in (100, 200, 400)),
                 f"{own['made']:,}",
+                "-" if own["in_test"] is None else str(own["in_test"]),
                 number(own["imagining_s"], 0),
                 number(own["training_s"], 0),
             ]

@@ -77,6 +77,7 @@ def imagined_summary(run: Mapping[str, Any], ceiling: Mapping[str, Any] | None) 
         "curve": {at: mean(look["acceptance"]) for at, look in sorted(looks.items())},
         "live_test": live(unpacked(run["test_online"])),
         "made": run["imagined"]["made"],
+        "in_test": run["imagined"].get("in_test"),
         "imagining_s": run["imagined"]["seconds"],
         "training_s": run["learning"]["seconds"],
         "published": run["learning"]["published"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_names_lead_back_to_the_request() -> None:
     assert belongs(name, "chatcmpl-1-2")
     assert belongs(name, "chatcmpl-1")
     assert not belongs(name, "chatcmpl")
+    assert belongs(name, name)
 
 
 # --- what the shard does with them
@@ -215,10 +217,18 @@ def in_background(name: str, **fields: Any) -> GenerationRequest:
 def test_what_runs_in_the_background_yields_to_a_request(loop: EngineLoop) -> None:
     plain = [o.chunk for o in run(make_engine(), [request("r", [7, 8])])["r"]]
     expected = [token for chunk in plain for token in chunk.token_ids]
-    first = send(loop, in_background("b"))
-    assert first.get(timeout=WAIT_S).finish_reason is None, "it runs while nobody is there"
+    first, reached, go_on = queue.Queue[GenerationChunk](), threading.Event(), threading.Event()
+
+    def slow(chunk: GenerationChunk) -> None:  # the engine's thread stands still meanwhile
+        first.put(chunk)
+        reached.set()
+        go_on.wait(WAIT_S)
+
+    loop.submit(in_background("b"), slow)
+    assert reached.wait(WAIT_S), "it runs while nobody is there"
     assert loop.load() == (0, 0)
     answer = send(loop, request("r", [7, 8]))
+    go_on.set()
     assert whole(first)[1] == FINISH_YIELDED
     assert whole(answer) == (expected, "length")
     assert whole(send(loop, in_background("again")))[1] == "length"
@@ -247,8 +257,9 @@ def test_their_time_is_the_stored_one_s_and_requests_meters_do_not_see_them() ->
     try:
         assert whole(send(loop, in_background("b", created=12.0)))[1] == "length"
         assert whole(send(loop, request("r", [7, 8])))[1] == "length"
-        requests = loop.figures().requests
-        assert requests.generation_tokens == {"sql": 20}
+        figures = loop.figures()
+        assert figures.requests.generation_tokens == {"sql": 20}
+        assert figures.rounds.tokens == 20
     finally:
         loop.close()
     assert [record.request_id for record in records] == ["b", "r"]
@@ -266,11 +277,13 @@ class Desk:
         self.shard = shard_of(per_record)
         self.asked: list[GenerationRequest] = []
         self.idle = True
+        self.stored = self.put_count = 0
         engine = make_engine(vocab=16, target_seed=3)  # ends a text within some 16 tokens
         self.loop = EngineLoop(engine, num_threads=1, on_record=lambda r: self.put(r))
 
     def put(self, record: ReplayRecord) -> None:
         self.shard.insert(encode(replace(record, created=1_000.0)))
+        self.put_count += is_imagined(record.request_id)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         return {"sql": self.shard.stats()}
@@ -285,6 +298,13 @@ class Desk:
     def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
         self.asked += requests
         answers = [whole(send(self.loop, each)) for each in requests]
+        kept = sum(
+            r.store and e in ("stop", "length") for r, (_, e) in zip(requests, answers, strict=True)
+        )
+        self.stored += kept
+        deadline = time.monotonic() + WAIT_S
+        while self.put_count < self.stored and time.monotonic() < deadline:
+            time.sleep(0.001)  # records come behind their last chunks
         return [Said(tuple(ids), reason) for ids, reason in answers]
 
 
@@ -327,18 +347,56 @@ def test_nothing_is_asked_without_leave_or_without_records(desk: Desk) -> None:
     assert not Composer(settings()).tick(desk, desk)
     assert desk.asked == []
     assert lacking({}, settings()) == (None, 0)
-    assert lacking({"sql": {"records_train": 7, "records_imagined": 0}}, settings()) == (None, 0)
-    few = {"records_train": 100, "records_imagined": 49}
+    room = {"bytes_imagined": 90, "capacity_bytes_imagined": 100}
+    few = {"records_train": 7, "records_imagined": 0} | room
+    assert lacking({"sql": few}, settings()) == (None, 0)
+    few = {"records_train": 100, "records_imagined": 49} | room
+    full = few | {"bytes_imagined": 96, "records_imagined": 10}
+    assert lacking({"sql": few, "math": full}, settings()) == ("sql", 1)
+    assert lacking({"sql": few}, settings(), {"sql": 3}) == (None, 0)
     assert lacking({"sql": few, "math": few | {"records_imagined": 45}}, settings()) == ("math", 5)
 
 
 def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
-    blocker = send(desk.loop, request("r", [7, 8], max_tokens=90, ignore_eos=True))
+    held, go_on = threading.Event(), threading.Event()
+    chunks: queue.Queue[GenerationChunk] = queue.Queue()
+
+    def slow(chunk: GenerationChunk) -> None:
+        chunks.put(chunk)
+        held.set()
+        go_on.wait(WAIT_S)
+
+    desk.loop.submit(request("r", [7, 8], ignore_eos=True), slow)
+    assert held.wait(WAIT_S)
     composer = Composer(settings())
-    composer.tick(desk, desk)
-    assert whole(blocker)[1] == "length"
+    ticking = threading.Thread(target=composer.tick, args=(desk, desk))
+    ticking.start()
+    while not desk.asked:
+        time.sleep(0.001)
+    time.sleep(0.05)  # its first request is in the loop's inbox
+    go_on.set()
+    ticking.join(WAIT_S)
+    assert whole(chunks)[1] == "length"
     assert composer.counts["yielded"] > 0
     assert composer.counts["made"] == desk.stats()["sql"]["records_imagined"]
+
+
+def test_a_topic_of_which_nothing_comes_does_not_keep_the_others_from_it(desk: Desk) -> None:
+    both, plain = desk.stats, desk.sample
+    much = {"records_train": 10_000, "records_imagined": 0}
+    much |= {"bytes_imagined": 0, "capacity_bytes_imagined": 1}
+    desk.stats = lambda: both() | {"untold": much}  # type: ignore[method-assign]
+    raw = make_record(prompt=(5, 6, 7))
+
+    def sample(topic: str, count: int, split: Any) -> list[ReplayRecord]:
+        return [raw] * count if topic == "untold" else plain(topic, count, split)
+
+    desk.sample = sample  # type: ignore[method-assign]
+    composer = Composer(settings())
+    for _ in range(100):
+        composer.tick(desk, desk)
+    assert composer.counts["made"] >= 10
+    assert composer.counts["unsuited"] <= 4 * 8, "it rests longer each time"
 
 
 # --- the config
