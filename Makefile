@@ -156,8 +156,8 @@ test: check
 test-full: check
 	$(PY) -m pytest tests/packaging
 	$(PY) -m pytest $(SHARED_OUT) tests/unit tests/property
-	$(PY) -m pytest tests/serve
-	$(PY) -m pytest tests/distributed
+	$(PY) -m pytest -rs tests/serve
+	$(PY) -m pytest -rs tests/distributed
 
 # Three hosts of this machine's own, `ray up` and the death of one: root, and Debian's iproute2,
 # openssh-server and rsync. Eight minutes on two cores that have nothing else to do.

@@ -82,7 +82,7 @@ class Composer:
 
     def lacks(self, sources: Sources) -> bool:
         """Whether any topic lacks imagined records."""
-        return lacking(sources.stats(), self._settings, self._rests)[0] is not None
+        return lacking(sources.stats(), self._settings)[0] is not None
 
     def tick(self, sources: Sources, voice: Voice) -> bool:
         """Imagine for the topic that lacks most; False where nothing came of it."""

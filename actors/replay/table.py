@@ -38,8 +38,8 @@ class ReplaySettings:
         sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
             split is always drawn by recency: what judges must not follow what was learnt.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
-        imagined_per_record: records with imagined prompts that are kept for each one to learn
-            from; they have their part of the capacity, so that neither drives the other out.
+        imagined_per_record: records with imagined prompts that are wanted for each one to learn
+            from; above 0 they may have what these leave of the capacity, and make way for them.
         recent_share: share of a sample that favours some records; the rest is uniform, so that
             none is forgotten.
         recent_half_life: records after which a record's recency weight has halved.
@@ -139,6 +139,12 @@ class Partition:
         while self.bytes > self.capacity:
             self._drop(0)
 
+    def limit(self, capacity_bytes: int) -> None:
+        """Have another capacity from now on; the oldest make way."""
+        self.capacity = capacity_bytes
+        while self.bytes > self.capacity:
+            self._drop(0)
+
     def losses(self) -> NDArray[np.float64]:
         """The latest loss of each record, oldest first; inf where no trainer has seen it."""
         return np.array([self._losses.get(e.request_id, math.inf) for e in self._entries])
@@ -226,14 +232,13 @@ class ReplayTable:
         """Start empty."""
         self._settings = settings
         held_out = int(settings.capacity_bytes * settings.held_out_fraction)
-        ratio = settings.imagined_per_record
-        imagined = int((settings.capacity_bytes - held_out) * ratio / (1.0 + ratio))
-        train = settings.capacity_bytes - held_out - imagined
+        train = settings.capacity_bytes - held_out
         self._splits: dict[Split, Partition] = {
             "train": Partition(train, settings.remover),
             "held_out": Partition(held_out, settings.remover),
-            "imagined": Partition(imagined, settings.remover),
+            "imagined": Partition(0, settings.remover),
         }
+        self._share_out()
 
     def insert(self, entry: Entry, split: Split, now: float, rng: np.random.Generator) -> bool:
         """Take a record and drop what is past retention; False where that is this one."""
@@ -241,7 +246,14 @@ class ReplayTable:
         if now - entry.created > self._settings.retention_s:
             return False
         self._splits[split].insert(entry, rng)
+        self._share_out()
         return True
+
+    def _share_out(self) -> None:
+        """Imagined records have the room that those of the traffic leave."""
+        if self._settings.imagined_per_record:
+            train = self._splits["train"]
+            self._splits["imagined"].limit(train.capacity - train.bytes)
 
     def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
         """At most ``n`` different records of a split, as the settings' sampler draws."""
@@ -261,12 +273,15 @@ class ReplayTable:
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or all; returns how many."""
-        return sum(partition.delete(request_id) for partition in self._splits.values())
+        removed = sum(partition.delete(request_id) for partition in self._splits.values())
+        self._share_out()
+        return removed
 
     def expire(self, now: float) -> None:
         """Drop what is past retention."""
         for partition in self._splits.values():
             partition.expire(now - self._settings.retention_s)
+        self._share_out()
 
     def entries(self) -> list[tuple[Split, Entry]]:
         """Everything that is kept."""

@@ -165,17 +165,29 @@ def test_a_purge_and_age_take_what_was_imagined_along() -> None:
     assert shard.delete(None) == 6
 
 
-def test_neither_kind_drives_the_other_out() -> None:
-    size = len(encode(make_record()))
-    shard = shard_of(3.0, held_out_fraction=0.0, capacity_bytes=40 * (size + 64))
+def test_imagined_records_have_what_the_traffic_leaves() -> None:
+    size = len(encode(make_record(request_id="r0000"))) + 64
+    shard = shard_of(3.0, held_out_fraction=0.0, capacity_bytes=40 * size)
+
+    def insert(name: str) -> dict[str, int]:
+        shard.insert(encode(make_record(request_id=name)))
+        stats = shard.stats()
+        assert stats["bytes"] <= stats["capacity_bytes"] == stats["capacity_bytes_train"]
+        assert stats["capacity_bytes_imagined"] == 40 * size - stats["bytes_train"]
+        return stats
+
     for n in range(5):
-        shard.insert(encode(make_record(request_id=f"r{n}")))
+        insert(f"r{n:04}")
     for n in range(200):
-        shard.insert(encode(make_record(request_id=imagined("r0", str(n)))))
-    stats = shard.stats()
+        stats = insert(imagined("r0000", str(n)))
     assert stats["records_train"] == 5
     assert 25 <= stats["records_imagined"] <= 40
-    assert stats["capacity_bytes_imagined"] == 3 * stats["capacity_bytes_train"]
+    for n in range(5, 100):
+        before, stats = stats, insert(f"r{n:04}")
+        assert stats["records_train"] >= before["records_train"]
+        assert stats["records_imagined"] <= before["records_imagined"]
+    assert stats["records_train"] >= 38, "they make way for all that can be kept of the traffic"
+    assert stats["records_imagined"] <= 2
 
 
 def test_no_expert_is_scored_on_them() -> None:
