@@ -83,7 +83,9 @@ def _machines(figures: dict[str, Any]) -> str:
     return f"Machine: {'; '.join(sorted(kinds))} (load average {loads[0]:g} to {loads[-1]:g})"
 
 
-def _topics(figures: dict[str, Any], pictures: Sequence[str], extra: Sequence[str]) -> list[str]:
+def _topics(
+    figures: dict[str, Any], pictures: Sequence[str], extra: Sequence[str] = ()
+) -> list[str]:
     topics = figures["topics"]
     if not topics:
         return []
