@@ -106,21 +106,14 @@ class Imaginer:
         self._handles = (dict(shards), registry, board)
         self._composer = Composer(settings)
         self._target = target
-        self._stop = threading.Event()
         self._failures = 0
         self._error: str | None = None
-        self._thread = threading.Thread(target=self._run, name="paceline-imaginer", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="paceline-imaginer", daemon=True).start()
 
     def figures(self) -> dict[str, Any]:
         """Counts since the start, see Composer, ``failures``, and the last one's ``last_error``."""
         own = {"failures": self._failures, "last_error": self._error}
         return dict(self._composer.counts) | own
-
-    def stop(self) -> None:
-        """End the thread after what is under way."""
-        self._stop.set()
-        self._thread.join(self._settings.timeout_s)
 
     def _run(self) -> None:
         from paceline.actors.training.trainer import lower_priority
@@ -131,13 +124,13 @@ class Imaginer:
         shards, registry, board = self._handles
         world = RayWorld(shards, registry, board, self._settings.timeout_s)
         voice = ServedTarget(self._target, world.may_train)
-        while not self._stop.is_set():
+        while True:
             try:
                 world.added()
                 if not self._composer.tick(world, voice):
-                    self._stop.wait(self._settings.refresh_s)
+                    time.sleep(self._settings.refresh_s)
             except Exception as error:
                 self._failures += 1
                 self._error = f"{type(error).__name__}: {error}"
                 logger.info("nothing was imagined, trying again", exc_info=True)
-                self._stop.wait(_RETRY_S)
+                time.sleep(_RETRY_S)

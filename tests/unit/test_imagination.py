@@ -221,6 +221,25 @@ def whole(chunks: queue.Queue[GenerationChunk]) -> tuple[list[int], str]:
             return ids, chunk.finish_reason
 
 
+class Held:
+    """Takes a request's chunks and has the engine's thread stand still at the first of them."""
+
+    def __init__(self) -> None:
+        self.chunks: queue.Queue[GenerationChunk] = queue.Queue()
+        self._reached, self._go_on = threading.Event(), threading.Event()
+
+    def __call__(self, chunk: GenerationChunk) -> None:
+        self.chunks.put(chunk)
+        self._reached.set()
+        self._go_on.wait(WAIT_S)
+
+    def reached(self) -> bool:
+        return self._reached.wait(WAIT_S)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
 def in_background(name: str, **fields: Any) -> GenerationRequest:
     asked = request(name, [5, 6], max_tokens=80, ignore_eos=True, draft="off", **fields)
     return replace(asked, background=True)
@@ -229,38 +248,25 @@ def in_background(name: str, **fields: Any) -> GenerationRequest:
 def test_what_runs_in_the_background_yields_to_a_request(loop: EngineLoop) -> None:
     plain = [o.chunk for o in run(make_engine(), [request("r", [7, 8])])["r"]]
     expected = [token for chunk in plain for token in chunk.token_ids]
-    first, reached, go_on = queue.Queue[GenerationChunk](), threading.Event(), threading.Event()
-
-    def slow(chunk: GenerationChunk) -> None:  # the engine's thread stands still meanwhile
-        first.put(chunk)
-        reached.set()
-        go_on.wait(WAIT_S)
-
-    loop.submit(in_background("b"), slow)
-    assert reached.wait(WAIT_S), "it runs while nobody is there"
+    first = Held()
+    loop.submit(in_background("b"), first)
+    assert first.reached(), "it runs while nobody is there"
     assert loop.load() == (0, 0)
     answer = send(loop, request("r", [7, 8]))
-    go_on.set()
-    assert whole(first)[1] == FINISH_YIELDED
+    first.let_go()
+    assert whole(first.chunks)[1] == FINISH_YIELDED
     assert whole(answer) == (expected, "length")
     assert whole(send(loop, in_background("again")))[1] == "length"
 
 
 def test_nothing_begins_in_the_background_beside_a_request(loop: EngineLoop) -> None:
-    held, release = threading.Event(), threading.Event()
-    chunks: queue.Queue[GenerationChunk] = queue.Queue()
-
-    def slow(chunk: GenerationChunk) -> None:
-        chunks.put(chunk)
-        held.set()
-        release.wait(WAIT_S)
-
-    loop.submit(request("r", [7, 8], ignore_eos=True), slow)
-    assert held.wait(WAIT_S)
+    held = Held()
+    loop.submit(request("r", [7, 8], ignore_eos=True), held)
+    assert held.reached()
     refused = send(loop, in_background("b"))
-    release.set()
+    held.let_go()
     assert whole(refused) == ([], FINISH_YIELDED)
-    assert whole(chunks)[1] == "length"
+    assert whole(held.chunks)[1] == "length"
 
 
 def test_their_time_is_the_stored_one_s_and_requests_meters_do_not_see_them() -> None:
@@ -370,25 +376,18 @@ def test_nothing_is_asked_without_leave_or_without_records(desk: Desk) -> None:
 
 
 def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
-    held, go_on = threading.Event(), threading.Event()
-    chunks: queue.Queue[GenerationChunk] = queue.Queue()
-
-    def slow(chunk: GenerationChunk) -> None:
-        chunks.put(chunk)
-        held.set()
-        go_on.wait(WAIT_S)
-
-    desk.loop.submit(request("r", [7, 8], ignore_eos=True), slow)
-    assert held.wait(WAIT_S)
+    held = Held()
+    desk.loop.submit(request("r", [7, 8], ignore_eos=True), held)
+    assert held.reached()
     composer = Composer(settings())
     ticking = threading.Thread(target=composer.tick, args=(desk, desk))
     ticking.start()
     while not desk.asked:
         time.sleep(0.001)
     time.sleep(0.05)  # its first request is in the loop's inbox
-    go_on.set()
+    held.let_go()
     ticking.join(WAIT_S)
-    assert whole(chunks)[1] == "length"
+    assert whole(held.chunks)[1] == "length"
     assert composer.counts["yielded"] > 0
     assert composer.counts["made"] == desk.stats()["sql"]["records_imagined"]
 
