@@ -25,6 +25,9 @@ from paceline.actors.training.world import World
 
 logger = logging.getLogger(__name__)
 
+# Raised with every change of what is decided here, in the gate, the candidate or the stride:
+# results of benchmarks that were made under other rules are then not taken for today's.
+RULES = 1
 _AT_ONCE = 32  # records that are decoded without asking for leave: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -221,6 +224,7 @@ class Rounds:
             candidate.rejections = candidate.fruitless = seen.rolled_back
         if (told := self._survey.told(candidate.topic)) is not None:
             candidate.rejections, candidate.fruitless = told.rejections, told.fruitless
+            seen.rolled_back = told.rolled_back
             candidate.step_by(Stride(told.rate_share))
 
     def _take_served(self, candidate: Candidate) -> None:
@@ -314,7 +318,11 @@ class Rounds:
         if drop:
             candidate.reset()
         hope = facts.get("gain_upper_bound")  # None where scores are no numbers
-        candidate.fruitless += hope is None or hope < self._settings.schedule.least_hope
+        if hope is None or hope < self._settings.schedule.least_hope:
+            candidate.fruitless += 1
+        else:  # those in a row count; what live requests did not like is not forgotten by it
+            kept = self._survey.seen(candidate.topic).rolled_back
+            candidate.fruitless = min(candidate.fruitless, kept)
         self._rejected(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._world.reject(candidate.topic, facts)

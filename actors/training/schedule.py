@@ -59,7 +59,7 @@ class TopicView:
         traffic: recent requests, in any unit common to all topics.
         acceptance: expected acceptance of the served draft, None before the first gate.
         rejections: rejected rounds in a row.
-        fruitless: of the rejected rounds in a row, those that left little to hope for.
+        fruitless: rounds in a row, the last ones, that left little to hope for.
         waited_s: since its last round ended, seconds.
         resting: whether it is left alone after a round that could not teach it.
         undecided: whether live requests have begun, and not ended, to judge its candidate.

@@ -63,9 +63,18 @@ class Survey:
         seen = self._seen[topic]
         if candidate is None:
             return Note(seen.inserted)
-        rejections, fruitless = self._in_vain(candidate, seen)
         acceptance = None if candidate.acceptance is None else float(candidate.acceptance)
-        return Note(seen.inserted, rejections, fruitless, acceptance, candidate.stride.share)
+        # A rollback that was not followed yet is one more, and all that counts from then on.
+        withdrawn = self.outlook.withdrawn(candidate.topic, candidate.version)
+        rolled_back = seen.rolled_back + withdrawn
+        return Note(
+            inserted=seen.inserted,
+            rejections=rolled_back if withdrawn else candidate.rejections,
+            fruitless=rolled_back if withdrawn else candidate.fruitless,
+            acceptance=acceptance,
+            rate_share=candidate.stride.share,
+            rolled_back=rolled_back,
+        )
 
     def views(self, stats: Stats, candidates: Mapping[str, Candidate]) -> list[TopicView]:
         """All topics as the schedule sees them.
@@ -99,15 +108,6 @@ class Survey:
             undecided=self.outlook.undecided(topic),
             drifting=self.outlook.drifting(topic),
         )
-
-    def _in_vain(self, candidate: Candidate, seen: Seen) -> tuple[int, int]:
-        """Rounds in a row without a gain, and without hope of one.
-
-        A rollback that was not followed yet is one more.
-        """
-        if self.outlook.withdrawn(candidate.topic, candidate.version):
-            return seen.rolled_back + 1, seen.rolled_back + 1
-        return candidate.rejections, candidate.fruitless
 
 
 def inserted(stats: Stats, topic: str) -> int:

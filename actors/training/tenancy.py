@@ -29,9 +29,10 @@ class Note:
     Attributes:
         inserted: the topic's records so far at the round's beginning.
         rejections: rounds in a row without a gain.
-        fruitless: of these, those without hope of one.
+        fruitless: rounds in a row, the last ones, without hope of one.
         acceptance: expected acceptance of the served draft, None where it is not known.
         rate_share: share of the learning rate that its steps have.
+        rolled_back: candidates of the stable version that live requests did not like, in a row.
     """
 
     inserted: int = 0
@@ -39,6 +40,7 @@ class Note:
     fruitless: int = 0
     acceptance: float | None = None
     rate_share: float = 1.0
+    rolled_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,30 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     assert rounds.progress.published == 0
 
 
+@pytest.mark.parametrize(
+    ("least_hope", "rolled_back", "before", "then"),
+    [(-1.0, 0, 2, 0), (-1.0, 1, 2, 1), (-1.0, 3, 1, 1), (1.0, 0, 2, 3)],
+)
+def test_a_round_that_leaves_hope_ends_a_plateau(
+    draft: Path, tmp_path: Path, least_hope: float, rolled_back: int, before: int, then: int
+) -> None:
+    world = filled(tmp_path)
+    still = DistillerSettings(learning_rate=0.0, dtype="float32")
+    schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, least_hope=least_hope)
+    rounds = make_rounds(
+        trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
+        world,
+    )
+    assert rounds.tick()
+    candidate = rounds.candidate("sql")
+    candidate.fruitless = before
+    rounds._survey.seen("sql").rolled_back = rolled_back
+    world.shards["sql"].insert(encode(lesson(5_000)))
+    assert rounds.tick()
+    assert candidate.rejections == 2
+    assert candidate.fruitless == then  # those in a row; rollbacks are not forgotten by it
+
+
 def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
     draft: Path, tmp_path: Path
 ) -> None:
