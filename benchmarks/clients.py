@@ -23,7 +23,8 @@ class Reply:
 
     ``error`` is None where it came to its end, and ``broken`` True where the connection, not the
     server's word, ended it; ``finish`` is OpenAI's reason. ``pauses_s`` are the waits for each
-    event of a stream, the first one's included, and the one that an error ended. ``last_at`` is
+    event of a stream, the first one's included, and the one that an error ended. ``first_tokens``
+    came with the first event that had any: a whole round of speculation. ``last_at`` is
     when the last event came, or before the first when the request was sent: given, the first
     wait is counted from there.
     """
@@ -36,6 +37,7 @@ class Reply:
     pauses_s: list[float] = field(default_factory=list)
     last_at: float | None = None
     first_token_at: float | None = None
+    first_tokens: int = 0
     speculative: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,7 +125,7 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Rep
                 break
             _take(json.loads(line.removeprefix("data: ")), reply)
             if reply.begun and reply.first_token_at is None:
-                reply.first_token_at = now
+                reply.first_token_at, reply.first_tokens = now, len(reply.token_ids)
         else:
             raise ValueError("the stream ended without [DONE]")
     if reply.finish is None:

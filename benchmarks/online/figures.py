@@ -107,6 +107,25 @@ def bootstrap(
     return Interval(value, float(low), float(high))
 
 
+def bootstrap_mean_of_means(
+    samples: Sequence[Sample], *, seed: int = 0, resamples: int = 2_000, confidence: float = 0.95
+) -> Interval:
+    """The mean of the samples' means with its percentile interval, each resampled by itself.
+
+    Args:
+        samples: of any lengths, at least 1 each; every sample counts alike.
+        seed: of the resampling.
+        resamples: how many.
+        confidence: of the interval.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+    drawn = [a[rng.integers(len(a), size=(resamples, len(a)))].mean(1) for a in arrays]
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(np.mean(drawn, axis=0), [tail, 1.0 - tail])
+    return Interval(float(np.mean([a.mean() for a in arrays])), float(low), float(high))
+
+
 def difference(upper: Sample, lower: Sample) -> float:
     """Of means."""
     return float(np.mean(upper)) - float(np.mean(lower))

@@ -1,21 +1,29 @@
-"""The results page's sections on traffic and on routing, from their summary files."""
+"""The results page's section on traffic, from its summary file, and commands for people."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from online.markdown import interval, number, table
-from online.routes_plot import NAMES, WHOLE
+from online.rows import HUB
+from online.tables import interval, number, table
+
+_LEAST_BLOCKS = 3  # of an interval
 
 
 def command_of(target: str, argv: Sequence[str] | None) -> str:
     """The command for people: where the rows lie is theirs to say."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--data" in words[:-1]:
-        words[words.index("--data") + 1] = "FOLDER"
-    return f'make {target} ARGS="{" ".join(words)}"' if words else f"make {target}"
+    words = [
+        part
+        for word in (sys.argv[1:] if argv is None else argv)
+        for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
+    for option, name in (("--data", "FOLDER"), ("--out", "OUT")):
+        if option in words[:-1] and words[words.index(option) + 1] != HUB:
+            words[words.index(option) + 1] = name
+    return f'make {target} ARGS="{shlex.join(words)}"' if words else f"make {target}"
 
 
 def traffic(figures: Mapping[str, Any], command: str) -> str:
@@ -39,7 +47,10 @@ def traffic(figures: Mapping[str, Any], command: str) -> str:
         "prompts that it has in the trace; prompts are of the four topics and at most 384 tokens. "
         "Greedy answers end where the target ends them, or at the trace's length, scaled so that "
         "its 99th percentile is 256 tokens of the target's 1,024, and never stretched. Latencies "
-        "count from when a request was due. Within limits: first token and time per token of at "
+        "count from when a request was due, the time per token from the first tokens, however many "
+        "came at once, to the last. Blocks run in the tables' order of loads, and `online` begins "
+        "each with what it had learnt by the end of the one before, the first with nothing. "
+        "Within limits: first token and time per token of at "
         "most five times an idle plain server's medians. Load average before the blocks: "
         f"{busy}. {plan['repeats']} window(s) of each trace, {plan['seconds']:g} s each. "
         f"{_fresh(figures['rows'])}"
@@ -101,23 +112,34 @@ def _fresh(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _ratios(figures: Mapping[str, Any]) -> str:
     lines = [
-        [row["figure"], f"{row['load']:g}", row["variant"], _times(row), str(row["blocks"])]
-        for row in figures["ratios_to_plain"]
+        [
+            row["figure"],
+            f"{row['load']:g}",
+            row["variant"],
+            row["against"],
+            _times(row),
+            str(row["blocks"]),
+        ]
+        for row in figures["ratios"]
         if row["ratio"] is not None
     ]
-    headings = ("figure", "load", "variant", "times shorter than plain's (95 %)", "blocks")
+    headings = ("figure", "load", "variant", "against", "times shorter (95 %)", "blocks")
     answers = ", ".join(
         f"{variant} {facts['differ']} of {facts['compared']}"
         for variant, facts in figures["answers"].items()
     )
     return (
-        f"{table(headings, lines)}\n\nAnswers other than `plain`'s to the same request (last bits "
+        f"{table(headings, lines)}\n\nNo interval from fewer than {_LEAST_BLOCKS} blocks. "
+        "Answers other than `plain`'s to the same request (last bits "
         f"of bfloat16 in other batches): {answers}. Rounds whose drafts failed: "
         f"{figures['draft_failures']}."
     )
 
 
 def _times(row: Mapping[str, Any]) -> str:
+    """Two blocks, of two traces, say nothing about how far a third would lie."""
+    if row["blocks"] < _LEAST_BLOCKS:
+        return number(row["ratio"], 2)
     return interval({"value": row["ratio"], "low": row["low"], "high": row["high"]}, 2)
 
 
@@ -127,81 +149,3 @@ def _names(row: Mapping[str, Any]) -> list[str]:
 
 def _milli(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1}f}"
-
-
-def routes(figures: Mapping[str, Any], command: str) -> str:
-    """Section ``Routing``.
-
-    Args:
-        figures: of ``routes.json``.
-        command: that made it.
-    """
-    counts, seeds = figures["settings"]["counts"], figures["seeds"]
-    steps = "; ".join(
-        f"seed {seed}: {own['single']['micro_steps']} and {own['experts']['micro_steps']}"
-        for seed, own in figures["training"].items()
-    )
-    head = (
-        f"## Routing\n\nCommand: `{command}`\n\n"
-        "Five experts behind the router against one draft of the same size, both learning online "
-        f"from one mixed stream of {4 * counts['stream']} prompts; micro-steps of one draft and "
-        f"of all experts together: {steps}. {len(seeds)} seed(s). Tokens per round (the corrected "
-        "or bonus one included) with 4 drafted, greedy, replayed from whether a draft agrees with "
-        "the target's own answer position by position, which decides every round. Intervals of "
-        "95 % by bootstrap over prompts, translations of one together, seeds summed up. The "
-        "target knows four kinds of English text: on other prompts acceptance says how a draft "
-        "follows it, and nothing of the text."
-    )
-    tables = _against(figures["rows"]), _by_group(figures), _choices(figures)
-    return "\n\n".join((head, *tables, _check(figures)))
-
-
-def _against(rows: Sequence[Mapping[str, Any]]) -> str:
-    headings = ("prompts", "draft", "tokens per round", "acceptance rate", "over one online draft")
-    lines = [
-        [
-            f"{row['group']} ({row['prompts']})",
-            NAMES[row["policy"]],
-            interval(row["mean_acceptance_length"], 2),
-            number(row["acceptance_rate"]["value"]),
-            interval(row["over_single"], 2),
-        ]
-        for row in rows
-        if row["group"] in WHOLE
-    ]
-    return table(headings, lines)
-
-
-def _by_group(figures: Mapping[str, Any]) -> str:
-    groups: dict[str, list[str]] = {}
-    for row in figures["rows"]:
-        if row["group"] not in WHOLE:
-            cells = groups.setdefault(f"{row['group']} ({row['prompts']})", [])
-            cells.append(number(row["mean_acceptance_length"]["value"], 2))
-    policies = list(dict.fromkeys(row["policy"] for row in figures["rows"]))
-    headings = ["tokens per round", *(NAMES[policy] for policy in policies)]
-    return table(headings, [[group, *cells] for group, cells in groups.items()])
-
-
-def _choices(figures: Mapping[str, Any]) -> str:
-    """What the first seed's classifier chose, and what with Hedge."""
-    choices = next(iter(figures["choices"].values()))
-    experts = sorted({e for own in choices.values() for found in own.values() for e in found})
-    lines = [
-        [group, NAMES[policy], *(str(own[group].get(expert, 0)) for expert in experts)]
-        for group in sorted(choices["rule"])
-        for policy, own in choices.items()
-    ]
-    return table(["prompts sent to", "", *experts], lines)
-
-
-def _check(figures: Mapping[str, Any]) -> str:
-    check = figures["check"]
-    if check is None:
-        return ""
-    engine, replayed = check["engine"], check["replayed"]
-    return (
-        f"The replay against the engine, initial draft, {check['prompts']} prompts: accepted "
-        f"{replayed['accepted']} against {engine['accepted']}, rounds {replayed['rounds']} against "
-        f"{engine['rounds']}."
-    )

@@ -25,6 +25,7 @@ import torch
 from expert_cache import DRAFT, base_hashes
 from transformers.utils import logging
 
+from online.fragments import command_of
 from online.grid_replay import Replay, Sizes, logged_replay
 from online.grid_tables import markdown, summary
 from online.rows import label
@@ -99,6 +100,10 @@ class School:
         self._distiller = Distiller(str(DRAFT), self._settings)
         self._max_length = min(_MAX_LENGTH, self._distiller.max_length)
 
+    def facts(self) -> dict[str, Any]:
+        """What decides a cell beside its point of the grid, as JSON holds it."""
+        return asdict(self._settings)
+
     def judge(self, state: dict[str, torch.Tensor] | None) -> dict[str, list[float]]:
         """Acceptance on each held-out record as it was decoded, greedy and sampled ones apart."""
         draft = self._distiller.served(state)
@@ -147,7 +152,7 @@ def run_topic(topic: str, options: argparse.Namespace, store: Store) -> dict[str
         "data": label(options.data),
         "sizes": asdict(sizes),
         "steps": options.steps,
-        "learning_rate": options.learning_rate,
+        "distiller": school.facts(),
         "models": base_hashes(),
     }
     before = store.unit(f"grid-{topic}-untaught", common, lambda: school.judge(None))
@@ -208,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     path = store.folder / "grid.json"
     path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    text = markdown(figures)
+    text = markdown(figures, command_of("bench-grid", argv))
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)  # noqa: T201
     return 0

@@ -65,9 +65,25 @@ def summary(
     }
 
 
-def markdown(figures: Mapping[str, Any]) -> str:
-    """A table per topic, the best sampled acceptance first."""
-    lines = []
+def markdown(figures: Mapping[str, Any], command: str) -> str:
+    """Section on losses: a table per topic, the best sampled acceptance first.
+
+    Args:
+        figures: of ``grid.json``.
+        command: that made it.
+    """
+    lines = [
+        "## Losses and sampling",
+        "",
+        f"Command: `{command}`",
+        "",
+        "Every row is the same number of steps of 8 records, from the initial draft, on the same "
+        "logged replay in the same orders; half of the records are greedy answers, half sampled at "
+        f"temperature 0.8. Rate {figures['learning_rate']:g}, constant after a warm-up. Acceptance "
+        "is teacher-forced, as served. **better** and worse: by an interval over seeds and by one "
+        "over records, both; many rows are compared and nothing is corrected for that.",
+        "",
+    ]
     for topic, facts in figures["topics"].items():
         replay = facts["replay"]
         before = ", ".join(f"{kind} {facts['untaught'][kind]:.3f}" for kind in _KINDS)
@@ -77,7 +93,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
             "",
             f"{replay['records_train']} records to learn from, {replay['records_test']} to judge "
             f"by; acceptance before: {before}. Acceptance with a 95 % interval over seeds; the "
-            f"gain over {facts['reference']} with one over records.",
+            f"gain over {facts['reference'].replace('-', ', ')} with one over records.",
             "",
             "| loss, sampling, weighting | greedy | gain | sampled | gain | training, s |",
             "|---|---|---|---|---|---|",

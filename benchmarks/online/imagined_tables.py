@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from online.markdown import interval, number, table
+from online.tables import interval, number, table
 
 
 def paragraphs(figures: dict[str, Any]) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from online.shift_tables import shifts
+from online.tables import interval, number, table
 
 _OSD = (
     "OSD (Liu et al., arXiv 2310.07177) reports gains of 0.1 to 0.65 in token acceptance rate, "
@@ -31,30 +34,11 @@ def page(
         "# Results: what learning brings",
         _head(figures),
         *_topics(figures, pictures, imagined),
-        *_shifts(figures, pictures),
+        *shifts(figures, pictures),
         *_cost(figures),
         *fragments,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def number(value: float | None, places: int = 3) -> str:
-    """A figure, or a dash."""
-    return "-" if value is None else f"{value:.{places}f}"
-
-
-def interval(found: dict[str, Any], places: int = 3) -> str:
-    """A figure with its 95 % interval."""
-    if found["low"] is None:
-        return number(found["value"], places)
-    ends = f"{number(found['low'], places)} to {number(found['high'], places)}"
-    return f"{number(found['value'], places)} ({ends})"
 
 
 def _head(figures: dict[str, Any]) -> str:
@@ -108,6 +92,8 @@ def _topics(
         _live(topics),
         "Acceptance on the test after so many requests:",
         _curves(topics),
+        "The stream itself, acceptance rate / mean acceptance length of some of its requests:",
+        _windows(topics),
         _offline(topics),
         _seeds(topics),
         *extra,
@@ -163,6 +149,28 @@ def _curves(topics: dict[str, Any]) -> str:
     return table(["topic", *map(str, looks), "gain of 0.1 seen after"], rows)
 
 
+def _windows(topics: dict[str, Any]) -> str:
+    """Five windows of the streams, first and last of the longest among them."""
+    rows = [(t, name, own) for t, facts in topics.items() for name, own in facts["windows"].items()]
+    longest = max((own for _, _, own in rows), key=len, default=[])
+    if not longest:
+        return ""
+    shown = [longest[at] for at in sorted({round(i * (len(longest) - 1) / 4) for i in range(5)})]
+    headings = [f"{part['first'] + 1} to {part['end']}" for part in shown]
+    lines = []
+    for topic, name, own in rows:
+        parts = {part["first"]: part for part in own}
+        cells = [_window(parts.get(part["first"])) for part in shown]
+        lines.append([topic, name, *cells])
+    return table(["topic", "draft", *headings], lines)
+
+
+def _window(part: dict[str, Any] | None) -> str:
+    if part is None:
+        return "-"
+    return f"{number(part['acceptance_rate'])} / {number(part['mean_acceptance_length'], 2)}"
+
+
 def _offline(topics: dict[str, Any]) -> str:
     known = {topic: facts["offline"] for topic, facts in topics.items() if "offline" in facts}
     if not known:
@@ -200,54 +208,6 @@ def _seeds(topics: dict[str, Any]) -> str:
     return f"{note}\n\n{table(['topic', 'acceptance at the end', 'gap closed'], rows)}"
 
 
-def _shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
-    shifts = figures["shifts"]
-    if not shifts:
-        return []
-    phase = figures["settings"]["sizes"]["phase"]
-    parts = [
-        "## When the topic shifts",
-        f"Phases of {phase} requests. *One draft* is `general`, learning from everything; "
-        "*experts* are one draft per topic, with the same micro-steps offered in all, and requests "
-        "routed by their true topics. Here no draft rests after rejected rounds. A cell is the "
-        "acceptance on a topic's test after a phase.",
-    ]
-    if "shift.png" in pictures:
-        parts.append("![Acceptance by phase](shift.png)")
-    for kind, systems in shifts.items():
-        for system, facts in systems.items():
-            parts.append(f"{kind}, {system}:")
-            parts.append(_matrix(facts["matrix"]))
-        parts.append(_recovery(systems))
-    return parts
-
-
-def _matrix(matrix: dict[str, dict[str, float]]) -> str:
-    topics = list(next(iter(matrix.values())))
-    rows = [[name, *(number(found[t]) for t in topics)] for name, found in matrix.items()]
-    return table(["after", *topics], rows)
-
-
-def _recovery(systems: dict[str, Any]) -> str:
-    """Transfer and recovery of abrupt shifts, side by side; of mixed ones what there is."""
-    headings = ["system", "micro-steps", "mean over tests at the end"]
-    headings += ["acceptance rate of the stream"]
-    abrupt = any("backward_transfer" in facts for facts in systems.values())
-    if abrupt:
-        headings += ["backward transfer", "requests until recovery"]
-    rows = []
-    for system, facts in systems.items():
-        row = [system, str(facts["learning"]["micro_steps"])]
-        row += [number(facts["mean_at_the_end"]), number(facts["acceptance_rate"])]
-        if abrupt:
-            recovery = ", ".join(
-                f"{topic} {'never' if n is None else n}" for topic, n in facts["recovery"].items()
-            )
-            row += [number(facts["backward_transfer"]), recovery or "-"]
-        rows.append(row)
-    return table(headings, rows)
-
-
 def _cost(figures: dict[str, Any]) -> list[str]:
     topics, learning = figures["topics"], figures["settings"]["learning"]
     if not topics:
@@ -277,8 +237,8 @@ def _cost(figures: dict[str, Any]) -> list[str]:
                 f"{cost['micro_steps']} of {offered}",
                 f"{cost['rounds_published']} / {cost['rounds_rejected']}",
                 f"{cost['tokens_learnt']:,} / {cost['tokens_served']:,}",
-                number(cost["seconds_per_point"], 2),
-                number(cost["tokens_per_point"], 0),
+                interval(cost["seconds_per_point"], 2),
+                interval(cost["tokens_per_point"], 0),
                 number(cost["speedup"], 2),
                 number(cost["speedup_without_training"], 2),
                 number(cost["speedup_at_the_end"], 2),

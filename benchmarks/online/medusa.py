@@ -34,7 +34,8 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from online.bench import QUICK, Bench, Sizes
-from online.medusa_tables import tables
+from online.fragments import command_of
+from online.medusa_tables import section
 from online.rows import label
 from online.serving import Serving
 from online.store import Store
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
     path = options.out / "medusa.json"
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    text = tables(figures)
+    text = section(figures, command_of("bench-medusa", argv))
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     console.print(text, markup=False, soft_wrap=True)
     return int(figures["draft_failures"] > 0)

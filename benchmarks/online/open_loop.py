@@ -30,7 +30,8 @@ class Outcome:
     """What became of a request; seconds are from when it was due, not from when it was sent.
 
     ``lag_s`` is how late the client sent it. ``ttft_s`` and ``tpot_s`` (the time per output
-    token after the first one) are None where there were no such tokens. ``pause_s`` is the
+    token after those that came first, which with speculation may be several) are None where there
+    were no such tokens. ``pause_s`` is the
     longest wait between two events. ``first_accepted`` counts the speculative rounds whose first
     token was accepted. ``error`` is None where the answer came to its end.
     """
@@ -67,6 +68,7 @@ def outcome_of(planned: Planned, sent_s: float, began: float, reply: Reply) -> O
     due = began + planned.due_s
     first, last = reply.first_token_at, reply.last_at
     count = len(reply.token_ids)
+    further = count - reply.first_tokens
     spoken = reply.speculative
     rounds = int(spoken.get("num_spec_steps", 0))
     histogram = spoken.get("acceptance_histogram") or [rounds]
@@ -77,7 +79,7 @@ def outcome_of(planned: Planned, sent_s: float, began: float, reply: Reply) -> O
         prompt_tokens=planned.prompt_tokens,
         lag_s=sent_s - planned.due_s,
         ttft_s=None if first is None else first - due,
-        tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
+        tpot_s=None if first is None or last is None or further < 1 else (last - first) / further,
         e2e_s=(due if last is None else last) - due,
         pause_s=max(reply.pauses_s[1:], default=0.0),
         tokens=count,

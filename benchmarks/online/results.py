@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def collect(
         if ceiling is not None:
             names = ("records", "steps", "converged")
             topics[topic]["offline"] = {name: ceiling[name] for name in names}
-        if (level := level_of(stream, bench.sizes.window)) is not None:
+        if (level := level_of(stream, bench.sizes.window, bench.sizes.phase)) is not None:
             levels[topic] = level
     return {
         "command": command,
@@ -130,14 +131,23 @@ def write(
         published: folder of earlier results: the other parts' sections are taken from it where
             ``out`` has none, and kept there.
     """
-    fragments = [_fragment(name, out / "online", published) for name in _FRAGMENTS]
+    fragments = {name: _fragment(name, out / "online", published) for name in _FRAGMENTS}
     written = []
     for path in (out / "online" / "results.md", docs):
         if path is None:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        pictures = _pictures(figures, path.parent)
-        text = page(figures, pictures, [f for f in fragments if f], imagined_paragraphs(figures))
+        pictures = [*_pictures(figures, path.parent)]
+        sections = []
+        for name, text in fragments.items():
+            own = out / "online" / f"{name}.png"
+            made = own if text == _text(own.with_suffix(".md")) else None
+            sections.append(text)
+            beside = path.parent / own.name
+            if text and (made is not None or beside != own) and _picture(made, beside):
+                sections.append(f"![{name}]({own.name})")
+                pictures.append(own.name)
+        text = page(figures, pictures, sections, imagined_paragraphs(figures))
         path.write_text(text, encoding="utf-8")
         written += [path, *(path.parent / name for name in pictures)]
     return written
@@ -159,9 +169,16 @@ def _fragment(name: str, own: Path, published: Path | None) -> str:
     if published is None:
         return text
     kept = published / f"{name}.md"
-    if text:
+    if text and "--quick" not in text:  # that of a short run shall not replace a long one's
         kept.write_text(text + "\n", encoding="utf-8")
-    return _text(kept)
+    return _text(kept) or text
+
+
+def _picture(made: Path | None, kept: Path) -> bool:
+    """Whether a section's plot lies beside the page; put there where this machine has made it."""
+    if made is not None and made.is_file() and made.resolve() != kept.resolve():
+        shutil.copyfile(made, kept)
+    return kept.is_file()
 
 
 def _text(path: Path) -> str:

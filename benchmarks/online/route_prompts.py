@@ -21,7 +21,8 @@ from paceline.deploy.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS
 
 UNPICKED = ("userprompts", "arena", "mtbench", "specbench")
-LANGUAGES = ("de", "en", "es", "fr", "ja", "ko", "pt", "ru", "zh")
+ENGLISH = "en"
+LANGUAGES = ("de", ENGLISH, "es", "fr", "ja", "ko", "pt", "ru", "zh")
 PARALLEL = ("tldr", "xquad-qa")  # the same items in several languages
 _SEED = 4003
 
@@ -71,9 +72,10 @@ class RoutePrompts:
             self.bench.say("unpicked prompts and languages need --data FOLDER: left out")
             return found
         found |= {f"file {name}": self._file(name) for name in UNPICKED}
-        for language in LANGUAGES:
-            for part in PARALLEL:
-                found[f"lang {language} {part}"] = self._language(language, part)
+        for part in PARALLEL:
+            fitting = {language: self._fitting(language, part) for language in LANGUAGES}
+            for language, questions in parallel(fitting, self.counts.language).items():
+                found[f"lang {language} {part}"] = self._language(language, part, questions)
         return found
 
     def _topic(self, topic: str) -> Callable[[], Asked]:
@@ -85,33 +87,45 @@ class RoutePrompts:
         return make
 
     def _file(self, name: str) -> Callable[[], Asked]:
-        return lambda: self._answered(name, self._rows(name), self.counts.unpicked)
-
-    def _language(self, language: str, part: str) -> Callable[[], Asked]:
         def make() -> Asked:
-            wanted = f"lang-{language}: {part}"
-            rows = (r for r in self._rows(f"lang_{language}") if r["topic"] == wanted)
-            return self._answered(f"{language}-{part}", rows, self.counts.language)
+            earlier = UNPICKED[: UNPICKED.index(name)]  # Spec-Bench holds the prompts of MT-bench
+            known = {row["prompt"] for other in earlier for row in self._rows(other)}
+            rows = (row for row in self._rows(name) if row["prompt"] not in known)
+            questions = list(self._questions(name, rows).values())
+            return self._answered(name, questions[: self.counts.unpicked])
 
         return make
+
+    def _language(
+        self, language: str, part: str, questions: Sequence[Question]
+    ) -> Callable[[], Asked]:
+        return lambda: self._answered(f"{language}-{part}", questions)
+
+    def _fitting(self, language: str, part: str) -> dict[str, Question]:
+        wanted = f"lang-{language}: {part}"
+        rows = (r for r in self._rows(f"lang_{language}") if r["topic"] == wanted)
+        return self._questions(f"{language}-{part}", rows)
 
     def _rows(self, name: str) -> Iterator[dict[str, Any]]:
         path = Path(str(self.bench.data)) / f"{name}_test.jsonl.gz"
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 
-    def _answered(self, name: str, rows: Iterator[dict[str, Any]], count: int) -> Asked:
-        """The first of them by a hash of the item, which translations share."""
+    def _questions(self, name: str, rows: Iterator[dict[str, Any]]) -> dict[str, Question]:
+        """By item those that are short enough, in the order of a hash that translations share."""
         ordered = sorted(rows, key=lambda row: hashlib.sha256(item_of(row).encode()).digest())
-        questions: list[Question] = []
+        found: dict[str, Question] = {}
         for row in ordered:
             ids = self.bench.tokenizer.apply_chat_template(
                 [{"role": "user", "content": row["prompt"]}],
                 add_generation_prompt=True,
                 return_dict=False,
             )
-            if len(questions) < count and len(ids) <= MAX_PROMPT_TOKENS:
-                questions.append(Question(row["id"], name, tuple(ids)))
+            if len(ids) <= MAX_PROMPT_TOKENS:
+                found.setdefault(item_of(row), Question(row["id"], name, tuple(ids)))
+        return found
+
+    def _answered(self, name: str, questions: Sequence[Question]) -> Asked:
         served = answers_of(
             self.bench.store.folder / "answers",
             f"{label(self.bench.data)}-{name}-test",
@@ -134,7 +148,28 @@ class RoutePrompts:
 
     def facts(self) -> dict[str, Any]:
         """What decides the prompts, for settings."""
-        return asdict(self.counts)
+        return asdict(self.counts) | {"languages": "items that English has too", "repeats": "none"}
+
+
+def parallel(
+    fitting: Mapping[str, Mapping[str, Question]], count: int
+) -> dict[str, list[Question]]:
+    """Prompts of each language that are there in English too, and these in English.
+
+    Args:
+        fitting: language to item to prompt, in an order that all languages share.
+        count: of a language's prompts at most; English has all that any other has.
+    """
+    english = fitting[ENGLISH]
+    others = {
+        language: [item for item in own if item in english][:count]
+        for language, own in fitting.items()
+        if language != ENGLISH
+    }
+    asked = {item for items in others.values() for item in items}
+    found = {ENGLISH: [question for item, question in english.items() if item in asked]}
+    found |= {language: [fitting[language][i] for i in items] for language, items in others.items()}
+    return {language: questions for language, questions in found.items() if questions}
 
 
 def without_language(key: str, language: str) -> str:

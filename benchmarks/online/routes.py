@@ -36,7 +36,8 @@ from online.fragments import command_of
 from online.judging import MAX_LENGTH, Judge
 from online.policies import Tally, replayed
 from online.route_prompts import Asked, Counts, RoutePrompts
-from online.routes_report import EXPERTS, FROZEN, SINGLE, report
+from online.routes_figures import EXPERTS, FROZEN, SINGLE
+from online.routes_report import report
 from online.serving import Served, Serving
 from online.store import Store
 from online.world import Learner, Learning, tireless
@@ -222,14 +223,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     prompts, replayer = RoutePrompts(bench, counts), Replayer(DRAFT)
     store = Store(options.out / "routes")
-    common = bench.settings(TOPICS, {"counts": asdict(counts), "router": asdict_of(ROUTER)})
+    recipe = tireless(
+        Learning(micro_steps=options.micro_steps, learning_rate=options.learning_rate)
+    )
+    facts = {"counts": prompts.facts(), "router": asdict_of(ROUTER), "recipe": asdict(recipe)}
+    common = bench.settings(TOPICS, facts)
     store.unit("check", common, lambda: check(prompts, replayer))
     for seed in options.seeds:
-        learning = tireless(
-            Learning(
-                micro_steps=options.micro_steps, learning_rate=options.learning_rate, seed=seed
-            )
-        )
+        learning = replace(recipe, seed=seed)
         for name in (SINGLE, EXPERTS):
             say(f"{name}, seed {seed}")
             arm = Arm(name, prompts, replayer, learning)

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from online.bench import unpacked
 from online.figures import (
     LEAST_GAP,
@@ -15,6 +13,7 @@ from online.figures import (
     Interval,
     backward_transfer,
     bootstrap,
+    bootstrap_mean_of_means,
     difference,
     gap_closed,
     mean,
@@ -175,7 +174,8 @@ def cost(stream: Mapping[str, Any]) -> dict[str, Any]:
     """
     frozen, online = unpacked(stream["frozen"]), unpacked(stream["online"])
     looks = {int(at): look for at, look in stream["checkpoints"].items()}
-    points = 100.0 * difference(looks[max(looks)]["acceptance"], looks[0]["acceptance"])
+    gain = bootstrap(difference, looks[max(looks)]["acceptance"], looks[0]["acceptance"])
+    points = 100.0 * (gain.value or 0.0)
     facts = stream["learning"]
     serving_s = {"frozen": _seconds(frozen), "online": _seconds(online)}
     rates = {
@@ -193,8 +193,8 @@ def cost(stream: Mapping[str, Any]) -> dict[str, Any]:
         "rounds_rejected": facts["rejected"],
         "tokens_learnt": facts["positions"],
         "tokens_served": _tokens(online),
-        "seconds_per_point": facts["seconds"] / points if points > 0 else None,
-        "tokens_per_point": facts["positions"] / points if points > 0 else None,
+        "seconds_per_point": _per_point(facts["seconds"], gain),
+        "tokens_per_point": _per_point(facts["positions"], gain),
         "serving_s": serving_s,
         "tokens_per_s": rates,
         "speedup": rates["online"] / rates["frozen"],
@@ -202,6 +202,17 @@ def cost(stream: Mapping[str, Any]) -> dict[str, Any]:
         "speedup_at_the_end": rates["last quarter, online"] / rates["last quarter, frozen"],
         "pays_after": pays_after(frozen, online, facts["seconds"]),
     }
+
+
+def _per_point(spent: float, gain: Interval) -> dict[str, float | None]:
+    """What a point has cost; bounds where the gain is clear of nothing."""
+    value, low, high = (
+        spent / (100.0 * end) if end is not None and end > 0 else None
+        for end in (gain.value, gain.high, gain.low)
+    )
+    if value is None or low is None or high is None:
+        return {"value": value, "low": None, "high": None}
+    return {"value": value, "low": low, "high": high}
 
 
 def _seconds(counts: Sequence[Counts]) -> float:
@@ -223,7 +234,7 @@ def shift_summary(
 
     Args:
         shift: result of ``shifts.run_shift``.
-        levels: topic to the acceptance rate that its own stream reached.
+        levels: topic to the acceptance rate that its own stream had after as many requests.
         size: requests per window.
         abrupt: whether every phase is one topic; only then are there transfer and recovery.
     """
@@ -235,7 +246,9 @@ def shift_summary(
     }
     found: dict[str, Any] = {
         "matrix": matrix,
-        "mean_at_the_end": float(np.mean([*matrix[names[-1]].values()])),
+        "mean_at_the_end": _figure(
+            bootstrap_mean_of_means([shift["scores"][-1][topic] for topic in order])
+        ),
         "learning": {k: v for k, v in shift["learning"].items() if k != "decisions"},
     }
     counts = [unpacked(phase["counts"]) for phase in shift["phases"]]
@@ -243,6 +256,7 @@ def shift_summary(
     if not abrupt:
         return found
     found["backward_transfer"] = backward_transfer(matrix, order)
+    found["most_lost"] = most_lost(matrix)
     found["recovery"] = {
         topic: recovered(windows(part, size), levels[topic])
         for topic, part in zip(order, counts, strict=True)
@@ -255,9 +269,23 @@ def shift_summary(
     return found
 
 
-def level_of(stream: Mapping[str, Any], size: int) -> float | None:
-    """Acceptance rate that a topic's own stream reached: its last four windows together."""
-    return window(unpacked(stream["online"])[-4 * size :]).acceptance_rate
+def most_lost(matrix: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The topic that fell deepest, at any phase, below the best that it had been before."""
+    worst: dict[str, Any] = {"topic": None, "lost": 0.0}
+    best: dict[str, float] = {}
+    for scores in matrix.values():
+        for topic, score in scores.items():
+            best[topic] = max(score, best.get(topic, score))
+            if best[topic] - score > worst["lost"]:
+                worst = {"topic": topic, "lost": best[topic] - score}
+    return worst
+
+
+def level_of(stream: Mapping[str, Any], size: int, requests: int) -> float | None:
+    """Acceptance rate that a topic's own stream had: four windows up to so many requests."""
+    return window(
+        unpacked(stream["online"])[max(0, requests - 4 * size) : requests]
+    ).acceptance_rate
 
 
 def _figure(found: Interval) -> dict[str, float | None]:

@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             variant = VARIANTS[(number + turn) % len(VARIANTS)]
             after = traffic.run(number, block, variant, state)
             state = after if variant == ONLINE else state
-    return report(store, traffic.common, options.out, command_of("bench-traffic", argv))
+    capacities = {trace: traffic.capacity(trace) for trace in traffic.traces}
+    command = command_of("bench-traffic", argv)
+    return report(traffic.units, capacities, traffic.common, options.out, command)
 
 
 if __name__ == "__main__":

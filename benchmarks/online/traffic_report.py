@@ -13,24 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from online import fragments
-from online.store import Store
 from online.traffic_plan import FROZEN, ONLINE, PLAIN, VARIANTS
 
 COLOURS = {PLAIN: "#6b7280", FROZEN: "#b0482f", ONLINE: "#0b6e4f"}
 DECISIONS = ("published", "promoted", "rolled_back")
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+_PAIRS = ((FROZEN, PLAIN), (ONLINE, PLAIN), (ONLINE, FROZEN))
 Unit = Mapping[str, Any]
 Key = tuple[str, float, str]
-
-
-def of_this_plan(store: Store, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All blocks in the store that were run with these settings."""
-    wanted = json.loads(json.dumps(common))
-    return [
-        unit
-        for unit in store.every("block-")
-        if all(unit["settings"].get(name) == value for name, value in wanted.items())
-    ]
 
 
 def rows_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
@@ -67,7 +57,7 @@ def _row(key: Key, results: Sequence[Unit]) -> dict[str, Any]:
 
 
 def ratios_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """How many times shorter a variant's latencies are than plain's, by load, over its blocks.
+    """How many times shorter a variant's latencies are than another's, by load, over its blocks.
 
     Intervals are of 95 % over blocks, traces being fixed strata; None where too few ran.
     """
@@ -78,9 +68,9 @@ def ratios_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
         for name in LATENCIES:
             for point in ("p50", "p99"):
                 timings = _timings(own, name, point)
-                for variant in (FROZEN, ONLINE):
+                for variant, other in _PAIRS:
                     row = {"load": load, "figure": f"{name[:-2]} {point}", "variant": variant}
-                    found.append(row | _ratio(timings, variant))
+                    found.append(row | {"against": other} | _ratio(timings, variant, other))
     return found
 
 
@@ -96,13 +86,13 @@ def _timings(units: Sequence[Unit], name: str, point: str) -> list[Timing]:
     return timings
 
 
-def _ratio(timings: Sequence[Timing], variant: str) -> dict[str, Any]:
-    both = [t for t in timings if t.variant == variant], [t for t in timings if t.variant == PLAIN]
+def _ratio(timings: Sequence[Timing], variant: str, other: str) -> dict[str, Any]:
+    both = [t for t in timings if t.variant == variant], [t for t in timings if t.variant == other]
     common = {t.block for t in both[0]} & {t.block for t in both[1]}
     if not common:
         return {"ratio": None, "low": None, "high": None, "blocks": 0}
     kept = [t for side in both for t in side if t.block in common]
-    ratio = paired_ratio(kept, variant, PLAIN)
+    ratio = paired_ratio(kept, variant, other)
     return {"ratio": ratio.ratio, "low": ratio.low, "high": ratio.high, "blocks": ratio.blocks}
 
 
@@ -132,18 +122,31 @@ def _answers(unit: Unit) -> list[str | None]:
     return [o["answer"] if o["error"] is None else None for o in outcomes]
 
 
-def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> int:
-    """Print the table; write ``traffic.json``, ``.md`` and ``.png``; 1 where a draft failed."""
-    units = of_this_plan(store, common)
+def report(
+    units: Sequence[Unit],
+    capacities: Mapping[str, Unit],
+    common: Mapping[str, Any],
+    out: Path,
+    command: str,
+) -> int:
+    """Print the table; write ``traffic.json``, ``.md`` and ``.png``; 1 where a draft failed.
+
+    Args:
+        units: all blocks of the plan, settings and result each.
+        capacities: by trace.
+        common: settings of all blocks.
+        out: folder of results.
+        command: that made them.
+    """
     rows, ratios = rows_of(units), ratios_of(units)
     failures = sum(unit["result"]["draft_failures"] or 0 for unit in units)
     figures = {
         "settings": dict(common),
         "machines": [unit["result"]["machine"] for unit in units[:1]],
         "load_averages": [unit["result"]["machine"]["load_average_before"] for unit in units],
-        "capacity": {u["settings"]["trace"]: u["result"] for u in _capacities(store, common)},
+        "capacity": dict(capacities),
         "rows": rows,
-        "ratios_to_plain": ratios,
+        "ratios": ratios,
         "answers": answers_that_differ(units),
         "draft_failures": failures,
     }
@@ -154,12 +157,6 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
     console.print(table_of(rows))
     console.print(f"answers against plain's: {figures['answers']}; draft failures: {failures}")
     return int(failures > 0)
-
-
-def _capacities(store: Store, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-    wanted = json.loads(json.dumps(common))
-    every = store.every("capacity-")
-    return [u for u in every if all(u["settings"].get(n) == v for n, v in wanted.items())]
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -101,6 +101,7 @@ class Traffic:
         """
         self.options, self.plan, self.store = options, plan, store
         self.traces = _traces(options)
+        self.units: list[dict[str, Any]] = []  # blocks that were run or found
         tokenizer = load_tokenizer(TARGET)
         pools = [load(options.data, t, tokenizer, train=_POOL, test=1).train for t in TOPICS]
         questions = interleaved(pools)
@@ -109,6 +110,7 @@ class Traffic:
         self.common = {
             "models": base_hashes(),
             "prompts": label(options.data),
+            "traces": list(self.traces),  # a block's prompts are those after the blocks before it
             "pool": mark_of(questions),
             "dtype": options.dtype,
             "plan": asdict(plan),
@@ -174,16 +176,18 @@ class Traffic:
         }
         name = f"block-{block.name}-{variant}"
         state = self.store.path(name, settings, ".state")
-        if self.store.find(name, settings) is None:
+        result = self.store.find(name, settings)
+        if result is None:
             if variant == ONLINE:
                 _copy(before, state)
             folder = tempfile.TemporaryDirectory() if variant != ONLINE else nullcontext(str(state))
             with folder as state_dir:
                 result = self._serve(start, block, variant, Path(state_dir), facts)
-            self.store.put(name, settings, result)
+            result = self.store.put(name, settings, result)
             _say(name, result)
             if variant == ONLINE and before is not None:
                 shutil.rmtree(before)  # the next block needs this one's alone
+        self.units.append({"settings": settings, "result": result})
         return state if variant == ONLINE else None
 
     def _rate(self, block: Block) -> float:

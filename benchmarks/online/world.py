@@ -22,7 +22,7 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.rounds import Rounds
+from paceline.actors.training.rounds import RULES, Rounds
 from paceline.actors.training.schedule import ScheduleSettings, Want, best
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share
@@ -305,9 +305,10 @@ class Learner:
 
 
 def trainer_facts() -> dict[str, Any]:
-    """All of the trainer's settings that no Learning decides, as JSON holds them."""
+    """The trainer's rules and all of its settings that no Learning decides, as JSON holds them."""
     facts = asdict(_settings((), Learning(), DRAFT))
-    return {name: value for name, value in facts.items() if name not in _PATHS}
+    rules = {"rules": RULES} if RULES > 1 else {}  # keys that are older than the number say nothing
+    return {name: value for name, value in facts.items() if name not in _PATHS} | rules
 
 
 def _settings(experts: Sequence[str], learning: Learning, draft: Path) -> TrainerSettings:

@@ -103,8 +103,12 @@ def test_the_table_has_the_best_first() -> None:
         "steps": 40,
         "seeds": 3,
         "data": "generated",
+        "learning_rate": 0.0015,
     }
-    rows = [line for line in markdown(figures).splitlines() if line.startswith("| ")]
+    text = markdown(figures, "make bench-grid")
+    assert text.startswith("## ")
+    assert "make bench-grid" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[0] for row in rows[1:]] == [
         "| jsd, mixed, uniform",
         "| base, target, uniform",

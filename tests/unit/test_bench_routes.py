@@ -8,9 +8,10 @@ import pytest
 import torch
 from engines import engine_of, request, run, served, tokens_of
 from lessons import lesson
-from online import policies, route_prompts, routes, routes_report
+from online import policies, route_prompts, routes, routes_figures, routes_section
 from online.policies import Case, Tally
 from online.route_prompts import Asked
+from online.rows import Question
 from online.serving import Served
 from tiny_models import tiny_llama
 
@@ -127,7 +128,7 @@ def test_what_was_sampled_from_the_stream_is_not_sampled_again() -> None:
         "single": {"groups": {"topic sql": judged({"general": BAD, "frozen": BAD}, 3)}},
         "experts": {"groups": group, "sampled": judged(tallies, 40)},
     }
-    _, counts = routes_report.chosen(arms, {"min_confidence": 0.5, "sample_share": 0.0}, 0)
+    _, counts = routes_figures.chosen(arms, {"min_confidence": 0.5, "sample_share": 0.0}, 0)
     assert counts["rule"]["topic sql"] == {"sql": 3}
     assert counts["measured"]["topic sql"] == {"general": 3}
 
@@ -137,15 +138,48 @@ def test_translations_of_an_item_are_resampled_together() -> None:
         f"lang {language} tldr": {"keys": [f"tldr-{language}-common/{i}" for i in range(6)]}
         for language in ("de", "en", "fr")
     }
-    items = routes_report.items_of(groups)
+    items = routes_figures.items_of(groups)
     easy = [Tally(4, 16, 4 * (i % 2), 0.0) for i in range(6)]  # an item is alike in all languages
     found = {0: {"single": dict.fromkeys(groups, easy)}}
-    rows = {row["group"]: row for row in routes_report.rows_of(found, items)}
+    rows = {row["group"]: row for row in routes_figures.rows_of(found, items)}
     whole, german = rows["languages"], rows["lang de"]
-    assert (whole["prompts"], whole["items"]) == (18, 6)
+    assert (whole["prompts"], whole["items"]) == (12, 6)  # English is apart
     assert (german["prompts"], german["items"]) == (6, 6)
-    # three times the same tells no more than once
+    # twice the same tells no more than once
     assert whole["mean_acceptance_length"] == german["mean_acceptance_length"]
+
+
+def test_languages_are_asked_what_english_has_too() -> None:
+    def questions(language: str, *items: str) -> dict[str, Question]:
+        return {item: Question(f"{language}/{item}", language, (1,)) for item in items}
+
+    fitting = {
+        "en": questions("en", "a", "b", "c", "d"),
+        "de": questions("de", "x", "b", "a", "d"),
+        "ru": questions("ru", "c", "y"),
+        "zh": questions("zh", "z"),
+    }
+    found = {
+        language: [question.key for question in own]
+        for language, own in route_prompts.parallel(fitting, 2).items()
+    }
+    assert found == {"en": ["en/a", "en/b", "en/c"], "de": ["de/b", "de/a"], "ru": ["ru/c"]}
+
+
+def test_a_language_is_compared_with_english_on_the_same_items() -> None:
+    keys = {"de": [1, 2], "en": [0, 1, 2]}
+    groups = {
+        f"lang {language} tldr": {"keys": [f"tldr-{language}-common/{i}" for i in own]}
+        for language, own in keys.items()
+    }
+    items = routes_figures.items_of(groups)
+    tallies = {"lang de tldr": [BAD, BAD], "lang en tldr": [BAD, GOOD, GOOD]}
+    by_seed = {0: {"single": tallies, "measured": tallies}}
+    (pair,) = routes_figures.languages_of(by_seed, items)
+    assert (pair["language"], pair["part"], pair["items"]) == ("de", "tldr", 2)
+    assert pair["single"]["own"] == pytest.approx(1.2)
+    assert pair["single"]["english"] == pytest.approx(4.0)  # without the item that German lacks
+    assert pair["measured"]["lost"]["value"] == pytest.approx(2.8)
 
 
 def judged(tallies: dict[str, Tally], count: int) -> dict[str, Any]:
@@ -171,9 +205,9 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
         },
     }
     router = {"min_confidence": 0.5, "sample_share": 1.0}
-    judged_by = {seed: routes_report.chosen(arms, router, seed) for seed in (0, 1)}
-    items = routes_report.items_of(arms["single"]["groups"])
-    rows = routes_report.rows_of({seed: found for seed, (found, _) in judged_by.items()}, items)
+    judged_by = {seed: routes_figures.chosen(arms, router, seed) for seed in (0, 1)}
+    items = routes_figures.items_of(arms["single"]["groups"])
+    rows = routes_figures.rows_of({seed: found for seed, (found, _) in judged_by.items()}, items)
     assert judged_by[0][1]["rule"] == {"topic sql": {"sql": 5}}
     found = {(row["group"], row["policy"]): row for row in rows}
     assert {group for group, _ in found} == {"mixed", "topic sql"}
@@ -184,6 +218,22 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
     assert rule["over_single"]["low"] == pytest.approx(4.0 - 1.2)  # all prompts alike
     assert len(rule["by_seed"]) == 2
     assert found["mixed", "worst"]["mean_acceptance_length"]["value"] == pytest.approx(1.2)
-    along = routes_report.along_of(arms, router)
+    sure = routes_figures.confidence_of({0: arms, 1: arms}, items)
+    assert sure["0.5"] == {"mixed": pytest.approx(4.0)}
+    assert sure["0.95"] == {"mixed": pytest.approx(1.2)}  # 0.9 is not sure enough
+    figures = {
+        "settings": {"counts": {"stream": 3}, "router": router},
+        "seeds": [0, 1],
+        "training": {},
+        "rows": rows,
+        "languages": [],
+        "confidence": sure,
+        "choices": {0: judged_by[0][1]},
+        "check": None,
+    }
+    page = routes_section.routes(figures, "make bench-routes")
+    assert "| mixed (5) | experts, topic known | 4.00 (4.00 to 4.00) |" in page
+    assert "`make bench-routes`" in page
+    along = routes_figures.along_of(arms, router)
     assert along["label"] == [pytest.approx(4.0)]
     assert along["frozen"] == [pytest.approx(1.2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class Here(traffic_runs.Traffic):
     """Blocks of two loads over a small pool, none of them served."""
 
     def __init__(self, pool: int, store: Store) -> None:
-        self.options, self.store = traffic.parse(["--quick"]), store
+        self.options, self.store, self.units = traffic.parse(["--quick"]), store, []
         self.plan = replace(traffic.QUICK, repeats=2)
         self.traces = {"t": traces.generated(500, seed=1)}
         questions = [Question(str(i), "sql", (1, 2)) for i in range(pool)]
@@ -154,6 +154,7 @@ def test_no_block_is_sent_a_prompt_of_another_until_the_pool_is_empty(
     runs = Here(pool, Store(tmp_path))
     for number, block in enumerate(runs.blocks()):
         runs.run(number, block, PLAIN, None)
+        assert runs.units[-1]["settings"]["block"] == asdict(block)  # what the report is made of
     assert [len(part) for part in runs.seen] == [24, 64, 24, 64]  # 40 s at 0.3 and 0.8 of 2/s
     counts = Counter(i for part in runs.seen for i in part)
     assert sum(n - 1 for n in counts.values()) == again
@@ -196,6 +197,7 @@ def test_a_reply_is_measured_from_when_it_was_due() -> None:
         pauses_s=[0.4, 0.1, 0.7],
         last_at=102.0,
         first_token_at=101.0,
+        first_tokens=1,
         speculative={
             "num_spec_steps": 2,
             "num_draft_tokens": 8,
@@ -211,6 +213,10 @@ def test_a_reply_is_measured_from_when_it_was_due() -> None:
     assert (found.lag_s, found.ttft_s, found.e2e_s) == pytest.approx((0.2, 0.5, 1.5))
     assert (found.tpot_s, found.pause_s) == pytest.approx((0.5, 0.7))
     assert (found.first_accepted, found.accepted, found.weight_version) == (1, 1, 3)
+    reply.first_tokens = 2  # a round's tokens come together, and took none of the time behind them
+    assert open_loop.outcome_of(plan, 0.7, 100.0, reply).tpot_s == pytest.approx(1.0)
+    reply.first_tokens = 3
+    assert open_loop.outcome_of(plan, 0.7, 100.0, reply).tpot_s is None
     nothing = open_loop.outcome_of(plan, 0.7, 100.0, Reply(error="refused"))
     assert (nothing.ttft_s, nothing.tpot_s, nothing.rounds) == (None, None, 0)
 
@@ -278,6 +284,10 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert first["ratio"] == pytest.approx(2.0)
     assert first["blocks"] == 2
     assert next(r for r in ratios if r["variant"] == "frozen")["ratio"] is None
+    units += [unit("frozen", 0, 0.3), unit("frozen", 1, 0.6)]
+    ratios = traffic_report.ratios_of(units)
+    between = next(r for r in ratios if r["against"] == "frozen" and r["figure"] == "ttft p50")
+    assert (between["variant"], between["ratio"]) == ("online", pytest.approx(1.5))
     differ = traffic_report.answers_that_differ(units)
     assert differ["online"] == {"compared": 4, "differ": 1}
 

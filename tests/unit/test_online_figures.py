@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from online import figures, markdown, summary, world
+from online import figures, markdown, shift_tables, summary, world
 from online.__main__ import command_of
 from online.bench import packed, unpacked
 from online.ceiling import Plateau
 from online.figures import Counts, Window
+from online.fragments import command_of as fragment_command
 
 
 def counts(*accepted: int, drafted: int = 10, seconds: float = 1.0) -> list[Counts]:
@@ -139,7 +140,7 @@ def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
     assert not summary.topic_summary(stream(0.8), CEILING, 2)["acceptance"]["reached"]
     assert found["visible_after"] == 4
     assert found["cost"]["points"] == pytest.approx(75.0)
-    assert found["cost"]["tokens_per_point"] == pytest.approx(4.0)
+    assert found["cost"]["tokens_per_point"]["value"] == pytest.approx(4.0)
     assert found["cost"]["speedup"] == pytest.approx(4.0 / (2.0 + 1.0))
     assert found["live_test"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
     page = "\n".join(markdown._topics({"topics": {"sql": found}}, []))
@@ -178,7 +179,18 @@ def test_a_shift_gives_matrix_transfer_and_recovery() -> None:
     mixed = summary.shift_summary(shift, {}, 2, abrupt=False)
     assert list(mixed["matrix"]) == ["before", "quarter 1", "quarter 2"]
     assert "backward_transfer" not in mixed
-    assert "| experts | 96 | 0.700 |" in markdown._recovery({"experts": found})
+    assert found["most_lost"] == {"topic": "a", "lost": pytest.approx(0.3)}
+    assert "| experts | 96 | 0.700 (0.700 to 0.700) |" in shift_tables._recovery({"experts": found})
+    assert "| a 0.300 |" in shift_tables._recovery({"experts": found})
+    kept = {"before": {"a": 0.1}, "a": {"a": 0.5}}
+    assert summary.most_lost(kept) == {"topic": None, "lost": 0.0}
+
+
+def test_the_level_to_come_back_to_is_that_after_as_many_requests() -> None:
+    served = {"online": packed(counts(0, 0, 4, 4, 9, 9))}
+    for requests, of in ((4, (0, 0, 4, 4)), (6, (4, 4, 9, 9))):
+        expected = figures.window(counts(*of)).acceptance_rate
+        assert summary.level_of(served, 1, requests) == pytest.approx(expected)
 
 
 def test_units_of_shifts_never_rest_and_every_trainer_setting_is_in_a_key() -> None:
@@ -190,9 +202,23 @@ def test_units_of_shifts_never_rest_and_every_trainer_setting_is_in_a_key() -> N
     assert not {"draft_paths", "optimizer_dir"} & facts.keys()
 
 
+def test_results_of_other_rules_are_not_taken_for_todays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = world.trainer_facts()
+    monkeypatch.setattr(world, "RULES", world.RULES + 1)
+    assert world.trainer_facts() != before
+
+
 def test_the_command_on_the_page_makes_all_of_it_and_names_no_machine() -> None:
     words = "--data /here --topics sql math --published docs/results --out /there --parts streams"
     assert command_of(words.split()) == (
         'make bench-online ARGS="--data FOLDER --published docs/results --out OUT"'
     )
     assert command_of(["--parts", "shifts"]) == "make bench-online"
+    words = "--data /rows --quick --out /somewhere"
+    assert fragment_command("bench-grid", words.split()) == (
+        'make bench-grid ARGS="--data FOLDER --quick --out OUT"'
+    )
+    assert fragment_command("bench-traffic", ["--data=/rows", "--traces", "azure conv"]) == (
+        "make bench-traffic ARGS=\"--data FOLDER --traces 'azure conv'\""
+    )
+    assert fragment_command("bench-grid", ["--data", "hf"]) == 'make bench-grid ARGS="--data hf"'

@@ -72,6 +72,15 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     write(figures, tmp_path, docs, published)
     write(figures, tmp_path / "elsewhere", docs, published)  # the section comes from there
     assert "## The grid" in docs.read_text(encoding="utf-8")
+    (tmp_path / "online" / "grid.png").write_bytes(b"a picture")
+    assert docs.with_name("grid.png") in write(figures, tmp_path, docs, published)
+    assert "![grid](grid.png)" in docs.read_text(encoding="utf-8")
+    quick = "## A short run\n\nCommand: `make bench-grid --quick`\n"
+    (tmp_path / "online" / "grid.md").write_text(quick, encoding="utf-8")
+    (tmp_path / "online" / "grid.png").write_bytes(b"another")
+    write(figures, tmp_path, docs, published)  # what is published stays
+    assert "## The grid" in docs.read_text(encoding="utf-8")
+    assert docs.with_name("grid.png").read_bytes() == b"a picture"
     assert "## When the topic shifts" in page
     assert "| system | micro-steps |" in page
     assert f"imagined_per_record: {PER_RECORD:g}" in page

@@ -1,0 +1,70 @@
+"""The results page's section on shifting topics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from online.figures import WITHIN
+from online.tables import interval, number, table
+
+
+def shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
+    """Section on shifts, its paragraphs.
+
+    Args:
+        figures: from ``results.collect``.
+        pictures: file names of plots beside the page.
+    """
+    kinds = figures["shifts"]
+    if not kinds:
+        return []
+    phase, size = (figures["settings"]["sizes"][name] for name in ("phase", "window"))
+    parts = [
+        "## When the topic shifts",
+        f"Phases of {phase} requests. *One draft* is `general`, learning from everything; "
+        "*experts* are one draft per topic, with the same micro-steps offered in all, and requests "
+        "routed by their true topics. Here no draft rests after rejected rounds. A cell is the "
+        "acceptance on a topic's test after a phase. *Recovered*: the first window of "
+        f"{size} requests whose acceptance rate is within {WITHIN:g} of what the topic's stream of "
+        "its own had by the end of as many requests. *Most lost*: the deepest that a topic's test "
+        "fell, at any phase, below the best that it had been before.",
+    ]
+    if "shift.png" in pictures:
+        parts.append("![Acceptance by phase](shift.png)")
+    for kind, systems in kinds.items():
+        for system, facts in systems.items():
+            parts.append(f"{kind}, {system}:")
+            parts.append(_matrix(facts["matrix"]))
+        parts.append(_recovery(systems))
+    return parts
+
+
+def _matrix(matrix: dict[str, dict[str, float]]) -> str:
+    topics = list(next(iter(matrix.values())))
+    rows = [[name, *(number(found[t]) for t in topics)] for name, found in matrix.items()]
+    return table(["after", *topics], rows)
+
+
+def _recovery(systems: dict[str, Any]) -> str:
+    """Transfer and recovery of abrupt shifts, side by side; of mixed ones what there is."""
+    headings = ["system", "micro-steps", "mean over tests at the end"]
+    headings += ["acceptance rate of the stream"]
+    abrupt = any("backward_transfer" in facts for facts in systems.values())
+    if abrupt:
+        headings += ["backward transfer", "most lost", "requests until recovery"]
+    rows = []
+    for system, facts in systems.items():
+        row = [system, str(facts["learning"]["micro_steps"])]
+        row += [interval(facts["mean_at_the_end"]), number(facts["acceptance_rate"])]
+        if abrupt:
+            recovery = ", ".join(
+                f"{topic} {'never' if n is None else n}" for topic, n in facts["recovery"].items()
+            )
+            row += [number(facts["backward_transfer"]), _lost(facts["most_lost"]), recovery or "-"]
+        rows.append(row)
+    return table(headings, rows)
+
+
+def _lost(found: dict[str, Any]) -> str:
+    return f"{found['topic']} {number(found['lost'])}" if found["lost"] > 0 else "nothing"
