@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _started: dict[int, float] = {}  # pid and start time of the session's own processes
 _core: set[int] = set()  # those of them without which nothing in Ray answers
+_killed = threading.Event()
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
@@ -91,18 +95,67 @@ def _init(**options: Any) -> None:
 
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray session already")
-    before = _children()
+
+    def start() -> None:
+        before = _children()
+        try:
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                dashboard_host=_LOOPBACK,
+                _node_ip_address=_LOOPBACK,
+                **options,
+            )
+        finally:
+            _started.update({pid: at for pid, at in _children().items() if pid not in before})
+            _core.update(p.pid for p in _alive(_started) if p.name() in ("gcs_server", "raylet"))
+
     try:
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            dashboard_host=_LOOPBACK,
-            _node_ip_address=_LOOPBACK,
-            **options,
-        )
-    finally:
-        _started.update({pid: at for pid, at in _children().items() if pid not in before})
-        _core.update(p.pid for p in _alive(_started) if p.name() in ("gcs_server", "raylet"))
+        _uninterrupted(start)
+    except BaseException:
+        _kill_all()  # Ray's own shutdown hangs where half of it is still coming up
+        raise
+
+
+def _uninterrupted(call: Callable[[], object]) -> None:
+    """Run Ray's start to its end, whatever signals come meanwhile; they take effect afterwards.
+
+    Half a start leaves processes behind that are nobody's children, and that Ray's store, which
+    is gone, keeps waiting. Signal handlers run in the main thread, so the call has another.
+
+    Raises:
+        BaseException: the first that a handler raised, or else what the call raised.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        call()
+        return
+    done: Future[None] = Future()
+    threading.Thread(target=_stay, args=(call, done), daemon=True).start()
+    interruption: BaseException | None = None
+    while not done.done():
+        try:
+            wait([done], timeout=0.02)
+            # Ray's native handler of SIGTERM writes a stack and aborts after three seconds:
+            # that of before, put again, takes its place.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        except BaseException as error:
+            interruption = interruption or error
+        if interruption is not None:
+            signal.alarm(0)
+    if interruption is not None:
+        raise interruption
+    done.result()
+
+
+def _stay(call: Callable[[], object], done: Future[None]) -> None:
+    """Call, tell, and stay: the kernel kills Ray's processes when the *thread* they are of ends."""
+    try:
+        call()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    threading.Event().wait()
 
 
 def is_whole() -> bool:
@@ -111,6 +164,11 @@ def is_whole() -> bool:
     Without them every call into Ray waits a minute for them to come back.
     """
     return _core <= {process.pid for process in _alive(_started)}
+
+
+def was_killed() -> bool:
+    """Whether a session had to be killed: Ray's threads in this process then crash at its end."""
+    return _killed.is_set()
 
 
 def run_bounded(call: Callable[[], None], seconds: float) -> bool:
@@ -143,19 +201,30 @@ def stop_ray() -> None:
     import ray
 
     _started.update(_descendants(_started))
-    deadline = time.monotonic() + GRACE_S
-    if ray.is_initialized() and not run_bounded(ray.shutdown, GRACE_S):
-        deadline = time.monotonic()
-    while (left := _alive(_started)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    if ray.is_initialized() and is_whole() and run_bounded(ray.shutdown, GRACE_S):
+        deadline = time.monotonic() + GRACE_S
+        while _alive(_started) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    _kill_all()
+    _started.clear()
+    _core.clear()
+
+
+def _kill_all() -> None:
+    """Kill every process of the session, and what these have started meanwhile."""
+    import ray
+
+    _started.update(_descendants(_started))
+    left = _alive(_started)
+    if any(process.pid in _core for process in left):
+        atexit.unregister(ray.shutdown)  # at the interpreter's end it would wait for the dead
+        _killed.set()
     for process in left:
         try:
             process.kill()
         except psutil.Error:
             continue
     psutil.wait_procs(left, timeout=GRACE_S)
-    _started.clear()
-    _core.clear()
 
 
 @contextmanager

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.cluster import session
 from paceline.deploy import operator_commands as operator
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig, load_config
@@ -263,5 +264,15 @@ def _say_error(text: str) -> None:
     sys.stderr.write("paceline: " + " ".join(text.split()) + "\n")
 
 
+def as_process() -> NoReturn:
+    """:func:`main` as a process of its own, which ends with its exit code."""
+    code = main()
+    if session.was_killed():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    as_process()
