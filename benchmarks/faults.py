@@ -240,6 +240,7 @@ def config_of(options: argparse.Namespace, state_dir: str, *, pool: bool) -> Pac
             "target.dtype": options.dtype,
             "target.num_threads": 1,
             "target.num_replicas": 2,
+            "router.placement": "deployment",  # a process that can be killed alone
             "ray.num_cpus": 2,
             "ray.dashboard": False,
         }

@@ -216,7 +216,7 @@ def build_app(
         actors.scorer,
     )
     router = None
-    if config.router.enabled:
+    if config.router.enabled and config.router.placement == "deployment":
         path, threads = str(config.router_path), config.router.num_threads
         router = _router(config).bind(path, threads, actors.registry)
     settings = ingress_settings(config, no_topics)

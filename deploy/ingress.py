@@ -36,6 +36,7 @@ from paceline.deploy.page import OPEN_PATHS, add_page
 from paceline.deploy.prompts import PromptEncoder, context_length, vocabulary_size
 from paceline.deploy.reading import JobReader
 from paceline.deploy.recent import RecentTraffic
+from paceline.deploy.router_here import load_router
 from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed, until
@@ -57,7 +58,9 @@ class IngressSettings:
     client ``max_per_client`` (None: all of them), more get a 429. A request that is not answered
     after ``request_timeout_s`` seconds is cancelled. A candidate on trial drafts for
     ``trial_share`` of the requests. Where there are ``key_digests``, requests show one of those
-    keys. ``page`` serves the page at ``/ui``, ``operations`` what operators may do.
+    keys. ``own_router`` are folder and threads of the classifier that this process runs itself,
+    None where there is none or it is a deployment. ``page`` serves the page at ``/ui``,
+    ``operations`` what operators may do.
     """
 
     model_name: str
@@ -72,6 +75,7 @@ class IngressSettings:
     trial_share: float = 0.0
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     topics: TopicRules = field(default_factory=TopicRules)
+    own_router: tuple[str, int] | None = None
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     page: bool = False
     operations: bool = True
@@ -88,7 +92,7 @@ class Ingress:
         Args:
             settings: see IngressSettings.
             target: Serve handle of the target deployment.
-            router: Serve handle of the router deployment, or None.
+            router: Serve handle of the router deployment, or None where there is none.
             actors: what the status shows.
         """
         self._settings = self._configured = settings
@@ -99,6 +103,8 @@ class Ingress:
         self._actors = actors
         self._routes = RouteTable(actors.scorer, time.monotonic, settings.trial_share)
         self._experts = TopicList(settings.experts, actors.registry)
+        if settings.own_router is not None:
+            router = load_router(*settings.own_router, actors.registry)
         self._topics = TopicFinder(
             router,
             self._experts,

@@ -24,7 +24,8 @@ class PlacementConfig(Section):
     ``CPU`` and ``GPU`` are Ray's own, every other name is one that the hosts were started with.
     Without ``CPU`` none is booked. Without ``GPU`` the parts of target and trainer are reckoned
     from the GPUs that are there on one machine, and nothing on a cluster; an expert's is
-    ``drafts.num_gpus``. ``learning`` are shards, registry, board and what keeps them.
+    ``drafts.num_gpus``. ``learning`` are shards, registry, board and what keeps them; ``router``
+    is for one that is a deployment.
 
     Where the application is deployed anew on a cluster, ``surge`` starts the new replicas of
     target, router and ingress before the old ones end, for which there must be room for both;

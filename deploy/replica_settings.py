@@ -41,9 +41,17 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
             min_confidence=config.router.min_confidence,
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
+        own_router=_own_router(config),
         page=config.ui.enabled,
         operations=config.operations.enabled,
     )
+
+
+def _own_router(config: PacelineConfig) -> tuple[str, int] | None:
+    """Folder and threads of the classifier that a replica of the front door runs itself."""
+    if not config.router.enabled or config.router.placement != "ingress":
+        return None
+    return str(config.router_path), config.router.num_threads
 
 
 def _in_flight(config: PacelineConfig) -> int:

@@ -173,10 +173,14 @@ class RouterConfig(Section):
 
     Every expert is scored on ``sample_share`` of the stored requests, as far as their prompts are
     held out, while serving is idle and training is on; then the best one drafts.
+
+    ``placement`` ingress runs it in every replica of the front door, which spares each request the
+    way to another process; deployment gives it one of its own, for a large classifier.
     """
 
     enabled: bool = True
     path: str = EMBEDDED
+    placement: Literal["ingress", "deployment"] = "ingress"
     num_threads: Count = 1
     timeout_s: Seconds = 1.0
     min_confidence: Fraction = 0.5

@@ -37,6 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "target.num_threads": 1,
             "target.give_up_after_s": BACK_S,
             "router.timeout_s": ROUTER_S,
+            "router.placement": "deployment",  # a process that can die alone
             "training.round_seconds": 3.0,
             "ray.num_cpus": 2,
             "ray.dashboard": False,

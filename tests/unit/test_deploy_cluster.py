@@ -93,17 +93,17 @@ def test_the_storage_takes_the_place_of_the_state_folder() -> None:
     assert str(both.state_path) == STORAGE["weights.storage"]
 
 
-def test_the_application_is_built_without_actors_and_with_the_roles_places() -> None:
+@pytest.mark.parametrize("router", ["ingress", "deployment"])
+def test_the_application_is_built_without_actors_and_with_the_roles_places(router: str) -> None:
     placement = {role: {f"for-{role}": 0.5} for role in ("target", "experts", "router", "ingress")}
     placement |= {"learning": {"for-learning": 0.5}, "trainer": {"for-trainer": 0.5}}
-    built = deployments(
-        build(config(placement=placement, drafts__placement="pool", drafts__topics=["sql"]))
-    )
+    pool = {"drafts__placement": "pool", "drafts__topics": ["sql"]}
+    built = deployments(build(config(placement=placement, router__placement=router, **pool)))
     places = {name: options["resources"] for name, options in built.items()}
     assert places == {
         "ingress": {"for-ingress": 0.5},
         "target": {"for-target": 0.5},
-        "router": {"for-router": 0.5},
+        **({"router": {"for-router": 0.5}} if router == "deployment" else {}),
         "steward": {"for-learning": 0.5},
         "expert-general": {"for-experts": 0.5},
         "expert-sql": {"for-experts": 0.5},
