@@ -195,7 +195,11 @@ class Drafting:
     def _wanted(
         self, batch: Sequence[RunningSequence], coming: Sequence[RunningSequence]
     ) -> list[int]:
-        """Tokens to draft per row: the request's own number, or the controller's choice."""
+        """Tokens to draft per row: the request's own number, or the controller's choice.
+
+        Where the controller chooses, the first token comes by itself: a draft has the whole
+        prompt to read, and the reader of the answer is not to wait for that.
+        """
         both = (*batch, *coming)
         free = Counter(_use(s) for s in both if s.num_speculative_tokens is None)
         plan: Mapping[Use, int] = {}
@@ -206,7 +210,9 @@ class Drafting:
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
-            wanted.append(sequence.budget(plan.get(_use(sequence), 0) if k is None else k))
+            if k is None:
+                k = plan.get(_use(sequence), 0) if sequence.num_output else 0
+            wanted.append(sequence.budget(k))
         return wanted
 
     def _unread(self, batch: Sequence[RunningSequence]) -> dict[Use, float]:

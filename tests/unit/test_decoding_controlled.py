@@ -81,6 +81,15 @@ def test_a_perfect_draft_is_used_to_the_cap() -> None:
     assert len(chosen) < 6 * 80 / 4  # rounds, of which a plain token each would take 480
 
 
+def test_nobody_waits_for_a_draft_to_read_before_the_first_token() -> None:
+    engine, _ = made()
+    answered(engine, [PERFECT], 6)  # by now it pays to draft to the cap
+    outputs = run(engine, [request("late", [7, 9, 40], draft=PERFECT, max_tokens=80)])["late"]
+    gave = [(len(o.chunk.rounds), len(o.chunk.token_ids)) for o in outputs]
+    assert gave[0] == (0, 1)
+    assert gave[1] == (1, CAP + 1)
+
+
 def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
     engine, controller = made()
     answered(engine, [HOPELESS], 10)

@@ -89,6 +89,12 @@ def logits(decoder: Any, model: Any, experts: list[int], keep: int = 0) -> torch
     return torch.cat(found, dim=1)
 
 
+def _tolerance(expected: torch.Tensor) -> float:
+    """What the order of sums may change, which differs between processors and libraries."""
+    share = 1e-4 if expected.dtype is torch.float32 else 0.05
+    return share * float(expected.float().std())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fused_logits_are_transformers_own(name: str, dtype: torch.dtype) -> None:
@@ -96,7 +102,7 @@ def test_fused_logits_are_transformers_own(name: str, dtype: torch.dtype) -> Non
     expected = logits(ModuleDecoder([model]), model, [0, 0])
     decoder = make_decoder([model], kv_shapes(model.config), CAPACITY)
     assert isinstance(decoder, FusedDecoder)
-    tolerance = 1e-5 if dtype is torch.float32 else 0.05 * float(expected.float().std())
+    tolerance = _tolerance(expected)
     torch.testing.assert_close(
         logits(decoder, model, [0, 0]), expected, rtol=tolerance, atol=tolerance
     )
@@ -116,7 +122,7 @@ def test_a_row_gets_its_own_experts_logits(
     models = [make(CONFIGS["llama_tied"], seed, dtype) for seed in (1, 2, 3)]
     expected = logits(ModuleDecoder(models), models[0], experts, keep)
     decoder = FusedDecoder(models, CAPACITY)
-    tolerance = 1e-5 if dtype is torch.float32 else 0.05 * float(expected.float().std())
+    tolerance = _tolerance(expected)
     found = logits(decoder, models[0], experts, keep)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert found.shape == (len(experts), 2 * keep or 12, VOCAB)
