@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import secrets
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,13 @@ def _init(**options: Any) -> None:
     import ray  # after the environment: Ray reads parts of it when it is imported
 
     if ray.is_initialized():
-        raise RuntimeError("this process is connected to a Ray session already")
+        again = "cannot have another: its last was killed" if was_killed() else "has one already"
+        raise RuntimeError(f"this process is connected to a Ray session, and {again}")
+    _started.clear()
+    _core.clear()
+    before = _children()
 
     def start() -> None:
-        before = _children()
         try:
             ray.init(
                 address="local",
@@ -107,21 +111,28 @@ def _init(**options: Any) -> None:
                 **options,
             )
         finally:
-            _started.update({pid: at for pid, at in _children().items() if pid not in before})
-            _core.update(p.pid for p in _alive(_started) if p.name() in ("gcs_server", "raylet"))
+            _note(before)
 
     try:
         _uninterrupted(start)
     except BaseException:
-        _kill_all()  # Ray's own shutdown hangs where half of it is still coming up
+        _note(before)
+        _kill_all(beyond_ray=bool(_core))  # Ray's own end hangs where half of it still comes up
         raise
+
+
+def _note(before: Mapping[int, float]) -> None:
+    """Remember what runs below this process now, but for what did before."""
+    _started.update({pid: at for pid, at in _children().items() if pid not in before})
+    _core.update(p.pid for p in _alive(_started) if p.name() in ("gcs_server", "raylet"))
 
 
 def _uninterrupted(call: Callable[[], object]) -> None:
     """Run Ray's start to its end, whatever signals come meanwhile; they take effect afterwards.
 
     Half a start leaves processes behind that are nobody's children, and that Ray's store, which
-    is gone, keeps waiting. Signal handlers run in the main thread, so the call has another.
+    is gone, keeps waiting. Signal handlers run in the main thread, so the call has another. Once
+    interrupted, it has ``GRACE_S`` to end: the signal may have gone to Ray's processes too.
 
     Raises:
         BaseException: the first that a handler raised, or else what the call raised.
@@ -132,19 +143,31 @@ def _uninterrupted(call: Callable[[], object]) -> None:
     done: Future[None] = Future()
     threading.Thread(target=_stay, args=(call, done), daemon=True).start()
     interruption: BaseException | None = None
-    while not done.done():
+    deadline = math.inf
+    while True:
         try:
-            wait([done], timeout=0.02)
-            # Ray's native handler of SIGTERM writes a stack and aborts after three seconds:
-            # that of before, put again, takes its place.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            while not done.done() and time.monotonic() < deadline:
+                wait([done], timeout=0.02)
+                _keep_handler(signal.SIGTERM)
+                if interruption is not None:
+                    signal.alarm(0)
+            break
         except BaseException as error:
-            interruption = interruption or error
-        if interruption is not None:
-            signal.alarm(0)
+            if interruption is None:
+                interruption, deadline = error, time.monotonic() + GRACE_S
     if interruption is not None:
         raise interruption
     done.result()
+
+
+def _keep_handler(number: int) -> None:
+    """Put a signal's handler in place again.
+
+    Ray's native one, which its start installs, writes a stack and aborts after three seconds.
+    """
+    handler = signal.getsignal(number)
+    if handler is not None:
+        signal.signal(number, handler)
 
 
 def _stay(call: Callable[[], object], done: Future[None]) -> None:
@@ -200,31 +223,41 @@ def stop_ray() -> None:
     """
     import ray
 
+    if not _started:
+        return
     _started.update(_descendants(_started))
-    if ray.is_initialized() and is_whole() and run_bounded(ray.shutdown, GRACE_S):
-        deadline = time.monotonic() + GRACE_S
-        while _alive(_started) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    _kill_all()
-    _started.clear()
-    _core.clear()
+    deadline = time.monotonic() + GRACE_S
+    if ray.is_initialized() and is_whole():
+        run_bounded(ray.shutdown, GRACE_S)
+    hangs = ray.is_initialized()
+    while not hangs and _alive(_started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _kill_all(beyond_ray=hangs)
 
 
-def _kill_all() -> None:
-    """Kill every process of the session, and what these have started meanwhile."""
+def _kill_all(*, beyond_ray: bool) -> None:
+    """Kill every process of the session, and what these have started meanwhile.
+
+    Args:
+        beyond_ray: Ray has not ended its part in this process, and cannot any more.
+    """
     import ray
 
-    _started.update(_descendants(_started))
-    left = _alive(_started)
-    if any(process.pid in _core for process in left):
+    if beyond_ray:
         atexit.unregister(ray.shutdown)  # at the interpreter's end it would wait for the dead
         _killed.set()
+    for process in _alive(_started):
+        if process.pid in _core:
+            with suppress(psutil.Error):
+                process.suspend()  # it starts no more
+    _started.update(_descendants(_started))
+    left = _alive(_started)
     for process in left:
-        try:
+        with suppress(psutil.Error):
             process.kill()
-        except psutil.Error:
-            continue
     psutil.wait_procs(left, timeout=GRACE_S)
+    _started.clear()
+    _core.clear()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from paceline.deploy.page import OPEN_PATHS, add_page
 from paceline.deploy.prompts import PromptEncoder, context_length, vocabulary_size
 from paceline.deploy.reading import JobReader
 from paceline.deploy.recent import RecentTraffic
-from paceline.deploy.router_here import load_router
+from paceline.deploy.router_here import RouterHere, load_router
 from paceline.deploy.routes import RouteTable
 from paceline.deploy.status import LearningActors, gather_status
 from paceline.deploy.streams import EventStream, events, started, timed, until
@@ -92,7 +92,7 @@ class Ingress:
         Args:
             settings: see IngressSettings.
             target: Serve handle of the target deployment.
-            router: Serve handle of the router deployment, or None where there is none.
+            router: Serve handle of the router deployment; None where it runs here, or none does.
             actors: what the status shows.
         """
         self._settings = self._configured = settings
@@ -103,8 +103,9 @@ class Ingress:
         self._actors = actors
         self._routes = RouteTable(actors.scorer, time.monotonic, settings.trial_share)
         self._experts = TopicList(settings.experts, actors.registry)
+        self._own_router: RouterHere | None = None
         if settings.own_router is not None:
-            router = load_router(*settings.own_router, actors.registry)
+            router = self._own_router = load_router(*settings.own_router, actors.registry)
         self._topics = TopicFinder(
             router,
             self._experts,
@@ -157,7 +158,7 @@ class Ingress:
         with suppress(RuntimeError):  # no loop runs: the first request begins it
             asyncio.get_running_loop()
             self._drain.follow()
-            self._experts.follow()
+            self._follow_topics()
         if self._settings.page:
             add_page(api)
         if keys := self._settings.key_digests:
@@ -166,6 +167,12 @@ class Ingress:
         api.add_exception_handler(HTTPException, _answer_error)
         api.add_exception_handler(Exception, _answer_error)
         return api
+
+    def _follow_topics(self) -> None:
+        """Hear of added topics from now on; needs a running loop."""
+        self._experts.follow()
+        if self._own_router is not None:
+            self._own_router.follow()
 
     async def reconfigure(self, user_config: Any) -> None:
         """Take other limits while requests run; Serve calls it. See LiveIngress."""
@@ -219,7 +226,7 @@ class Ingress:
 
     async def status(self) -> Response:
         """What target, drafts, replay and trainer are doing."""
-        self._experts.follow()
+        self._follow_topics()
         status = await gather_status(self._target, replace(self._actors, shards=self._shards()))
         own = {
             "failover": self._failover.counts(),
@@ -268,7 +275,7 @@ class Ingress:
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         self._drain.follow()
         self._drain.check()
-        self._experts.follow()
+        self._follow_topics()
         translate.check_draft(asked.speculative.draft, self._experts)
         self._encoder.check_tokens(asked)
         count = len(job.prompts) * asked.num_choices

@@ -81,7 +81,7 @@ class TopicAdmin:
         Args:
             rules: see TopicRules.
             topics: the experts as this process knows them; follows what is added here.
-            router: Serve handle of the router, None where it is off.
+            router: Serve handle, or RouterHere; None where it is off.
             target: Serve handle of the target.
             actors: of which registry and shards are asked.
             encoder: of stored prompts.

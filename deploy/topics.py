@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -92,7 +93,7 @@ class TopicFinder:
         """Remember the router's handle and the rules.
 
         Args:
-            router: Serve handle; None: every request is ``general``.
+            router: Serve handle, or RouterHere; None: every request is ``general``.
             experts: all that there are; may grow.
             timeout_s: the time box, seconds.
             min_confidence: see `policy.choose`.
@@ -140,6 +141,8 @@ class TopicFinder:
         try:
             async with asyncio.timeout(self._timeout_s):
                 probabilities: dict[str, float] = await self._router.classify.remote(text)
+            if not all(map(math.isfinite, probabilities.values())):
+                raise ValueError(f"probabilities are broken: {probabilities}")
         except asyncio.CancelledError:
             self._circuit.gave_up()
             raise

@@ -197,23 +197,31 @@ class Drafting:
     ) -> list[int]:
         """Tokens to draft per row: the request's own number, or the controller's choice.
 
-        Where the controller chooses, the first token comes by itself: a draft has the whole
-        prompt to read, and the reader of the answer is not to wait for that.
+        Where the controller chooses, and the draft has the prompt to read yet, the first token
+        comes by itself: who waits for it is not to wait for that.
         """
         both = (*batch, *coming)
+        begin = {s.request_id for s in batch if self._controller and self._begins(s)}
         free = Counter(_use(s) for s in both if s.num_speculative_tokens is None)
         plan: Mapping[Use, int] = {}
         if free and self._controller is not None:
             others = len(both) - free.total()
-            reading = Counter(_use(s) for s in coming if s.num_speculative_tokens is None)
+            later = (*coming, *(s for s in batch if s.request_id in begin))
+            reading = Counter(_use(s) for s in later if s.num_speculative_tokens is None)
             plan = self._controller.plan(free, others, lambda: self._unread(both), reading)
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
             if k is None:
-                k = plan.get(_use(sequence), 0) if sequence.num_output else 0
+                k = 0 if sequence.request_id in begin else plan.get(_use(sequence), 0)
             wanted.append(sequence.budget(k))
         return wanted
+
+    def _begins(self, sequence: RunningSequence) -> bool:
+        """Whether a sequence has no token yet, and a draft that does not know its prompt."""
+        if sequence.num_output or sequence.num_speculative_tokens is not None:
+            return False
+        return self._proposer.lacks(sequence.request_id, sequence.draft, len(sequence.tokens)) > 0
 
     def _unread(self, batch: Sequence[RunningSequence]) -> dict[Use, float]:
         """Per use: seconds of what it has to read, for each token that will be emitted yet."""

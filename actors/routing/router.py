@@ -73,6 +73,13 @@ class TopicRouter:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._classifier.classify, text)
 
+    def follow(self) -> None:
+        """Take added topics up as the registry tells of them; call it in a running loop.
+
+        Every question does too; where none has come yet, the first would not know them.
+        """
+        self._follow()
+
     async def labels(self) -> tuple[str, ...]:
         """The topics that are told apart here and now."""
         self._follow()
@@ -108,7 +115,7 @@ class TopicRouter:
             present = GrownHead.of(*head).without(topic)  # of one that was taken away by hand
         mine = await self._read(examples)
         rest = torch.cat([await self._read(others), torch.from_numpy(present.features.copy())])
-        labels, judged = own.judged(torch.cat([mine, rest]), present)
+        labels, judged = await asyncio.to_thread(own.judged, torch.cat([mine, rest]), present)
         end = len(mine)
         new = Texts(judged.features[:end], judged.logits[:end])
         old = Texts(judged.features[end:], judged.logits[end:])

@@ -51,9 +51,9 @@ def traffic(figures: Mapping[str, Any], command: str) -> str:
         "came at once, to the last. Blocks run in the tables' order of loads, and `online` begins "
         "each with what it had learnt by the end of the one before, the first with nothing. "
         "Within limits: first token and time per token of at "
-        "most five times an idle plain server's medians. Load average before the blocks: "
-        f"{busy}. {plan['repeats']} window(s) of each trace, {plan['seconds']:g} s each. "
-        f"{_fresh(figures['rows'])}"
+        f"most five times an idle plain server's medians. {_machines(figures)}Load average before "
+        f"the blocks: {busy}. {plan['repeats']} window(s) of each trace, "
+        f"{plan['seconds']:g} s each. {_fresh(figures['rows'])}"
     )
     return "\n\n".join(
         (head, _latencies(figures["rows"]), _speculation(figures["rows"]), _ratios(figures))
@@ -97,6 +97,13 @@ def _speculation(rows: Sequence[Mapping[str, Any]]) -> str:
         "still undecided: their requests are counted from nothing again, so that fewer come to an "
         "end than on a server that goes on."
     )
+
+
+def _machines(figures: Mapping[str, Any]) -> str:
+    """Where the capacities, and then the blocks, were measured; empty where nothing says."""
+    found = [facts.get("machine") for facts in figures["capacity"].values()]
+    names = sorted({f"{m['cpu']}, {m['cores']} cores" for m in found if m})
+    return f"Machine: {'; '.join(names)}; dtype {figures['settings']['dtype']}. " if names else ""
 
 
 def _fresh(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -143,6 +143,22 @@ def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: W
     assert_gone(started)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 1.3])
+def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
+    write_config: Write, after_s: float
+) -> None:
+    with serving(write_config({}), start_new_session=True) as process:
+        deadline = time.monotonic() + 120
+        while not runs(process, "raylet"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(after_s)
+        started = below_of(process)
+        os.killpg(process.pid, signal.SIGTERM)  # Ray's start then waits for its own processes
+        assert process.wait(timeout=25) != 0  # Ray may abort, now that its own are gone
+    assert_gone(started)
+
+
 def test_a_learning_actor_that_cannot_start_is_an_error_and_not_a_silence(
     write_config: Write, tmp_path: Path
 ) -> None:

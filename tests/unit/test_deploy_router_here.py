@@ -1,6 +1,7 @@
 """The router in the front door's process: who has one, and that it answers as a handle does."""
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -29,18 +30,20 @@ class Classifier:
     async def labels(self) -> tuple[str, ...]:
         return ("sql", "general")
 
+    def follow(self) -> None:
+        self.asked.append("follow")
+
     async def grow(self, *told: Any) -> tuple[Any, ...]:
         return told
 
 
-def found(classifier: Classifier) -> str:
-    finder = TopicFinder(RouterHere(classifier), ("general", "sql"), 0.05, 0.5, lambda: 0.0)
-    return asyncio.run(finder.find("SELECT")).topic
+def finder_of(classifier: Classifier) -> TopicFinder:
+    return TopicFinder(RouterHere(classifier), ("general", "sql"), 0.05, 0.5, lambda: 0.0)
 
 
 def test_it_is_asked_as_a_handle_is() -> None:
     classifier = Classifier({"sql": 0.9, "general": 0.1})
-    assert found(classifier) == "sql"
+    assert asyncio.run(finder_of(classifier).find("SELECT")).topic == "sql"
     assert classifier.asked == ["SELECT"]
 
     async def asked() -> tuple[Any, Any]:
@@ -50,9 +53,15 @@ def test_it_is_asked_as_a_handle_is() -> None:
     assert asyncio.run(asked()) == (("sql", "general"), ("trivia", ["a"]))
 
 
-@pytest.mark.parametrize("fault", [None, RuntimeError("broken")], ids=["hung", "failing"])
-def test_one_that_hangs_or_fails_costs_the_topic_and_no_answer(fault: Exception | None) -> None:
-    assert found(Classifier(fault)) == "general"
+@pytest.mark.parametrize(
+    "fault",
+    [None, RuntimeError("broken"), {"sql": math.nan, "general": math.nan}],
+    ids=["hung", "failing", "not a number"],
+)
+def test_one_that_hangs_or_fails_costs_the_topic_and_no_answer(fault: Any) -> None:
+    finder = finder_of(Classifier(fault))
+    assert asyncio.run(finder.find("SELECT")).topic == "general"
+    assert finder.asked["answered"] == 0
 
 
 @pytest.mark.parametrize(
