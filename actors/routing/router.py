@@ -69,7 +69,7 @@ class TopicRouter:
 
     async def classify(self, text: str) -> dict[str, float]:
         """Probability by topic, ``general`` included; they sum to 1."""
-        self._follow()
+        self.follow()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._classifier.classify, text)
 
@@ -78,11 +78,13 @@ class TopicRouter:
 
         Every question does too; where none has come yet, the first would not know them.
         """
-        self._follow()
+        following = self._following
+        if self._registry is not None and (following is None or following.done()):
+            self._following = asyncio.create_task(self._follow_topics())
 
     async def labels(self) -> tuple[str, ...]:
         """The topics that are told apart here and now."""
-        self._follow()
+        self.follow()
         return self._classifier.labels
 
     async def grow(
@@ -144,12 +146,6 @@ class TopicRouter:
             if features is not None:
                 found.append(features)
         return torch.stack(found) if found else torch.zeros(0, self._classifier.feature_size)
-
-    def _follow(self) -> None:
-        """See that added topics are followed; call it in a running loop."""
-        following = self._following
-        if self._registry is not None and (following is None or following.done()):
-            self._following = asyncio.create_task(self._follow_topics())
 
     async def _follow_topics(self) -> None:
         etag = ""

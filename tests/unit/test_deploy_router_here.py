@@ -48,9 +48,11 @@ def test_it_is_asked_as_a_handle_is() -> None:
 
     async def asked() -> tuple[Any, Any]:
         here = RouterHere(classifier)
+        here.follow()
         return await here.labels.remote(), await here.grow.remote("trivia", ["a"])
 
     assert asyncio.run(asked()) == (("sql", "general"), ("trivia", ["a"]))
+    assert classifier.asked[-1] == "follow"
 
 
 @pytest.mark.parametrize(
