@@ -15,13 +15,13 @@ from paceline.actors.training.ops import forbid_compiling, prepare_environment
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def use_deepspeed() -> None:
+def use_deepspeed(device: str = "cpu") -> None:
     """Prepare the process, whatever the environment says of ranks; a second call does nothing."""
     if torch.distributed.is_initialized():
         return
     for name in _VARIABLES:
         os.environ.pop(name, None)
-    prepare_environment()
+    prepare_environment(device)
     forbid_compiling()
     atexit.register(_end)
 

@@ -47,7 +47,7 @@ def crew_of(ranks: int) -> tuple[Crew, list[ProcessHand]]:
         hired.append(ProcessHand(place))
         return hired[-1]
 
-    return Crew(ranks, hire, "127.0.0.1", TIMEOUT_S), hired
+    return Crew(ranks, hire, "127.0.0.1", TIMEOUT_S, "cpu"), hired
 
 
 def as_rank_0(work: Callable[..., Any], *arguments: Any) -> Any:

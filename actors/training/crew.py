@@ -77,7 +77,12 @@ class Crew:
     """Rank 0's side: hires the members when first needed, and again after :meth:`disband`."""
 
     def __init__(
-        self, ranks: int, hire: Callable[[group.Place], Hand], address: str, timeout_s: float
+        self,
+        ranks: int,
+        hire: Callable[[group.Place], Hand],
+        address: str,
+        timeout_s: float,
+        device: str = "auto",
     ) -> None:
         """Nobody is hired yet.
 
@@ -86,11 +91,13 @@ class Crew:
             hire: starts a process with a Member in that place.
             address: of this node, at which the others find rank 0.
             timeout_s: longest wait for the others, at the start and in every step.
+            device: of every rank's training.
         """
         self.ranks = ranks
         self._hire = hire
         self._address = address
         self._timeout_s = timeout_s
+        self._device = device
         self._hands: list[Hand] = []
 
     def gather(self) -> None:
@@ -102,7 +109,8 @@ class Crew:
         if self._hands:
             return
         port = group.free_port(self._address)
-        places = [group.Place(rank, self.ranks, self._address, port) for rank in range(self.ranks)]
+        where = self._address, port, self._device
+        places = [group.Place(rank, self.ranks, *where) for rank in range(self.ranks)]
         try:
             self._hands = [self._hire(place) for place in places[1:]]
             group.join(places[0], self._timeout_s)

@@ -22,12 +22,14 @@ class Place:
         ranks: how many there are.
         address: of rank 0's node.
         port: on it, where the ranks find each other.
+        device: that each of them trains on, ``auto`` is the GPU where there is one.
     """
 
     rank: int
     ranks: int
     address: str
     port: int
+    device: str = "auto"
 
 
 def join(place: Place, timeout_s: float) -> None:
@@ -52,7 +54,7 @@ def join(place: Place, timeout_s: float) -> None:
     if place.address == _LOOPBACK:
         # else gloo listens where the host's name points to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    prepare_environment()
+    prepare_environment(place.device)
     forbid_compiling()
     import deepspeed
     import torch

@@ -28,10 +28,13 @@ def extensions_dir() -> Path:
     return Path(chosen) if chosen else Path(sys.prefix) / "var" / "paceline" / "torch_extensions"
 
 
-def prepare_environment() -> None:
+def prepare_environment(device: str = "auto") -> None:
     """Set what DeepSpeed reads before it is imported; a process calls this once, early.
 
     The rank variables keep it from asking MPI; the address is a free port on loopback.
+
+    Args:
+        device: of the training; DeepSpeed, left to itself, takes the GPU where there is one.
     """
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
     os.environ.setdefault("DS_BUILD_OPS", "0")
@@ -44,10 +47,9 @@ def prepare_environment() -> None:
     path = os.environ.get("PATH", "")
     if here not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([here, path])
-    import torch
+    from paceline.actors.decoding.loading import resolve_device  # imports torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["DS_ACCELERATOR"] = resolve_device(device).type
 
 
 def clear_stale_locks() -> int:

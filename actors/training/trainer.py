@@ -54,7 +54,7 @@ class Trainer:
         """
         # Before torch runs anything: threads that wait must not burn the server's cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        prepare_environment()
+        prepare_environment(settings.distiller.device)
         self._settings = settings
         self._handles = (dict(shards), registry, board)
         self._hire, self._address = hire, address
@@ -121,7 +121,9 @@ class Trainer:
             return None
         from paceline.actors.training.crew import Crew
 
-        return Crew(self._settings.ranks, self._hire, self._address, self._settings.group_timeout_s)
+        own = self._settings
+        how = own.group_timeout_s, own.distiller.device
+        return Crew(own.ranks, self._hire, self._address, *how)
 
     def _learn(self, rounds: Rounds) -> None:
         from paceline.actors.training.progress import Stopped

@@ -80,7 +80,7 @@ def _lesson(distiller: Distiller) -> tuple[list[MicroStep], Any]:
 
 def _alone_and_together(draft: str) -> dict[str, list[Any]]:
     results: dict[str, list[Any]] = {}
-    group.join(group.Place(0, 1, "127.0.0.1", group.free_port()), TIMEOUT_S)
+    group.join(group.Place(0, 1, "127.0.0.1", group.free_port(), "cpu"), TIMEOUT_S)
     for name, settings in VARIANTS.items():
         results[name] = [_lesson(Distiller(draft, settings))]
     group.leave()
