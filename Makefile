@@ -27,7 +27,7 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
-	bench-idle test test-full test-cluster check format links clean
+	bench-idle test test-full test-cluster test-gpu check format links clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -163,6 +163,13 @@ test-full: check
 # openssh-server and rsync. Eight minutes on two cores that have nothing else to do.
 test-cluster: setup links
 	$(PY) -m pytest -v tests/cluster $(ARGS)
+
+# On a machine with a GPU: what is made for GPUs, and the engine's own tests with their models there.
+# What those say of CPUs (packed products, bits that no batch changes) is not asked of a GPU.
+test-gpu: setup links
+	$(PY) -m pytest -v tests/gpu $(ARGS)
+	PACELINE_TEST_DEVICE=cuda $(PY) -m pytest -m "not full" $(SHARED_OUT) \
+	  $(filter-out %_invariance.py %_graphs.py,$(wildcard tests/*/test_decoding_*.py tests/unit/test_pool_*.py))
 
 clean:
 	rm -rf $(VENV) .typing .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

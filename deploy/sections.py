@@ -71,7 +71,7 @@ class TargetConfig(Section):
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     numerics: Literal["auto", "invariant"] = "auto"
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     stall_timeout_s: Seconds = 20.0
     give_up_after_s: Seconds = 120.0
     drain_s: Seconds | None = None

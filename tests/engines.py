@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,11 +22,13 @@ from paceline.actors.decoding.runner import ModelRunner
 
 TOKENIZER = tiny_tokenizer()
 MAX_LEN = 96
+# `make test-gpu` has the engine's own tests run their models there.
+DEVICE = torch.device(os.environ.get("PACELINE_TEST_DEVICE", "cpu"))
 
 
 def served(model: Any) -> Any:
     model.set_attn_implementation(ATTENTION_NAME)
-    return model
+    return model.to(DEVICE)
 
 
 def make_engine(
@@ -82,7 +85,7 @@ def engine_of(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(target.device).manual_seed(seed)
     stacks = [
         ExpertStack(
             ModelRunner([*group.values()], max_num_seqs, MAX_LEN, draft_positions),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import MAX_LEN, TOKENIZER, served
+from engines import DEVICE, MAX_LEN, TOKENIZER, served
 from tiny_models import tiny_llama
 
 from paceline.actors.decoding.drafting import Drafting
@@ -49,7 +49,7 @@ def make_drafter(
         stack,
         expert,
         support=support,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator(DEVICE).manual_seed(seed),
         max_sequences=rows,
         epoch=seed + 1,
         ahead=AheadPolicy(ahead, 2, 1),
@@ -75,7 +75,7 @@ def serving(
 def make_proposer(experts: tuple[str, ...] = ("a", "b"), timeout_s: float = 10.0) -> PoolProposer:
     return PoolProposer(
         experts,
-        device=torch.device("cpu"),
+        device=DEVICE,
         vocab_size=VOCAB,
         round_timeout_s=timeout_s,
         clock=time.monotonic,
@@ -107,7 +107,7 @@ def pool_engine(
         drafting=Drafting(proposer, None, target.device, time.perf_counter),
         tokenizer=TOKENIZER,
         settings=EngineSettings(4, MAX_LEN, k, 8, 8, frozenset({2}), canary_share=canary_share),
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(target.device).manual_seed(0),
         now=lambda: 1234.5,
     )
 

@@ -36,6 +36,8 @@ class StepContext:
         positions: int64 ``[B, T]``, position of every token.
         columns: of the rows' tables, those that are read.
         asked: the positions before padding beyond the capacity was brought inside.
+        windows: of the layers that have attended in this step, None for no window.
+        angles: what a model's rotary tables hold for the positions, once it has looked.
     """
 
     kv: KVBlocks
@@ -43,6 +45,8 @@ class StepContext:
     positions: Tensor
     columns: int
     asked: Tensor
+    windows: set[int | None] = field(default_factory=set)
+    angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
     _table: Tensor | None = None
     _slots: Tensor | None = None
@@ -103,11 +107,6 @@ class StepContext:
             closed = torch.full((), -torch.inf, dtype=dtype, device=reads.device)
             self._masks[window] = torch.where(allowed, torch.zeros_like(closed), closed)
         return self._masks[window]
-
-    @property
-    def windows(self) -> frozenset[int | None]:
-        """The windows of the layers that have attended in this step, None for no window."""
-        return frozenset(self._masks)
 
     def subset(self, index: Tensor) -> StepContext:
         """The same for some of the sequences; ``index`` is int64 ``[R]``."""
@@ -209,6 +208,7 @@ def attend(
         ``[B, T, heads, head_dim]`` in the queries' dtype.
     """
     dtype, own = query.dtype, step.kv.attended_dtype
+    step.windows.add(window)
     step.write(layer, key.to(step.kv.dtype), value.to(step.kv.dtype))
     stored = step.kv.keys[layer], step.kv.values[layer]
     if softcap is None and sinks is None and paged.usable(query, *stored):

@@ -266,6 +266,9 @@ class ExpertStack:
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
         """Tokens int64 and their probabilities float32, ``[B, k]`` each."""
         steps = max(row.num_draft_tokens for row in rows)
+        replayed = self._replay(rows, steps)
+        if replayed is not None:
+            return replayed
         shape = (steps, len(rows), 1)
         ids = torch.empty(shape, dtype=torch.int64, device=self.runner.device)
         probs = torch.empty(shape, device=self.runner.device)
@@ -274,6 +277,16 @@ class ExpertStack:
             most_probable_into(forward(tokens), step_ids, step_probs)
             tokens = step_ids
         return ids.squeeze(-1).T, probs.squeeze(-1).T
+
+    def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`_draft_greedy`, where the runner has it recorded."""
+        if not self.runner.replays:
+            return None
+        slots = [self._table.row(row.request_id) for row in rows]
+        start = device_tensor([_beginning(row) for row in rows], self.runner.device)
+        span = max(len(row.tokens) for row in rows) + steps - 1
+        at = start[:, :2], start[:, 2:]
+        return self.runner.rollout(slots, *at, span, steps, self._layout(rows))
 
     def _draft_sampled(
         self,
@@ -295,11 +308,8 @@ class ExpertStack:
         """
         slots = [self._table.row(row.request_id) for row in rows]
         grid, span = self._layout(rows), max(len(row.tokens) for row in rows)
-        # A prompt of one token feeds it twice at position 0: the same write, done twice.
         given = [
-            [*(2 * list(row.tokens[-2:]))[-2:], max(n - 2, 0), *range(n - 1, n - 1 + steps)]
-            for row in rows
-            if (n := len(row.tokens))
+            [*_beginning(row), *range(n, n - 1 + steps)] for row in rows if (n := len(row.tokens))
         ]
         start = device_tensor(given, self.runner.device)
         columns = iter(start.unsqueeze(-1).unbind(1)[4:])
@@ -313,3 +323,12 @@ class ExpertStack:
             return self.runner.forward(slots, tokens, positions, span, keep=1, grid=grid)
 
         return forward
+
+
+def _beginning(row: DraftRow) -> list[int]:
+    """A row's last two tokens, and their positions.
+
+    A prompt of one token feeds it twice at position 0: the same write, done twice.
+    """
+    count = len(row.tokens)
+    return [*(2 * list(row.tokens[-2:]))[-2:], max(count - 2, 0), count - 1]

@@ -62,6 +62,17 @@ class FusedDecoder:
         self.refresh()
 
     @property
+    def count(self) -> int:
+        """Models, E."""
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all their weights."""
+        linears = sum(linear.weight.nbytes for linear in self._linears())
+        return linears + (0 if self._tied else self._embeddings.nbytes)
+
+    @property
     def packed(self) -> bool:
         """Whether products are oneDNN's, which makes code for every size, see ``filled``."""
         return self._head.packed

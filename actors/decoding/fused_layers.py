@@ -104,9 +104,10 @@ class _Attention:
 
     def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
         """``[B, T, (heads + 2 * kv_heads) * dim]`` to ``[B, T, heads * dim]``."""
-        q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
-        q, k = (rotary.turn(part, step.positions).transpose(1, 2) for part in (q, k))
-        v = v.transpose(1, 2)
+        heads = qkv.view(*qkv.shape[:2], -1, self._head_dim)
+        turned = rotary.turn(heads[:, :, : sum(self._heads)], step)
+        q, k = (part.transpose(1, 2) for part in torch.split(turned, [*self._heads], dim=2))
+        v = heads[:, :, sum(self._heads) :].transpose(1, 2)
         return attend(step, self._layer, q, k, v, self._scaling, self._window).flatten(2)
 
     def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,9 +178,12 @@ class Rotary:
         self.cos = cos[0].contiguous()
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
 
-    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``[B, T, heads, dim]`` at int64 ``[B, T]`` positions."""
-        cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+    def turn(self, x: Tensor, step: StepContext) -> Tensor:
+        """``[B, T, heads, dim]`` at the step's positions."""
+        if step.angles is None:
+            at = step.positions
+            step.angles = self.cos[at][:, :, None], self.sin[at][:, :, None]
+        cos, sin = step.angles
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 

@@ -1,37 +1,46 @@
 """Decode steps replayed from CUDA graphs: one launch instead of hundreds per forward.
 
-A small draft's step takes less time on a GPU than Python needs to launch its kernels. A graph
-holds one shape (rows, tokens per row, table columns, experts); its inputs are copied into fixed
-tensors, its logits copied out, because the next replay writes over them. Prompts come in too many
-shapes and go without.
-
-Never run on a GPU: the tests run it with a capture that records nothing.
+A small model's step takes less time on a GPU than Python needs to launch its kernels. A recording
+holds one shape; its inputs are copied into fixed tensors, its results copied out, because the next
+replay writes over them. So that few shapes serve all batches, rows and tokens are padded to the
+next of a few sizes, and rows of several experts are computed by every expert of the stack. Prompts
+come in too many shapes and go without.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.actors.decoding.attention import StepContext
-from paceline.actors.decoding.decoders import Decoder
-from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.fused import FusedDecoder
+from paceline.actors.decoding.grid import Grid, whole_grid
+from paceline.actors.decoding.top_tokens import most_probable_into
+
+logger = logging.getLogger(__name__)
 
 Kept = TypeVar("Kept")
+Tensors = tuple[Tensor, ...]
+Work = Callable[..., Tensors]
 
-_WARM_UP = 2
-_MOST_GRAPHS = 64
+_MOST_RECORDINGS = 1024
+_COLUMNS = 4  # of the shortest recording, and by how much each is longer than the one before
+_DRAFT_TOKENS = 2  # of a draft's forwards behind its prompt
+# Weights of a stack that may all be read for the sake of a few of its experts: some 0.1 ms.
+_WHOLE_BYTES = 1 << 28
 
 
 class Capture(Protocol):
     """Records what a function does to fixed tensors."""
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What does it again, and the tensor that then holds the result."""
+    def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        """What does it again, and the tensors that then hold the results."""
         ...
 
 
@@ -42,85 +51,114 @@ class CudaCapture:
         """Make the pool."""
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
         """See Capture; runs the function itself too, on a stream of its own, to warm up."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                run()
+            run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph.replay, result
 
 
 def columns_of(wanted: int, most: int) -> int:
-    """Table columns that a graph reads: the next power of two, so that few graphs serve all.
+    """Table columns that a recording reads: the next power of four, so that few serve all.
 
     Args:
         wanted: columns that the batch needs, at least 1.
         most: columns that there are.
     """
-    return min(1 << (wanted - 1).bit_length(), most)
+    columns = _COLUMNS
+    while columns < wanted:
+        columns *= _COLUMNS
+    return min(columns, most)
 
 
-class _Graph:
+class _Recording:
     """One recorded shape."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        capture: Capture,
-        token_ids: Tensor,
-        step: StepContext,
-        grid: Grid,
-        keep: int,
-    ) -> None:
-        self._tokens = token_ids.clone()
-        self._rows, self._positions = step.rows.clone(), step.positions.clone()
-        self._asked = step.asked.clone()
-        own = (step.kv, self._rows, self._positions, step.columns, self._asked)
-        # A context of its own for every run: it caches what it has derived from its tensors.
-        self._replay, self._logits = capture(
-            lambda: decoder(self._tokens, StepContext(*own), grid, keep)
-        )
+    def __init__(self, capture: Capture, work: Work, inputs: Tensors) -> None:
+        self._inputs = tuple(tensor.clone() for tensor in inputs)
+        self._replay, self._results = capture(lambda: work(*self._inputs))
 
-    def run(self, token_ids: Tensor, step: StepContext) -> Tensor:
-        """The logits of other inputs of the same shape."""
-        self._tokens.copy_(token_ids)
-        self._rows.copy_(step.rows)
-        self._positions.copy_(step.positions)
-        self._asked.copy_(step.asked)
+    def run(self, inputs: Tensors) -> Tensors:
+        """The results of other inputs of the same shape."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
         self._replay()
-        return self._logits.clone()
+        return tuple(result.clone() for result in self._results)
+
+
+class _Recordings:
+    """Functions of tensors alone, recorded the second time that their shape comes."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture: Capture | None = capture
+        self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        self._kept: OrderedDict[tuple[object, ...], _Recording] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def forget(self) -> None:
+        """Record all anew: what was recorded reads weights where they lay before."""
+        self._kept.clear()
+        self._seen.clear()
+
+    def run(self, key: tuple[object, ...], work: Work, *inputs: Tensor) -> Tensors:
+        """What ``work`` makes of the inputs; equal keys stand for the same work and shapes."""
+        recording = self._kept.get(key)
+        if recording is None and key not in self._seen:  # may well be the only time
+            _remember(self._seen, key, None, 4 * _MOST_RECORDINGS)
+            return work(*inputs)
+        if recording is None:
+            recording = self._record(work, inputs)
+        if recording is None:
+            return work(*inputs)
+        _remember(self._kept, key, recording, _MOST_RECORDINGS)
+        return recording.run(inputs)
+
+    def _record(self, work: Work, inputs: Tensors) -> _Recording | None:
+        if self._capture is None:
+            return None
+        try:
+            return _Recording(self._capture, work, inputs)
+        except RuntimeError:
+            logger.exception("no CUDA graphs any more: one could not be recorded")
+            self._capture = None
+            return None
 
 
 class GraphedDecoder:
-    """A decoder whose short forwards are recorded the second time that their shape comes."""
+    """A fused decoder whose short forwards are recorded the second time that their shape comes."""
 
-    def __init__(self, decoder: Decoder, capture: Capture, most_tokens: int) -> None:
+    def __init__(self, decoder: FusedDecoder, capture: Capture, most_tokens: int) -> None:
         """Wrap.
 
         Args:
-            decoder: must read weights where they lie; what ``refresh`` makes of them must be in
-                the same memory.
-            capture: how a forward is recorded.
+            decoder: what ``refresh`` makes of its weights must be in the same memory.
+            capture: how work is recorded.
             most_tokens: per row; forwards of more run as they are.
         """
         self.plain = decoder
-        self._capture = capture
         self._most_tokens = most_tokens
-        self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
+        self._widths = sorted({1, min(2, most_tokens), (most_tokens + 1) // 2, most_tokens})
+        self._recordings = _Recordings(capture)
         self._growing = False
 
+    @property
+    def recorded(self) -> int:
+        """Shapes that are replayed now."""
+        return len(self._recordings)
+
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
-        """See Decoder. Weights move meanwhile: what was recorded reads where they lay before."""
+        """See Decoder."""
         self._growing = True
-        self._graphs.clear()
-        self._seen.clear()
+        self._recordings.forget()
         try:
             yield from self.plain.grow(models)
         finally:
@@ -133,25 +171,107 @@ class GraphedDecoder:
     def with_hidden(
         self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """See Decoder; never from a graph."""
+        """See Decoder; never from a recording."""
         return self.plain.with_hidden(token_ids, step, grid, keep)
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """See Decoder."""
-        # Mixed experts come in too many layouts.
-        if token_ids.shape[1] > self._most_tokens or grid.single is None or self._growing:
+        batch, tokens = token_ids.shape
+        most = _DRAFT_TOKENS if keep else self._most_tokens
+        if tokens > most or not self._serves(grid):
             return self.plain(token_ids, step, grid, keep)
-        columns = columns_of(step.columns, step.kv.tables.shape[1])
-        step = StepContext(step.kv, step.rows, step.positions, columns, step.asked)
-        key = (*token_ids.shape, columns, keep, grid.single)
-        graph = self._graphs.get(key)
-        if graph is None and key not in self._seen:  # may well be the only time
-            _remember(self._seen, key, None, 4 * _MOST_GRAPHS)
-            return self.plain(token_ids, step, grid, keep)
-        if graph is None:
-            graph = _Graph(self.plain, self._capture, token_ids, step, grid, keep)
-        _remember(self._graphs, key, graph, _MOST_GRAPHS)
-        return graph.run(token_ids, step)
+        width = tokens if keep else next(n for n in self._widths if n >= tokens)
+        rows = _rows(batch, step)
+        columns = _columns(step, width - tokens)
+        own, key = self._layout(grid, rows)
+        kv = step.kv
+
+        def work(ids: Tensor, at: Tensor, asked: Tensor, place: Tensor) -> Tensors:
+            # A context of its own for every run: it caches what it has derived from its tensors.
+            context = StepContext(kv, at, asked.clamp(0, kv.capacity - 1), columns, asked)
+            return (self.plain(ids, context, own.placed(place), keep),)
+
+        inputs = _padded(token_ids, step, rows, width)
+        shape = ("forward", rows, width, columns, keep, key)
+        logits = self._recordings.run(shape, work, *inputs, own.place)[0]
+        return logits[:batch] if keep else logits[:batch, :tokens]
+
+    def rollout(
+        self, token_ids: Tensor, step: StepContext, grid: Grid, steps: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """The most probable continuation, all steps in one replay; None where that cannot be.
+
+        Args:
+            token_ids: int64 ``[B, 2]``, the last tokens of every row.
+            step: their positions; its columns hold those that are drafted too.
+            grid: which expert runs which row.
+            steps: k.
+
+        Returns:
+            tokens int64 and their probabilities float32, ``[B, k]`` each.
+        """
+        if not self._serves(grid):
+            return None
+        batch, rows = len(token_ids), _rows(len(token_ids), step)
+        columns = _columns(step, 0)
+        own, key = self._layout(grid, rows)
+        kv = step.kv
+
+        def work(ids: Tensor, at: Tensor, asked: Tensor, place: Tensor) -> Tensors:
+            chosen = torch.empty(steps, rows, 1, dtype=torch.int64, device=ids.device)
+            probs = torch.empty(steps, rows, 1, device=ids.device)
+            layout = own.placed(place)
+            for i in range(steps):
+                context = StepContext(kv, at, asked.clamp(0, kv.capacity - 1), columns, asked)
+                logits = self.plain(ids, context, layout, 1)
+                most_probable_into(logits, chosen[i], probs[i])
+                ids, asked = chosen[i], asked[:, -1:] + 1
+            return chosen.squeeze(-1).T.contiguous(), probs.squeeze(-1).T.contiguous()
+
+        inputs = _padded(token_ids, step, rows, token_ids.shape[1])
+        shape = ("rollout", rows, steps, columns, key)
+        chosen, probs = self._recordings.run(shape, work, *inputs, own.place)
+        return chosen[:batch], probs[:batch]
+
+    def _serves(self, grid: Grid) -> bool:
+        return not self._growing and (grid.single is not None or self._whole)
+
+    @property
+    def _whole(self) -> bool:
+        return self.plain.nbytes <= _WHOLE_BYTES
+
+    def _layout(self, grid: Grid, rows: int) -> tuple[Grid, object]:
+        """A layout of so many rows, and what stands for all that have its shape."""
+        # By itself an expert costs less; in batches it shares the recordings of all mixtures.
+        alone = rows == 1 or self.plain.count == 1 or not self._whole
+        if grid.single is not None and alone:
+            return grid.of_rows(rows), grid.single
+        padded = (*grid.expert_of_row, *[0] * (rows - len(grid.expert_of_row)))
+        return whole_grid(padded, self.plain.count, grid.device), "all"
+
+
+def _rows(batch: int, step: StepContext) -> int:
+    return min(1 << (batch - 1).bit_length(), step.kv.rows)
+
+
+def _columns(step: StepContext, further: int) -> int:
+    """Columns of a recording whose rows go on for some positions more."""
+    return columns_of(step.columns + -(-further // step.kv.block_size), step.kv.tables.shape[1])
+
+
+def _padded(token_ids: Tensor, step: StepContext, rows: int, width: int) -> Tensors:
+    """Tokens, rows and positions of a larger batch; further rows are nobody's."""
+    batch, tokens = token_ids.shape
+    asked, at = step.asked, step.rows
+    if width > tokens:
+        beyond = torch.arange(1, width - tokens + 1, device=asked.device)
+        asked = torch.cat([asked, asked[:, -1:] + beyond], dim=1)
+    if rows > batch:
+        at = functional.pad(at, (0, rows - batch), value=step.kv.rows)
+        asked = functional.pad(asked, (0, 0, 0, rows - batch))
+    if (rows, width) != (batch, tokens):
+        token_ids = functional.pad(token_ids, (0, width - tokens, 0, rows - batch))
+    return token_ids, at, asked
 
 
 def _remember(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +21,9 @@ class Grid:
         single: the expert where there is only one, else None.
         run: the experts as a slice where they follow each other, else None.
         members: the rows of each of these experts.
+        expert_of_row: index into the stack, of every row.
+        device: of the index tensors.
+        place: int64 ``[B]``, where each row's result is among all; empty for a single expert.
     """
 
     def __init__(self, expert_of_row: Sequence[int], device: torch.device | str) -> None:
@@ -28,6 +33,7 @@ class Grid:
             expert_of_row: index into the stack, of every one of B rows.
             device: of the index tensors.
         """
+        self.expert_of_row, self.device = tuple(expert_of_row), torch.device(device)
         self.experts = sorted(set(expert_of_row))
         first, last = self.experts[0], self.experts[-1]
         self.single = first if first == last else None
@@ -35,6 +41,7 @@ class Grid:
         self._width = len(expert_of_row)
         if self.single is not None:
             self.members = [list(range(self._width))]
+            self.place = torch.empty(0, dtype=torch.int64, device=device)
             return
         self.members = [
             [i for i, own in enumerate(expert_of_row) if own == expert] for expert in self.experts
@@ -47,8 +54,20 @@ class Grid:
                 place[row] = len(gather) + i
             gather += rows + rows[:1] * (self._width - len(rows))
         self._gather = torch.tensor(gather, device=device)
-        self._place = torch.tensor(place, device=device)
+        self.place = torch.tensor(place, device=device)
         self._chosen = torch.tensor(self.experts, device=device)
+
+    def placed(self, place: Tensor) -> Grid:
+        """The same layout with other rows' places, see :func:`whole_grid`."""
+        other = copy.copy(self)
+        other.place = place
+        return other
+
+    def of_rows(self, rows: int) -> Grid:
+        """A single expert's, for so many rows."""
+        if rows == self._width:
+            return self
+        return Grid([self.experts[0]] * rows, self.device)
 
     def select(self, stacked: Tensor) -> Tensor:
         """The grid's experts of a stack: ``[E, ...]`` to ``[E', ...]``, a view where possible."""
@@ -68,7 +87,7 @@ class Grid:
         """``[E', R*T, ...]`` to ``[B, T, ...]``."""
         steps = x.shape[1] // self._width
         x = x.reshape(len(self.experts) * self._width, steps, *x.shape[2:])
-        return x if self.single is not None else x[self._place]
+        return x if self.single is not None else x[self.place]
 
     def last(self, x: Tensor, keep: int) -> Tensor:
         """The last ``keep`` of T tokens, ``[E', R*T, H]`` to contiguous ``[E', R*keep, H]``.
@@ -86,3 +105,23 @@ class Grid:
         if self.single is not None:
             return token_ids.reshape(1, -1) + self.single * vocab
         return self.from_rows(token_ids) + (self._chosen * vocab)[:, None]
+
+
+@lru_cache(maxsize=256)
+def whole_grid(expert_of_row: tuple[int, ...], count: int, device: torch.device) -> Grid:
+    """Every expert of a stack computes every row, and each row takes its own expert's result.
+
+    More arithmetic than :class:`Grid` needs, but all that depends on whose the rows are is
+    ``place``: what is recorded for one batch serves every other of its size.
+
+    Args:
+        expert_of_row: index into the stack, of every one of B rows.
+        count: experts of the stack, E.
+        device: of the index tensors.
+    """
+    rows = len(expert_of_row)
+    grid = Grid([expert for expert in range(count) for _ in range(rows)], device)
+    grid.expert_of_row = expert_of_row
+    grid._gather = torch.arange(rows, device=device).repeat(count)
+    places = [expert * rows + row for row, expert in enumerate(expert_of_row)]
+    return grid.placed(torch.tensor(places, device=device))

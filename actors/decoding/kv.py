@@ -33,10 +33,10 @@ class KVBlocks:
     """Keys and values of up to ``rows`` requests, each in blocks that it takes as it grows.
 
     ``keys[layer]`` and ``values[layer]`` are ``[blocks, block_size, heads, head_dim]`` in the
-    model's dtype; ``tables`` is int32 ``[rows, columns]`` on their device: column c of a row
+    model's dtype; ``tables`` is int32 ``[rows + 1, columns]`` on their device: column c of a row
     names the block of its positions ``c * block_size`` and on. Block 0 belongs to nobody: what
     padding writes goes there, and columns without a block of their own point to it, as do those
-    beyond the capacity.
+    beyond the capacity, and all of row ``rows``, which pads batches.
 
     Full blocks that are kept (:meth:`keep`) are shared by rows that begin with the same tokens
     (:meth:`begin`), and outlive their row until the memory is needed.
@@ -68,6 +68,7 @@ class KVBlocks:
             ValueError: where a single row could not be served.
         """
         self.capacity, self.dtype, self.block_size = capacity, dtype, block_size
+        self.rows = rows
         columns = -(-capacity // block_size)
         blocks = rows * columns if positions is None else -(-positions // block_size)
         if blocks < columns:
@@ -83,7 +84,8 @@ class KVBlocks:
             [_zeros((blocks + 1, block_size, *shape), dtype, device) for shape in shapes]
             for _ in range(2)
         )
-        host = torch.zeros(rows, columns - (-_OVERHANG // block_size), dtype=torch.int32)
+        # One more, that holds nothing for ever: for what pads a batch.
+        host = torch.zeros(rows + 1, columns - (-_OVERHANG // block_size), dtype=torch.int32)
         self.tables = host.to(device)
         self._host, self._host_tables = host.numpy(), host
         self._stale = False

@@ -32,7 +32,7 @@ def batch_invariant(runner: ModelRunner) -> bool:
         False also where the memory has no room for a second row to compare with.
     """
     length = min(_LENGTH, runner.max_model_len - 1)
-    tried = range(runner.kv.tables.shape[0])
+    tried = range(runner.kv.rows)
     rows = range(sum(1 for _ in takewhile(lambda row: runner.kv.reserve(row, length), tried)))
     vocab = int(runner.models[0].config.vocab_size)
     tokens = torch.arange(len(tried) * length, device=runner.device).view(-1, length)

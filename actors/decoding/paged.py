@@ -2,7 +2,8 @@
 
 ``torch.nn.attention.varlen`` runs FlashAttention over a block table. Which block sizes it takes
 depends on the version behind it (2 wants multiples of 256, 3 any), so it is tried once at the
-start and compared with the plain computation. No part of this module has been run on a GPU yet.
+start and compared with the plain computation. It takes torch 2.13's signature: on the one GPU that
+tests ran on, torch was older, and blocks were gathered.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def usable(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """
     if not query.is_cuda or query.dtype is not keys.dtype or keys.shape != values.shape:
         return False
-    return _works(query.device, query.dtype, query.shape[1], *keys.shape[1:])
+    return reads_in_place(query.device, query.dtype, query.shape[1], *keys.shape[1:])
 
 
 def block_size(
@@ -39,7 +40,7 @@ def block_size(
 ) -> int:
     """The smallest block that can be read in place; 16 where none can, or on CPUs."""
     for size in _SIZES:
-        if device.type == "cuda" and _works(device, dtype, heads, size, kv_heads, dim):
+        if device.type == "cuda" and reads_in_place(device, dtype, heads, size, kv_heads, dim):
             return size
     return _SIZES[0]
 
@@ -93,10 +94,19 @@ def attend(
 
 
 @functools.cache
-def _works(
+def reads_in_place(
     device: torch.device, dtype: torch.dtype, heads: int, size: int, kv_heads: int, dim: int
 ) -> bool:
-    """Try it on two rows of three blocks against the plain computation."""
+    """Whether torch does this here: tried once, on two rows, against the plain computation.
+
+    Args:
+        device: a GPU.
+        dtype: of queries, keys and values.
+        heads: of the queries.
+        size: positions of a block.
+        kv_heads: of keys and values.
+        dim: of a head.
+    """
     if dtype not in _HALF:
         return False
     try:

@@ -25,6 +25,7 @@ from paceline.actors.weights.slots import is_candidate
 _PROFILED_CONTEXT = 128
 _WARM = 256  # tokens of a forward
 _PROFILED_PROMPT = 64
+_ROLLOUT = 4  # draft steps that are profiled together where they are replayed together
 
 
 def warm_up(runner: ModelRunner) -> None:
@@ -53,6 +54,39 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
         logits.float().topk(1).indices.tolist()  # waits for the device
 
     return run
+
+
+def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], None]:
+    """``run(rows, experts)``: ``_ROLLOUT`` draft steps at once behind ``context`` positions."""
+
+    def run(rows: int, experts: int) -> None:
+        for row in range(rows):
+            runner.kv.reserve(row, context + 1 + _ROLLOUT)
+        positions = (context + torch.arange(2, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, 2, dtype=torch.int64, device=runner.device)
+        grid = Grid([i % experts for i in range(rows)], runner.device)
+        span = context + 1 + _ROLLOUT
+        drafted = runner.rollout(range(rows), ids, positions, span, _ROLLOUT, grid)
+        if drafted is None:  # not even now: each step is a forward
+            forward = stepper(runner, context)
+            for _ in range(_ROLLOUT):
+                forward(rows, 1, experts)
+        else:
+            drafted[0].tolist()  # waits for the device
+
+    return run
+
+
+def profile_draft(
+    draft: ModelRunner, context: int, rows: Sequence[int], experts: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """Seconds of one draft step by (rows, experts)."""
+    if not draft.replays:
+        run = stepper(draft, context)
+        return profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
+    several = rollout_stepper(draft, context)
+    times = profile(several, rows, experts, time.perf_counter)
+    return {at: seconds / _ROLLOUT for at, seconds in times.items()}
 
 
 def build_controller(
@@ -89,8 +123,7 @@ def build_controller(
     draft = stacks[0].runner
     served = sum(not is_candidate(name) for name in stacks[0].names)
     experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
-    run = stepper(draft, start)
-    draft_costs = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
+    draft_costs = profile_draft(draft, start, rows, experts)
     reading = _reading(draft)
     for row in range(settings.max_num_seqs):
         draft.kv.release(row)

@@ -95,6 +95,11 @@ class ModelRunner:
         where = dtype, self.device
         self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)
 
+    @property
+    def replays(self) -> bool:
+        """Whether short forwards are replayed from CUDA graphs, see :meth:`rollout`."""
+        return isinstance(self.decoder, GraphedDecoder)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -123,6 +128,34 @@ class ModelRunner:
         """
         step = self._step(rows, positions, span)
         return self.decoder(token_ids, step, grid or _one_model(len(rows), self.device), keep)
+
+    @torch.inference_mode()
+    def rollout(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        steps: int,
+        grid: Grid,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draft the most probable tokens, all steps in one replay of a CUDA graph.
+
+        Args:
+            rows: the rows, B of them.
+            token_ids: int64 ``[B, 2]``, their last tokens.
+            positions: int64 ``[B, 2]``.
+            span: 1 + the largest position that any row reads at the last step.
+            steps: k.
+            grid: which model runs which row.
+
+        Returns:
+            tokens int64 and their probabilities float32, ``[B, k]`` each; None where nothing is
+            replayed.
+        """
+        if not isinstance(self.decoder, GraphedDecoder):
+            return None
+        return self.decoder.rollout(token_ids, self._step(rows, positions, span), grid, steps)
 
     @torch.inference_mode()
     def forward_hidden(

@@ -51,7 +51,7 @@ class TargetSettings:
     prefill_chunk: int = 256
     prefix_cache: bool = True
     numerics: Numerics = "auto"
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     seed: int | None = None
     placement: DraftPlacement = "colocated"
     round_timeout_ms: float = 100.0

@@ -11,8 +11,7 @@ from torch import Tensor
 def device_tensor(values: Sequence[object], device: torch.device) -> Tensor:
     """Integers as int64, floats as float32; nested sequences as more dimensions.
 
-    To a GPU they go through page-locked memory, so that nobody waits for the copy. That way has
-    not been run yet.
+    To a GPU they go through page-locked memory, so that nobody waits for the copy.
     """
     if device.type != "cuda":
         return torch.tensor(values, device=device)

@@ -88,6 +88,7 @@ def test_bits_that_depend_on_the_batch_are_named_and_refused_where_they_must_not
         str(target),
         {"general": str(draft)},
         dtype="float32",
+        device="cpu",
         num_threads=1,
         max_num_seqs=3,
         numerics="invariant",
@@ -153,7 +154,9 @@ def test_a_crowded_machine_gets_fewer_blocks_but_room_for_one_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)
-    settings = TargetSettings(str(target), {"general": str(draft)}, num_threads=1, max_num_seqs=9)
+    settings = TargetSettings(
+        str(target), {"general": str(draft)}, device="cpu", num_threads=1, max_num_seqs=9
+    )
     whole, _ = build_engine(settings)[0].kv_blocks
     monkeypatch.setattr("paceline.actors.decoding.build.free_memory", lambda: 0)
     one, _ = build_engine(settings)[0].kv_blocks

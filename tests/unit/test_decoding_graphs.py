@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from engines import engine_of, request, run, served, tokens_of
 from tiny_models import tiny_llama
 from torch import Tensor
 
 from paceline.actors.decoding.graphs import GraphedDecoder, columns_of
+from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.profiling import profile_draft
 from paceline.actors.decoding.runner import ModelRunner
 
 
@@ -19,15 +23,18 @@ class Recorded:
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(
+        self, run: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
         self.captured += 1
-        result = run().clone()
+        results = tuple(result.clone() for result in run())
 
         def replay() -> None:
             self.replayed += 1
-            result.copy_(run())
+            for own, new in zip(results, run(), strict=True):
+                own.copy_(new)
 
-        return replay, result
+        return replay, results
 
 
 def graphed(runner: ModelRunner, most_tokens: int = 4) -> Recorded:
@@ -37,7 +44,7 @@ def graphed(runner: ModelRunner, most_tokens: int = 4) -> Recorded:
 
 
 def test_columns_come_in_few_sizes() -> None:
-    assert [columns_of(n, 100) for n in (1, 2, 3, 4, 5, 9, 65)] == [1, 2, 4, 4, 8, 16, 100]
+    assert [columns_of(n, 100) for n in (1, 4, 5, 16, 17, 65)] == [4, 4, 16, 16, 64, 100]
 
 
 def test_other_tokens_rows_and_positions_go_through_a_recorded_shape() -> None:
@@ -78,6 +85,113 @@ def test_new_weights_are_what_a_replay_reads() -> None:
     assert capture.captured == 1
 
 
+def pair(experts: int, rows: int = 5) -> tuple[ModelRunner, ModelRunner, Recorded]:
+    """Launched and replayed, of the same weights; every row has read a prompt of its own."""
+    runners = [
+        ModelRunner([served(tiny_llama(seed)) for seed in range(1, experts + 1)], rows, 64)
+        for _ in range(2)
+    ]
+    capture = graphed(runners[1], most_tokens=9)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 300, (rows, 20), generator=generator).tolist()
+    for runner in runners:
+        for row, prompt in enumerate(prompts):
+            assert runner.kv.reserve(row, 40)
+            runner.prefill(row, prompt, 0, row % experts)
+    return runners[0], runners[1], capture
+
+
+def test_rows_and_tokens_are_padded_to_few_sizes_and_nobody_notices() -> None:
+    launched, replayed, capture = pair(1)
+    for _ in range(3):
+        for rows, tokens in (((0, 1, 2), 6), ((4, 3, 1), 7), ((0, 1, 2, 3), 9), ((4,), 4)):
+            ids = torch.arange(len(rows) * tokens).view(len(rows), tokens) + 7
+            at = (20 + torch.arange(tokens)).expand(len(rows), -1)
+            expected = launched.forward(rows, ids, at, 20 + tokens)
+            found = replayed.forward(rows, ids, at, 20 + tokens)
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert capture.captured == 2  # four rows of nine tokens, one of five
+    ids, at = torch.tensor([[5], [6], [7], [8]]), torch.full((4, 1), 29)
+    found, expected = (runner.forward(range(4), ids, at, 30) for runner in (replayed, launched))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_beyond_the_context_is_lost() -> None:
+    """It goes to the last position, which nobody reads before the request has ended."""
+    launched, replayed, _ = pair(1, rows=2)
+    for runner in (launched, replayed):
+        assert runner.kv.reserve(0, 64)
+    ids, at = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.arange(57, 63)[None]
+    for _ in range(3):
+        expected = launched.forward([0], ids, at, 63)
+        torch.testing.assert_close(replayed.forward([0], ids, at, 63), expected)
+
+
+def test_one_recording_serves_every_mixture_of_experts() -> None:
+    launched, replayed, capture = pair(3)
+    ids, at = torch.tensor([[5], [6], [7], [8]]), torch.full((4, 1), 20)
+    for experts in ([0, 1, 2, 0], [0, 1, 1, 0], [2, 1, 2, 1], [0, 0, 0, 2]):
+        grid = Grid(experts, "cpu")
+        found, expected = (
+            runner.forward(range(4), ids, at, 21, grid=grid) for runner in (replayed, launched)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (capture.captured, capture.replayed) == (1, 3)
+
+
+@pytest.mark.parametrize("experts", [[0, 0, 0], [0, 1, 2], [2, 1, 2]])
+def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
+    launched, replayed, capture = pair(3)
+    assert (
+        launched.rollout(
+            [0], torch.tensor([[5, 6]]), torch.tensor([[19, 20]]), 24, 4, Grid([0], "cpu")
+        )
+        is None
+    )
+    grid, rows = Grid(experts, "cpu"), [0, 4, 2]
+    for turn in range(3):
+        start = torch.tensor([[5, 6], [7, 8], [9, 10]]) + turn
+        at = torch.tensor([[19, 20], [18, 19], [19, 20]])
+        drafted = replayed.rollout(rows, start, at, 21 + 4, 4, grid)
+        assert drafted is not None
+        tokens, positions = start, at
+        for step in range(4):
+            logits = launched.forward(rows, tokens, positions, 21 + step, keep=1, grid=grid)[:, 0]
+            assert torch.equal(drafted[0][:, step], logits.argmax(-1))
+            probs = logits.softmax(-1).amax(-1)
+            torch.testing.assert_close(drafted[1][:, step], probs, atol=1e-5, rtol=1e-5)
+            tokens, positions = drafted[0][:, step : step + 1], positions[:, -1:] + 1
+    assert (capture.captured, capture.replayed) == (1, 2)
+
+
+def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, replayed, capture = pair(2)
+    monkeypatch.setattr("paceline.actors.decoding.graphs._WHOLE_BYTES", 0)
+    ids, at, grid = torch.tensor([[5], [6]]), torch.full((2, 1), 20), Grid([0, 1], "cpu")
+    assert replayed.rollout([0, 1], ids.expand(-1, 2), at.expand(-1, 2), 24, 4, grid) is None
+    for _ in range(3):
+        found, expected = (
+            runner.forward([0, 1], ids, at, 21, grid=grid) for runner in (replayed, launched)
+        )
+        torch.testing.assert_close(found, expected)
+    assert capture.captured == 0
+
+
+def test_what_cannot_be_recorded_is_launched() -> None:
+    launched, replayed, _ = pair(1)
+
+    def refuse(_: object) -> Any:
+        raise RuntimeError("out of memory")
+
+    replayed.decoder = GraphedDecoder(launched.decoder, refuse, 9)  # type: ignore[arg-type]
+    ids, at = torch.tensor([[5]]), torch.full((1, 1), 20)
+    for _ in range(4):
+        expected = launched.forward([0], ids, at, 21)
+        assert torch.equal(replayed.forward([0], ids, at, 21), expected)
+    assert replayed.decoder.recorded == 0
+
+
 def test_an_engine_of_replays_gives_the_same_answers() -> None:
     def answers(*, replay: bool) -> list[list[int]]:
         drafts = {name: served(tiny_llama(seed, layers=1)) for name, seed in (("a", 2), ("b", 3))}
@@ -95,3 +209,12 @@ def test_an_engine_of_replays_gives_the_same_answers() -> None:
         return found
 
     assert answers(replay=True) == answers(replay=False)
+
+
+def test_what_is_replayed_together_is_profiled_together() -> None:
+    launched, replayed, capture = pair(2)
+    for runner in (launched, replayed):
+        times = profile_draft(runner, 20, [1, 2, 4], [1, 2])
+        assert times.keys() == {(b, e) for b in (1, 2, 4) for e in (1, 2)}
+        assert all(seconds > 0 for seconds in times.values())
+    assert capture.replayed > capture.captured == 3  # an expert alone, two rows, four

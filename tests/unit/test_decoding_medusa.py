@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
+from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
 from laws import chi_square
 from test_decoding_law import target_law
 from tiny_models import save_tiny, tiny_llama
@@ -338,12 +338,12 @@ def test_an_engine_is_built_with_heads_beside_drafts(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_hidden_states_are_what_the_head_reads_fused_and_by_module() -> None:
-    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    positions = torch.arange(3).expand(2, -1)
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]], device=DEVICE)
+    positions = torch.arange(3, device=DEVICE).expand(2, -1)
     torch.manual_seed(1)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)).eval()
     for model in (tiny_llama(1), gpt2):
-        whole = model(tokens, output_hidden_states=True).hidden_states[-1]
+        whole = model.to(DEVICE)(tokens, output_hidden_states=True).hidden_states[-1]
         runner = ModelRunner([served(model)], 2, 64)
         for row in range(2):
             assert runner.kv.reserve(row, 8)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engines import served
+from engines import DEVICE, served
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_llama
@@ -56,9 +56,9 @@ def test_reading_together_equals_reading_alone(experts: tuple[int, ...]) -> None
         [experts[i] for i in (2, 0, 1, 3)],
     )
     ends = [start + len(tokens) for tokens, start in zip(prompts, starts, strict=True)]
-    given_next = torch.tensor([[1], [2], [3], [4]])
-    at = torch.tensor(ends)[:, None]
-    grid = Grid(list(experts), "cpu")
+    given_next = torch.tensor([[1], [2], [3], [4]], device=DEVICE)
+    at = torch.tensor(ends, device=DEVICE)[:, None]
+    grid = Grid(list(experts), DEVICE)
     own, other = (
         each.forward(range(4), given_next, at, max(ends) + 1, grid=grid)
         for each in (together, alone)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-import torch
-from engines import request, run
+from engines import DEVICE, request, run
 from pools import make_proposer, pool_engine, serving
 
 from paceline.actors.decoding.costs import StepCosts
@@ -42,9 +41,7 @@ def test_a_round_ends_in_time_although_bytes_go_on_coming() -> None:
         return now
 
     expert.send((5000).to_bytes(4, "little"))
-    proposer = PoolProposer(
-        ["a"], device=torch.device("cpu"), vocab_size=300, round_timeout_s=0.1, clock=clock
-    )
+    proposer = PoolProposer(["a"], device=DEVICE, vocab_size=300, round_timeout_s=0.1, clock=clock)
     proposer.attach("a", link)
     with expert:
         assert proposer.propose([row("r", "a")]).num_drafted.tolist() == [0]
