@@ -164,12 +164,10 @@ test-full: check
 test-cluster: setup links
 	$(PY) -m pytest -v tests/cluster $(ARGS)
 
-# On a machine with a GPU: what is made for GPUs, and the engine's own tests with their models there.
-# What those say of CPUs (packed products, bits that no batch changes) is not asked of a GPU.
+# On a machine with a GPU: CUDA graphs, the engine, training and the whole system on it. The engine's
+# unit tests have their models there with PACELINE_TEST_DEVICE=cuda; some of them ask what CPUs do.
 test-gpu: setup links
 	$(PY) -m pytest -v tests/gpu $(ARGS)
-	PACELINE_TEST_DEVICE=cuda $(PY) -m pytest -m "not full" $(SHARED_OUT) \
-	  $(filter-out %_invariance.py %_graphs.py,$(wildcard tests/*/test_decoding_*.py tests/unit/test_pool_*.py))
 
 clean:
 	rm -rf $(VENV) .typing .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -19,7 +19,7 @@ from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.intake import EngineSettings
-from paceline.actors.decoding.kv import position_bytes
+from paceline.actors.decoding.kv import NOBODYS, position_bytes
 from paceline.actors.decoding.loading import (
     load_causal_lm,
     load_tokenizer,
@@ -86,16 +86,16 @@ def kv_positions(
     block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
     blocks = settings.max_num_seqs * columns
     if settings.kv_cache_mb is not None:
-        blocks = settings.kv_cache_mb * _MIB // block - 1  # one is for what padding writes
+        blocks = settings.kv_cache_mb * _MIB // block - NOBODYS
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         drafts = draft_memory(settings, dtype)
         each = block + size * drafts.per_position
-        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - 1)
+        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - NOBODYS)
     else:  # the system gives memory as it is written: one request may always try
-        blocks = max(columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - 1))
+        blocks = max(columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - NOBODYS))
     if blocks < columns:
-        least = math.ceil((columns + 1) * block / _MIB)
+        least = math.ceil((columns + NOBODYS) * block / _MIB)
         raise ValueError(
             f"target.kv_cache_mb: there is room for {max(blocks, 0) * size} positions, and one "
             f"request may have {length}: give at least {least}, or a smaller target.max_model_len"

@@ -66,7 +66,6 @@ class FusedDecoder:
         """Models, E."""
         return self._count
 
-    @property
     def nbytes(self) -> int:
         """Bytes of all their weights."""
         linears = sum(linear.weight.nbytes for linear in self._linears())

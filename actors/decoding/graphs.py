@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from paceline.actors.decoding.top_tokens import most_probable_into
 
 logger = logging.getLogger(__name__)
 
-Kept = TypeVar("Kept")
 Tensors = tuple[Tensor, ...]
 Work = Callable[..., Tensors]
 
-_MOST_RECORDINGS = 1024
-_COLUMNS = 4  # of the shortest recording, and by how much each is longer than the one before
+_MOST_RECORDINGS = 256
+_MOST_RESULT_BYTES = 1 << 28  # which recordings hold, beside what they compute with
+_FEW_COLUMNS, _COLUMNS = 4, 16
 _DRAFT_TOKENS = 2  # of a draft's forwards behind its prompt
 # Weights of a stack that may all be read for the sake of a few of its experts: some 0.1 ms.
 _WHOLE_BYTES = 1 << 28
@@ -40,42 +40,61 @@ class Capture(Protocol):
     """Records what a function does to fixed tensors."""
 
     def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """What does it again, and the tensors that then hold the results."""
+        """What does it again, and the tensors that then hold the results.
+
+        Tensors that ``run`` reads must be kept as long as that is called.
+        """
+        ...
+
+    def forget(self) -> None:
+        """All that was recorded has been given up."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool: only one of them runs at a time."""
+    """CUDA graphs that share one memory pool: only one of them runs at a time.
+
+    The streams are its own: torch keeps what a library needs beside a graph by stream, and gives
+    it up for all that were recorded on the stream.
+    """
 
     def __init__(self) -> None:
-        """Make the pool."""
+        """Make pool and streams."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Take a new pool: no graph of the old one is left, and torch has done with it."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
         """See Capture; runs the function itself too, on a stream of its own, to warm up."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
+        before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        try:
+            self._warm_up.wait_stream(before)
+            with torch.cuda.stream(self._warm_up):
+                run()
+            before.wait_stream(self._warm_up)
+            # Other threads of the process may use the GPU meanwhile.
+            with torch.cuda.graph(
+                graph, self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                result = run()
+        finally:
+            torch.cuda.set_stream(before)  # which a capture that fails does not give back
         return graph.replay, result
 
 
 def columns_of(wanted: int, most: int) -> int:
-    """Table columns that a recording reads: the next power of four, so that few serve all.
+    """Table columns that a recording reads: 4, 16, 32, 64 ... so that few serve all.
 
     Args:
         wanted: columns that the batch needs, at least 1.
         most: columns that there are.
     """
-    columns = _COLUMNS
-    while columns < wanted:
-        columns *= _COLUMNS
-    return min(columns, most)
+    few = _FEW_COLUMNS if wanted <= _FEW_COLUMNS else _COLUMNS
+    return min(max(few, 1 << (wanted - 1).bit_length()), most)
 
 
 class _Recording:
@@ -83,7 +102,9 @@ class _Recording:
 
     def __init__(self, capture: Capture, work: Work, inputs: Tensors) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
+        self._work = work  # and with it what else the recording reads: a layout's indices
         self._replay, self._results = capture(lambda: work(*self._inputs))
+        self.nbytes = sum(result.nbytes for result in self._results)
 
     def run(self, inputs: Tensors) -> Tensors:
         """The results of other inputs of the same shape."""
@@ -99,7 +120,7 @@ class _Recordings:
     def __init__(self, capture: Capture) -> None:
         self._capture: Capture | None = capture
         self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        self._kept: OrderedDict[tuple[object, ...], _Recording] = OrderedDict()
+        self._kept: dict[tuple[object, ...], _Recording] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -108,27 +129,35 @@ class _Recordings:
         """Record all anew: what was recorded reads weights where they lay before."""
         self._kept.clear()
         self._seen.clear()
+        if self._capture is not None:
+            self._capture.forget()
 
     def run(self, key: tuple[object, ...], work: Work, *inputs: Tensor) -> Tensors:
         """What ``work`` makes of the inputs; equal keys stand for the same work and shapes."""
         recording = self._kept.get(key)
         if recording is None and key not in self._seen:  # may well be the only time
-            _remember(self._seen, key, None, 4 * _MOST_RECORDINGS)
+            self._seen[key] = None
+            if len(self._seen) > 4 * _MOST_RECORDINGS:
+                self._seen.popitem(last=False)
             return work(*inputs)
         if recording is None:
             recording = self._record(work, inputs)
-        if recording is None:
-            return work(*inputs)
-        _remember(self._kept, key, recording, _MOST_RECORDINGS)
+            if recording is None:
+                return work(*inputs)
+            self._kept[key] = recording
         return recording.run(inputs)
 
     def _record(self, work: Work, inputs: Tensors) -> _Recording | None:
         if self._capture is None:
             return None
+        held = sum(recording.nbytes for recording in self._kept.values())
+        if len(self._kept) >= _MOST_RECORDINGS or held > _MOST_RESULT_BYTES:
+            self.forget()  # all: torch may give up what others still need with a single one
         try:
             return _Recording(self._capture, work, inputs)
         except RuntimeError:
             logger.exception("no CUDA graphs any more: one could not be recorded")
+            self.forget()  # first of all their memory, which may be what was lacking
             self._capture = None
             return None
 
@@ -149,6 +178,7 @@ class GraphedDecoder:
         self._widths = sorted({1, min(2, most_tokens), (most_tokens + 1) // 2, most_tokens})
         self._recordings = _Recordings(capture)
         self._growing = False
+        self._whole = decoder.nbytes() <= _WHOLE_BYTES
 
     @property
     def recorded(self) -> int:
@@ -162,7 +192,7 @@ class GraphedDecoder:
         try:
             yield from self.plain.grow(models)
         finally:
-            self._growing = False
+            self._growing, self._whole = False, self.plain.nbytes() <= _WHOLE_BYTES
 
     def refresh(self, expert: int | None = None) -> None:
         """See Decoder."""
@@ -236,10 +266,6 @@ class GraphedDecoder:
     def _serves(self, grid: Grid) -> bool:
         return not self._growing and (grid.single is not None or self._whole)
 
-    @property
-    def _whole(self) -> bool:
-        return self.plain.nbytes <= _WHOLE_BYTES
-
     def _layout(self, grid: Grid, rows: int) -> tuple[Grid, object]:
         """A layout of so many rows, and what stands for all that have its shape."""
         # By itself an expert costs less; in batches it shares the recordings of all mixtures.
@@ -272,13 +298,3 @@ def _padded(token_ids: Tensor, step: StepContext, rows: int, width: int) -> Tens
     if (rows, width) != (batch, tokens):
         token_ids = functional.pad(token_ids, (0, width - tokens, 0, rows - batch))
     return token_ids, at, asked
-
-
-def _remember(
-    store: OrderedDict[tuple[object, ...], Kept], key: tuple[object, ...], item: Kept, most: int
-) -> None:
-    """Keep an item as the latest used of at most so many."""
-    store[key] = item
-    store.move_to_end(key)
-    if len(store) > most:
-        store.popitem(last=False)

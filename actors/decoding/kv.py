@@ -14,6 +14,7 @@ from paceline.actors.decoding.blocks import BlockPool
 from paceline.actors.decoding.prefixes import PrefixIndex
 
 BLOCK_SIZE = 16
+NOBODYS = 2  # blocks beside those that requests have: what padding writes goes there
 # Padding behind a short row may reach beyond the context, by fewer tokens than this.
 _OVERHANG = 64
 _LINE = 64
@@ -36,7 +37,8 @@ class KVBlocks:
     model's dtype; ``tables`` is int32 ``[rows + 1, columns]`` on their device: column c of a row
     names the block of its positions ``c * block_size`` and on. Block 0 belongs to nobody: what
     padding writes goes there, and columns without a block of their own point to it, as do those
-    beyond the capacity, and all of row ``rows``, which pads batches.
+    beyond the capacity. Row ``rows`` pads batches and has a block of its own, the last: were what
+    such rows write read by others, behind their masks, one number that is none would spoil them.
 
     Full blocks that are kept (:meth:`keep`) are shared by rows that begin with the same tokens
     (:meth:`begin`), and outlive their row until the memory is needed.
@@ -81,11 +83,11 @@ class KVBlocks:
         self._blocks: list[list[int]] = [[] for _ in range(rows)]
         # Zeros, not empty: a masked position must not hold a NaN (0 x NaN is NaN).
         self.keys, self.values = (
-            [_zeros((blocks + 1, block_size, *shape), dtype, device) for shape in shapes]
+            [_zeros((blocks + NOBODYS, block_size, *shape), dtype, device) for shape in shapes]
             for _ in range(2)
         )
-        # One more, that holds nothing for ever: for what pads a batch.
         host = torch.zeros(rows + 1, columns - (-_OVERHANG // block_size), dtype=torch.int32)
+        host[rows] = blocks + 1
         self.tables = host.to(device)
         self._host, self._host_tables = host.numpy(), host
         self._stale = False

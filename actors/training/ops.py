@@ -47,9 +47,10 @@ def prepare_environment(device: str = "auto") -> None:
     path = os.environ.get("PATH", "")
     if here not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([here, path])
-    from paceline.actors.decoding.loading import resolve_device  # imports torch
+    import torch
 
-    os.environ["DS_ACCELERATOR"] = resolve_device(device).type
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ["DS_ACCELERATOR"] = found if device == "auto" else device.partition(":")[0]
 
 
 def clear_stale_locks() -> int:
@@ -91,7 +92,7 @@ def build_cpu_ops() -> float:
     """
     if shutil.which("c++") is None and shutil.which("g++") is None:
         raise RuntimeError("a C++ compiler (c++ or g++) is needed to build DeepSpeed's op")
-    prepare_environment()
+    prepare_environment("cpu")
     extensions_dir().mkdir(parents=True, exist_ok=True)
     clear_stale_locks()
     started = time.monotonic()

@@ -114,6 +114,7 @@ def test_experts_are_recorded_by_themselves_and_survive_growth() -> None:
                 compare(0)
     compare(2)
     compare(0)
+    assert replayed.decoder.recorded > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("experts", [[1, 1, 1], [0, 1, 2], [2, 1, 2]])

@@ -64,7 +64,7 @@ def test_memory_is_as_large_as_asked_and_never_too_small_for_one(
     assert engine.kv_blocks == (3 * 8, 3 * 8)  # three contexts of 128
     engine, _, _ = build_engine(settings(kv_cache_mb=1))
     kv = engine._runner.kv  # type: ignore[attr-defined]
-    assert engine.kv_blocks == (2**20 // (16 * each) - 1,) * 2
+    assert engine.kv_blocks == (2**20 // (16 * each) - 2,) * 2
     own = [tensor.nbytes for tensor in (*kv.keys, *kv.values)]
     assert 2**20 - 16 * each < sum(own) <= 2**20
     assert {tensor.dtype for tensor in kv.keys} == {getattr(torch, dtype)}
@@ -73,10 +73,10 @@ def test_memory_is_as_large_as_asked_and_never_too_small_for_one(
 
 
 def test_memory_for_less_than_one_request_names_the_setting(tmp_path: Path) -> None:
-    """8 KiB a position: 17 blocks of 128 KiB, one of them for padding."""
+    """8 KiB a position: 18 blocks of 128 KiB, two of them for padding."""
     target = save_tiny(tmp_path / "t", 1, hidden=1024, max_position_embeddings=256)
     settings = TargetSettings(str(target), dtype="float32", num_threads=1, kv_cache_mb=2)
-    with pytest.raises(ValueError, match=r"target.kv_cache_mb: there is room for 240 .* least 3, "):
+    with pytest.raises(ValueError, match=r"target.kv_cache_mb: there is room for 224 .* least 3, "):
         build_engine(settings)
 
 
@@ -140,11 +140,11 @@ def test_on_a_gpu_the_target_leaves_room_for_the_drafts(
     monkeypatch.setattr("paceline.actors.decoding.build.kv_block_size", lambda *_: 16)
     gpu = torch.device("cuda")
     found = kv_positions(settings, config, torch.float32, gpu, 128)
-    assert found == 16 * (1_200 // 16 - 1)
+    assert found == 16 * (1_200 // 16 - 2)
     pool = dataclasses.replace(settings, placement="pool")
     assert draft_memory(pool, torch.float32) == DraftMemory()
     alone = kv_positions(pool, config, torch.float32, gpu, 128)
-    assert alone == 16 * (int(0.6 * free) // (16 * each) - 1) > found
+    assert alone == 16 * (int(0.6 * free) // (16 * each) - 2) > found
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (weights // 2, 10**12))
     with pytest.raises(ValueError, match="there is room for 0 positions"):
         kv_positions(settings, config, torch.float32, gpu, 128)

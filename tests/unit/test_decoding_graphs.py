@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from tiny_models import tiny_llama
 from torch import Tensor
 
 from paceline.actors.decoding.graphs import GraphedDecoder, columns_of
-from paceline.actors.decoding.grid import Grid
+from paceline.actors.decoding.grid import Grid, whole_grid
 from paceline.actors.decoding.profiling import profile_draft
 from paceline.actors.decoding.runner import ModelRunner
 
@@ -21,7 +23,7 @@ class Recorded:
     """A capture that remembers what it was given, and reads the same memory at every replay."""
 
     def __init__(self) -> None:
-        self.captured = self.replayed = 0
+        self.captured = self.replayed = self.forgotten = 0
 
     def __call__(
         self, run: Callable[[], tuple[Tensor, ...]]
@@ -36,6 +38,21 @@ class Recorded:
 
         return replay, results
 
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class Forgetful:
+    """A capture that keeps nothing of what it runs, as CUDA graphs do."""
+
+    def __call__(
+        self, run: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+        return (lambda: None), run()
+
+    def forget(self) -> None:
+        pass
+
 
 def graphed(runner: ModelRunner, most_tokens: int = 4) -> Recorded:
     capture = Recorded()
@@ -44,7 +61,7 @@ def graphed(runner: ModelRunner, most_tokens: int = 4) -> Recorded:
 
 
 def test_columns_come_in_few_sizes() -> None:
-    assert [columns_of(n, 100) for n in (1, 4, 5, 16, 17, 65)] == [4, 4, 16, 16, 64, 100]
+    assert [columns_of(n, 100) for n in (1, 4, 5, 16, 17, 65)] == [4, 4, 16, 16, 32, 100]
 
 
 def test_other_tokens_rows_and_positions_go_through_a_recorded_shape() -> None:
@@ -166,8 +183,8 @@ def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
 
 
 def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, replayed, capture = pair(2)
     monkeypatch.setattr("paceline.actors.decoding.graphs._WHOLE_BYTES", 0)
+    launched, replayed, capture = pair(2)
     ids, at, grid = torch.tensor([[5], [6]]), torch.full((2, 1), 20), Grid([0, 1], "cpu")
     assert replayed.rollout([0, 1], ids.expand(-1, 2), at.expand(-1, 2), 24, 4, grid) is None
     for _ in range(3):
@@ -178,13 +195,56 @@ def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert capture.captured == 0
 
 
+def test_a_recording_keeps_what_it_reads() -> None:
+    """The places of other rows are copied to it; which rows experts compute lies in its memory."""
+    _, replayed, _ = pair(3)
+    replayed.decoder = GraphedDecoder(replayed.decoder.plain, Forgetful(), 9)  # type: ignore[attr-defined]
+    whole_grid.cache_clear()
+    ids, at, grid = torch.tensor([[5], [6]]), torch.full((2, 1), 20), Grid([0, 2], "cpu")
+    for _ in range(2):
+        replayed.forward([0, 1], ids, at, 21, grid=grid)
+    gathered = weakref.ref(whole_grid((0, 2), 3, torch.device("cpu"))._gather)
+    whole_grid.cache_clear()
+    gc.collect()
+    assert gathered() is not None
+    replayed.decoder._recordings.forget()
+    gc.collect()
+    assert gathered() is None
+
+
+def test_padding_spoils_nobody_where_an_expert_has_no_numbers() -> None:
+    """Rows of other experts, three padded to four: what pads them is not what they read."""
+    _, replayed, capture = pair(3)
+    broken = replayed.models[0].state_dict()
+    replayed.load_weights({name: torch.full_like(w, torch.nan) for name, w in broken.items()}, 0)
+    ids, at, grid = torch.tensor([[5], [6], [7]]), torch.full((3, 1), 20), Grid([1, 2, 1], "cpu")
+    for row, expert in enumerate((1, 2, 1)):
+        replayed.prefill(row, list(range(5, 25)), 0, expert)
+    for _ in range(4):
+        assert replayed.forward(range(3), ids, at, 21, grid=grid).isfinite().all()
+    assert capture.replayed > 1
+
+
+def test_too_many_recordings_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, replayed, capture = pair(1)
+    monkeypatch.setattr("paceline.actors.decoding.graphs._MOST_RECORDINGS", 2)
+    for rows in (1, 2, 4) * 2:
+        ids, at = torch.full((rows, 1), 5), torch.full((rows, 1), 20)
+        for _ in range(2):
+            found, expected = (r.forward(range(rows), ids, at, 21) for r in (replayed, launched))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert replayed.decoder.recorded <= 2  # type: ignore[attr-defined]
+    assert capture.forgotten > 1
+
+
 def test_what_cannot_be_recorded_is_launched() -> None:
     launched, replayed, _ = pair(1)
 
-    def refuse(_: object) -> Any:
-        raise RuntimeError("out of memory")
+    class Refusing(Forgetful):
+        def __call__(self, _: object) -> Any:
+            raise RuntimeError("out of memory")
 
-    replayed.decoder = GraphedDecoder(launched.decoder, refuse, 9)  # type: ignore[arg-type]
+    replayed.decoder = GraphedDecoder(launched.decoder, Refusing(), 9)  # type: ignore[arg-type]
     ids, at = torch.tensor([[5]]), torch.full((1, 1), 20)
     for _ in range(4):
         expected = launched.forward([0], ids, at, 21)

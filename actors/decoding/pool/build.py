@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from paceline.actors.decoding.build import build_stacks, context_length, kv_positions
-from paceline.actors.decoding.kv import position_bytes
+from paceline.actors.decoding.kv import NOBODYS, position_bytes
 from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.decoding.pool.ahead import AheadPolicy
 from paceline.actors.decoding.pool.drafter import SharedDrafter
@@ -53,7 +53,7 @@ def expert_positions(
     free, _ = torch.cuda.mem_get_info(device)
     block = kv_block_size(own, dtype, device)
     blocks = int(free * _GPU_SHARE) // (block * position_bytes(kv_shapes(own), dtype))
-    return min(targets * each, (blocks - 1) * block)
+    return min(targets * each, (blocks - NOBODYS) * block)
 
 
 def spare_cores(settings: ExpertSettings, device: torch.device) -> int:
