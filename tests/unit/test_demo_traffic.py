@@ -162,13 +162,13 @@ def test_the_whole_course() -> None:
         async def resume() -> None:
             switches.append("resume")
 
-        # However slow the machine is at the moment, all are timed.
+        # However slow the machine is at the moment, all are timed, and every topic comes twice.
         plan = Plan(
             seconds=1.0,
             timed=4,
             timed_share=100.0,
             reserve_s=0.0,
-            shortest_stream_s=0.5,
+            shortest_stream_s=2.0,
             max_rate=60.0,
         )
         prompts = {topic: split(topic, 0, measured=6) for topic in topics}
