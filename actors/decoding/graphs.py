@@ -21,6 +21,7 @@ from torch.nn import functional
 from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.fused import FusedDecoder
 from paceline.actors.decoding.grid import Grid, whole_grid
+from paceline.actors.decoding.kv import KVBlocks
 from paceline.actors.decoding.top_tokens import most_probable_into
 
 logger = logging.getLogger(__name__)
@@ -217,8 +218,7 @@ class GraphedDecoder:
         kv = step.kv
 
         def work(ids: Tensor, at: Tensor, asked: Tensor, place: Tensor) -> Tensors:
-            # A context of its own for every run: it caches what it has derived from its tensors.
-            context = StepContext(kv, at, asked.clamp(0, kv.capacity - 1), columns, asked)
+            context = _context(kv, at, asked, columns)
             return (self.plain(ids, context, own.placed(place), keep),)
 
         inputs = _padded(token_ids, step, rows, width)
@@ -252,8 +252,7 @@ class GraphedDecoder:
             probs = torch.empty(steps, rows, 1, device=ids.device)
             layout = own.placed(place)
             for i in range(steps):
-                context = StepContext(kv, at, asked.clamp(0, kv.capacity - 1), columns, asked)
-                logits = self.plain(ids, context, layout, 1)
+                logits = self.plain(ids, _context(kv, at, asked, columns), layout, 1)
                 most_probable_into(logits, chosen[i], probs[i])
                 ids, asked = chosen[i], asked[:, -1:] + 1
             return chosen.squeeze(-1).T.contiguous(), probs.squeeze(-1).T.contiguous()
@@ -274,6 +273,11 @@ class GraphedDecoder:
             return grid.of_rows(rows), grid.single
         padded = (*grid.expert_of_row, *[0] * (rows - len(grid.expert_of_row)))
         return whole_grid(padded, self.plain.count, grid.device), "all"
+
+
+def _context(kv: KVBlocks, rows: Tensor, asked: Tensor, columns: int) -> StepContext:
+    """One for every run and step: a context caches what it has derived from its tensors."""
+    return StepContext(kv, rows, asked.clamp(0, kv.capacity - 1), columns, asked)
 
 
 def _rows(batch: int, step: StepContext) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollouts import compare_rollout
 from tiny_models import tiny_llama
 
 from paceline.actors.decoding.attention import ATTENTION_NAME
@@ -126,17 +127,7 @@ def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
         for row, prompt in enumerate(prompts.tolist()):
             runner.prefill(row, prompt, 0, row % 3)
     for turn in range(4):
-        start = torch.tensor([[5, 6], [7, 8], [9, 10]], device=GPU) + turn
-        at = torch.tensor([[19, 20], [18, 19], [19, 20]], device=GPU)
-        drafted = replayed.rollout(rows, start, at, 21 + 4, 4, grid)
-        assert drafted is not None
-        tokens, positions = start, at
-        for step in range(4):
-            logits = launched.forward(rows, tokens, positions, 21 + step, keep=1, grid=grid)[:, 0]
-            assert torch.equal(drafted[0][:, step], logits.argmax(-1))
-            probs = logits.softmax(-1).amax(-1)
-            torch.testing.assert_close(drafted[1][:, step], probs, atol=1e-4, rtol=1e-4)
-            tokens, positions = drafted[0][:, step : step + 1], positions[:, -1:] + 1
+        compare_rollout(replayed, launched, rows, turn, grid, 1e-4)
     assert replayed.decoder.recorded == 1  # type: ignore[attr-defined]
 
 

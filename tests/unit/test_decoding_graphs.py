@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engines import engine_of, request, run, served, tokens_of
+from rollouts import compare_rollout
 from tiny_models import tiny_llama
 from torch import Tensor
 
@@ -168,17 +169,7 @@ def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
     )
     grid, rows = Grid(experts, "cpu"), [0, 4, 2]
     for turn in range(3):
-        start = torch.tensor([[5, 6], [7, 8], [9, 10]]) + turn
-        at = torch.tensor([[19, 20], [18, 19], [19, 20]])
-        drafted = replayed.rollout(rows, start, at, 21 + 4, 4, grid)
-        assert drafted is not None
-        tokens, positions = start, at
-        for step in range(4):
-            logits = launched.forward(rows, tokens, positions, 21 + step, keep=1, grid=grid)[:, 0]
-            assert torch.equal(drafted[0][:, step], logits.argmax(-1))
-            probs = logits.softmax(-1).amax(-1)
-            torch.testing.assert_close(drafted[1][:, step], probs, atol=1e-5, rtol=1e-5)
-            tokens, positions = drafted[0][:, step : step + 1], positions[:, -1:] + 1
+        compare_rollout(replayed, launched, rows, turn, grid, 1e-5)
     assert (capture.captured, capture.replayed) == (1, 2)
 
 
