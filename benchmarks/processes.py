@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 
 import psutil
 
@@ -42,6 +43,30 @@ def _role(title: str) -> str:
 def _begins(title: str, prefix: str) -> bool:
     whole_word = prefix.endswith("-") or title[len(prefix) :][:1] in ("", ".", ":", " ")
     return title.startswith(prefix) and whole_word
+
+
+def seconds() -> dict[int, tuple[str, float]]:
+    """Role and processor seconds so far of all processes below this one, and of it (``client``)."""
+    used = {os.getpid(): ("client", _used(psutil.Process()))}
+    for role, process in ours():
+        try:
+            used[process.pid] = role, _used(process)
+        except psutil.Error:
+            continue
+    return used
+
+
+def since(before: Mapping[int, tuple[str, float]]) -> dict[str, float]:
+    """Processor seconds by role since ``before``; those of processes that have ended are lost."""
+    spent: dict[str, float] = {}
+    for pid, (role, used) in seconds().items():
+        spent[role] = spent.get(role, 0.0) + used - before.get(pid, ("", 0.0))[1]
+    return {role: round(used, 2) for role, used in spent.items()}
+
+
+def _used(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def of(role: str) -> list[psutil.Process]:

@@ -63,7 +63,7 @@ class LoadBoard:
         self._lock = threading.Lock()
 
     def report(self, replica_id: str, running: int, waiting: int) -> None:
-        """Take a replica's load; replicas call it on every change."""
+        """Take a replica's load; see LoadReporter for when they call."""
         with self._lock:
             self._broker.report(replica_id, running, waiting, self._clock())
 

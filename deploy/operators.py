@@ -3,10 +3,13 @@
 Without API keys that is whoever is on the server's own machine, but not a web page that is open
 there. Callers of a proxy may be anybody, and one on this machine cannot always be told: what it
 forwards is refused where a header or the name of the host says so. Behind a proxy, have keys, or
-turn these calls off. With keys it is whoever shows one.
+turn these calls off. Where Ray puts HAProxy before Serve every call comes from this machine and no
+header says so: there it takes a key. With keys it is whoever shows one.
 """
 
 from __future__ import annotations
+
+import os
 
 from fastapi import Request
 
@@ -14,6 +17,7 @@ from paceline.deploy.addresses import is_loopback
 from paceline.deploy.errors import ApiError
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" has Ray put HAProxy in the place of its own proxies
 
 
 def authorize(request: Request, what: str, *, keyed: bool) -> None:
@@ -30,6 +34,7 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
     host = request.client.host if request.client is not None else ""
     near = is_loopback(host) and is_loopback(request.url.hostname or "")
     near = near and not any(name in request.headers for name in _FORWARDED)
+    near = near and os.environ.get(_HAPROXY) != "1"
     if not (near or keyed):
         raise forbidden(
             f"{what} is for operators: from the server's own machine, or with an API key where "

@@ -91,6 +91,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         placement=config.drafts.placement,
         round_timeout_ms=config.drafts.round_timeout_ms,
         stall_timeout_s=config.target.stall_timeout_s,
+        stream_chunks_per_s=config.target.stream_chunks_per_s,
         scored_share=config.router.sample_share,
         held_out_fraction=config.replay.held_out_fraction,
         canary_share=config.training.trial_share,

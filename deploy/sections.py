@@ -52,6 +52,9 @@ class TargetConfig(Section):
     with its requests; one that finds none for ``give_up_after_s`` fails. One that Serve ends has
     ``drain_s`` for what it has begun; what is left then goes on elsewhere too.
 
+    The streams of a replica get ``stream_chunks_per_s`` together, but twenty each: what comes
+    between is sent with the next. 0 sends every round's tokens by themselves.
+
     ``autoscaling`` takes the place of ``num_replicas``: ``min_replicas``, ``max_replicas``,
     ``occupancy``, ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.
     """
@@ -75,6 +78,7 @@ class TargetConfig(Section):
     stall_timeout_s: Seconds = 20.0
     give_up_after_s: Seconds = 120.0
     drain_s: Seconds | None = None
+    stream_chunks_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 250.0
 
     @field_validator("device")
     @classmethod

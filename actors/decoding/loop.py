@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.engine import Engine, StepOutput
 from paceline.actors.decoding.meter import EngineFigures, RequestMeter
+from paceline.actors.decoding.outbox import Deliver, Outbox
 from paceline.actors.decoding.request import (
     FINISH_ERROR,
     FINISH_FAULT,
@@ -26,7 +27,6 @@ from paceline.actors.weights.evidence import DraftOutcome
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[GenerationChunk], None]
 _MAX_FAULTS = 5  # in a row; more than one request may cause alone
 
 
@@ -45,6 +45,7 @@ class EngineLoop:
         on_record: Callable[[ReplayRecord], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
         on_outcome: Callable[[DraftOutcome], None] | None = None,
+        chunks_per_s: float = 0.0,
     ) -> None:
         """Start the thread.
 
@@ -54,6 +55,7 @@ class EngineLoop:
             on_record: gets the replay record of every finished request that is kept.
             on_load: gets (running, waiting) after every round and once when all is done.
             on_outcome: gets what the draft did for every finished request that tells.
+            chunks_per_s: of all streams together, see Outbox; 0 hands every round's on at once.
         """
         self._engine = engine
         self._num_threads = num_threads
@@ -61,7 +63,7 @@ class EngineLoop:
         self._on_load = on_load
         self._on_outcome = on_outcome
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._deliver: dict[str, Deliver] = {}
+        self._outbox = Outbox(chunks_per_s, time.monotonic, self._drop)
         self._background: set[str] = set()  # of these; never beside others
         self._requests = RequestMeter(time.monotonic)
         self._faults = 0
@@ -77,18 +79,19 @@ class EngineLoop:
 
     def silent_s(self) -> float:
         """Seconds that the present round has taken so far; 0 where there is nothing to do."""
-        return time.monotonic() - self._turned_at if self._deliver else 0.0
+        return time.monotonic() - self._turned_at if len(self._outbox) else 0.0
 
-    def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
+    def submit(self, request: GenerationRequest, deliver: Deliver, *, whole: bool = False) -> None:
         """Queue a request; ``deliver`` gets its chunks, the last with a finish reason.
 
+        Those of an answer that is wanted ``whole`` come together, but for one now and then.
         Where the loop is not healthy, it is refused at once, on the caller's thread.
         """
         if not self.healthy:
             deliver(_ended(FINISH_REFUSED))
             return
         came = time.monotonic()
-        self._inbox.put(lambda: self._add(request, deliver, came))
+        self._inbox.put(lambda: self._add(request, deliver, came, whole=whole))
 
     def abort(self, request_id: str) -> None:
         """Drop a request by its ``run_id``; it delivers nothing more."""
@@ -156,19 +159,21 @@ class EngineLoop:
         self._inbox.put(None)
         self._thread.join(timeout=10)
 
-    def _add(self, request: GenerationRequest, deliver: Deliver, came: float) -> None:
+    def _add(
+        self, request: GenerationRequest, deliver: Deliver, came: float, *, whole: bool
+    ) -> None:
+        self._outbox.open(request.run_id, deliver, whole=whole)
         if not request.background:
             self._give_way()
-        elif self._deliver.keys() - self._background:
-            self._deliver_one(request.run_id, deliver, _ended(FINISH_YIELDED))
+        elif set(self._outbox.names) - self._background - {request.run_id}:
+            self._outbox.put(request.run_id, _ended(FINISH_YIELDED))
             return
         try:
             self._engine.add(request)
         except Exception:
             logger.exception("request %s was refused", request.request_id)
-            self._deliver_one(request.run_id, deliver, _ended(FINISH_ERROR))
+            self._outbox.put(request.run_id, _ended(FINISH_ERROR))
             return
-        self._deliver[request.run_id] = deliver
         if request.background:
             self._background.add(request.run_id)
         else:
@@ -177,18 +182,14 @@ class EngineLoop:
     def _give_way(self) -> None:
         """End what runs in the background: somebody is here."""
         for run_id in list(self._background):
-            deliver = self._deliver[run_id]
+            self._outbox.put(run_id, _ended(FINISH_YIELDED))
             self._drop(run_id)
-            self._deliver_one(run_id, deliver, _ended(FINISH_YIELDED))
 
     def _drop(self, request_id: str) -> None:
-        self._forget(request_id)
+        self._background.discard(request_id)
+        self._outbox.close(request_id)
         self._requests.dropped(request_id)
         self._engine.abort(request_id)
-
-    def _forget(self, run_id: str) -> Deliver | None:
-        self._background.discard(run_id)
-        return self._deliver.pop(run_id, None)
 
     def _take(self, *, wait: bool) -> None:
         """Run what has come in; block for the first where there is nothing else to do."""
@@ -221,6 +222,7 @@ class EngineLoop:
             self._requests.begun(self._engine.admitted, self._turned_at)
             for output in outputs:
                 self._hand_out(output)
+            self._outbox.flush()
             if not self._engine.has_work:
                 self._report()
 
@@ -229,7 +231,9 @@ class EngineLoop:
         outputs = self._engine.fail_all()
         known = {output.request_id for output in outputs}
         fault = _ended(FINISH_FAULT)
-        return outputs + [StepOutput(name, fault) for name in self._deliver if name not in known]
+        return outputs + [
+            StepOutput(name, fault) for name in self._outbox.names if name not in known
+        ]
 
     def _report(self) -> None:
         if self._on_load is not None:
@@ -241,23 +245,13 @@ class EngineLoop:
         tokens = len(chunk.token_ids) + chunk.num_cut_tokens
         self._requests.gave(output.request_id, tokens, chunk.finish_reason)
         if finished:
-            deliver = self._forget(output.request_id)
-        else:
-            deliver = self._deliver.get(output.request_id)
-        if deliver is not None and (finished or output.chunk.token_ids or output.chunk.text):
-            self._deliver_one(output.request_id, deliver, output.chunk)
+            self._background.discard(output.request_id)
+        if finished or chunk.token_ids or chunk.text:
+            self._outbox.put(output.request_id, chunk)
         if output.record is not None and self._on_record is not None:
             self._on_record(output.record)
         if output.outcome is not None and self._on_outcome is not None:
             self._on_outcome(output.outcome)
-
-    def _deliver_one(self, run_id: str, deliver: Deliver, chunk: GenerationChunk) -> None:
-        """Hand a chunk out; whoever takes none any more ends its own request alone."""
-        try:
-            deliver(chunk)
-        except Exception:
-            logger.warning("nobody takes what request %s gets", run_id, exc_info=True)
-            self._drop(run_id)
 
 
 def _ended(reason: str) -> GenerationChunk:

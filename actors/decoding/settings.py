@@ -29,6 +29,7 @@ class TargetSettings:
     fastest. ``canary_share`` of the requests draft with an expert's candidate while there is one;
     above 0 every expert has a second slot of weights. ``cuda_graphs`` replays short forwards on
     GPUs. A replica that gives no sign of life for ``stall_timeout_s`` counts as hung.
+    Its streams get ``stream_chunks_per_s`` together, 0 is one each after every round.
     ``warm_up`` computes once at every size that products on CPUs have, before the first request.
     ``scored_share`` of the stored requests, all with prompts of the ``held_out_fraction``, goes to
     the scorer of experts.
@@ -56,6 +57,7 @@ class TargetSettings:
     placement: DraftPlacement = "colocated"
     round_timeout_ms: float = 100.0
     stall_timeout_s: float = 20.0
+    stream_chunks_per_s: float = 0.0
     scored_share: float = 0.0
     held_out_fraction: float = 0.0
     canary_share: float = 0.0

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from ray.serve.exceptions import RayServeException
 
 from paceline.actors.decoding.build import build_engine
 from paceline.actors.decoding.compatibility import read_config
+from paceline.actors.decoding.load_reports import LoadReporter
 from paceline.actors.decoding.loading import resolve_device
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.meter import EngineFigures
@@ -36,7 +38,6 @@ from paceline.actors.weights.slots import candidate_of, expert_of
 
 logger = logging.getLogger(__name__)
 
-_REPORT_EVERY_S = 1.0
 _POLL_S = 10.0
 _RETRY_S = 0.5
 _BEATS_PER_TIMEOUT = 4
@@ -72,7 +73,6 @@ class TargetReplica:
         """
         self._shards = dict(shards or {})
         self._registry = registry
-        self._board = board
         self._scorer = scorer
         self._settings = settings
         self._scored = (settings.scored_share, settings.held_out_fraction)
@@ -80,8 +80,11 @@ class TargetReplica:
         self._stall_timeout_s = settings.stall_timeout_s
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
         self._beating: asyncio.Task[None] | None = None
-        self._reported: tuple[int, int] | None = None
-        self._reported_at = 0.0
+        self._load_reports: LoadReporter | None = None
+        if board is not None:
+            self._load_reports = LoadReporter(
+                partial(board.report.remote, self._replica_id), time.monotonic
+            )
         self._pool = _pool(settings) if settings.placement == "pool" else None
         self._leases: Leases | None = None
         if self._pool is not None:  # experts load meanwhile
@@ -100,6 +103,7 @@ class TargetReplica:
             on_record=self._store if self._shards else None,
             on_load=self._report,
             on_outcome=self._tell if self._outcomes is not None else None,
+            chunks_per_s=settings.stream_chunks_per_s,
         )
         if registry is not None and self._pool is None:  # experts of a pool pull their own
             threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
@@ -125,7 +129,7 @@ class TargetReplica:
         def deliver(chunk: GenerationChunk) -> None:
             events.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        self._loop.submit(request, deliver)
+        self._loop.submit(request, deliver, whole=whole)
         finished = False
         parts: list[GenerationChunk] = []
         try:
@@ -261,19 +265,11 @@ class TargetReplica:
             self._registry.report.remote(again)
 
     def _report(self, running: int, waiting: int) -> None:
-        """Tell the board on every change, and now and then while nothing changes."""
+        """Tell registry and board what has changed, where it is time."""
         if self._outcomes is not None:
             self._outcomes.flush(idle=running + waiting == 0)
-        now = time.monotonic()
-        if self._board is None:
-            return
-        if (running, waiting) == self._reported and now - self._reported_at < _REPORT_EVERY_S:
-            return
-        self._reported, self._reported_at = (running, waiting), now
-        try:
-            self._board.report.remote(self._replica_id, running, waiting)
-        except Exception:
-            logger.warning("load was not reported", exc_info=True)
+        if self._load_reports is not None:
+            self._load_reports(running, waiting)
 
     def _watch(self) -> None:
         """Long-poll the registry for new weights, for ever."""

@@ -12,7 +12,8 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
-from paceline.actors.training.progress import Diverged, Stopped
+from paceline.actors.training.patience import Patience
+from paceline.actors.training.progress import Diverged
 from paceline.actors.training.schedule import round_length
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share
@@ -45,8 +46,7 @@ class Drill:
         self._settings = settings
         self._world = world
         self._clock = clock
-        self._sleep = sleep
-        self._stopped = stopped
+        self._patience = Patience(settings.poll_s, sleep=sleep, stopped=stopped)
         self._taken = taken
         self._rng = np.random.default_rng(settings.seed)
         self._leave = 1.0
@@ -125,9 +125,4 @@ class Drill:
 
     def wait_for_leave(self) -> None:
         """Return when a micro-step may begin; raises Ousted and Stopped."""
-        while not self._world.may_train():
-            if self._stopped():
-                raise Stopped
-            self._sleep(self._settings.poll_s)
-        if self._stopped():
-            raise Stopped
+        self._patience.until(self._world.may_train)

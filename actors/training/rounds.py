@@ -97,7 +97,7 @@ class Rounds:
             return False
         learnt = self.progress.micro_steps
         try:
-            return self._teach(turn.topic, turn, stats)
+            return self._leave(turn.topic) and self._teach(turn.topic, turn, self._world.stats())
         finally:
             note = self._survey.note(turn.topic, self._candidates.get(turn.topic))
             self._world.give_back(note if self.progress.micro_steps > learnt else None)
@@ -117,8 +117,7 @@ class Rounds:
             logger.info("%s rests: %s", topic, why)
             return False
         except Ousted:
-            self._note(state="waiting for a topic", topic=None)
-            logger.info("%s: the round is over, the broker does not know of it", topic)
+            self._ousted(topic)
             return False
         except Stopped:
             raise
@@ -149,10 +148,31 @@ class Rounds:
         if self._crew is not None:
             self._crew.disband()
 
+    def _leave(self, topic: str) -> bool:
+        """Wait for leave: putting a draft together alone takes seconds of a processor.
+
+        False where the broker knows of no round of this trainer.
+        """
+        self._note(state="waiting for leave", topic=topic)
+        try:
+            self._drill.wait_for_leave()
+        except Ousted:
+            self._ousted(topic)
+            return False
+        self._world.rest()
+        self._look_out()  # what is on trial may have been decided meanwhile
+        return True
+
+    def _ousted(self, topic: str) -> None:
+        self._note(state="waiting for a topic", topic=None)
+        logger.info("%s: the round is over, the broker does not know of it", topic)
+
     def _round(
         self, topic: str, turn: Turn, versions: dict[str, int], stats: dict[str, dict[str, Any]]
     ) -> bool:
         """Train and judge; False where no time for training was left."""
+        if topic not in stats and topic != GENERAL:
+            raise Unfit("its shard does not answer")
         candidate = self.candidate(topic)
         self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
         if topic != GENERAL or stats.keys() >= self._settings.draft_paths.keys():

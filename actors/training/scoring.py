@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.actors.replay.names import belongs
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
 from paceline.actors.routing.hedge import Hedge
+from paceline.actors.training.patience import Patience
 from paceline.actors.training.progress import Stopped
 from paceline.actors.training.scorer_settings import ScorerSettings
 
@@ -81,14 +82,14 @@ class Scoring:
         self._settings = settings
         self._marks = dict(settings.marks)
         self._clock = clock
-        self._sleep = sleep
-        self._stopped = stopped
+        self._patience = Patience(settings.poll_s, sleep=sleep, stopped=stopped)
         self._lock = threading.Lock()
         self._records: OrderedDict[str, tuple[str, float, bytes]] = OrderedDict()
         self._bytes = 0
         self._scored: dict[str, set[str]] = {expert: set() for expert in settings.draft_paths}
         self._resting: dict[str, float] = {}
         self._on_trial: list[str] = []
+        self._began = False
         self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
 
     def enlist(self, expert: str, like: str) -> bool:
@@ -195,6 +196,9 @@ class Scoring:
             expert = self._next()
         if expert is None:
             return False
+        if not self._began:  # models are not loaded before there was leave once
+            self._patience.until(lambda: self._may_score(world))
+            self._began = True
         newest = world.weights(expert)
         if newest is None:
             return False
@@ -212,6 +216,12 @@ class Scoring:
             self._resting[expert] = self._clock() + self._settings.rest_s
         return True
 
+    def _may_score(self, world: ServedWeights) -> bool:
+        """Leave for a forward; however long it takes, records expire meanwhile."""
+        with self._lock:
+            self._expire()
+        return world.may_train()
+
     def _score(
         self,
         expert: str,
@@ -220,16 +230,10 @@ class Scoring:
         world: ServedWeights,
         judge: Judge,
     ) -> None:
-        def leave() -> None:
-            while not world.may_train():
-                if self._stopped():
-                    raise Stopped
-                self._sleep(self._settings.poll_s)
-            if self._stopped():
-                raise Stopped
-
         records = [decode(data) for _, _, data in missing.values()]
-        gains = judge.score(expert, flat, records, leave)
+        gains = judge.score(
+            expert, flat, records, lambda: self._patience.until(lambda: self._may_score(world))
+        )
         with self._lock:
             for (key, (topic, _, _)), gain in zip(missing.items(), gains, strict=True):
                 if key in self._records:

@@ -49,7 +49,7 @@ def traffic(figures: Mapping[str, Any], command: str) -> str:
         "its 99th percentile is 256 tokens of the target's 1,024, and never stretched. Latencies "
         "count from when a request was due, the time per token from the first tokens, however many "
         "came at once, to the last. Blocks run in the tables' order of loads, and `online` begins "
-        "each with what it had learnt by the end of the one before, the first with nothing. "
+        f"each with what it had learnt by the end of the one before, {_lesson(figures)}. "
         "Within limits: first token and time per token of at "
         f"most five times an idle plain server's medians. {_machines(figures)}Load average before "
         f"the blocks: {busy}. {plan['repeats']} window(s) of each trace, "
@@ -60,10 +60,28 @@ def traffic(figures: Mapping[str, Any], command: str) -> str:
     )
 
 
+def _lesson(figures: Mapping[str, Any]) -> str:
+    """What ``online`` had learnt from before the first block."""
+    lesson = figures["lesson"]
+    if lesson is None:
+        return "the first with nothing"
+    load, made = figures["settings"]["plan"]["lesson_load"], lesson["decisions"]
+    first = "" if lesson["first"] is None else "; first drafted token accepted "
+    first += " to ".join(number(value) for value in lesson["first"] or ())
+    return (
+        f"the first from a lesson: {lesson['requests']} further requests of the first trace at "
+        f"{load:g} in {lesson['seconds']:.0f} s ({made['published']} versions on trial, "
+        f"{made['promoted']} promoted, {made['rolled_back']} rolled back{first}; "
+        f"{lesson['trainer_cpu_s']:.0f} of {lesson['cpu_s']:.0f} CPU s were the "
+        "trainer's)"
+    )
+
+
 def _latencies(rows: Sequence[Mapping[str, Any]]) -> str:
     headings = ("trace", "load", "variant", "first token, ms, p50 / p99", "per token, ms")
     headings += ("whole answer, ms", "longest pause, ms, p99", "client late, ms, p99")
     headings += ("within limits", "goodput, requests/s", "tokens/s", "failed")
+    headings += ("CPU s, all processes", "of these the trainer's")
     lines = []
     for row in rows:
         pairs = [
@@ -73,7 +91,9 @@ def _latencies(rows: Sequence[Mapping[str, Any]]) -> str:
         tails = [_milli(row[f"{name}_p99_s"]) for name in ("pause", "lag")]
         rates = [f"{row['within_limits']:.0%}", f"{row['goodput']:.2f}"]
         failed = f"{row['failed']} of {row['requests']}"
-        lines.append([*_names(row), *pairs, *tails, *rates, f"{row['tokens_per_s']:.0f}", failed])
+        spent = [f"{row[name]:.1f}" for name in ("cpu_s", "trainer_cpu_s")]
+        tokens = f"{row['tokens_per_s']:.0f}"
+        lines.append([*_names(row), *pairs, *tails, *rates, tokens, failed, *spent])
     return table(headings, lines)
 
 
@@ -113,7 +133,7 @@ def _fresh(rows: Sequence[Mapping[str, Any]]) -> str:
         return "No prompt comes in two blocks. The prefix cache is off."
     return (
         f"The pool of prompts was too small: up to {again} requests of a row had a prompt that an "
-        "earlier block had had. The prefix cache is off."
+        "earlier block, or the lesson, had had. The prefix cache is off."
     )
 
 

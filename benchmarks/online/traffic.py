@@ -9,12 +9,14 @@ A block is a window of a trace at one load; every variant serves it in turn, fro
     frozen   the initial drafts behind the router, no training
     online   the same drafts, that learn from this very traffic on the same cores
 
-``online`` starts each block from what it had learnt at the end of the one before. The load is a
-fraction of the requests a second that ``plain`` answers when it always has 16 at hand. Arrivals
-are the trace's on a stretched time axis; a request's prompt is real text whose rank by length
-among the block's is the rank of the trace's prompt; an answer ends where the target ends it, or
-at the trace's length, scaled so that the 99th percentile is a quarter of the target's context.
-Answers are greedy, and must be the same from every variant but for bfloat16's last bits.
+``online`` starts each block from what it had learnt at the end of the one before, the first from
+what it learnt in a lesson of the same traffic at a light load: a server has quiet hours before its
+busy ones, and one that never has is never taught. The load is a fraction of the requests a second
+that ``plain`` answers when it always has 16 at hand. Arrivals are the trace's on a stretched time
+axis; a request's prompt is real text whose rank by length among the block's is the rank of the
+trace's prompt; an answer ends where the target ends it, or at the trace's length, scaled so that
+the 99th percentile is a quarter of the target's context. Answers are greedy, and must be the same
+from every variant but for bfloat16's last bits.
 
 Blocks lie in out/bench/online/traffic, one JSON each; what is there is not run again.
 """
@@ -43,6 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traces", nargs="+", choices=list(FILES), default=None)
     parser.add_argument("--seconds", type=float, help="of a block's arrivals; 180, with --quick 40")
     parser.add_argument("--repeats", type=int, help="windows of each trace; 3, with --quick 1")
+    parser.add_argument("--lesson", type=float, help="seconds; 600, with --quick none")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--port", type=int, default=8019)
     parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
@@ -56,7 +59,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     plan = QUICK if options.quick else FULL
     seconds = plan.seconds if options.seconds is None else options.seconds
     repeats = plan.repeats if options.repeats is None else options.repeats
-    return replace(plan, seconds=seconds, repeats=repeats)
+    lesson_s = plan.lesson_s if options.lesson is None else options.lesson
+    return replace(plan, seconds=seconds, repeats=repeats, lesson_s=lesson_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     store = Store(options.out / "traffic")
     traffic = Traffic(options, plan_of(options), store)
-    state: Path | None = None
+    state = traffic.lesson()
     for number, block in enumerate(traffic.blocks()):
         for turn in range(len(VARIANTS)):
             variant = VARIANTS[(number + turn) % len(VARIANTS)]
@@ -72,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             state = after if variant == ONLINE else state
     capacities = {trace: traffic.capacity(trace) for trace in traffic.traces}
     command = command_of("bench-traffic", argv)
-    return report(traffic.units, capacities, traffic.common, options.out, command)
+    taught = traffic.taught
+    return report(traffic.units, capacities, traffic.common, options.out, command, taught)
 
 
 if __name__ == "__main__":

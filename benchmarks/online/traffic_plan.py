@@ -26,6 +26,8 @@ class Plan:
         warm_up: requests before the clock runs.
         probe: requests that measure the capacity.
         drain_s: that answers may take after the last arrival.
+        lesson_s: that ``online`` has learnt before the first block, from the same traffic.
+        lesson_load: of that time, as a fraction of the capacity.
     """
 
     loads: tuple[float, ...]
@@ -34,10 +36,12 @@ class Plan:
     warm_up: int
     probe: int
     drain_s: float
+    lesson_s: float
+    lesson_load: float = 0.1
 
 
-FULL = Plan((0.3, 0.6, 0.9), 180.0, 3, 16, 192, 120.0)
-QUICK = Plan((0.3, 0.8), 40.0, 1, 8, 48, 40.0)
+FULL = Plan((0.3, 0.6, 0.9), 180.0, 3, 16, 192, 120.0, 600.0)
+QUICK = Plan((0.3, 0.8), 40.0, 1, 8, 48, 40.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

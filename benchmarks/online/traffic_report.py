@@ -52,8 +52,26 @@ def _row(key: Key, results: Sequence[Unit]) -> dict[str, Any]:
         row[name] = sum(values) / len(values) if values else None
     for name in DECISIONS:
         row[name] = sum(result["decisions"].get(name, 0) for result in results)
+    spent = [sum(result["cpu_s"].values()) for result in results]
+    row["cpu_s"] = sum(spent) / len(found)
+    row["trainer_cpu_s"] = sum(r["cpu_s"].get("trainer", 0.0) for r in results) / len(found)
     row["prompts_repeated"] = sum(result["prompts_repeated"] for result in results)
     return row
+
+
+def lesson_of(result: Unit) -> dict[str, Any]:
+    """What the lesson came to: traffic, what was learnt, acceptance as it began and ended."""
+    summary, trainer = result["summary"], result["trainer"] or {}
+    parts = [part["first"] for part in summary["over_time"] if part["first"] is not None]
+    return {
+        "requests": summary["requests"],
+        "seconds": summary["seconds"],
+        "micro_steps": trainer.get("micro_steps"),
+        "trainer_cpu_s": result["cpu_s"].get("trainer", 0.0),
+        "cpu_s": sum(result["cpu_s"].values()),
+        "decisions": {name: result["decisions"].get(name, 0) for name in DECISIONS},
+        "first": [parts[0], parts[-1]] if parts else None,
+    }
 
 
 def ratios_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
@@ -128,6 +146,7 @@ def report(
     common: Mapping[str, Any],
     out: Path,
     command: str,
+    lesson: Unit | None = None,
 ) -> int:
     """Print the table; write ``traffic.json``, ``.md`` and ``.png``; 1 where a draft failed.
 
@@ -137,14 +156,17 @@ def report(
         common: settings of all blocks.
         out: folder of results.
         command: that made them.
+        lesson: what ``online`` learnt from before the blocks; None where there was none.
     """
     rows, ratios = rows_of(units), ratios_of(units)
-    failures = sum(unit["result"]["draft_failures"] or 0 for unit in units)
+    results = [unit["result"] for unit in units] + ([] if lesson is None else [lesson])
+    failures = sum(result["draft_failures"] or 0 for result in results)
     figures = {
         "settings": dict(common),
         "machines": [unit["result"]["machine"] for unit in units[:1]],
         "load_averages": [unit["result"]["machine"]["load_average_before"] for unit in units],
         "capacity": dict(capacities),
+        "lesson": None if lesson is None else lesson_of(lesson),
         "rows": rows,
         "ratios": ratios,
         "answers": answers_that_differ(units),

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import machine
+import processes
 from clients import Load
 from expert_cache import TARGET, base_hashes
 
@@ -102,6 +103,7 @@ class Traffic:
         self.options, self.plan, self.store = options, plan, store
         self.traces = _traces(options)
         self.units: list[dict[str, Any]] = []  # blocks that were run or found
+        self.taught: dict[str, Any] | None = None  # what the lesson came to
         tokenizer = load_tokenizer(TARGET)
         pools = [load(options.data, t, tokenizer, train=_POOL, test=1).train for t in TOPICS]
         questions = interleaved(pools)
@@ -125,6 +127,38 @@ class Traffic:
             for trace in self.traces
             for load in self.plan.loads
         ]
+
+    def lesson(self) -> Path | None:
+        """Have ``online`` learn from the first trace's traffic, unless it has; its state's folder.
+
+        None where the plan has no lesson.
+        """
+        count = self._lesson_count()
+        if not count:
+            return None
+        trace = next(iter(self.traces))
+        block = Block(trace, self.plan.lesson_load, 0)
+        facts = self.capacity(trace)
+        settings = self.common | {"block": asdict(block), "requests": count}
+        name = f"lesson-{trace.replace(' ', '-')}"
+        state = self.store.path(name, settings, ".state")
+        found = self.store.find(name, settings)
+        if found is None:
+            _copy(None, state)
+            found = self.store.put(
+                name, settings, self._serve(0, count, block, ONLINE, state, facts)
+            )
+            _say(name, found)
+        self.taught = found
+        return state
+
+    def _lesson_count(self) -> int:
+        """Requests of the lesson."""
+        if not self.plan.lesson_s:
+            return 0
+        trace = next(iter(self.traces))
+        rate = self.plan.lesson_load * float(self.capacity(trace)["requests_per_s"])
+        return min(max(20, round(rate * self.plan.lesson_s)), len(self.traces[trace]))
 
     def capacity(self, trace: str) -> dict[str, Any]:
         """Requests a second of a busy plain server, and latencies of an idle one."""
@@ -166,7 +200,7 @@ class Traffic:
             the folder of ``online``'s state after it, None for the others.
         """
         facts, rate = self.capacity(block.trace), self._rate(block)
-        start = sum(map(self._count, self.blocks()[:number]))
+        start = self._lesson_count() + sum(map(self._count, self.blocks()[:number]))
         settings = self.common | {
             "block": asdict(block),
             "variant": variant,
@@ -182,10 +216,11 @@ class Traffic:
                 _copy(before, state)
             folder = tempfile.TemporaryDirectory() if variant != ONLINE else nullcontext(str(state))
             with folder as state_dir:
-                result = self._serve(start, block, variant, Path(state_dir), facts)
+                count = self._count(block)
+                result = self._serve(start, count, block, variant, Path(state_dir), facts)
             result = self.store.put(name, settings, result)
             _say(name, result)
-            if variant == ONLINE and before is not None:
+            if variant == ONLINE and before is not None and number:  # the lesson's is kept
                 shutil.rmtree(before)  # the next block needs this one's alone
         self.units.append({"settings": settings, "result": result})
         return state if variant == ONLINE else None
@@ -200,9 +235,15 @@ class Traffic:
         return min(wanted, len(self.traces[block.trace]))
 
     def _serve(
-        self, start: int, block: Block, variant: str, state_dir: Path, facts: Mapping[str, Any]
+        self,
+        start: int,
+        count: int,
+        block: Block,
+        variant: str,
+        state_dir: Path,
+        facts: Mapping[str, Any],
     ) -> dict[str, Any]:
-        trace, plan, count = self.traces[block.trace], self.plan, self._count(block)
+        trace, plan = self.traces[block.trace], self.plan
         arrivals = at_rate(window(trace, count, block.repeat), self._rate(block))
         scale = output_scale(trace, OUTPUT_ROOM)
         requests = planned(arrivals, scale, self.prompts, start, variant)
@@ -212,7 +253,9 @@ class Traffic:
             warm_up = [Planned(p.due_s, p.topic, 0, p.body | {"store": False}) for p in requests]
             asyncio.run(_closed(url, warm_up[: plan.warm_up]))
             busy = machine.facts()["load_average"]
+            used = processes.seconds()
             outcomes = asyncio.run(replay(url, requests, plan.drain_s))
+            used = processes.since(used)
             last = _status(url)
         limits = Limits(**facts["limits"])
         return {
@@ -225,6 +268,7 @@ class Traffic:
             "weight_versions": last.get("weight_versions", {}),
             "trainer": last.get("trainer"),
             "draft_failures": last["target"].get("draft_failures"),
+            "cpu_s": used,
             "machine": machine.facts() | {"load_average_before": busy},
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }

@@ -35,6 +35,7 @@ TRAINER_STATES = {
     "waiting for the canary": "waiting_for_canary",
     "rolled back": "rolled_back",
     "waiting for a topic": "waiting_for_topic",
+    "waiting for leave": "waiting_for_leave",
 }
 LEASE_STATES = {
     "working": "working",

@@ -9,12 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 from clients import Reply
 from online import fragments, latency, open_loop, traces, traffic, traffic_report, traffic_runs
 from online.rows import Question
 from online.store import Store
-from online.traffic_plan import FULL, ONLINE, PLAIN, QUICK, Block, Prompts, body, busy_rate, planned
+from online.traffic_plan import FULL, ONLINE, PLAIN, QUICK, Prompts, body, busy_rate, planned
 
 from paceline.actors.weights.history import append_decision
 
@@ -138,8 +139,7 @@ class Here(traffic_runs.Traffic):
     def capacity(self, trace: str) -> dict[str, Any]:  # noqa: ARG002
         return {"requests_per_s": 2.0}
 
-    def _serve(self, start: int, block: Block, *_: Any) -> dict[str, Any]:
-        count = self._count(block)
+    def _serve(self, start: int, count: int, *_: Any) -> dict[str, Any]:
         self.seen.append(self.prompts.part(count, start))
         return {
             "summary": latency.summary([outcome()], latency.Limits(1.0, 1.0)),
@@ -257,6 +257,8 @@ def unit(variant: str, repeat: int, seconds: float, answers: str = "ab") -> dict
         "result": {
             "summary": latency.summary(outcomes, latency.Limits(1.0, 1.0)),
             "decisions": {"published": 2, "rolled_back": 1},
+            "trainer": {"micro_steps": 7},
+            "cpu_s": {"target": 3.0, "trainer": repeat + 1.0},
             "prompts_repeated": 3,
             "outcomes": [
                 {"answer": o.answer, "error": o.error, "ttft_s": o.ttft_s} for o in outcomes
@@ -276,6 +278,7 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert [row["variant"] for row in rows] == ["plain", "online"]
     assert rows[1]["ttft_p50_s"] == pytest.approx((0.2 * 0.4) ** 0.5)
     assert (rows[1]["published"], rows[1]["promoted"], rows[1]["rolled_back"]) == (4, 0, 2)
+    assert (rows[1]["cpu_s"], rows[1]["trainer_cpu_s"]) == (4.5, 1.5)
     page = fragments._speculation(rows)
     assert "| 4 | 0 | 2 |" in page
     assert "up to 6 requests" in fragments._fresh(rows)
@@ -292,8 +295,42 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert differ["online"] == {"compared": 4, "differ": 1}
 
 
+def test_processor_seconds_are_counted_by_role() -> None:
+    before = processes.seconds()
+    sum(i * i for i in range(3_000_000))
+    spent = processes.since(before)
+    assert spent["client"] > 0.01
+    assert processes.since(processes.seconds())["client"] < spent["client"]
+
+
+def test_what_online_learnt_from_beforehand_is_told() -> None:
+    lesson = traffic_report.lesson_of(unit("online", 0, 0.2)["result"])
+    assert (lesson["requests"], lesson["trainer_cpu_s"], lesson["cpu_s"]) == (2, 1.0, 4.0)
+    assert lesson["decisions"] == {"published": 2, "promoted": 0, "rolled_back": 1}
+    settings = {"plan": asdict(FULL)}
+    told = fragments._lesson({"lesson": lesson, "settings": settings})
+    assert "2 further requests of the first trace at 0.1" in told
+    assert "2 versions on trial" in told
+    assert fragments._lesson({"lesson": None, "settings": settings}) == "the first with nothing"
+
+
+def test_the_lesson_s_prompts_come_in_no_block(tmp_path: Path) -> None:
+    runs = Here(400, Store(tmp_path))
+    runs.plan = replace(runs.plan, lesson_s=500.0)
+    state = runs.lesson()
+    assert state is not None
+    assert state.is_dir()
+    runs.run(0, runs.blocks()[0], PLAIN, None)
+    assert [len(part) for part in runs.seen] == [100, 24]  # 500 s at a tenth of 2/s
+    assert not set(runs.seen[0]) & set(runs.seen[1])
+    assert runs.lesson() == state  # what is there is not run again
+    assert len(runs.seen) == 2
+    assert Here(4, Store(tmp_path / "none")).lesson() is None
+
+
 def test_a_shorter_run_is_asked_for_by_the_command_line() -> None:
     assert traffic.plan_of(traffic.parse([])) == FULL
     assert traffic.plan_of(traffic.parse(["--quick"])) == QUICK
     shorter = traffic.plan_of(traffic.parse(["--seconds", "90", "--repeats", "1"]))
     assert (shorter.seconds, shorter.repeats, shorter.loads) == (90.0, 1, FULL.loads)
+    assert traffic.plan_of(traffic.parse(["--lesson", "0"])).lesson_s == 0.0

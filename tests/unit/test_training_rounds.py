@@ -336,6 +336,8 @@ def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
         rounds.tick()
     assert len(asked) == 5
     assert rounds.progress.micro_steps == 0
+    assert rounds.progress.state == "waiting for leave"
+    assert not rounds._candidates  # putting one together takes seconds of a processor
 
 
 def test_who_is_ousted_while_moments_are_kept_has_published_and_goes_on(

@@ -146,6 +146,26 @@ def test_without_leave_nothing_is_scored_and_the_end_is_at_once(
     assert len(asked) == 3
 
 
+def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
+    now, settings = [0.0], settings_of(draft, retention_s=10.0)
+    scoring = Scoring(
+        settings, clock=lambda: now[0], sleep=lambda _: None, stopped=lambda: now[0] > 20.0
+    )
+    offer(scoring, [lesson(n, created=0.0) for n in range(4)])
+
+    class Busy(_Nothing):
+        def may_train(self) -> bool:
+            now[0] += 3.0
+            return False
+
+        def versions(self) -> dict[str, int] | None:
+            return dict.fromkeys(settings.draft_paths, 0)
+
+    with pytest.raises(Stopped):
+        scoring.tick(Busy(), _Nobody())
+    assert scoring.table()["waiting"] == 0
+
+
 def test_a_dead_registry_leaves_things_as_they_are(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
