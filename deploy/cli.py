@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
-import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paceline.cluster import session
 from paceline.deploy import operator_commands as operator
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import PacelineConfig, load_config
@@ -24,6 +25,7 @@ from paceline.deploy.signals import interrupt_once, on_signals
 if TYPE_CHECKING:
     from paceline.deploy.app import RunningApp
 
+_LOOK_S = 0.2
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 
@@ -170,7 +172,6 @@ def _serve(options: argparse.Namespace) -> int:
     check(config)
     for warning in warnings(config):
         _say_error(f"warning: {warning}")
-    stopped = threading.Event()
     on_signals(interrupt_once)
     _say("Starting Paceline (this takes some seconds) ...")
     from paceline.deploy import app  # imports Ray: not before the config is sound
@@ -179,9 +180,11 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         running = app.start(config, checked=True)
         # Ray puts its own handler on SIGTERM; ours must come after it.
-        on_signals(lambda *_: stopped.set())
+        signals: list[int] = []
+        on_signals(lambda number, _: signals.append(number))
         _say(_banner(config, running))
-        stopped.wait()
+        while not signals:  # no Event: a handler that comes while one is waited for may lock up
+            time.sleep(_LOOK_S)
         _say("Stopping ...")
     finally:
         on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
@@ -265,13 +268,17 @@ def _say_error(text: str) -> None:
 
 
 def as_process() -> NoReturn:
-    """:func:`main` as a process of its own, which ends with its exit code."""
+    """:func:`main` as a process of its own, which ends with its exit code.
+
+    It ends at once: by now all is stopped, and the interpreter would still wait for whatever Ray
+    left in its threads, which crashes where a session was killed, and may never come back.
+    """
     code = main()
-    if session.was_killed():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

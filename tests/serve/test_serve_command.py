@@ -47,6 +47,7 @@ def serving(config: Path, **options: Any) -> Iterator["subprocess.Popen[str]"]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
         **options,
     )
     try:
@@ -74,6 +75,16 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
     raise AssertionError("ended early: " + "".join(lines))
 
 
+def ended(process: "subprocess.Popen[str]", within_s: float) -> int:
+    """The exit code; where it does not end, the failure shows where its threads are."""
+    try:
+        return process.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        said, _ = process.communicate(timeout=30)
+        pytest.fail(f"still there after {within_s} s: {said}")
+
+
 def assert_gone(processes: list[psutil.Process]) -> None:
     """None of them runs any more; Ray's own may take a moment."""
     assert processes
@@ -92,7 +103,7 @@ def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: in
         assert answer.status_code == 200
         started = below_of(process)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        assert ended(process, 60) == 0
         assert process.stdout is not None
         assert "Traceback" not in process.stdout.read()
     assert_gone(started)
@@ -139,7 +150,7 @@ def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: W
         read_until(process, "Ctrl-C ends it")
         started = below_of(process)
         os.killpg(process.pid, signal.SIGTERM)  # Ray's own processes get it too
-        process.wait(timeout=25)
+        ended(process, 25)
     assert_gone(started)
 
 
@@ -155,7 +166,7 @@ def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
         time.sleep(after_s)
         started = below_of(process)
         os.killpg(process.pid, signal.SIGTERM)  # Ray's start then waits for its own processes
-        assert process.wait(timeout=25) != 0  # Ray may abort, now that its own are gone
+        assert ended(process, 25) != 0  # Ray may abort, now that its own are gone
     assert_gone(started)
 
 
