@@ -27,12 +27,13 @@ from online.serving import Serving
 from online.shifts import KINDS, ORDER, SYSTEMS, shift_unit
 from online.store import Store
 from online.streams import rehearsal_unit, stream_unit
-from online.world import Learning
+from online.world import Imagining, Learning
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
 PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts")
 _NOT_QUICK = ("imagined", "offline", "rehearsals")
+IMAGINED = (Imagining(4.0, 32), Imagining(8.0, 128, 256))
 QUICK_TOPICS = ("sql", "shell")
 
 
@@ -58,7 +59,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             option = "--" + name.replace("_", "-")
             parser.add_argument(option, type=type(default), default=default, help="see Learning")
     parser.add_argument(
-        "--imagined-per-record", type=float, default=4.0, help="prompts that the target makes up"
+        "--imagined",
+        nargs="+",
+        type=imagining,
+        default=IMAGINED,
+        metavar="N:STEPS[:MB]",
+        help="prompts that the target makes up per record, the micro-steps of a round then, and "
+        "the capacity of replay",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
@@ -67,6 +74,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--docs", type=Path, help="also write the results as this Markdown file")
     return parser.parse_args(argv)
+
+
+def imagining(text: str) -> Imagining:
+    """Reads N:STEPS, or N:STEPS:MB.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    per_record, micro_steps, *capacity = text.split(":")
+    return Imagining(float(per_record), int(micro_steps), *map(int, capacity))
 
 
 def learning_of(options: argparse.Namespace) -> Learning:
@@ -126,7 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "streams" in parts:
             stream_unit(bench, topic, learning)
         if "imagined" in parts:
-            imagined_unit(bench, topic, learning, options.imagined_per_record)
+            for amount in options.imagined:
+                imagined_unit(bench, topic, learning, amount)
         if "ceilings" in parts:
             ceiling_unit(bench, topic, offline)
         if "offline" in parts:
@@ -138,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in KINDS[:1] if options.quick else KINDS:
             for system in SYSTEMS:
                 shift_unit(bench, kind, system, learning)
-    figures = collect(bench, learning, offline, options.imagined_per_record, command_of(argv))
+    figures = collect(bench, learning, offline, options.imagined, command_of(argv))
     path = options.out / "online.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     write(figures, options.out, options.docs, options.published)

@@ -20,15 +20,16 @@ from online.bench import Bench, counts_of, packed
 from online.judging import look
 from online.serving import serve
 from online.streams import stream_settings
-from online.world import Learner, Learning, LocalWorld
+from online.world import Imagining, Learner, Learning, LocalWorld
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.request import FINISH_ERROR, GenerationRequest
 from paceline.actors.imagination.composer import Composer, Said
 from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import turn_marks
 from paceline.actors.replay.record import encode
+from paceline.actors.replay.table import ReplaySettings
 
-_AT_ONCE = 8
+_AT_ONCE = 32
 
 
 class EngineVoice:
@@ -62,19 +63,19 @@ class EngineVoice:
 class Muse:
     """Imagines as much as is wanted each time that it is called, and counts its seconds."""
 
-    def __init__(self, bench: Bench, topic: str, learning: Learning, per_record: float) -> None:
+    def __init__(self, bench: Bench, topic: str, learning: Learning, amount: Imagining) -> None:
         """Nothing is imagined yet.
 
         Args:
             bench: gives engine, tokenizer and the test.
             topic: whose test's prompts are left out.
             learning: see Learning.
-            per_record: see ImaginationSettings.
+            amount: see Imagining.
         """
         names = map(str, itertools.count())
         settings = ImaginationSettings(
             turn_marks(bench.tokenizer),
-            per_record,
+            amount.per_record,
             learning.held_out_fraction,
             at_once=_AT_ONCE,
             seed=learning.seed,
@@ -84,7 +85,7 @@ class Muse:
         self.in_test = 0
         self._most = 2 * _AT_ONCE  # turns in a row that bring nothing
         self.composer = Composer(settings, mark=lambda: next(names))
-        self.per_record = per_record
+        self.amount = amount
         self.seconds = 0.0
 
     def __call__(self, world: LocalWorld) -> None:
@@ -98,38 +99,45 @@ class Muse:
 
 
 def imagined_settings(
-    bench: Bench, topic: str, learning: Learning, per_record: float
+    bench: Bench, topic: str, learning: Learning, imagining: Imagining
 ) -> dict[str, Any]:
     """All that decides :func:`run_imagined`."""
-    return stream_settings(bench, topic, learning) | {"imagined_per_record": per_record}
+    settings = stream_settings(bench, topic, imagining.of(learning))
+    if imagining.capacity_mb != ReplaySettings().capacity_bytes // 2**20:  # older keys lack it
+        settings["capacity_mb"] = imagining.capacity_mb
+    return settings | {"imagined_per_record": imagining.per_record}
 
 
-def find(bench: Bench, topic: str, learning: Learning, per_record: float) -> dict[str, Any] | None:
+def find(
+    bench: Bench, topic: str, learning: Learning, imagining: Imagining
+) -> dict[str, Any] | None:
     """The result on disk, None where there is none."""
-    settings = imagined_settings(bench, topic, learning, per_record)
+    settings = imagined_settings(bench, topic, learning, imagining)
     return bench.store.find(f"imagined-{rows.label(bench.data)}-{topic}", settings)
 
 
-def imagined_unit(bench: Bench, topic: str, learning: Learning, per_record: float) -> Any:
+def imagined_unit(bench: Bench, topic: str, learning: Learning, imagining: Imagining) -> Any:
     """The result on disk, or made now."""
-    settings = imagined_settings(bench, topic, learning, per_record)
+    settings = imagined_settings(bench, topic, learning, imagining)
     name = f"imagined-{rows.label(bench.data)}-{topic}"
-    return bench.store.unit(
-        name, settings, lambda: run_imagined(bench, topic, learning, per_record)
-    )
+    return bench.store.unit(name, settings, lambda: run_imagined(bench, topic, learning, imagining))
 
 
-def run_imagined(bench: Bench, topic: str, learning: Learning, per_record: float) -> dict[str, Any]:
+def run_imagined(
+    bench: Bench, topic: str, learning: Learning, imagining: Imagining
+) -> dict[str, Any]:
     """Learn from a stream that has been served, and from what the target made up beside it.
 
     Returns:
         ``checkpoints`` and ``learning`` as ``streams.run_stream``; ``test_online``: counts of the
-        test served with the last weights; ``imagined``: counts, see Composer, ``seconds``, and
-        prompts that were dropped because they are ``in_test``.
+        test served with the last weights; ``imagined``: counts, see Composer, ``seconds``,
+        requests that the target had ``at_once``, and prompts that were dropped because they are
+        ``in_test``.
     """
+    learning = imagining.of(learning)
     tests = [served.record for served in bench.test(topic)]
     frozen = bench.frozen(topic)
-    engine, muse = bench.engine([topic]), Muse(bench, topic, learning, per_record)
+    engine, muse = bench.engine([topic]), Muse(bench, topic, learning, imagining)
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(Path(folder), [topic], learning, engine.swap, muse=muse)
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
@@ -147,6 +155,6 @@ def run_imagined(bench: Bench, topic: str, learning: Learning, per_record: float
             "test_online": packed(counts_of(after)),
             "learning": learner.facts(),
             "imagined": dict(muse.composer.counts)
-            | {"seconds": muse.seconds, "in_test": muse.in_test},
+            | {"seconds": muse.seconds, "at_once": _AT_ONCE, "in_test": muse.in_test},
             "machine": machine.facts(),
         }

@@ -13,38 +13,45 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
     Args:
         figures: from ``results.collect``.
     """
-    topics = {t: facts for t, facts in figures["topics"].items() if "imagined" in facts}
-    if not topics:
+    lines = [
+        _line(topic, facts["acceptance"]["online"], own)
+        for topic, facts in figures["topics"].items()
+        for own in facts.get("imagined", ())
+    ]
+    if not lines:
         return []
-    headings = ["topic", "online", "online, imagining", "ceiling", "gap closed", "goal"]
+    headings = ["topic", "imagined per record", "micro-steps of a round", "replay, MiB"]
+    headings += ["online", "online, imagining", "ceiling", "gap closed", "goal"]
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
-    headings += ["prompts imagined", "left out: in the test", "s imagining", "s training"]
-    lines = []
-    for topic, facts in topics.items():
-        own, alone = facts["imagined"], facts["acceptance"]
-        stages = own["acceptance"]
-        curve = {int(at): value for at, value in own["curve"].items()}
-        lines.append(
-            [
-                topic,
-                interval(alone["online"]),
-                interval(stages["online"]),
-                interval(stages["ceiling"]) if "ceiling" in stages else "-",
-                interval(stages["gap_closed"], 2) if "gap_closed" in stages else "-",
-                {True: "reached", False: "missed"}.get(stages.get("reached"), "-"),
-                interval(own["live_test"]["acceptance_rate"]),
-                ", ".join(number(curve.get(at)) for at in (100, 200, 400)),
-                f"{own['made']:,}",
-                "-" if own["in_test"] is None else str(own["in_test"]),
-                number(own["imagining_s"], 0),
-                number(own["training_s"], 0),
-            ]
-        )
-    per_record = figures["settings"]["imagined_per_record"]
+    headings += ["prompts imagined", "left out: in the test", "at once", "s imagining"]
+    headings += ["s training"]
     return [
-        f"With `training.imagined_per_record: {per_record:g}`: while it is idle, the target makes "
-        "up prompts that begin like stored ones, and answers them; drafts learn from both kinds, "
-        "and are judged by real ones alone. The same stream, in rehearsal: the records of its "
-        "frozen twin. Seconds are the processor's, what is imagined at 8 requests at once.",
+        "With `training.imagined_per_record`: while it is idle, the target makes up prompts that "
+        "begin like stored ones, and answers them; drafts learn from both kinds, and are judged by "
+        "real ones alone. The same stream, in rehearsal: the records of its frozen twin. Seconds "
+        "are the processor's.",
         table(headings, lines),
+    ]
+
+
+def _line(topic: str, alone: Any, own: dict[str, Any]) -> list[str]:
+    stages = own["acceptance"]
+    curve = {int(at): value for at, value in own["curve"].items()}
+    return [
+        topic,
+        f"{own['per_record']:g}",
+        str(own["micro_steps"]),
+        str(own["capacity_mb"]),
+        interval(alone),
+        interval(stages["online"]),
+        interval(stages["ceiling"]) if "ceiling" in stages else "-",
+        interval(stages["gap_closed"], 2) if "gap_closed" in stages else "-",
+        {True: "reached", False: "missed"}.get(stages.get("reached"), "-"),
+        interval(own["live_test"]["acceptance_rate"]),
+        ", ".join(number(curve.get(at)) for at in (100, 200, 400)),
+        f"{own['made']:,}",
+        "-" if own["in_test"] is None else str(own["in_test"]),
+        str(own["at_once"]),
+        number(own["imagining_s"], 0),
+        number(own["training_s"], 0),
     ]

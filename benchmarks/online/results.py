@@ -28,7 +28,7 @@ from online.summary import (
     shift_summary,
     topic_summary,
 )
-from online.world import Learning
+from online.world import Imagining, Learning
 from paceline.deploy.recipes.data import DataError
 
 # Written by the other parts of the benchmark, from their own figures.
@@ -36,7 +36,11 @@ _FRAGMENTS = ("grid", "routes", "medusa", "traffic")
 
 
 def collect(
-    bench: Bench, learning: Learning, offline: Offline, per_record: float, command: str
+    bench: Bench,
+    learning: Learning,
+    offline: Offline,
+    imagined: Sequence[Imagining],
+    command: str,
 ) -> dict[str, Any]:
     """Summaries of every unit that was made with these settings.
 
@@ -44,7 +48,7 @@ def collect(
         bench: see Bench.
         learning: of streams and shifts.
         offline: of ceilings.
-        per_record: imagined prompts for each record, where any are imagined.
+        imagined: how much was imagined, where anything was.
         command: that makes all of it.
     """
     label = rows.label(bench.data)
@@ -64,9 +68,11 @@ def collect(
         runs = [stream, *_rehearsals(bench, topic, learning)]
         topics[topic]["machine"] = stream["machine"]
         topics[topic]["seeds"] = seeds_summary(runs, ceiling)
-        imagined = find_imagined(bench, topic, learning, per_record)
-        if imagined is not None:
-            topics[topic]["imagined"] = imagined_summary(imagined, ceiling)
+        topics[topic]["imagined"] = [
+            imagined_summary(run, amount, ceiling)
+            for amount in imagined
+            if (run := find_imagined(bench, topic, learning, amount)) is not None
+        ]
         if ceiling is not None:
             names = ("records", "steps", "converged")
             topics[topic]["offline"] = {name: ceiling[name] for name in names}
@@ -81,7 +87,7 @@ def collect(
             "learning": asdict(learning),
             "offline": asdict(offline),
             "sizes": asdict(bench.sizes),
-            "imagined_per_record": per_record,
+            "imagined": [asdict(amount) for amount in imagined],
             "threads": bench.threads,
         },
         "topics": topics,

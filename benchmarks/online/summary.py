@@ -23,6 +23,7 @@ from online.figures import (
     window,
     windows,
 )
+from online.world import Imagining
 
 _VISIBLE = 0.1  # OSD's least published gain
 
@@ -63,11 +64,14 @@ def topic_summary(
     return found
 
 
-def imagined_summary(run: Mapping[str, Any], ceiling: Mapping[str, Any] | None) -> dict[str, Any]:
+def imagined_summary(
+    run: Mapping[str, Any], amount: Imagining, ceiling: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Figures of a topic that also learnt from imagined prompts.
 
     Args:
         run: result of ``imagined.run_imagined``.
+        amount: that this run imagined.
         ceiling: as in :func:`topic_summary`.
     """
     looks = {int(at): look for at, look in run["checkpoints"].items()}
@@ -75,7 +79,9 @@ def imagined_summary(run: Mapping[str, Any], ceiling: Mapping[str, Any] | None) 
         "acceptance": _stages(looks, ceiling, "acceptance", None),
         "curve": {at: mean(look["acceptance"]) for at, look in sorted(looks.items())},
         "live_test": live(unpacked(run["test_online"])),
+        **asdict(amount),
         "made": run["imagined"]["made"],
+        "at_once": run["imagined"].get("at_once", 8),  # older results do not say it
         "in_test": run["imagined"].get("in_test"),
         "imagining_s": run["imagined"]["seconds"],
         "training_s": run["learning"]["seconds"],

@@ -33,6 +33,7 @@ from paceline.actors.weights.registry import WeightRegistry
 _PATHS = ("draft_paths", "optimizer_dir")
 _MICRO_STEP_S = 2.0**-7  # of the virtual clock: its sums are exact
 _REQUEST_S = 1.0
+_CAPACITY_MB = ReplaySettings().capacity_bytes // 2**20
 NEVER = 1_000_000  # rejections in a row
 
 
@@ -65,6 +66,26 @@ class Learning:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Imagining:
+    """What the idle target and the idle trainer add to a stream.
+
+    Attributes:
+        per_record: prompts that the target makes up for each of the stream's, at most.
+        micro_steps: of a round of training, in place of ``Learning.micro_steps``.
+        capacity_mb: of the topic's replay: where it is full, nothing more is imagined.
+    """
+
+    per_record: float
+    micro_steps: int
+    capacity_mb: int = _CAPACITY_MB
+
+    def of(self, learning: Learning) -> Learning:
+        """The same learning with these steps, no round going over its own draw again and again."""
+        drawn = max(learning.train_records, self.micro_steps * learning.micro_batch)
+        return replace(learning, micro_steps=self.micro_steps, train_records=drawn)
+
+
 def tireless(learning: Learning) -> Learning:
     """The same, but no draft rests after rejected rounds.
 
@@ -95,6 +116,7 @@ class LocalWorld:
         experts: Sequence[str],
         learning: Learning,
         imagined_per_record: float = 0.0,
+        capacity_mb: int = _CAPACITY_MB,
     ) -> None:
         """Start with empty shards and initial weights.
 
@@ -103,8 +125,10 @@ class LocalWorld:
             experts: drafts that learn; each has a shard.
             learning: see Learning.
             imagined_per_record: see ReplaySettings.
+            capacity_mb: of a shard.
         """
         settings = ReplaySettings(
+            capacity_bytes=capacity_mb * 2**20,
             held_out_fraction=learning.held_out_fraction,
             imagined_per_record=imagined_per_record,
             recent_share=learning.recent_share,
@@ -177,7 +201,7 @@ class LocalWorld:
 class Muse(Protocol):
     """What imagines further records."""
 
-    per_record: float
+    amount: Imagining
 
     def __call__(self, world: LocalWorld) -> None:
         """Put them into the shards."""
@@ -244,8 +268,8 @@ class Learner:
             draft: folder of the weights that every expert starts from.
             muse: has further records in the shards before every round.
         """
-        per_record = muse.per_record if muse is not None else 0.0
-        self.world = LocalWorld(folder, experts, learning, per_record)
+        more = (muse.amount.per_record, muse.amount.capacity_mb) if muse is not None else ()
+        self.world = LocalWorld(folder, experts, learning, *more)
         self._muse = muse
         self._swap = swap
         self._clock = Ticks()

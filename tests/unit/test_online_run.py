@@ -15,11 +15,11 @@ from online.serving import Serving
 from online.shifts import EXPERTS, ONE, shift_unit
 from online.store import Store
 from online.streams import rehearsal_unit, stream_unit
-from online.world import NEVER, Learning
+from online.world import NEVER, Imagining, Learning
 
 LEARNING = Learning(requests_per_round=8, micro_steps=3, held_out_fraction=0.4)
 OFFLINE = Offline(learning_rates=(3e-3,), look_every=6, patience=1, held_out_fraction=0.3)
-PER_RECORD = 2.0
+IMAGINING = Imagining(per_record=2.0, micro_steps=4)
 SIZES = Sizes(stream=16, test=4, phase=4, ceiling=20, window=4, checkpoints=(0, 8))
 
 
@@ -42,8 +42,8 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     rests = {u["settings"]["learning"]["max_rejections"] for u in first.store.every("shift-")}
     assert rests == {NEVER}
     rehearsal_unit(first, "sql", replace(LEARNING, seed=1))
-    imagined = imagined_unit(first, "sql", LEARNING, PER_RECORD)
-    assert 0 < imagined["imagined"]["made"] <= PER_RECORD * SIZES.stream
+    imagined = imagined_unit(first, "sql", LEARNING, IMAGINING)
+    assert 0 < imagined["imagined"]["made"] <= IMAGINING.per_record * SIZES.stream
     assert set(imagined["checkpoints"]) == {"0", "8", "16"}
     assert set(stream["checkpoints"]) == {"0", "8", "16"}
     assert 0 < stream["learning"]["micro_steps"] <= 2 * LEARNING.micro_steps
@@ -55,8 +55,8 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert stream_unit(again, "sql", LEARNING) == stream
     assert ceiling_unit(again, "sql", OFFLINE) == ceiling
     assert ceiling_unit(again, "sql", OFFLINE, SAME) == same
-    assert imagined_unit(again, "sql", LEARNING, PER_RECORD) == imagined
-    figures = collect(again, LEARNING, OFFLINE, PER_RECORD, "make bench-online")
+    assert imagined_unit(again, "sql", LEARNING, IMAGINING) == imagined
+    figures = collect(again, LEARNING, OFFLINE, [IMAGINING], "make bench-online")
     assert figures["topics"]["sql"]["requests"] == 16
     assert len(figures["topics"]["sql"]["seeds"]) == 2
     assert set(figures["shifts"]["abrupt"]) == {ONE, EXPERTS}
@@ -83,5 +83,5 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert docs.with_name("grid.png").read_bytes() == b"a picture"
     assert "## When the topic shifts" in page
     assert "| system | micro-steps |" in page
-    assert f"imagined_per_record: {PER_RECORD:g}" in page
+    assert "| sql | 2 | 4 | 64 |" in page
     assert "None" not in page
