@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -273,11 +273,19 @@ def as_process() -> NoReturn:
     It ends at once: by now all is stopped, and the interpreter would still wait for whatever Ray
     left in its threads, which crashes where a session was killed, and may never come back.
     """
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_FAILED
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        try:
             stream.flush()
+        except BrokenPipeError:  # nobody reads it any more
+            continue
+        except OSError:
+            code = code or EXIT_FAILED
     os._exit(code)
 
 

@@ -56,6 +56,8 @@ class Outbox:
         self._chunks_per_s = chunks_per_s
         self._clock = clock
         self._lost = lost
+        self._flushed_at = float("-inf")
+        self._round_s = 0.0
         self._streams: dict[str, _Stream] = {}
         self._read = 0  # of these, those that are not whole
 
@@ -94,7 +96,13 @@ class Outbox:
             self._send(name, stream)
 
     def flush(self) -> None:
-        """Send what has been held long enough; call it after every round."""
+        """Send what has been held long enough; call it after every round.
+
+        Between two rounds nothing is sent: a chunk goes at that end of a round which is nearest to
+        its time.
+        """
+        now = self._clock()
+        self._round_s, self._flushed_at = now - self._flushed_at, now
         for name, stream in list(self._streams.items()):
             if stream.held and self._due(stream):
                 self._send(name, stream)
@@ -103,7 +111,8 @@ class Outbox:
         least = interval_s(self._read, self._chunks_per_s)
         if stream.whole and self._chunks_per_s:
             least = _WHOLE_S
-        return self._clock() - stream.sent_at >= least
+        early = min(self._round_s, least) / 2
+        return self._clock() - stream.sent_at >= least - early
 
     def _send(self, name: str, stream: _Stream) -> None:
         """Whoever takes nothing any more ends its own request alone."""

@@ -138,6 +138,9 @@ class TargetReplica:
                     chunk = await chunks.get()
                     if chunk.finish_reason in FAILED:
                         chunk = replace(chunk, replica_id=self._replica_id)
+                        if parts:  # no token is taken from a chunk that tells of a failure
+                            yield joined(parts)
+                            parts.clear()
                     finished = chunk.finish_reason is not None
                     parts.append(chunk)
                     if finished or chunk is _BEAT or not whole:

@@ -53,9 +53,20 @@ class Drill:
         self.losses: dict[str, float] = {}  # of this round's records, by request
 
     def train(
-        self, candidate: Candidate, records: Sequence[ReplayRecord], *, drifting: bool
+        self,
+        candidate: Candidate,
+        records: Sequence[ReplayRecord],
+        *,
+        drifting: bool,
+        waited_s: float = 0.0,
     ) -> bool:
         """Micro-steps for a round's time; whether the weights moved.
+
+        Args:
+            candidate: to teach.
+            records: to learn from.
+            drifting: whether its topic drifts.
+            waited_s: for leave to begin the round at all.
 
         Raises:
             Diverged: the loss is no number any more.
@@ -69,7 +80,7 @@ class Drill:
         while spent < length or candidate.lacking < whole:
             self.wait_for_leave()
             begun = self._clock()
-            self._leave = spent / (begun - started) if spent else self._leave
+            self._leave = spent / (waited_s + begun - started) if spent else self._leave
             if begun - started > self._settings.max_round_s:
                 break
             batch, share = next(lessons)

@@ -65,6 +65,7 @@ class Rounds:
         self._candidates: dict[str, Candidate] = {}
         self._survey = Survey(settings, clock)
         self._outlook = self._survey.outlook
+        self._waited_s = 0.0  # for the present round's first leave
         self.progress = Progress()
 
     def candidate(self, topic: str) -> Candidate:
@@ -109,6 +110,9 @@ class Rounds:
             self._note(state="waiting for the registry", topic=None)
             return False
         seen = self._survey.seen(topic)
+        if topic not in stats and topic != GENERAL:  # slow or dead: the next look shows which
+            self._note(state="waiting for its shard")
+            return False
         try:
             trained = self._round(topic, turn, versions, stats)
         except Unfit as why:
@@ -154,11 +158,13 @@ class Rounds:
         False where the broker knows of no round of this trainer.
         """
         self._note(state="waiting for leave", topic=topic)
+        since = self._clock()
         try:
             self._drill.wait_for_leave()
         except Ousted:
             self._ousted(topic)
             return False
+        self._waited_s = self._clock() - since
         self._world.rest()
         self._look_out()  # what is on trial may have been decided meanwhile
         return True
@@ -171,8 +177,6 @@ class Rounds:
         self, topic: str, turn: Turn, versions: dict[str, int], stats: dict[str, dict[str, Any]]
     ) -> bool:
         """Train and judge; False where no time for training was left."""
-        if topic not in stats and topic != GENERAL:
-            raise Unfit("its shard does not answer")
         candidate = self.candidate(topic)
         self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
         if topic != GENERAL or stats.keys() >= self._settings.draft_paths.keys():
@@ -189,7 +193,8 @@ class Rounds:
             raise Unfit("too few usable records to be judged by")
         try:
             drifting = self._outlook.drifting(topic)
-            if not self._drill.train(candidate, train, drifting=drifting):
+            waited_s, self._waited_s = self._waited_s, 0.0
+            if not self._drill.train(candidate, train, drifting=drifting, waited_s=waited_s):
                 return False
         except Diverged:
             self._world.rest()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.actors.replay.names import belongs
@@ -54,6 +54,10 @@ class Judge(Protocol):
         """Acceptance of every record, nan where it cannot be had. None are initial weights."""
 
 
+class _Withdrawn(Exception):  # noqa: N818 - not an error: scoring starts over
+    """A record that is being scored has expired or was deleted."""
+
+
 class Scoring:
     """The scorer's state and work without thread and actor around it.
 
@@ -89,7 +93,7 @@ class Scoring:
         self._scored: dict[str, set[str]] = {expert: set() for expert in settings.draft_paths}
         self._resting: dict[str, float] = {}
         self._on_trial: list[str] = []
-        self._began = False
+        self._withdrawn: set[str] = set()  # records, since the present tick began
         self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
 
     def enlist(self, expert: str, like: str) -> bool:
@@ -142,7 +146,7 @@ class Scoring:
                 if (request_id is None or belongs(key, request_id)) and topic in (None, own)
             ]
             for key, topic in gone:
-                self._let_go(key)
+                self._withdraw(key)
                 self.hedge.drop(topic, key)
             return len(gone)
 
@@ -185,6 +189,7 @@ class Scoring:
             Stopped: when told to end.
         """
         with self._lock:
+            self._withdrawn.clear()
             self._expire()  # whatever else is down: nothing is kept past its retention
         versions, live = world.versions(), world.live()
         if versions is None or live is None:
@@ -196,30 +201,37 @@ class Scoring:
             expert = self._next()
         if expert is None:
             return False
-        if not self._began:  # models are not loaded before there was leave once
-            self._patience.until(lambda: self._may_score(world))
-            self._began = True
+        self._patience.until(lambda: self._may_score(world))  # weights and records may change
         newest = world.weights(expert)
         if newest is None:
             return False
         version, flat = newest
         with self._lock:
             self._follow(expert, version)
+            self._withdrawn.clear()
             missing = self._missing(expert)
         try:
             self._score(expert, flat, missing, world, judge)
         except Stopped:
             raise
+        except _Withdrawn:
+            logger.info("%s: a record was withdrawn, scoring starts over", expert)
         except Exception:
             # the others go on, and this one is tried again later
             logger.warning("%s could not be scored", expert, exc_info=True)
             self._resting[expert] = self._clock() + self._settings.rest_s
         return True
 
-    def _may_score(self, world: ServedWeights) -> bool:
-        """Leave for a forward; however long it takes, records expire meanwhile."""
+    def _may_score(self, world: ServedWeights, in_hand: Iterable[str] = ()) -> bool:
+        """Leave for a forward; however long it takes, records expire meanwhile.
+
+        Raises:
+            _Withdrawn: one in hand has expired or was deleted: let go of all.
+        """
         with self._lock:
             self._expire()
+            if not self._withdrawn.isdisjoint(in_hand):
+                raise _Withdrawn
         return world.may_train()
 
     def _score(
@@ -232,7 +244,10 @@ class Scoring:
     ) -> None:
         records = [decode(data) for _, _, data in missing.values()]
         gains = judge.score(
-            expert, flat, records, lambda: self._patience.until(lambda: self._may_score(world))
+            expert,
+            flat,
+            records,
+            lambda: self._patience.until(lambda: self._may_score(world, missing)),
         )
         with self._lock:
             for (key, (topic, _, _)), gain in zip(missing.items(), gains, strict=True):
@@ -264,7 +279,12 @@ class Scoring:
     def _expire(self) -> None:
         oldest = self._clock() - self._settings.retention_s
         for key in [key for key, (_, created, _) in self._records.items() if created < oldest]:
-            self._let_go(key)
+            self._withdraw(key)
+
+    def _withdraw(self, key: str) -> None:
+        """Forget a record that may not be kept any longer, in whose hands ever it is."""
+        self._withdrawn.add(key)
+        self._let_go(key)
 
     def _let_go(self, key: str) -> None:
         """Forget a record; its gains stay."""

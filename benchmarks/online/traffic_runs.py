@@ -143,7 +143,7 @@ class Traffic:
         name = f"lesson-{trace.replace(' ', '-')}"
         state = self.store.path(name, settings, ".state")
         found = self.store.find(name, settings)
-        if found is None:
+        if found is None or not state.is_dir():  # it is nothing without what was learnt
             _copy(None, state)
             found = self.store.put(
                 name, settings, self._serve(0, count, block, ONLINE, state, facts)

@@ -178,7 +178,8 @@ METRICS: tuple[Metric, ...] = (
         "time_per_output_token_seconds",
         _TIMES,
         TARGET,
-        "Time between a request's tokens after the first, its mean",
+        "Time between a request's tokens after the first, its mean; of the engine: where many "
+        "stream, a token may wait up to 50 ms to be sent",
         buckets=_SHORT,
     ),
     Metric(

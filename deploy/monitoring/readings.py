@@ -36,6 +36,7 @@ TRAINER_STATES = {
     "rolled back": "rolled_back",
     "waiting for a topic": "waiting_for_topic",
     "waiting for leave": "waiting_for_leave",
+    "waiting for its shard": "waiting_for_shard",
 }
 LEASE_STATES = {
     "working": "working",

@@ -144,6 +144,18 @@ def test_what_is_dropped_gets_nothing_more() -> None:
     assert client.tokens == [(1,)]
 
 
+@pytest.mark.parametrize(("round_s", "every"), [(0.045, 1), (0.021, 2), (0.1, 1), (0.0041, 12)])
+def test_a_chunk_goes_at_the_nearest_round_s_end(round_s: float, every: int) -> None:
+    box, clock, _ = outbox(1.0)  # one stream has 50 ms
+    client = Client()
+    box.open("a", client)
+    for token in range(1 + 3 * every):
+        clock.now += round_s
+        box.put("a", chunk(token))
+        box.flush()
+    assert [len(tokens) for tokens in client.tokens] == [1, every, every, every]
+
+
 @given(
     st.integers(1, 400),
     st.floats(1.0, 5000.0),

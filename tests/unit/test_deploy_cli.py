@@ -1,12 +1,17 @@
 """The command line: options, history, and exit codes before anything starts."""
 
 import json
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.deploy.cli import main
+
+FULL = Path("/dev/full")
 
 
 def write_history(folder: Path) -> None:
@@ -109,3 +114,31 @@ def test_an_unknown_option_is_2() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--dtype", "int4"])
     assert caught.value.code == 2
+
+
+def as_process(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``as_process`` after some code, in a process of its own."""
+    text = f"import sys; from paceline.deploy import cli; {code}; cli.as_process()"
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments], text=True, timeout=60, check=False, **options
+    )
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_command_from_its_end() -> None:
+    stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    done = as_process(stays, "history", "--state-dir", "/nowhere", capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "No decision has been taken yet.\n")
+
+
+def test_what_nobody_foresaw_ends_it_too_with_its_trace() -> None:
+    stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    done = as_process(f"{stays}; cli.main = lambda: 1 / 0", capture_output=True)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
+def test_output_that_could_not_be_written_is_a_failure() -> None:
+    with FULL.open("w") as full:
+        writes = "cli.main = lambda: sys.stdout.write('all of it') and 0"
+        assert as_process(writes, stdout=full, stderr=subprocess.DEVNULL).returncode == 1

@@ -16,6 +16,7 @@ from tiny_models import save_tiny
 
 from paceline.actors.decoding.loop import EngineLoop
 from paceline.actors.decoding.request import GenerationChunk, GenerationRequest, SamplingParams
+from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
 from paceline.deploy.errors import ApiError
@@ -131,6 +132,27 @@ def test_whole_answers_and_several_choices_too(replicas: list[TargetReplica]) ->
         return parts
 
     assert asyncio.run(both()) == [list(c.token_ids) for c in expected]
+
+
+def test_a_whole_answer_loses_nothing_to_a_fault_of_the_engine(
+    replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is taken from a chunk that tells of a failure: others come before it."""
+    [expected] = asyncio.run(complete_all(Streams(replicas, []), [asked("a")], Failover(POLICY)))
+    taken, accept = itertools.count(), Sequence.accept
+
+    def failing(self: Sequence, *args: Any) -> None:
+        accept(self, *args)
+        if next(taken) == 4:
+            raise RuntimeError
+
+    streams = Streams(replicas, [])
+    with monkeypatch.context() as patched:
+        patched.setattr(Sequence, "accept", failing)
+        [found] = asyncio.run(complete_all(streams, [asked("b")], Failover(POLICY)))
+    assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+    _, again = streams.requests
+    assert len(again.output_token_ids) >= 4
 
 
 @pytest.mark.parametrize("whole", [False, True])

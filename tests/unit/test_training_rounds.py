@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lessons import TINY_VOCAB, learn, lesson
-from local_world import LocalWorld, filled, make_rounds, trainer_settings
+from local_world import LocalWorld, Ticks, filled, make_rounds, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
 
@@ -25,6 +25,7 @@ from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.objective_settings import Loss, ObjectiveSettings
 from paceline.actors.training.progress import Ousted, Stopped
+from paceline.actors.training.rounds import Rounds
 from paceline.actors.training.schedule import ScheduleSettings
 from paceline.actors.training.stride import Stride
 from paceline.actors.training.tenancy import Turn
@@ -338,6 +339,39 @@ def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
     assert rounds.progress.micro_steps == 0
     assert rounds.progress.state == "waiting for leave"
     assert not rounds._candidates  # putting one together takes seconds of a processor
+
+
+def test_a_shard_that_answers_late_costs_its_topic_no_rest(draft: Path, tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    shards = dict(world.shards)
+
+    def leave() -> bool:
+        world.shards.clear()
+        return True
+
+    world.leave = leave
+    rounds = make_rounds(trainer_settings(draft), world)
+    assert not rounds.tick()
+    assert rounds.progress.state == "waiting for its shard"
+    world.leave = lambda: True
+    world.shards.update(shards)
+    assert rounds.tick()
+
+
+def test_a_round_that_waited_long_for_its_first_leave_counts_as_seldom_given(
+    draft: Path, tmp_path: Path
+) -> None:
+    world, clock = filled(tmp_path), Ticks()
+    rounds = Rounds(trainer_settings(draft), world, clock=clock, sleep=lambda _seconds: None)
+
+    def leave() -> bool:
+        clock.now += 5.0 if rounds.progress.state == "waiting for leave" else 0.0
+        return clock.now >= 300.0
+
+    world.leave = leave
+    assert rounds.tick()
+    assert rounds.progress.micro_steps > 1
+    assert 0.0 < rounds._drill._leave < 0.1
 
 
 def test_who_is_ousted_while_moments_are_kept_has_published_and_goes_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,35 @@ def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
     with pytest.raises(Stopped):
         scoring.tick(Busy(), _Nobody())
     assert scoring.table()["waiting"] == 0
+
+
+def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> None:
+    settings = settings_of(draft)
+    scoring = Scoring(settings, sleep=lambda _: None)
+    offer(scoring, [lesson(n, created=time.time()) for n in range(4)])
+    seen: list[int] = []
+
+    class Leaving(_Nothing):
+        def versions(self) -> dict[str, int] | None:
+            return dict.fromkeys(settings.draft_paths, 0)
+
+        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
+            return 0, None
+
+    class Slow(_Nobody):
+        def score(self, *given: Any) -> list[float]:
+            _, _, records, before_batch = given
+            seen.append(len(records))
+            before_batch()
+            if len(seen) == 1:
+                scoring.delete(records[0].request_id)
+            before_batch()
+            return [0.5] * len(records)
+
+    assert scoring.tick(Leaving(), Slow())
+    assert scoring.table()["scores"] == 0
+    assert scoring.tick(Leaving(), Slow())
+    assert (seen, scoring.table()["scores"]) == ([4, 3], 3)
 
 
 def test_a_dead_registry_leaves_things_as_they_are(
