@@ -343,7 +343,8 @@ class Rounds:
         if drop:
             candidate.reset()
         hope = facts.get("gain_upper_bound")  # None where scores are no numbers
-        if hope is None or hope < self._settings.schedule.least_hope:
+        fruitless = hope is None or hope < self._settings.schedule.least_hope
+        if fruitless:
             candidate.fruitless += 1
         else:  # those in a row count; what live requests did not like is not forgotten by it
             kept = self._survey.seen(candidate.topic).rolled_back
@@ -351,6 +352,9 @@ class Rounds:
         self._rejected(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._world.reject(candidate.topic, facts)
+        if fruitless and candidate.fruitless == self._settings.schedule.max_rejections:
+            why = f"{candidate.fruitless} rounds in a row left little to hope for: it rests"
+            self._world.note(candidate.topic, facts | {"outcome": "plateau", "reason": why})
 
     def _rejected(self, candidate: Candidate) -> None:
         candidate.rejections += 1

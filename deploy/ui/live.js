@@ -241,6 +241,7 @@ function outcome(one) {
 const WORDS = {
   canary: ["on trial", "warn"], published: ["published", "good"], promoted: ["promoted", "good"],
   rolled_back: ["rolled back", "bad"], rejected: ["turned down", ""], refused: ["refused", "bad"], drift: ["drift", "warn"],
+  plateau: ["plateau", ""],
   restored: ["put back", "warn"], added: ["added", "good"],
 };
 

@@ -42,6 +42,7 @@ STATUS: dict[str, Any] = {
         decision("published", 2, 60, canary=True),
         decision("rolled_back", 2, 50, stable_acceptance=0.5, canary_acceptance=0.4),
         decision("restored", 3, 40, restored_from=1),
+        decision("plateau", 3, 35, reason="3 rounds in a row left little to hope for"),
         decision("drift", 3, 30, acceptance_slow=0.6, acceptance_fast=0.4),
         decision("published", 4, 20, canary=True),
         decision("added", 1, 10),
@@ -126,7 +127,7 @@ def count(page: Browser, selector: str) -> int:
 def test_every_decision_has_a_row_of_its_own_words(page: Browser) -> None:
     words = page.value("[...document.querySelectorAll('#decisions .chip')].map(c => c.textContent)")
     assert words == [
-        "a word of tomorrow's", "added", "on trial", "drift", "put back", "rolled back",
+        "a word of tomorrow's", "added", "on trial", "drift", "plateau", "put back", "rolled back",
         "on trial", "published", "turned down",
     ]  # fmt: skip
     assert "gain at least -0.01" in text(page, "#decisions").replace("\u2212", "-")

@@ -215,6 +215,10 @@ def test_a_round_that_leaves_hope_ends_a_plateau(
     assert rounds.tick()
     assert candidate.rejections == 2
     assert candidate.fruitless == then  # those in a row; rollbacks are not forgotten by it
+    assert world.registry is not None
+    plateaus = [d for d in world.registry.history("sql") if d["outcome"] == "plateau"]
+    assert len(plateaus) == (then == schedule.max_rejections)
+    assert all("3 rounds in a row" in d["reason"] for d in plateaus)
 
 
 def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
