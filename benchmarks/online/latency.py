@@ -89,6 +89,16 @@ def over_time(outcomes: Sequence[Outcome], parts: int) -> list[dict[str, Any]]:
     ]
 
 
+def by_topic(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    """Tokens, rounds that drafted, and those whose first draft was accepted, by true topic."""
+    found: dict[str, dict[str, int]] = {}
+    for outcome in outcomes:
+        own = found.setdefault(outcome.topic, {"tokens": 0, "rounds": 0, "first_accepted": 0})
+        for name in own:
+            own[name] += getattr(outcome, name)
+    return dict(sorted(found.items()))
+
+
 def summary(outcomes: Sequence[Outcome], limits: Limits, parts: int = 6) -> dict[str, Any]:
     """The figures of a block.
 
@@ -114,5 +124,6 @@ def summary(outcomes: Sequence[Outcome], limits: Limits, parts: int = 6) -> dict
         "answer_tokens": percentiles([float(o.tokens) for o in whole]),
         "versions_used": len(versions),
         "acceptance": asdict(acceptance(whole)),
+        "by_topic": by_topic(whole),
         "over_time": over_time(whole, parts),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ def _row(key: Key, results: Sequence[Unit]) -> dict[str, Any]:
     for name in ("acceptance_rate", "mean_acceptance_length", "first"):
         values = [s["acceptance"][name] for s in found if s["acceptance"][name] is not None]
         row[name] = sum(values) / len(values) if values else None
+    topics: dict[str, Counter[str]] = {}
+    for one in found:
+        for topic, counts in one["by_topic"].items():
+            topics.setdefault(topic, Counter()).update(counts)
+    row["by_topic"] = {topic: dict(counts) for topic, counts in topics.items()}
     for name in DECISIONS:
         row[name] = sum(result["decisions"].get(name, 0) for result in results)
     spent = [sum(result["cpu_s"].values()) for result in results]

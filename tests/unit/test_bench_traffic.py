@@ -281,6 +281,7 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert (rows[1]["cpu_s"], rows[1]["trainer_cpu_s"]) == (4.5, 1.5)
     page = fragments._speculation(rows)
     assert "| 4 | 0 | 2 |" in page
+    assert "| t | 0.5 | online | 0.750 (40) |" in page
     assert "up to 6 requests" in fragments._fresh(rows)
     ratios = traffic_report.ratios_of(units)
     first = next(r for r in ratios if r["variant"] == "online" and r["figure"] == "ttft p50")
