@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routing
-#   make bench-routes | bench-traffic | bench-idle | test-cluster
+#   make bench-routes | bench-traffic | bench-idle | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -27,7 +27,7 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
-	bench-idle test test-full test-cluster test-gpu check format links clean
+	bench-idle bench-proof test test-full test-cluster test-gpu check format links clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -123,6 +123,15 @@ bench-traffic: setup
 # Experts behind the router against one draft of the same size and training steps.
 bench-routes: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
+
+# All of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". What is there is
+# not made again. The page is out/bench/online/results.md.
+bench-proof: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
+	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
+	@PYTHONPATH=benchmarks $(PY) -m online.medusa $(ARGS)
+	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
+	@PYTHONPATH=benchmarks $(PY) -m online $(ARGS)
 
 # What clients feel of trainers that learn in idle time, and how much of it they use.
 bench-idle: setup

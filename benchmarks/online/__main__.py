@@ -21,18 +21,19 @@ from online import ceiling
 from online.bench import QUICK, Bench, Sizes
 from online.ceiling import Offline, ceiling_unit
 from online.imagined import imagined_unit
+from online.learning import Imagining, Learning
 from online.results import collect, write
 from online.rows import EXTRA, HUB
 from online.serving import Serving
 from online.shifts import KINDS, ORDER, SYSTEMS, shift_unit
+from online.shifts import rehearsal_unit as shift_rehearsal_unit
 from online.store import Store
 from online.streams import rehearsal_unit, stream_unit
-from online.world import Imagining, Learning
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
-PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts")
-_NOT_QUICK = ("imagined", "offline", "rehearsals")
+PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts", "shift-rehearsals")
+_NOT_QUICK = ("imagined", "offline", "rehearsals", "shift-rehearsals")
 IMAGINED = (Imagining(4.0, 32), Imagining(8.0, 128, 256))
 QUICK_TOPICS = ("sql", "shell")
 
@@ -152,10 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "rehearsals" in parts:
             for seed in range(1, options.seeds):
                 rehearsal_unit(bench, topic, dataclasses.replace(learning, seed=seed))
-    if "shifts" in parts:
-        for kind in KINDS[:1] if options.quick else KINDS:
-            for system in SYSTEMS:
+    for kind in KINDS[:1] if options.quick else KINDS:
+        for system in SYSTEMS:
+            if "shifts" in parts:
                 shift_unit(bench, kind, system, learning)
+            if "shift-rehearsals" in parts:
+                for seed in range(1, options.seeds):
+                    seeded = dataclasses.replace(learning, seed=seed)
+                    shift_rehearsal_unit(bench, kind, system, seeded)
     figures = collect(bench, learning, offline, options.imagined, command_of(argv))
     path = options.out / "online.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

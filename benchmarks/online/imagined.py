@@ -18,16 +18,16 @@ import machine
 from online import rows
 from online.bench import Bench, counts_of, packed
 from online.judging import look
+from online.learning import CAPACITY_MB, Imagining, Learning
 from online.serving import serve
 from online.streams import stream_settings
-from online.world import Imagining, Learner, Learning, LocalWorld
+from online.world import Learner, LocalWorld
 from paceline.actors.decoding.engine import Engine
 from paceline.actors.decoding.request import FINISH_ERROR, GenerationRequest
 from paceline.actors.imagination.composer import Composer, Said
 from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import turn_marks
 from paceline.actors.replay.record import encode
-from paceline.actors.replay.table import ReplaySettings
 
 _AT_ONCE = 32
 
@@ -103,7 +103,7 @@ def imagined_settings(
 ) -> dict[str, Any]:
     """All that decides :func:`run_imagined`."""
     settings = stream_settings(bench, topic, imagining.of(learning))
-    if imagining.capacity_mb != ReplaySettings().capacity_bytes // 2**20:  # older keys lack it
+    if imagining.capacity_mb != CAPACITY_MB:  # older keys lack it
         settings["capacity_mb"] = imagining.capacity_mb
     return settings | {"imagined_per_record": imagining.per_record}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,20 @@ from online.ceiling import SAME, WHOLE, Offline
 from online.ceiling import find as find_ceiling
 from online.imagined import find as find_imagined
 from online.imagined_tables import paragraphs as imagined_paragraphs
+from online.learning import Imagining, Learning
 from online.markdown import page
 from online.plots import draw_shifts, draw_streams
 from online.rows import EXTRA
-from online.shifts import KINDS, ORDER, SYSTEMS, shift_settings
+from online.shifts import KINDS, ORDER, SYSTEMS, rehearsal_name, shift_settings
 from online.streams import stream_settings
 from online.summary import (
     imagined_summary,
     level_of,
     seeds_summary,
+    shift_seeds,
     shift_summary,
     topic_summary,
 )
-from online.world import Imagining, Learning
 from paceline.deploy.recipes.data import DataError
 
 # Written by the other parts of the benchmark, from their own figures.
@@ -97,11 +98,16 @@ def collect(
 
 def _rehearsals(bench: Bench, topic: str, learning: Learning) -> list[dict[str, Any]]:
     """Those of seeds 1, 2 and so on, as far as they go without a hole."""
-    found: list[dict[str, Any]] = []
     name = f"rehearsal-{rows.label(bench.data)}-{topic}"
+    return _seeded(bench, name, learning, lambda own: stream_settings(bench, topic, own))
+
+
+def _seeded(
+    bench: Bench, name: str, learning: Learning, settings: Callable[[Learning], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
     while True:
-        seeded = replace(learning, seed=len(found) + 1)
-        run = bench.store.find(name, stream_settings(bench, topic, seeded))
+        run = bench.store.find(name, settings(replace(learning, seed=len(found) + 1)))
         if run is None:
             return found
         found.append(run)
@@ -119,10 +125,22 @@ def _shifts(bench: Bench, learning: Learning, levels: dict[str, float]) -> dict[
             name = f"shift-{label}-{kind}-{system.replace(' ', '-')}"
             shift = bench.store.find(name, settings)
             if shift is not None:
-                found.setdefault(kind, {})[system] = shift_summary(
-                    shift, levels, bench.sizes.window, abrupt=kind == "abrupt"
-                )
+                abrupt = kind == "abrupt"
+                own = shift_summary(shift, levels, bench.sizes.window, abrupt=abrupt)
+                runs = [shift, *_shift_rehearsals(bench, kind, system, learning)]
+                own["seeds"] = shift_seeds(runs, abrupt=abrupt)
+                found.setdefault(kind, {})[system] = own
     return found
+
+
+def _shift_rehearsals(
+    bench: Bench, kind: str, system: str, learning: Learning
+) -> list[dict[str, Any]]:
+    """Those of seeds 1, 2 and so on, as far as they go without a hole."""
+    name = rehearsal_name(bench, kind, system)
+    return _seeded(
+        bench, name, learning, lambda own: shift_settings(bench, kind, system, own, ORDER)
+    )
 
 
 def write(

@@ -34,13 +34,14 @@ from online import bench as harness
 from online.bench import Bench
 from online.fragments import command_of
 from online.judging import MAX_LENGTH, Judge
+from online.learning import Learning, tireless
 from online.policies import Tally, replayed
 from online.route_prompts import Asked, Counts, RoutePrompts
 from online.routes_figures import EXPERTS, FROZEN, SINGLE
 from online.routes_report import report
 from online.serving import Served, Serving
 from online.store import Store
-from online.world import Learner, Learning, tireless
+from online.world import Learner
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.routing.policy import GENERAL, choose
@@ -195,6 +196,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=learning.learning_rate)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
+    parser.add_argument(
+        "--published", type=Path, help="folder of units to go on from, and to add to"
+    )
     options = parser.parse_args(argv)
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     options.micro_steps = options.micro_steps or (24 if options.quick else learning.micro_steps)
@@ -222,20 +226,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         Store(options.out), options.data, sizes, serving, threads=options.threads, say=say
     )
     prompts, replayer = RoutePrompts(bench, counts), Replayer(DRAFT)
-    store = Store(options.out / "routes")
+    store = Store(options.out / "routes", options.published)
     recipe = tireless(
         Learning(micro_steps=options.micro_steps, learning_rate=options.learning_rate)
     )
     facts = {"counts": prompts.facts(), "router": asdict_of(ROUTER), "recipe": asdict(recipe)}
     common = bench.settings(TOPICS, facts)
-    store.unit("check", common, lambda: check(prompts, replayer))
+    store.unit("routes-check", common, lambda: check(prompts, replayer))
     for seed in options.seeds:
         learning = replace(recipe, seed=seed)
         for name in (SINGLE, EXPERTS):
             say(f"{name}, seed {seed}")
             arm = Arm(name, prompts, replayer, learning)
             settings = common | {"arm": name, "learning": asdict(learning)}
-            store.unit(f"arm-{name}-{seed}", settings, arm.run)
+            store.unit(f"routes-arm-{name.replace(' ', '-')}-{seed}", settings, arm.run)
     report(store, common, options.out, command_of("bench-routes", argv))
     return 0
 

@@ -31,7 +31,7 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
     """Print the table; write ``routes.json``, ``routes.md`` and ``routes.png``."""
     wanted = json.loads(json.dumps(common))
     arms: dict[int, dict[str, Unit]] = {}
-    for unit in store.every("arm-"):
+    for unit in store.every("routes-arm-"):
         if all(unit["settings"].get(n) == value for n, value in wanted.items()):
             seed = unit["settings"]["learning"]["seed"]
             arms.setdefault(seed, {})[unit["settings"]["arm"]] = unit["result"]
@@ -46,7 +46,7 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
     figures = {
         "settings": dict(common),
         "seeds": list(whole),
-        "check": store.find("check", common),
+        "check": store.find("routes-check", common),
         "machine": next(iter(whole.values()))[SINGLE]["machine"],
         "training": {
             seed: {arm: {n: own[arm]["learning"][n] for n in names} for arm in (SINGLE, EXPERTS)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from online.figures import WITHIN
@@ -28,7 +28,9 @@ def shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
         "acceptance on a topic's test after a phase. *Recovered*: the first window of "
         f"{size} requests whose acceptance rate is within {WITHIN:g} of what the topic's stream of "
         "its own had by the end of as many requests. *Most lost*: the deepest that a topic's test "
-        "fell, at any phase, below the best that it had been before.",
+        "fell, at any phase, below the best that it had been before. *Backward transfer*: the "
+        "mean over topics of what phases after a topic's own did to it; what is lost of a topic "
+        "before its phase comes is not in it.",
     ]
     if "shift.png" in pictures:
         parts.append("![Acceptance by phase](shift.png)")
@@ -37,6 +39,7 @@ def shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
             parts.append(f"{kind}, {system}:")
             parts.append(_matrix(facts["matrix"]))
         parts.append(_recovery(systems))
+        parts += _seeds(systems)
     return parts
 
 
@@ -64,6 +67,34 @@ def _recovery(systems: dict[str, Any]) -> str:
             row += [number(facts["backward_transfer"]), _lost(facts["most_lost"]), recovery or "-"]
         rows.append(row)
     return table(headings, rows)
+
+
+def _seeds(systems: dict[str, Any]) -> list[str]:
+    """What other seeds of training came to; none where there is one."""
+    lines = []
+    for system, facts in systems.items():
+        runs = facts["seeds"]
+        if len(runs) < 2:
+            continue
+        ends = [
+            f"{topic} {_each(run['at_the_end'][topic] for run in runs)}"
+            for topic in runs[0]["at_the_end"]
+        ]
+        line = [system, _each(run["mean_at_the_end"] for run in runs), "; ".join(ends)]
+        if "most_lost" in runs[0]:
+            line += [_each(run["backward_transfer"] for run in runs)]
+            line += ["; ".join(_lost(run["most_lost"]) for run in runs)]
+        lines.append(line)
+    if not lines:
+        return []
+    headings = ["system", "mean over tests at the end", "tests at the end"]
+    headings += ["backward transfer", "most lost"][: len(lines[0]) - len(headings)]
+    note = "By training seed: the first served the phases, the others learnt from recorded answers."
+    return [note, table(headings, lines)]
+
+
+def _each(values: Iterable[float]) -> str:
+    return ", ".join(number(value) for value in values)
 
 
 def _lost(found: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import numpy as np
 from online import rows
 from online.bench import Bench, counts_of, packed
 from online.figures import mean
+from online.learning import Learning, tireless
 from online.rows import Question
 from online.serving import Served, serve
-from online.world import Learner, Learning, tireless
+from online.world import Learner
 from paceline.actors.routing.policy import GENERAL
 
 ORDER = ("math", "sql", "shell", "code")
@@ -61,6 +62,73 @@ def phases_of(bench: Bench, kind: str, order: Sequence[str], seed: int = 0) -> l
     return [shuffled[end - len(part) : end] for end, part in zip(ends, parts, strict=True)]
 
 
+def rehearsal_unit(
+    bench: Bench, kind: str, system: str, learning: Learning, order: Sequence[str] = ORDER
+) -> dict[str, Any]:
+    """The result on disk, or made now."""
+    settings = shift_settings(bench, kind, system, learning, order)
+    name = rehearsal_name(bench, kind, system)
+    return bench.store.unit(
+        name, settings, lambda: rehearse_shift(bench, kind, system, learning, order)
+    )
+
+
+def rehearsal_name(bench: Bench, kind: str, system: str) -> str:
+    """Of such a unit."""
+    return f"shift-rehearsal-{rows.label(bench.data)}-{kind}-{system.replace(' ', '-')}"
+
+
+def rehearse_shift(
+    bench: Bench, kind: str, system: str, learning: Learning, order: Sequence[str]
+) -> dict[str, Any]:
+    """Learn from the frozen twins' answers, in the phases' order, without serving anything.
+
+    Returns:
+        ``order``, ``scores``, ``learning`` and ``machine`` as :func:`run_shift`.
+    """
+    answers = {s.key: s for t in order for s in bench.frozen(t, bench.sizes.phase)}
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Learner(
+            Path(folder), _experts(system, order), tireless(learning), lambda *_: None
+        )
+        scores = [_look(bench, learner, system, order)]
+        for number, questions in enumerate(phases_of(bench, kind, order)):
+            for question in questions:
+                topic = _draft(system, question.topic)
+                learner.take(replace(answers[question.key].record, topic=topic))
+            scores.append(_look(bench, learner, system, order))
+            after = ", ".join(f"{t} {mean(v):.3f}" for t, v in scores[-1].items())
+            seed = learning.seed
+            bench.say(f"{kind}, {system}, seed {seed}: after phase {number + 1}: {after}")
+        return {
+            "order": list(order),
+            "scores": scores,
+            "learning": learner.facts(),
+            "machine": machine.facts(),
+        }
+
+
+def _experts(system: str, order: Sequence[str]) -> list[str]:
+    return [GENERAL] if system == ONE else list(order)
+
+
+def _draft(system: str, topic: str) -> str:
+    """Who drafts for a topic, and learns from it."""
+    return GENERAL if system == ONE else topic
+
+
+def _look(
+    bench: Bench, learner: Learner, system: str, order: Sequence[str]
+) -> dict[str, list[float]]:
+    """Acceptance of every topic's test under what its requests would get now."""
+    found = {}
+    for topic in order:
+        _, state = learner.served(_draft(system, topic))
+        tests = [served.record for served in bench.test(topic)]
+        found[topic] = bench.judge.score(state, tests).facts()["acceptance"]
+    return found
+
+
 def run_shift(
     bench: Bench, kind: str, system: str, learning: Learning, order: Sequence[str]
 ) -> dict[str, Any]:
@@ -73,22 +141,13 @@ def run_shift(
         ``phases``: counts per request and its topic; ``scores``: per phase (0 is before the
         first) and topic, acceptance per test prompt; ``learning``: cost and decisions.
     """
-    experts = [GENERAL] if system == ONE else list(order)
-    tests = {topic: [s.record for s in bench.test(topic)] for topic in order}
+    experts = _experts(system, order)
     engine = bench.engine(experts)
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(Path(folder), experts, tireless(learning), engine.swap)
-
-        def look() -> dict[str, list[float]]:
-            found = {}
-            for topic in order:
-                _, state = learner.served(GENERAL if system == ONE else topic)
-                found[topic] = bench.judge.score(state, tests[topic]).facts()["acceptance"]
-            return found
-
-        scores, phases = [look()], []
+        scores, phases = [_look(bench, learner, system, order)], []
         for number, questions in enumerate(phases_of(bench, kind, order)):
-            drafts = [GENERAL if system == ONE else q.topic for q in questions]
+            drafts = [_draft(system, question.topic) for question in questions]
             done: list[Served] = []
             first = number * bench.sizes.phase
             for served in serve(
@@ -98,7 +157,7 @@ def run_shift(
                 done.append(served)
             topics = [question.topic for question in questions]
             phases.append({"topics": topics, "counts": packed(counts_of(done))})
-            scores.append(look())
+            scores.append(_look(bench, learner, system, order))
             after = ", ".join(f"{t} {mean(v):.3f}" for t, v in scores[-1].items())
             bench.say(f"{kind}, {system}: after phase {number + 1}: {after}")
         return {

@@ -12,8 +12,9 @@ import machine
 from online import rows
 from online.bench import Bench, counts_of, packed
 from online.judging import look
+from online.learning import Learning
 from online.serving import Served, serve
-from online.world import Learner, Learning
+from online.world import Learner
 
 
 def stream_settings(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:

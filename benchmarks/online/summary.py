@@ -23,7 +23,7 @@ from online.figures import (
     window,
     windows,
 )
-from online.world import Imagining
+from online.learning import Imagining
 
 _VISIBLE = 0.1  # OSD's least published gain
 
@@ -244,12 +244,7 @@ def shift_summary(
         size: requests per window.
         abrupt: whether every phase is one topic; only then are there transfer and recovery.
     """
-    order = shift["order"]
-    names = ["before", *(order if abrupt else [f"quarter {i + 1}" for i in range(len(order))])]
-    matrix = {
-        name: {topic: mean(scores[topic]) for topic in order}
-        for name, scores in zip(names, shift["scores"], strict=True)
-    }
+    order, matrix = shift["order"], _matrix(shift, abrupt=abrupt)
     found: dict[str, Any] = {
         "matrix": matrix,
         "mean_at_the_end": _figure(
@@ -272,6 +267,34 @@ def shift_summary(
         topic: [w.acceptance_rate for w in windows(part, size)]
         for topic, part in zip(order, counts, strict=True)
     }
+    return found
+
+
+def _matrix(shift: Mapping[str, Any], *, abrupt: bool) -> dict[str, dict[str, float]]:
+    order = shift["order"]
+    names = ["before", *(order if abrupt else [f"quarter {i + 1}" for i in range(len(order))])]
+    return {
+        name: {topic: mean(scores[topic]) for topic in order}
+        for name, scores in zip(names, shift["scores"], strict=True)
+    }
+
+
+def shift_seeds(runs: Sequence[Mapping[str, Any]], *, abrupt: bool) -> list[dict[str, Any]]:
+    """Per training seed: where every topic ended, and what was lost on the way.
+
+    Args:
+        runs: the shift served, then rehearsals under other seeds.
+        abrupt: as in :func:`shift_summary`.
+    """
+    found = []
+    for run in runs:
+        matrix = _matrix(run, abrupt=abrupt)
+        last = list(matrix.values())[-1]
+        own: dict[str, Any] = {"at_the_end": last, "mean_at_the_end": mean(list(last.values()))}
+        if abrupt:
+            own["backward_transfer"] = backward_transfer(matrix, run["order"])
+            own["most_lost"] = most_lost(matrix)
+        found.append(own)
     return found
 
 

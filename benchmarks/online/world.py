@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from expert_cache import DRAFT
 from torch import Tensor
 
+from online.learning import CAPACITY_MB, Imagining, Learning
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
@@ -33,66 +34,6 @@ from paceline.actors.weights.registry import WeightRegistry
 _PATHS = ("draft_paths", "optimizer_dir")
 _MICRO_STEP_S = 2.0**-7  # of the virtual clock: its sums are exact
 _REQUEST_S = 1.0
-_CAPACITY_MB = ReplaySettings().capacity_bytes // 2**20
-NEVER = 1_000_000  # rejections in a row
-
-
-@dataclass(frozen=True, slots=True)
-class Learning:
-    """How much the trainer may do, and how.
-
-    Attributes:
-        requests_per_round: served requests between two rounds of training.
-        micro_steps: of a round, each of ``micro_batch`` records.
-        learning_rate: constant.
-        micro_batch: records.
-        train_records: drawn from replay for a round.
-        held_out_records: that the gate judges by, at most.
-        held_out_fraction: of the prompts, kept from training for the gate.
-        max_rejections: fruitless ones in a row, after which a topic rests.
-        recent_share: share of a draw that favours recent records; the rest is uniform.
-        seed: of drawing and of the batches' order.
-    """
-
-    requests_per_round: int = 16
-    micro_steps: int = 32
-    learning_rate: float = 1.5e-3
-    micro_batch: int = 8
-    train_records: int = 256
-    held_out_records: int = 256
-    held_out_fraction: float = 0.1
-    max_rejections: int = 3
-    recent_share: float = 0.5
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Imagining:
-    """What the idle target and the idle trainer add to a stream.
-
-    Attributes:
-        per_record: prompts that the target makes up for each of the stream's, at most.
-        micro_steps: of a round of training, in place of ``Learning.micro_steps``.
-        capacity_mb: of the topic's replay: where it is full, nothing more is imagined.
-    """
-
-    per_record: float
-    micro_steps: int
-    capacity_mb: int = _CAPACITY_MB
-
-    def of(self, learning: Learning) -> Learning:
-        """The same learning with these steps, no round going over its own draw again and again."""
-        drawn = max(learning.train_records, self.micro_steps * learning.micro_batch)
-        return replace(learning, micro_steps=self.micro_steps, train_records=drawn)
-
-
-def tireless(learning: Learning) -> Learning:
-    """The same, but no draft rests after rejected rounds.
-
-    One draft that rests has all of its system at rest, one expert of several has not: systems
-    are to have the same micro-steps.
-    """
-    return replace(learning, max_rejections=NEVER)
 
 
 class Ticks:
@@ -116,7 +57,7 @@ class LocalWorld:
         experts: Sequence[str],
         learning: Learning,
         imagined_per_record: float = 0.0,
-        capacity_mb: int = _CAPACITY_MB,
+        capacity_mb: int = CAPACITY_MB,
     ) -> None:
         """Start with empty shards and initial weights.
 

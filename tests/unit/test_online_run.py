@@ -10,12 +10,13 @@ import pytest
 from online.bench import Bench, Sizes
 from online.ceiling import SAME, Offline, ceiling_unit
 from online.imagined import imagined_unit
+from online.learning import NEVER, Imagining, Learning
 from online.results import collect, write
 from online.serving import Serving
-from online.shifts import EXPERTS, ONE, shift_unit
+from online.shifts import EXPERTS, ONE, ORDER, shift_unit
+from online.shifts import rehearsal_unit as shift_rehearsal_unit
 from online.store import Store
 from online.streams import rehearsal_unit, stream_unit
-from online.world import NEVER, Imagining, Learning
 
 LEARNING = Learning(requests_per_round=8, micro_steps=3, held_out_fraction=0.4)
 OFFLINE = Offline(learning_rates=(3e-3,), look_every=6, patience=1, held_out_fraction=0.3)
@@ -39,6 +40,7 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert same["records"] == SIZES.stream
     for system in (ONE, EXPERTS):
         shift_unit(first, "abrupt", system, LEARNING)
+        shift_rehearsal_unit(first, "abrupt", system, replace(LEARNING, seed=1))
     rests = {u["settings"]["learning"]["max_rejections"] for u in first.store.every("shift-")}
     assert rests == {NEVER}
     rehearsal_unit(first, "sql", replace(LEARNING, seed=1))
@@ -60,6 +62,9 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert figures["topics"]["sql"]["requests"] == 16
     assert len(figures["topics"]["sql"]["seeds"]) == 2
     assert set(figures["shifts"]["abrupt"]) == {ONE, EXPERTS}
+    for facts in figures["shifts"]["abrupt"].values():
+        served, rehearsed = facts["seeds"]
+        assert served["at_the_end"].keys() == rehearsed["at_the_end"].keys() == set(ORDER)
     json.dumps(figures, allow_nan=False)
     docs = tmp_path / "docs" / "results.md"
     written = write(figures, tmp_path, docs)
@@ -83,5 +88,6 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert docs.with_name("grid.png").read_bytes() == b"a picture"
     assert "## When the topic shifts" in page
     assert "| system | micro-steps |" in page
+    assert "| system | mean over tests at the end | tests at the end |" in page
     assert "| sql | 2 | 4 | 64 |" in page
     assert "None" not in page

@@ -15,10 +15,11 @@ from engines import engine_of, make_engine, served
 from lessons import lesson
 from online import rows
 from online.answers import answers_of
+from online.learning import Learning
 from online.rows import Question
 from online.serving import Serving, serve
 from online.store import Store
-from online.world import Learner, Learning
+from online.world import Learner
 from tiny_models import tiny_llama
 
 from paceline.deploy.recipes.data import DataError
@@ -63,6 +64,10 @@ def test_published_results_are_gone_on_from_on_another_machine(tmp_path: Path) -
     assert Store(tmp_path / "two", published).find("stream", {"k": (4,)}) == {"figure": 1}
     assert Store(tmp_path / "two", published).find("stream", {"k": (5,)}) is None
     assert Store(tmp_path / "two").find("stream", {"k": (4,)}) is None
+    Store(tmp_path / "two", published).put("stress", {}, {"figure": 2})
+    Store(tmp_path / "three").put("stroll", {}, {"figure": 3})
+    both = Store(tmp_path / "one", published).every("str")
+    assert [unit["result"]["figure"] for unit in both] == [1, 2]
     path.write_bytes(first[: len(first) // 2])
     assert Store(tmp_path / "one", published).find("stream", {"k": (4,)}) == {"figure": 1}
     assert path.read_bytes() == first  # whoever has it mends it

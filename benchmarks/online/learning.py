@@ -1,0 +1,68 @@
+"""How much is learnt, and imagined, in a unit of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.actors.replay.table import ReplaySettings
+
+NEVER = 1_000_000  # rejections in a row
+CAPACITY_MB = ReplaySettings().capacity_bytes // 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How much the trainer may do, and how.
+
+    Attributes:
+        requests_per_round: served requests between two rounds of training.
+        micro_steps: of a round, each of ``micro_batch`` records.
+        learning_rate: constant.
+        micro_batch: records.
+        train_records: drawn from replay for a round.
+        held_out_records: that the gate judges by, at most.
+        held_out_fraction: of the prompts, kept from training for the gate.
+        max_rejections: fruitless ones in a row, after which a topic rests.
+        recent_share: share of a draw that favours recent records; the rest is uniform.
+        seed: of drawing and of the batches' order.
+    """
+
+    requests_per_round: int = 16
+    micro_steps: int = 32
+    learning_rate: float = 1.5e-3
+    micro_batch: int = 8
+    train_records: int = 256
+    held_out_records: int = 256
+    held_out_fraction: float = 0.1
+    max_rejections: int = 3
+    recent_share: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Imagining:
+    """What the idle target and the idle trainer add to a stream.
+
+    Attributes:
+        per_record: prompts that the target makes up for each of the stream's, at most.
+        micro_steps: of a round of training, in place of ``Learning.micro_steps``.
+        capacity_mb: of the topic's replay: where it is full, nothing more is imagined.
+    """
+
+    per_record: float
+    micro_steps: int
+    capacity_mb: int = CAPACITY_MB
+
+    def of(self, learning: Learning) -> Learning:
+        """The same learning with these steps, no round going over its own draw again and again."""
+        drawn = max(learning.train_records, self.micro_steps * learning.micro_batch)
+        return replace(learning, micro_steps=self.micro_steps, train_records=drawn)
+
+
+def tireless(learning: Learning) -> Learning:
+    """The same, but no draft rests after rejected rounds.
+
+    One draft that rests has all of its system at rest, one expert of several has not: systems
+    are to have the same micro-steps.
+    """
+    return replace(learning, max_rejections=NEVER)
