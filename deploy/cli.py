@@ -273,11 +273,13 @@ def as_process() -> NoReturn:
     It ends at once: by now all is stopped, and the interpreter would still wait for whatever Ray
     left in its threads, which crashes where a session was killed, and may never come back.
     """
+    code = EXIT_FAILED
     try:
         code = main()
-    except Exception:
+    except SystemExit:
+        raise
+    except BaseException:
         traceback.print_exc()
-        code = EXIT_FAILED
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:

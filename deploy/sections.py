@@ -52,8 +52,8 @@ class TargetConfig(Section):
     with its requests; one that finds none for ``give_up_after_s`` fails. One that Serve ends has
     ``drain_s`` for what it has begun; what is left then goes on elsewhere too.
 
-    The streams of a replica get ``stream_chunks_per_s`` together, but some twenty each: what comes
-    between is sent with the next. 0 sends every round's tokens by themselves.
+    The streams of a replica get about ``stream_chunks_per_s`` together, but some twenty each: what
+    comes between is sent with the next. 0 sends every round's tokens by themselves.
 
     ``autoscaling`` takes the place of ``num_replicas``: ``min_replicas``, ``max_replicas``,
     ``occupancy``, ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.

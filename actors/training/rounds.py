@@ -109,7 +109,7 @@ class Rounds:
         if versions is None:
             self._note(state="waiting for the registry", topic=None)
             return False
-        seen = self._survey.seen(topic)
+        seen, fruitless = self._survey.seen(topic), self._fruitless(topic)
         if topic not in stats and topic != GENERAL:  # slow or dead: the next look shows which
             self._note(state="waiting for its shard")
             return False
@@ -133,6 +133,7 @@ class Rounds:
         finally:
             seen.ended_at = self._clock()
         seen.rest.end()
+        self._note_plateau(topic, fruitless)
         return trained
 
     def _enlist(self, added: Mapping[str, str]) -> None:
@@ -343,8 +344,7 @@ class Rounds:
         if drop:
             candidate.reset()
         hope = facts.get("gain_upper_bound")  # None where scores are no numbers
-        fruitless = hope is None or hope < self._settings.schedule.least_hope
-        if fruitless:
+        if hope is None or hope < self._settings.schedule.least_hope:
             candidate.fruitless += 1
         else:  # those in a row count; what live requests did not like is not forgotten by it
             kept = self._survey.seen(candidate.topic).rolled_back
@@ -352,9 +352,17 @@ class Rounds:
         self._rejected(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._world.reject(candidate.topic, facts)
-        if fruitless and candidate.fruitless == self._settings.schedule.max_rejections:
-            why = f"{candidate.fruitless} rounds in a row left little to hope for: it rests"
-            self._world.note(candidate.topic, facts | {"outcome": "plateau", "reason": why})
+
+    def _fruitless(self, topic: str) -> int:
+        candidate = self._candidates.get(topic)
+        return 0 if candidate is None else candidate.fruitless
+
+    def _note_plateau(self, topic: str, before: int) -> None:
+        """Say where a round has brought a topic to rest; ``before`` it, so many were fruitless."""
+        now, enough = self._fruitless(topic), self._settings.schedule.max_rejections
+        if before < enough <= now:
+            why = f"{now} rounds in a row left little to hope for: it rests"
+            self._world.note(topic, {"outcome": "plateau", "reason": why})
 
     def _rejected(self, candidate: Candidate) -> None:
         candidate.rejections += 1

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.actors.replay.names import belongs
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from paceline.actors.weights.flat import FlatWeights
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE = 16  # records of a tick: as many are scored again where one of them is withdrawn
 
 
 class ServedWeights(Protocol):
@@ -93,7 +96,8 @@ class Scoring:
         self._scored: dict[str, set[str]] = {expert: set() for expert in settings.draft_paths}
         self._resting: dict[str, float] = {}
         self._on_trial: list[str] = []
-        self._withdrawn: set[str] = set()  # records, since the present tick began
+        self._in_hand: dict[str, tuple[str, float]] = {}  # topic and time of what is being scored
+        self._withdrawn = False  # any of that
         self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
 
     def enlist(self, expert: str, like: str) -> bool:
@@ -145,8 +149,11 @@ class Scoring:
                 for key, (own, _, _) in self._records.items()
                 if (request_id is None or belongs(key, request_id)) and topic in (None, own)
             ]
+            for key, own in self._in_hand.items():
+                asked = request_id is None or belongs(key, request_id)
+                self._withdrawn |= asked and topic in (None, own[0])
             for key, topic in gone:
-                self._withdraw(key)
+                self._let_go(key)
                 self.hedge.drop(topic, key)
             return len(gone)
 
@@ -189,7 +196,6 @@ class Scoring:
             Stopped: when told to end.
         """
         with self._lock:
-            self._withdrawn.clear()
             self._expire()  # whatever else is down: nothing is kept past its retention
         versions, live = world.versions(), world.live()
         if versions is None or live is None:
@@ -208,29 +214,32 @@ class Scoring:
         version, flat = newest
         with self._lock:
             self._follow(expert, version)
-            self._withdrawn.clear()
-            missing = self._missing(expert)
+            missing = dict(islice(self._missing(expert).items(), _AT_ONCE))
+            self._in_hand = {key: entry[:2] for key, entry in missing.items()}
         try:
             self._score(expert, flat, missing, world, judge)
         except Stopped:
             raise
         except _Withdrawn:
-            logger.info("%s: a record was withdrawn, scoring starts over", expert)
+            logger.info("%s: a record was withdrawn while it was scored", expert)
         except Exception:
             # the others go on, and this one is tried again later
             logger.warning("%s could not be scored", expert, exc_info=True)
             self._resting[expert] = self._clock() + self._settings.rest_s
+        finally:
+            with self._lock:
+                self._in_hand, self._withdrawn = {}, False
         return True
 
-    def _may_score(self, world: ServedWeights, in_hand: Iterable[str] = ()) -> bool:
+    def _may_score(self, world: ServedWeights) -> bool:
         """Leave for a forward; however long it takes, records expire meanwhile.
 
         Raises:
-            _Withdrawn: one in hand has expired or was deleted: let go of all.
+            _Withdrawn: one in hand has expired or was deleted: let go of all that are.
         """
         with self._lock:
             self._expire()
-            if not self._withdrawn.isdisjoint(in_hand):
+            if self._withdrawn:
                 raise _Withdrawn
         return world.may_train()
 
@@ -247,7 +256,7 @@ class Scoring:
             expert,
             flat,
             records,
-            lambda: self._patience.until(lambda: self._may_score(world, missing)),
+            lambda: self._patience.until(lambda: self._may_score(world)),
         )
         with self._lock:
             for (key, (topic, _, _)), gain in zip(missing.items(), gains, strict=True):
@@ -279,12 +288,8 @@ class Scoring:
     def _expire(self) -> None:
         oldest = self._clock() - self._settings.retention_s
         for key in [key for key, (_, created, _) in self._records.items() if created < oldest]:
-            self._withdraw(key)
-
-    def _withdraw(self, key: str) -> None:
-        """Forget a record that may not be kept any longer, in whose hands ever it is."""
-        self._withdrawn.add(key)
-        self._let_go(key)
+            self._let_go(key)
+        self._withdrawn |= any(created < oldest for _, created in self._in_hand.values())
 
     def _let_go(self, key: str) -> None:
         """Forget a record; its gains stay."""

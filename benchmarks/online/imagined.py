@@ -19,7 +19,7 @@ from online import rows
 from online.bench import Bench, counts_of, packed
 from online.judging import look
 from online.learning import CAPACITY_MB, Imagining, Learning
-from online.serving import serve
+from online.serving import ROWS, serve
 from online.streams import stream_settings
 from online.world import Learner, LocalWorld
 from paceline.actors.decoding.engine import Engine
@@ -29,7 +29,7 @@ from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import turn_marks
 from paceline.actors.replay.record import encode
 
-_AT_ONCE = 32
+_AT_ONCE = 4 * ROWS  # asked for: few of the engine's rows are then empty at the end of a turn
 
 
 class EngineVoice:
@@ -130,9 +130,8 @@ def run_imagined(
 
     Returns:
         ``checkpoints`` and ``learning`` as ``streams.run_stream``; ``test_online``: counts of the
-        test served with the last weights; ``imagined``: counts, see Composer, ``seconds``,
-        requests that the target had ``at_once``, and prompts that were dropped because they are
-        ``in_test``.
+        test served with the last weights; ``imagined``: counts, see Composer, ``seconds``, and
+        prompts that were dropped because they are ``in_test``.
     """
     learning = imagining.of(learning)
     tests = [served.record for served in bench.test(topic)]
@@ -155,6 +154,6 @@ def run_imagined(
             "test_online": packed(counts_of(after)),
             "learning": learner.facts(),
             "imagined": dict(muse.composer.counts)
-            | {"seconds": muse.seconds, "at_once": _AT_ONCE, "in_test": muse.in_test},
+            | {"seconds": muse.seconds, "in_test": muse.in_test},
             "machine": machine.facts(),
         }

@@ -23,13 +23,13 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
     headings = ["topic", "imagined per record", "micro-steps of a round", "replay, MiB"]
     headings += ["online", "online, imagining", "ceiling", "gap closed", "goal"]
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
-    headings += ["prompts imagined", "left out: in the test", "at once", "s imagining"]
+    headings += ["prompts imagined", "left out: in the test", "s imagining"]
     headings += ["s training"]
     return [
         "With `training.imagined_per_record`: while it is idle, the target makes up prompts that "
         "begin like stored ones, and answers them; drafts learn from both kinds, and are judged by "
         "real ones alone. The same stream, in rehearsal: the records of its frozen twin. Seconds "
-        "are the processor's.",
+        "are the processor's, what is imagined at 8 requests at once.",
         table(headings, lines),
     ]
 
@@ -51,7 +51,6 @@ def _line(topic: str, alone: Any, own: dict[str, Any]) -> list[str]:
         ", ".join(number(curve.get(at)) for at in (100, 200, 400)),
         f"{own['made']:,}",
         "-" if own["in_test"] is None else str(own["in_test"]),
-        str(own["at_once"]),
         number(own["imagining_s"], 0),
         number(own["training_s"], 0),
     ]

@@ -77,12 +77,12 @@ class Store:
 
     def every(self, prefix: str) -> Iterator[dict[str, Any]]:
         """All units whose name begins so: name, settings and result, in the names' order."""
-        paths = {path.name: path for path in self.folder.glob(f"{prefix}*.json")}
+        paths = {path.name: [path] for path in self.folder.glob(f"{prefix}*.json")}
         if self._published is not None:
             for path in self._published.glob(f"{prefix}*.json.gz"):
-                paths.setdefault(path.name.removesuffix(".gz"), path)
-        for _, path in sorted(paths.items()):
-            kept = _read(path)
+                paths.setdefault(path.name.removesuffix(".gz"), []).append(path)
+        for name in sorted(paths):
+            kept = next(filter(None, map(_read, paths[name])), None)
             if kept is not None:
                 yield kept
 

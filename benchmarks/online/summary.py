@@ -81,7 +81,6 @@ def imagined_summary(
         "live_test": live(unpacked(run["test_online"])),
         **asdict(amount),
         "made": run["imagined"]["made"],
-        "at_once": run["imagined"].get("at_once", 8),  # older results do not say it
         "in_test": run["imagined"].get("in_test"),
         "imagining_s": run["imagined"]["seconds"],
         "training_s": run["learning"]["seconds"],

@@ -53,7 +53,7 @@ def _row(key: Key, results: Sequence[Unit]) -> dict[str, Any]:
         row[name] = sum(values) / len(values) if values else None
     topics: dict[str, Counter[str]] = {}
     for one in found:
-        for topic, counts in one["by_topic"].items():
+        for topic, counts in one.get("by_topic", {}).items():  # older blocks lack it
             topics.setdefault(topic, Counter()).update(counts)
     row["by_topic"] = {topic: dict(counts) for topic, counts in topics.items()}
     for name in DECISIONS:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from online import figures, markdown, shift_tables, summary, world
+from online import figures, learning, markdown, shift_tables, summary, world
 from online.__main__ import command_of
 from online.bench import packed, unpacked
 from online.ceiling import Plateau
@@ -194,8 +194,8 @@ def test_the_level_to_come_back_to_is_that_after_as_many_requests() -> None:
 
 
 def test_units_of_shifts_never_rest_and_every_trainer_setting_is_in_a_key() -> None:
-    assert world.tireless(world.Learning(seed=3)) == world.Learning(
-        seed=3, max_rejections=world.NEVER
+    assert learning.tireless(learning.Learning(seed=3)) == learning.Learning(
+        seed=3, max_rejections=learning.NEVER
     )
     facts = world.trainer_facts()
     assert json.loads(json.dumps(facts, allow_nan=False))["gate"]

@@ -360,6 +360,8 @@ def test_a_shard_that_answers_late_costs_its_topic_no_rest(draft: Path, tmp_path
     world.leave = lambda: True
     world.shards.update(shards)
     assert rounds.tick()
+    assert rounds.progress.topic == "sql"
+    assert not rounds._survey.seen("sql").rest.failures
 
 
 def test_a_round_that_waited_long_for_its_first_leave_counts_as_seldom_given(

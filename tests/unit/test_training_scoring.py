@@ -170,7 +170,7 @@ def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
 def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> None:
     settings = settings_of(draft)
     scoring = Scoring(settings, sleep=lambda _: None)
-    offer(scoring, [lesson(n, created=time.time()) for n in range(4)])
+    offer(scoring, [lesson(n, created=time.time()) for n in range(20)])
     seen: list[int] = []
 
     class Leaving(_Nothing):
@@ -192,8 +192,37 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
 
     assert scoring.tick(Leaving(), Slow())
     assert scoring.table()["scores"] == 0
-    assert scoring.tick(Leaving(), Slow())
-    assert (seen, scoring.table()["scores"]) == ([4, 3], 3)
+    for _ in range(4):  # two experts, a part of the records at a time
+        assert scoring.tick(Leaving(), Slow())
+    assert not scoring.tick(Leaving(), Slow())
+    assert (seen, scoring.table()["scores"]) == ([16, 16, 16, 3, 3], 38)
+
+
+def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Path) -> None:
+    settings = settings_of(draft)
+    scoring = Scoring(settings, sleep=lambda _: None)
+    first = lesson(0, created=time.time())
+    offer(scoring, [first])
+    asked: list[int] = []
+
+    class Idle(_Nothing):
+        def versions(self) -> dict[str, int] | None:
+            return dict.fromkeys(settings.draft_paths, 0)
+
+        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
+            return 0, None
+
+    class Slow(_Nobody):
+        def score(self, *given: Any) -> list[float]:
+            asked.append(len(given[2]))
+            scoring._let_go(first.request_id)
+            scoring.delete(first.request_id)
+            given[3]()
+            raise AssertionError("it was deleted")
+
+    assert scoring.tick(Idle(), Slow())
+    assert asked == [1]
+    assert not scoring.tick(Idle(), Slow())
 
 
 def test_a_dead_registry_leaves_things_as_they_are(
@@ -364,7 +393,7 @@ def test_an_added_expert_is_scored_from_the_prior_on(
     assert max(prior, key=lambda name: prior[name]) == "geo"
     world.publish("geo", flatten(torch_state(draft)), {})
     offer(scoring, mine)
-    assert run_out(scoring, world, jury) == 3
+    assert run_out(scoring, world, jury) == 6  # three experts, 24 records in two parts each
     table = scoring.table()
     assert table["acceptance"]["geo"]["geo"] == pytest.approx(1.0)
     assert table["acceptance"]["sql"]["geo"] == pytest.approx(1.0)
