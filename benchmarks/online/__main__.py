@@ -34,7 +34,7 @@ from paceline.deploy.demo.prompts import TOPICS
 
 PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts", "shift-rehearsals")
 _NOT_QUICK = ("imagined", "offline", "rehearsals", "shift-rehearsals")
-IMAGINED = (Imagining(4.0, 32), Imagining(8.0, 128, 256))
+IMAGINED = (Imagining(4.0, 32),)
 QUICK_TOPICS = ("sql", "shell")
 
 
