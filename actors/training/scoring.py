@@ -216,6 +216,8 @@ class Scoring:
             self._follow(expert, version)
             missing = dict(islice(self._missing(expert).items(), _AT_ONCE))
             self._in_hand = {key: entry[:2] for key, entry in missing.items()}
+        if not missing:  # all that there was has expired meanwhile
+            return True
         try:
             self._score(expert, flat, missing, world, judge)
         except Stopped:

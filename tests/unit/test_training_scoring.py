@@ -198,6 +198,27 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
     assert (seen, scoring.table()["scores"]) == ([16, 16, 16, 3, 3], 38)
 
 
+def test_nothing_is_asked_where_all_has_expired_before_leave_came(draft: Path) -> None:
+    now, settings = [0.0], settings_of(draft, retention_s=10.0)
+    scoring = Scoring(settings, clock=lambda: now[0], sleep=lambda _: None)
+    offer(scoring, [lesson(0, created=0.0)])
+
+    class Late(_Nothing):
+        def may_train(self) -> bool:
+            now[0] += 20.0
+            return now[0] > 30.0
+
+        def versions(self) -> dict[str, int] | None:
+            return dict.fromkeys(settings.draft_paths, 0)
+
+        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
+            return 0, None
+
+    assert scoring.tick(Late(), _Nobody())
+    assert not scoring.tick(Late(), _Nobody())
+    assert not scoring._resting
+
+
 def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Path) -> None:
     settings = settings_of(draft)
     scoring = Scoring(settings, sleep=lambda _: None)
