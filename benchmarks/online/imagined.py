@@ -29,7 +29,7 @@ from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import turn_marks
 from paceline.actors.replay.record import encode
 
-_AT_ONCE = 4 * ROWS  # asked for: few of the engine's rows are then empty at the end of a turn
+_AT_ONCE = ROWS  # published results are of as many, and no key names the number
 
 
 class EngineVoice:

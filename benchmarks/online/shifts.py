@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,8 @@ def rehearse_shift(
                 topic = _draft(system, question.topic)
                 learner.take(replace(answers[question.key].record, topic=topic))
             scores.append(_look(bench, learner, system, order))
-            after = ", ".join(f"{t} {mean(v):.3f}" for t, v in scores[-1].items())
-            seed = learning.seed
-            bench.say(f"{kind}, {system}, seed {seed}: after phase {number + 1}: {after}")
+            named = f"{kind}, {system}, seed {learning.seed}"
+            bench.say(f"{named}: after phase {number + 1}: {_means(scores[-1])}")
         return {
             "order": list(order),
             "scores": scores,
@@ -127,6 +126,10 @@ def _look(
         tests = [served.record for served in bench.test(topic)]
         found[topic] = bench.judge.score(state, tests).facts()["acceptance"]
     return found
+
+
+def _means(scores: Mapping[str, Sequence[float]]) -> str:
+    return ", ".join(f"{topic} {mean(values):.3f}" for topic, values in scores.items())
 
 
 def run_shift(
@@ -158,8 +161,7 @@ def run_shift(
             topics = [question.topic for question in questions]
             phases.append({"topics": topics, "counts": packed(counts_of(done))})
             scores.append(_look(bench, learner, system, order))
-            after = ", ".join(f"{t} {mean(v):.3f}" for t, v in scores[-1].items())
-            bench.say(f"{kind}, {system}: after phase {number + 1}: {after}")
+            bench.say(f"{kind}, {system}: after phase {number + 1}: {_means(scores[-1])}")
         return {
             "order": list(order),
             "phases": phases,

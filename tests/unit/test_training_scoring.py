@@ -154,13 +154,10 @@ def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
     )
     offer(scoring, [lesson(n, created=0.0) for n in range(4)])
 
-    class Busy(_Nothing):
+    class Busy(_Initial):
         def may_train(self) -> bool:
             now[0] += 3.0
             return False
-
-        def versions(self) -> dict[str, int] | None:
-            return dict.fromkeys(settings.draft_paths, 0)
 
     with pytest.raises(Stopped):
         scoring.tick(Busy(), _Nobody())
@@ -173,13 +170,6 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
     offer(scoring, [lesson(n, created=time.time()) for n in range(20)])
     seen: list[int] = []
 
-    class Leaving(_Nothing):
-        def versions(self) -> dict[str, int] | None:
-            return dict.fromkeys(settings.draft_paths, 0)
-
-        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
-            return 0, None
-
     class Slow(_Nobody):
         def score(self, *given: Any) -> list[float]:
             _, _, records, before_batch = given
@@ -190,11 +180,11 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
             before_batch()
             return [0.5] * len(records)
 
-    assert scoring.tick(Leaving(), Slow())
+    assert scoring.tick(_Initial(), Slow())
     assert scoring.table()["scores"] == 0
     for _ in range(4):  # two experts, a part of the records at a time
-        assert scoring.tick(Leaving(), Slow())
-    assert not scoring.tick(Leaving(), Slow())
+        assert scoring.tick(_Initial(), Slow())
+    assert not scoring.tick(_Initial(), Slow())
     assert (seen, scoring.table()["scores"]) == ([16, 16, 16, 3, 3], 38)
 
 
@@ -203,16 +193,10 @@ def test_nothing_is_asked_where_all_has_expired_before_leave_came(draft: Path) -
     scoring = Scoring(settings, clock=lambda: now[0], sleep=lambda _: None)
     offer(scoring, [lesson(0, created=0.0)])
 
-    class Late(_Nothing):
+    class Late(_Initial):
         def may_train(self) -> bool:
             now[0] += 20.0
             return now[0] > 30.0
-
-        def versions(self) -> dict[str, int] | None:
-            return dict.fromkeys(settings.draft_paths, 0)
-
-        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
-            return 0, None
 
     assert scoring.tick(Late(), _Nobody())
     assert not scoring.tick(Late(), _Nobody())
@@ -226,13 +210,6 @@ def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Pa
     offer(scoring, [first])
     asked: list[int] = []
 
-    class Idle(_Nothing):
-        def versions(self) -> dict[str, int] | None:
-            return dict.fromkeys(settings.draft_paths, 0)
-
-        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
-            return 0, None
-
     class Slow(_Nobody):
         def score(self, *given: Any) -> list[float]:
             asked.append(len(given[2]))
@@ -241,9 +218,9 @@ def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Pa
             given[3]()
             raise AssertionError("it was deleted")
 
-    assert scoring.tick(Idle(), Slow())
+    assert scoring.tick(_Initial(), Slow())
     assert asked == [1]
-    assert not scoring.tick(Idle(), Slow())
+    assert not scoring.tick(_Initial(), Slow())
 
 
 def test_a_dead_registry_leaves_things_as_they_are(
@@ -335,6 +312,16 @@ class _Nothing:
 
     def weights(self, topic: str) -> None:  # noqa: ARG002 - the protocol's
         return None
+
+
+class _Initial(_Nothing):
+    """Every expert is served with its initial weights."""
+
+    def versions(self) -> dict[str, int]:
+        return dict.fromkeys(EXPERTS, 0)
+
+    def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
+        return 0, None
 
 
 class _Down(_Nothing):
