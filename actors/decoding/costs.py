@@ -10,6 +10,10 @@ _SMOOTHING = 0.1
 OUTLIER = 1.5
 _TRUSTED_AFTER = 3
 _FORGOTTEN_AFTER = 500
+# Of what a settled size takes longer than expected, the machine's pace gets most at once: it
+# changes from one second to the next and concerns all sizes, what a size itself takes does not.
+_PACE, _OWN = 0.1, 0.02
+_SETTLED_AFTER = 20
 
 
 @dataclass(slots=True)
@@ -17,7 +21,7 @@ class Measured:
     """Smoothed seconds of one size.
 
     Attributes:
-        seconds: that it takes.
+        seconds: that it takes, at the pace 1 where there is one.
         count: how often it was measured.
         at: observations of any size until the last one of this.
     """
@@ -30,10 +34,10 @@ class Measured:
         """Whether it was measured often and lately; ``now`` counts observations of any size."""
         return self.count >= _TRUSTED_AFTER and now - self.at <= _FORGOTTEN_AFTER
 
-    def take(self, seconds: float, now: int) -> None:
+    def take(self, seconds: float, now: int, smoothing: float = _SMOOTHING) -> None:
         """A further measurement; the longer ago the last one, the less that one says."""
         age = min((now - self.at) * _SMOOTHING, 5.0)
-        share = max(1.0 - (1.0 - _SMOOTHING) ** max(age, 1.0), 1.0 / (self.count + 1))
+        share = max(1.0 - (1.0 - smoothing) ** max(age, 1.0), 1.0 / (self.count + 1))
         self.seconds += share * (seconds - self.seconds)
         self.count, self.at = self.count + 1, now
 
@@ -44,9 +48,11 @@ class StepCosts:
     The first time of a size counts as no more than was expected: it holds what is done once, the
     making of code for products of that size above all.
 
-    A size that was measured often and lately has its own smoothed time. Any other is interpolated
-    from the profile and scaled by how the latest measured ones compare to it: neither what was
-    never tried nor what was last seen on a slower machine must look cheap or dear.
+    A size that was measured often and lately has its own smoothed time, times the machine's pace:
+    that is learnt from all such sizes, so that one which is looked at now and then keeps up with
+    those that run all the time. Any other is interpolated from the profile and scaled by how the
+    latest measured ones compare to it: neither what was never tried nor what was last seen on a
+    slower machine must look cheap or dear.
     """
 
     def __init__(self, profile: Mapping[tuple[int, int], float]) -> None:
@@ -56,23 +62,33 @@ class StepCosts:
         self._profile = dict(profile)
         self._lines: dict[tuple[int, int], float] = {}  # interpolated once
         self._measured: dict[tuple[int, int], Measured] = {}
-        self._ratio = 1.0
+        self._ratio = self._pace = 1.0
         self._observed = 0
+
+    @property
+    def pace(self) -> float:
+        """How much slower than before the machine is now, over sizes that run often; 1 at first."""
+        return self._pace
 
     def seconds(self, rows: int, column: int) -> float:
         """The expected time of a step."""
         known = self._measured.get((rows, column))
         if known is not None and known.trusted(self._observed):
-            return known.seconds
+            return known.seconds * self._pace
         return self.profiled(rows, column) * self._ratio
 
     def observe(self, rows: int, column: int, seconds: float) -> None:
         """Take a measured time; a single stall does not move the estimate far."""
+        expected = self.seconds(rows, column)
         bound = OUTLIER if (rows, column) in self._measured else 1.0
-        seconds = min(seconds, bound * self.seconds(rows, column))
+        seconds = min(seconds, bound * expected)
         self._observed += 1
-        first = Measured(seconds, 0, self._observed)
-        self._measured.setdefault((rows, column), first).take(seconds, self._observed)
+        first = Measured(seconds / self._pace, 0, self._observed)
+        known = self._measured.setdefault((rows, column), first)
+        settled = known.count >= _SETTLED_AFTER and known.trusted(self._observed)
+        known.take(seconds / self._pace, self._observed, _OWN if settled else _SMOOTHING)
+        if settled:
+            self._pace *= 1.0 + _PACE * (seconds / expected - 1.0)
         if rows <= self._rows[-1] and column <= self._columns[-1]:
             ratio = seconds / self.profiled(rows, column)
             self._ratio += _SMOOTHING * (ratio - self._ratio)

@@ -68,7 +68,7 @@ class GoodputController:
 
         Args:
             target: seconds of a round without its drafting, by (rows, tokens per row).
-            draft: seconds of drafting, by rows, experts and steps.
+            draft: seconds of drafting, by rows, experts and steps, at the target's pace 1.
             max_tokens: largest k.
         """
         self._target = target
@@ -170,8 +170,10 @@ class GoodputController:
             reads: what drafts read in them.
         """
         self._target.observe(rows, tokens, verify_s)
+        # Drafts are known at the target's pace of that time: in a slow moment both must look slow,
+        # else whoever is at work then would lose, and stay out until looked at again.
         drafted_rows, experts, steps = drafting
-        self._draft.observe(drafted_rows, experts, steps, draft_s, reads)
+        self._draft.observe(drafted_rows, experts, steps, draft_s / self._target.pace, reads)
         self._credit = min(self._credit + self._probe_share * (verify_s + draft_s), _MOST_CREDIT_S)
         for use in self._drafted:
             probe = self._probe(use)
@@ -215,11 +217,12 @@ class GoodputController:
         seconds = self._target.seconds(batch, plan.k + 1)
         if plan.k and drafting:
             own = sum(drafting.values())
-            seconds += self._draft.seconds(own, len({use.draft for use in drafting}), plan.k)
+            draft_s = self._draft.seconds(own, len({use.draft for use in drafting}), plan.k)
             # Those that come after have to be read too, as long as this goes on.
             usual = self._draft.reading.usual_s
             for use, n in drafting.items():
-                seconds += max(self._unread.get(use, 0.0), usual) * (n + gains[use])
+                draft_s += max(self._unread.get(use, 0.0), usual) * (n + gains[use])
+            seconds += self._target.pace * draft_s
         return (batch + gained) / seconds
 
     def _candidates(self, rows: Mapping[Use, int]) -> Iterable[Plan]:
@@ -274,7 +277,8 @@ class GoodputController:
         verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
         draft = self._draft.seconds(own, 1, k + _PROBE_TOKENS) - self._draft.seconds(own, 1, k)
         reading = 0.0 if k else own * self._draft.reading.request_s
-        return _PROBE_ROUNDS * (max(verify, 0.0) + max(draft, 0.0)) + reading
+        drafting = self._target.pace * (_PROBE_ROUNDS * max(draft, 0.0) + reading)
+        return _PROBE_ROUNDS * max(verify, 0.0) + drafting
 
 
 def _worth(rows: int, *, drafting: bool) -> float:

@@ -441,6 +441,68 @@ def test_costs_come_from_the_profile_until_they_are_measured() -> None:
     assert table.seconds(4, 5) < 1.3 * before
 
 
+def test_a_slow_machine_slows_the_sizes_that_are_not_running_too() -> None:
+    table = costs(target_s, (1, 2, 5, 9))
+    plain, drafted = target_s(16, 1), target_s(16, 2)
+    for _ in range(60):
+        table.observe(16, 1, plain)
+        table.observe(16, 2, drafted)
+    for _ in range(50):
+        table.observe(16, 1, 1.5 * plain)
+    assert table.pace == pytest.approx(1.5, rel=0.15)
+    assert table.seconds(16, 1) == pytest.approx(1.5 * plain, rel=0.02)
+    assert table.seconds(16, 2) == pytest.approx(1.5 * drafted, rel=0.15)
+    for _ in range(50):  # plain rounds stop in the slow time, and it ends
+        table.observe(16, 2, drafted)
+    assert table.seconds(16, 1) == pytest.approx(
+        plain, rel=0.2
+    )  # else it would be half as dear again
+    for _ in range(400):  # a size that alone costs more comes to be known as such
+        table.observe(16, 1, plain)
+        table.observe(16, 2, 1.2 * drafted)
+    assert table.seconds(16, 2) / table.seconds(16, 1) == pytest.approx(1.2 * drafted / plain, 0.05)
+
+
+def test_slow_moments_do_not_have_a_full_batch_draft_at_a_loss() -> None:
+    """A tenth is lost where all draft. Slow moments fall on plain rounds or on drafting ones.
+
+    Costs are those of the embedded target on a busy machine, 50 ms to half a second slow at a time.
+    """
+    rates = []
+    for seed in range(12):
+        draws = random.Random(seed)
+
+        def target(rows: int, tokens: int) -> float:
+            return 0.0032 + 0.00042 * rows + 0.00019 * rows * (tokens - 1)
+
+        def drafted_s(rows: int, _experts: int) -> float:
+            return 0.0012 + 0.00015 * rows
+
+        plans = GoodputController(costs(target, (1, 2, 5, 9)), draft_costs(drafted_s), MAX)
+        plans.ended(0, 64)
+        slow, tokens, seconds, plain = 1.0, 0, 0.0, 0.0
+        for number in range(2000):
+            if slow > 1.0:
+                slow = 1.0 if draws.random() < 0.1 else slow
+            elif draws.random() < 0.02:
+                slow = draws.choice((1.3, 1.6, 2.0))
+            k, emitted = plans.plan({A: 16})[A], 0
+            for _ in range(16):
+                tries = (draws.random() < 0.5 for _ in range(k))
+                accepted = sum(1 for _ in itertools.takewhile(bool, tries))
+                plans.accepted(A, k, accepted)
+                emitted += 1 + accepted
+            noise = [draws.lognormvariate(0.0, 0.15) for _ in range(2)]
+            verify, drafting = slow * target(16, k + 1), slow * k * drafted_s(16, 1)
+            sizes = (16, 1, k) if k else (0, 0, 0)
+            plans.took(16, k + 1, verify * noise[0], sizes, drafting * noise[1])
+            if number >= 200:
+                tokens, seconds = tokens + emitted, seconds + verify + drafting
+                plain += emitted / 16 * slow * target(16, 1)
+        rates.append(plain / seconds)
+    assert sum(rates) / len(rates) > 0.99
+
+
 def test_profile_takes_the_best_of_several_timings() -> None:
     times = itertools.count()
     table = profile(lambda _r, _c: None, (1, 2), (1,), lambda: float(next(times)), repeats=2)
