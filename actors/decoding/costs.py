@@ -14,6 +14,7 @@ _FORGOTTEN_AFTER = 500
 # changes from one second to the next and concerns all sizes, what a size itself takes does not.
 _PACE, _OWN = 0.1, 0.02
 _SETTLED_AFTER = 20
+_FAR = 1e3  # no machine's pace goes beyond; a clock that stands still must not bring it to nothing
 
 
 @dataclass(slots=True)
@@ -88,7 +89,8 @@ class StepCosts:
         settled = known.count >= _SETTLED_AFTER and known.trusted(self._observed)
         known.take(seconds / self._pace, self._observed, _OWN if settled else _SMOOTHING)
         if settled:
-            self._pace *= 1.0 + _PACE * (seconds / expected - 1.0)
+            moved = self._pace * (1.0 + _PACE * (seconds / expected - 1.0))
+            self._pace = min(max(moved, 1.0 / _FAR), _FAR)
         if rows <= self._rows[-1] and column <= self._columns[-1]:
             ratio = seconds / self.profiled(rows, column)
             self._ratio += _SMOOTHING * (ratio - self._ratio)

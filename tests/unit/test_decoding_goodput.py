@@ -454,13 +454,23 @@ def test_a_slow_machine_slows_the_sizes_that_are_not_running_too() -> None:
     assert table.seconds(16, 2) == pytest.approx(1.5 * drafted, rel=0.15)
     for _ in range(50):  # plain rounds stop in the slow time, and it ends
         table.observe(16, 2, drafted)
-    assert table.seconds(16, 1) == pytest.approx(
-        plain, rel=0.2
-    )  # else it would be half as dear again
+    assert table.seconds(16, 1) == pytest.approx(plain, rel=0.2)  # not 1.5
     for _ in range(400):  # a size that alone costs more comes to be known as such
         table.observe(16, 1, plain)
         table.observe(16, 2, 1.2 * drafted)
     assert table.seconds(16, 2) / table.seconds(16, 1) == pytest.approx(1.2 * drafted / plain, 0.05)
+
+
+def test_a_clock_that_stands_still_brings_no_pace_of_nothing() -> None:
+    table = costs(target_s, (1, 2, 5, 9))
+    for _ in range(30):
+        table.observe(16, 1, target_s(16, 1))
+    for _ in range(200):
+        table.observe(16, 1, 0.0)
+    assert table.pace >= 1e-3
+    for _ in range(1000):
+        table.observe(16, 1, target_s(16, 1))
+    assert table.seconds(16, 1) == pytest.approx(target_s(16, 1), rel=0.05)
 
 
 def test_slow_moments_do_not_have_a_full_batch_draft_at_a_loss() -> None:
