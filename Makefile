@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routing
-#   make bench-routes | bench-traffic | bench-idle | bench-proof | test-cluster
+#   make bench-routes | bench-traffic | bench-in-flight | bench-idle | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -27,7 +27,8 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
-	bench-idle bench-proof test test-full test-cluster test-gpu check format links clean
+	bench-in-flight bench-idle bench-proof test test-full test-cluster test-gpu check format links \
+	clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -119,6 +120,10 @@ bench-online: setup
 # Request traces replayed open-loop: plain, frozen and online serving compared.
 bench-traffic: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
+
+# The same without HTTP: engines with so many requests in flight, the controller choosing.
+bench-in-flight: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.in_flight $(ARGS)
 
 # Experts behind the router against one draft of the same size and training steps.
 bench-routes: setup
