@@ -45,14 +45,28 @@ def controller() -> GoodputController:
 
 
 class World:
-    """Rounds of a fixed batch; every drafted token of an expert is accepted alike."""
+    """Rounds of a fixed batch; every drafted token of an expert is accepted alike.
 
-    def __init__(self, rows: dict[Use, int], acceptance: dict[Use, float], seed: int = 0) -> None:
+    ``noise`` is the deviation of the logarithm of what the controller sees a round take.
+    """
+
+    def __init__(
+        self,
+        rows: dict[Use, int],
+        acceptance: dict[Use, float],
+        seed: int = 0,
+        *,
+        target: Callable[[int, int], float] = target_s,
+        draft: Callable[[int, int], float] = draft_s,
+        noise: float = 0.0,
+    ) -> None:
         self.rows, self.acceptance = rows, acceptance
         self.random = random.Random(seed)
-        self.controller = controller()
+        self.target, self.draft, self.noise = target, draft, noise
+        self.controller = GoodputController(costs(target, (1, 2, 5, 9)), draft_costs(draft), MAX)
         self.seconds = self.plain_seconds = 0.0
         self.tokens = 0
+        self.same_plain_s = 0.0  # that plain decoding would have taken for these tokens
         self.slowness = 1.0
         self.silent = 0  # rounds in which drafts read their prompts instead of drafting
         self.fixed_s = 0.0  # of every round that drafts, beside its steps
@@ -71,10 +85,11 @@ class World:
         drafting = {e: n for e, n in self.rows.items() if plan[e]}
         experts = len({use.draft for use in drafting})
         steps = max(plan.values())
-        verify = self.slowness * target_s(batch, steps + 1)
+        verify = self.slowness * self.target(batch, steps + 1)
         drafted = self.slowness * (
-            self.fixed_s + steps * draft_s(sum(drafting.values()), experts) if drafting else 0.0
+            self.fixed_s + steps * self.draft(sum(drafting.values()), experts) if drafting else 0.0
         )
+        before = self.tokens
         for expert, n in self.rows.items():
             for _ in range(n):
                 tries = (
@@ -83,11 +98,13 @@ class World:
                 accepted = sum(1 for _ in itertools.takewhile(bool, tries))
                 self.controller.accepted(expert, plan[expert], accepted)
                 self.tokens += 1 + accepted
-        self.controller.took(
-            batch, steps + 1, verify, (sum(drafting.values()), experts, steps), drafted
-        )
+        noisy = [s * self.random.lognormvariate(0.0, self.noise) for s in (verify, drafted)]
+        sizes = (sum(drafting.values()), experts, steps)
+        self.controller.took(batch, steps + 1, noisy[0], sizes, noisy[1])
+        plain = self.slowness * self.target(batch, 1)
         self.seconds += verify + drafted
-        self.plain_seconds += self.slowness * target_s(batch, 1)
+        self.plain_seconds += plain
+        self.same_plain_s += (self.tokens - before) / batch * plain
         return plan
 
 
@@ -478,38 +495,26 @@ def test_slow_moments_do_not_have_a_full_batch_draft_at_a_loss() -> None:
 
     Costs are those of the embedded target on a busy machine, 50 ms to half a second slow at a time.
     """
+
+    def target(rows: int, tokens: int) -> float:
+        return 0.0032 + 0.00042 * rows + 0.00019 * rows * (tokens - 1)
+
+    def draft(rows: int, _experts: int) -> float:
+        return 0.0012 + 0.00015 * rows
+
     rates = []
     for seed in range(12):
         draws = random.Random(seed)
-
-        def target(rows: int, tokens: int) -> float:
-            return 0.0032 + 0.00042 * rows + 0.00019 * rows * (tokens - 1)
-
-        def drafted_s(rows: int, _experts: int) -> float:
-            return 0.0012 + 0.00015 * rows
-
-        plans = GoodputController(costs(target, (1, 2, 5, 9)), draft_costs(drafted_s), MAX)
-        plans.ended(0, 64)
-        slow, tokens, seconds, plain = 1.0, 0, 0.0, 0.0
+        world = World({A: 16}, {A: 0.5}, seed, target=target, draft=draft, noise=0.15)
         for number in range(2000):
-            if slow > 1.0:
-                slow = 1.0 if draws.random() < 0.1 else slow
+            if number == 200:
+                world.seconds = world.same_plain_s = 0.0
+            if world.slowness > 1.0:
+                world.slowness = 1.0 if draws.random() < 0.1 else world.slowness
             elif draws.random() < 0.02:
-                slow = draws.choice((1.3, 1.6, 2.0))
-            k, emitted = plans.plan({A: 16})[A], 0
-            for _ in range(16):
-                tries = (draws.random() < 0.5 for _ in range(k))
-                accepted = sum(1 for _ in itertools.takewhile(bool, tries))
-                plans.accepted(A, k, accepted)
-                emitted += 1 + accepted
-            noise = [draws.lognormvariate(0.0, 0.15) for _ in range(2)]
-            verify, drafting = slow * target(16, k + 1), slow * k * drafted_s(16, 1)
-            sizes = (16, 1, k) if k else (0, 0, 0)
-            plans.took(16, k + 1, verify * noise[0], sizes, drafting * noise[1])
-            if number >= 200:
-                tokens, seconds = tokens + emitted, seconds + verify + drafting
-                plain += emitted / 16 * slow * target(16, 1)
-        rates.append(plain / seconds)
+                world.slowness = draws.choice((1.3, 1.6, 2.0))
+            world.round()
+        rates.append(world.same_plain_s / world.seconds)
     assert sum(rates) / len(rates) > 0.99
 
 
