@@ -41,14 +41,18 @@ def traffic(figures: Mapping[str, Any], command: str) -> str:
     head = (
         f"## Traffic\n\nCommand: `{command}`\n\n"
         "Arrivals of request traces, open-loop, over HTTP, each block from a fresh start of the "
-        "whole application; clients, server and training share the machine. The time axis is "
+        "whole application; clients, server and training share the machine. `plain` is the server "
+        "without drafts, router and training, `frozen` has drafts that learn nothing and a router, "
+        "`online` is the server as it comes. The time axis is "
         "stretched to a share (load) of what `plain` answers when it always has 16 requests "
         f"({capacity} requests/s). A request's prompt has, by length, the rank among the block's "
         "prompts that it has in the trace; prompts are of the four topics and at most 384 tokens. "
         "Greedy answers end where the target ends them, or at the trace's length, scaled so that "
         "its 99th percentile is 256 tokens of the target's 1,024, and never stretched. Latencies "
         "count from when a request was due, the time per token from the first tokens, however many "
-        "came at once, to the last. Blocks run in the tables' order of loads, and `online` begins "
+        "came at once, to the last; they are of the answers that came whole, and refused requests "
+        "count as missed in *within limits* and goodput alone. Blocks run in the tables' order of "
+        "loads, each by the variants in turn, and `online` begins "
         f"each with what it had learnt by the end of the one before, {_lesson(figures)}. "
         "Within limits: first token and time per token of at "
         f"most five times an idle plain server's medians. {_machines(figures)}Load average before "
@@ -81,7 +85,7 @@ def _latencies(rows: Sequence[Mapping[str, Any]]) -> str:
     headings = ("trace", "load", "variant", "first token, ms, p50 / p99", "per token, ms")
     headings += ("whole answer, ms", "longest pause, ms, p99", "client late, ms, p99")
     headings += ("within limits", "goodput, requests/s", "tokens/s", "failed")
-    headings += ("CPU s, all processes", "of these the trainer's")
+    headings += ("CPU s, all processes, to the last answer", "of these the trainer's")
     lines = []
     for row in rows:
         pairs = [

@@ -32,7 +32,7 @@ from pathlib import Path
 from online.fragments import command_of
 from online.store import Store
 from online.traces import FILES
-from online.traffic_plan import FULL, ONLINE, QUICK, VARIANTS, Plan
+from online.traffic_plan import FULL, ONLINE, QUICK, Plan, turns
 from online.traffic_report import report
 from online.traffic_runs import Traffic
 
@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     traffic = Traffic(options, plan_of(options), store)
     state = traffic.lesson()
     for number, block in enumerate(traffic.blocks()):
-        for turn in range(len(VARIANTS)):
-            variant = VARIANTS[(number + turn) % len(VARIANTS)]
+        for variant in turns(block, list(traffic.traces), traffic.plan.loads):
             after = traffic.run(number, block, variant, state)
             state = after if variant == ONLINE else state
     capacities = {trace: traffic.capacity(trace) for trace in traffic.traces}

@@ -79,6 +79,16 @@ class Prompts:
         return min(count, max(0, start + count - len(self.questions)))
 
 
+def turns(block: Block, traces: Sequence[str], loads: Sequence[float]) -> list[str]:
+    """The variants in the order in which they run a block.
+
+    Every variant is first, second and third equally often over three repeats of any trace and load,
+    over three traces, and over three loads: whatever is first on a machine is first for all.
+    """
+    first = loads.index(block.load) + list(traces).index(block.trace) + block.repeat
+    return [VARIANTS[(first + turn) % len(VARIANTS)] for turn in range(len(VARIANTS))]
+
+
 def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
     """A greedy chat request; only ``online`` has a use for its record."""
     return {

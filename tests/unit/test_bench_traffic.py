@@ -15,7 +15,19 @@ from clients import Reply
 from online import fragments, latency, open_loop, traces, traffic, traffic_report, traffic_runs
 from online.rows import Question
 from online.store import Store
-from online.traffic_plan import FULL, ONLINE, PLAIN, QUICK, Prompts, body, busy_rate, planned
+from online.traffic_plan import (
+    FULL,
+    ONLINE,
+    PLAIN,
+    QUICK,
+    VARIANTS,
+    Block,
+    Prompts,
+    body,
+    busy_rate,
+    planned,
+    turns,
+)
 
 from paceline.actors.weights.history import append_decision
 
@@ -122,6 +134,22 @@ def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alon
     assert body("x", 4, PLAIN)["speculative"] == {"draft": "off"}
     assert "speculative" not in body("x", 4, ONLINE)
     assert [body("x", 4, v)["store"] for v in (PLAIN, ONLINE)] == [False, True]
+
+
+def test_every_variant_is_first_as_often_at_every_load() -> None:
+    traces, loads = ["code", "conv"], (0.3, 0.6, 0.9)
+    orders = {
+        (trace, load, repeat): turns(Block(trace, load, repeat), traces, loads)
+        for trace in traces
+        for load in loads
+        for repeat in range(3)
+    }
+    for trace in traces:
+        for load in loads:
+            for place in range(3):
+                assert {orders[trace, load, r][place] for r in range(3)} == set(VARIANTS)
+    assert len({orders["code", load, 0][0] for load in loads}) == 3
+    assert orders["code", 0.3, 0] != orders["conv", 0.3, 0]
 
 
 class Here(traffic_runs.Traffic):
