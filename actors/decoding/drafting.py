@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.actors.decoding.acceptance import Use
+from paceline.actors.decoding.choosing import Choosing
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.meter import RoundMeter
 from paceline.actors.decoding.proposer import DraftRow, Proposer
-from paceline.actors.decoding.reading import Reads
+from paceline.actors.decoding.refusals import Refusals
 from paceline.actors.decoding.sequence import Sequence as RunningSequence
 from paceline.actors.decoding.verification import Proposal
 from paceline.actors.weights.slots import is_candidate
@@ -46,18 +45,24 @@ class Drafting:
             clock: seconds, monotonic.
         """
         self._proposer = proposer
-        self._controller = controller
+        self._choosing = Choosing(controller, proposer)
         self._device = device
         self._clock = clock
         self._began = 0.0
         self._drafting_s = 0.0
         self._asked = False
-        self.failures = 0
+        self._failures = 0
         self.meter = RoundMeter()
         self._rest = 0  # rounds until a proposer that failed is asked again
         self._next_rest = 1
         self._versions: dict[str, int] = {}
+        self._refusals = Refusals()
         self._hidden_drafts = proposer.hidden_drafts
+
+    @property
+    def failures(self) -> int:
+        """Rounds in which drafting or choosing failed."""
+        return self._failures + self._choosing.failures
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
@@ -65,8 +70,7 @@ class Drafting:
 
     def limit(self, max_tokens: int | None, probe_share: float | None) -> None:
         """Other limits of the controller, where there is one; see GoodputController."""
-        if self._controller is not None:
-            self._controller.limit(max_tokens, probe_share)
+        self._choosing.limit(max_tokens, probe_share)
 
     def release(self, request_id: str) -> None:
         """Forget a sequence."""
@@ -82,25 +86,30 @@ class Drafting:
     def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
         """Put new weights in place, or with None empty a candidate's slot.
 
-        Weights that do not fit are logged and left.
+        Weights that do not fit, or for which memory runs out, are logged and left: a candidate's
+        trial has failed then, and an expert whose weights are a mixture drafts nothing.
         """
         if state is None:
+            self._refusals.over(expert)
             self._withdraw(expert)
             return
         try:
             self._proposer.swap(expert, weight_version, state)
-        except (KeyError, ValueError):
+        except Exception as error:
             logger.exception("draft %s: version %d was not taken", expert, weight_version)
+            untouched = isinstance(error, (KeyError, ValueError))
+            self._refusals.note(expert, weight_version, untouched=untouched)
+            if is_candidate(expert):
+                self._withdraw(expert)
             return
+        self._refusals.over(expert)
         self._versions[expert] = weight_version
-        if self._controller is not None:
-            self._controller.swapped(expert)
+        self._choosing.swapped(expert)
 
     def _withdraw(self, candidate: str) -> None:
         self._proposer.withdraw(candidate)
         self._versions.pop(candidate, None)
-        if self._controller is not None:  # its requests draft with the stable weights now
-            self._controller.swapped(candidate)
+        self._choosing.swapped(candidate)  # its requests draft with the stable weights now
 
     def propose(
         self, batch: Sequence[RunningSequence], coming: Sequence[RunningSequence] = ()
@@ -113,7 +122,8 @@ class Drafting:
                 choice of k is made for them too.
         """
         self._began = self._clock()
-        wanted = self._wanted(batch, coming)
+        self._refusals.tell(batch)
+        wanted = self._choosing.wanted(batch, coming, self._refusals)
         indices = [i for i, k in enumerate(wanted) if k > 0]
         proposal = Proposal.empty(len(batch), self._device)
         self._asked = bool(indices) and not self._resting()
@@ -146,10 +156,9 @@ class Drafting:
         self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
     ) -> None:
         """Note a round that ends now: what was drafted and accepted, per row."""
-        total, tokens, plain_s = self._clock() - self._began, len(batch) + sum(accepted), None
-        if self._controller is not None:
-            self._teach(self._controller, batch, drafted, accepted, total)
-            plain_s = self._controller.plain_seconds(len(batch), tokens)
+        total, tokens = self._clock() - self._began, len(batch) + sum(accepted)
+        times = total, self._drafting_s
+        plain_s = self._choosing.took(batch, drafted, accepted, times, self._asked)
         if any(s.request.background for s in batch):  # then all are, and nobody waits for them
             return
         self.meter.took(total, self._drafting_s, tokens, plain_s)
@@ -159,84 +168,11 @@ class Drafting:
 
     def chosen(self) -> tuple[dict[str, int], float | None]:
         """The controller's present k by draft, and the tokens per second that it expects."""
-        if self._controller is None:
-            return {}, None
-        asked = {draft for _, draft in list(self.meter.counts)}
-        chosen = {draft: self._controller.chosen(draft) for draft in sorted(asked)}
-        return chosen, self._controller.predicted
-
-    def _teach(
-        self,
-        controller: GoodputController,
-        batch: Sequence[RunningSequence],
-        drafted: list[int],
-        accepted: list[int],
-        total: float,
-    ) -> None:
-        for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
-            controller.accepted(_use(sequence), tried, taken)
-        active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
-        steps = max(drafted)
-        timed_steps = 0 if self._proposer.waited_in_vain else steps
-        controller.took(
-            len(batch),
-            steps + 1,
-            total - self._drafting_s,
-            (len(active), len(set(active)), timed_steps),
-            self._drafting_s,
-            self._proposer.reads if self._asked else Reads(),
-        )
+        return self._choosing.chosen(sorted({draft for _, draft in list(self.meter.counts)}))
 
     def ended(self, sequence: RunningSequence) -> None:
         """Note a request that has come to its end."""
-        if self._controller is not None and sequence.num_speculative_tokens is None:
-            self._controller.ended(len(sequence.request.prompt_token_ids), sequence.num_output)
-
-    def _wanted(
-        self, batch: Sequence[RunningSequence], coming: Sequence[RunningSequence]
-    ) -> list[int]:
-        """Tokens to draft per row: the request's own number, or the controller's choice.
-
-        Where the controller chooses, and the draft has the prompt to read yet, the first token
-        comes by itself: who waits for it is not to wait for that.
-        """
-        both = (*batch, *coming)
-        begin = {s.request_id for s in batch if self._controller and self._begins(s)}
-        free = Counter(_use(s) for s in both if s.num_speculative_tokens is None)
-        plan: Mapping[Use, int] = {}
-        if free and self._controller is not None:
-            others = len(both) - free.total()
-            later = (*coming, *(s for s in batch if s.request_id in begin))
-            reading = Counter(_use(s) for s in later if s.num_speculative_tokens is None)
-            plan = self._controller.plan(free, others, lambda: self._unread(both), reading)
-        wanted = []
-        for sequence in batch:
-            k = sequence.num_speculative_tokens
-            if k is None:
-                k = 0 if sequence.request_id in begin else plan.get(_use(sequence), 0)
-            wanted.append(sequence.budget(k))
-        return wanted
-
-    def _begins(self, sequence: RunningSequence) -> bool:
-        """Whether a sequence has no token yet, and a draft that does not know its prompt."""
-        if sequence.num_output or sequence.num_speculative_tokens is not None:
-            return False
-        return self._proposer.lacks(sequence.request_id, sequence.draft, len(sequence.tokens)) > 0
-
-    def _unread(self, batch: Sequence[RunningSequence]) -> dict[Use, float]:
-        """Per use: seconds of what it has to read, for each token that will be emitted yet."""
-        assert self._controller is not None
-        reading = self._controller.reading
-        seconds: dict[Use, float] = {}
-        left: dict[Use, float] = {}
-        for s in batch:
-            if s.num_speculative_tokens is None:
-                lacking = self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
-                own = reading.seconds(1.0, lacking) if lacking else 0.0
-                use = _use(s)
-                seconds[use] = seconds.get(use, 0.0) + own
-                left[use] = left.get(use, 0.0) + reading.left(s.num_output, s.max_tokens)
-        return {use: seconds[use] / tokens for use, tokens in left.items()}
+        self._choosing.ended(sequence)
 
     def _resting(self) -> bool:
         """A proposer that fails is asked again after 1, 2, 4 ... rounds."""
@@ -259,8 +195,8 @@ class Drafting:
         for sequence in sequences:
             draft, version = sequence.draft, self._proposer.version(sequence.draft)
             sequence.drafted_by(version)
-            if self._controller is not None and self._versions.get(draft, version) != version:
-                self._controller.swapped(draft)
+            if self._versions.get(draft, version) != version:
+                self._choosing.swapped(draft)
             self._versions[draft] = version
 
     def _ask(
@@ -275,7 +211,7 @@ class Drafting:
             self._next_rest = 1 if self._look_at_faults(rows, batch) else self._next_rest
             return proposal
         except Exception:
-            self.failures += 1
+            self._failures += 1
             logger.exception("the round goes on without speculation")
             for row in rows:
                 self._proposer.release(row.request_id)
@@ -288,7 +224,7 @@ class Drafting:
         faulty = self._proposer.faulty
         if not faulty:
             return True
-        self.failures += 1
+        self._failures += 1
         logger.warning("no probabilities of %s", sorted(faulty))
         if self._blame(faulty, batch) or any(row.draft not in faulty for row in rows):
             return True
@@ -312,7 +248,3 @@ class Drafting:
             if sequence.draft in blamed:
                 sequence.failed_version = blamed[sequence.draft]
         return bool(blamed)
-
-
-def _use(sequence: RunningSequence) -> Use:
-    return Use(sequence.draft, sampled=not sequence.request.sampling.greedy)

@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         argparse.ArgumentParser(prog="bench-online", description=(__doc__ or "").splitlines()[0]),
     )
     parser.add_argument("--data", help="folder of *.jsonl.gz rows, or hf; default: generated")
-    parser.add_argument("--quick", action="store_true", help="two topics, 200 and 40 prompts")
+    parser.add_argument("--quick", action="store_true", help="two topics, 96 and 24 prompts")
     parser.add_argument("--topics", nargs="+", choices=[*TOPICS, *EXTRA])
     parser.add_argument("--parts", nargs="+", choices=PARTS)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -44,7 +44,7 @@ class Sizes:
 
 
 # Of the ten minutes that --quick may take.
-QUICK = Sizes(stream=200, test=40, phase=32, ceiling=400, window=16, checkpoints=(0, 50, 100, 200))
+QUICK = Sizes(stream=96, test=24, phase=16, ceiling=160, window=16, checkpoints=(0, 48, 96))
 
 
 class Bench:

@@ -52,7 +52,7 @@ class Offline:
     seed: int = 0
 
 
-QUICK = Offline(learning_rates=(1.5e-3, 4e-4), look_every=50, patience=2, max_steps=400)
+QUICK = Offline(learning_rates=(1.5e-3, 4e-4), look_every=50, patience=2, max_steps=150)
 
 
 class Plateau:

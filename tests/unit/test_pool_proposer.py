@@ -94,7 +94,9 @@ def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_ste
         proposer.attach("b", quiet if silent else connect(servers["b"].lease("t"), 10.0))
         engine = pool_engine(proposer)
         costs = NotedCosts()
-        engine._drafting._controller = GoodputController(StepCosts({(1, 1): 0.01}), costs, 4)  # type: ignore[attr-defined]
+        engine._drafting._choosing._controller = GoodputController(
+            StepCosts({(1, 1): 0.01}), costs, 4
+        )  # type: ignore[attr-defined]
         if silent:
             proposer._timeout_s = 0.5
         asked = [
