@@ -159,18 +159,24 @@ def recovered(parts: Sequence[Window], level: float, within: float = WITHIN) -> 
     return None
 
 
-def backward_transfer(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> float:
-    """What later phases did to earlier topics, on average; negative is forgetting.
+def transfers(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> dict[str, float]:
+    """What later phases did to every earlier topic; negative is forgetting.
 
-    The mean over all topics but the last of (acceptance after the last phase) - (acceptance
-    after the topic's own phase), as in Lopez-Paz and Ranzato, arXiv 1706.08840, equation 3.
+    Acceptance after the last phase less that after the topic's own phase, of all topics but the
+    last: the terms of Lopez-Paz and Ranzato, arXiv 1706.08840, equation 3.
 
     Args:
         matrix: phase to topic to acceptance after that phase.
         order: of the phases, each named like its topic, two at least.
     """
     last = matrix[order[-1]]
-    return math.fsum(last[topic] - matrix[topic][topic] for topic in order[:-1]) / (len(order) - 1)
+    return {topic: last[topic] - matrix[topic][topic] for topic in order[:-1]}
+
+
+def backward_transfer(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> float:
+    """The mean of :func:`transfers`, with the same arguments."""
+    found = transfers(matrix, order)
+    return math.fsum(found.values()) / len(found)
 
 
 def pays_after(frozen: Sequence[Counts], online: Sequence[Counts], training_s: float) -> int | None:

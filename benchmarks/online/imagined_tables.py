@@ -24,12 +24,14 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
     headings += ["online", "online, imagining", "ceiling", "gap closed", "goal"]
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
     headings += ["prompts imagined", "left out: in the test", "s imagining"]
-    headings += ["s training"]
+    headings += ["s training", "machine"]
     return [
         "With `training.imagined_per_record`: while it is idle, the target makes up prompts that "
         "begin like stored ones, and answers them; drafts learn from both kinds, and are judged by "
-        "real ones alone. The same stream, in rehearsal: the records of its frozen twin. Seconds "
-        "are the processor's, what is imagined at 8 requests at once.",
+        "real ones alone. The same stream, in rehearsal: the records of its frozen twin; training "
+        "seed 0 alone, and the prompts per record are the most that there may be. What steps "
+        "alone would have brought is in *offline, the same prompts*. Seconds are the processor's, "
+        "what is imagined at 8 requests at once.",
         table(headings, lines),
     ]
 
@@ -53,4 +55,5 @@ def _line(topic: str, alone: Any, own: dict[str, Any]) -> list[str]:
         "-" if own["in_test"] is None else str(own["in_test"]),
         number(own["imagining_s"], 0),
         number(own["training_s"], 0),
+        own["machine"]["cpu"],
     ]

@@ -253,7 +253,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer requests and numbers of them")
     parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
+    )
     return parser.parse_args(argv)
 
 
@@ -287,7 +289,7 @@ def trace_of(data: str | None) -> tuple[str, list[Arrival]]:
 def run(options: argparse.Namespace, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     """Teach, then measure."""
     sizes = Sizes(stream=plan.lessons)
-    store = Store(options.out)
+    store = Store(options.out / "online")
     bench = Bench(store, options.data, sizes, Serving(), threads=options.threads, say=say)
     pool = interleaved([bench.questions(topic).train[plan.lessons :] for topic in TOPICS])
     name, arrivals = trace_of(options.data)
@@ -319,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_environment()
     forbid_compiling()
     figures = run(options, QUICK if options.quick else Plan(), console.print)
-    path = options.out / "in_flight.json"
+    path = options.out / "online" / "in_flight.json"
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     text = section(figures, command_of("bench-in-flight", argv))
     path.with_suffix(".md").write_text(text, encoding="utf-8")

@@ -146,7 +146,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shared-output", action="store_true", help="heads use the target's")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
+    )
     parser.add_argument("--teach", action="store_true", help="only teach what is missing")
     return parser.parse_args(argv)
 
@@ -159,7 +161,7 @@ def bench_of(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[B
         passes=options.passes or (4 if options.quick else Teaching().passes),
         own_output=not options.shared_output,
     )
-    store = Store(options.out)
+    store = Store(options.out / "online")
     return Bench(store, options.data, sizes, Serving(), threads=options.threads, say=say), teaching
 
 
@@ -220,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "draft_failures": sum(engine.draft_failures for engine in engines),
     }
     figures["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
-    path = options.out / "medusa.json"
+    path = options.out / "online" / "medusa.json"
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     text = section(figures, command_of("bench-medusa", argv))
     path.with_suffix(".md").write_text(text, encoding="utf-8")

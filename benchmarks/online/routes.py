@@ -195,7 +195,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-steps", type=int, default=None, help="of a round")
     parser.add_argument("--learning-rate", type=float, default=learning.learning_rate)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
+    )
     parser.add_argument(
         "--published", type=Path, help="folder of units to go on from, and to add to"
     )
@@ -223,10 +225,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     serving = Serving()
     bench = Bench(
-        Store(options.out), options.data, sizes, serving, threads=options.threads, say=say
+        Store(options.out / "online"),
+        options.data,
+        sizes,
+        serving,
+        threads=options.threads,
+        say=say,
     )
     prompts, replayer = RoutePrompts(bench, counts), Replayer(DRAFT)
-    store = Store(options.out / "routes", options.published)
+    store = Store(options.out / "online" / "routes", options.published)
     recipe = tireless(
         Learning(micro_steps=options.micro_steps, learning_rate=options.learning_rate)
     )
@@ -240,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arm = Arm(name, prompts, replayer, learning)
             settings = common | {"arm": name, "learning": asdict(learning)}
             store.unit(f"routes-arm-{name.replace(' ', '-')}-{seed}", settings, arm.run)
-    report(store, common, options.out, command_of("bench-routes", argv))
+    report(store, common, options.out / "online", command_of("bench-routes", argv))
     return 0
 
 

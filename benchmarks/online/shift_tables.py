@@ -29,8 +29,10 @@ def shifts(figures: dict[str, Any], pictures: Sequence[str]) -> list[str]:
         f"{size} requests whose acceptance rate is within {WITHIN:g} of what the topic's stream of "
         "its own had by the end of as many requests. *Most lost*: the deepest that a topic's test "
         "fell, at any phase, below the best that it had been before. *Backward transfer*: the "
-        "mean over topics of what phases after a topic's own did to it; what is lost of a topic "
-        "before its phase comes is not in it.",
+        "mean over topics of what phases after a topic's own did to it, and each of them; what is "
+        "lost of a topic before its phase comes is not in it. A topic whose own stream gained "
+        "nothing has nothing to recover, and its first window counts. Matrix, recovery and "
+        "transfer are of one seed where no others are listed, and without intervals.",
     ]
     if "shift.png" in pictures:
         parts.append("![Acceptance by phase](shift.png)")
@@ -64,9 +66,15 @@ def _recovery(systems: dict[str, Any]) -> str:
             recovery = ", ".join(
                 f"{topic} {'never' if n is None else n}" for topic, n in facts["recovery"].items()
             )
-            row += [number(facts["backward_transfer"]), _lost(facts["most_lost"]), recovery or "-"]
+            row += [_transfer(facts), _lost(facts["most_lost"]), recovery or "-"]
         rows.append(row)
     return table(headings, rows)
+
+
+def _transfer(facts: dict[str, Any]) -> str:
+    """The mean, and in brackets its terms: what one topic gains may hide what another loses."""
+    terms = ", ".join(f"{topic} {value:+.3f}" for topic, value in facts["transfers"].items())
+    return f"{number(facts['backward_transfer'])} ({terms})"
 
 
 def _seeds(systems: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from online.figures import (
     pays_after,
     reached,
     recovered,
+    transfers,
     window,
     windows,
 )
@@ -85,6 +86,7 @@ def imagined_summary(
         "imagining_s": run["imagined"]["seconds"],
         "training_s": run["learning"]["seconds"],
         "published": run["learning"]["published"],
+        "machine": run["machine"],
     }
 
 
@@ -256,6 +258,7 @@ def shift_summary(
     if not abrupt:
         return found
     found["backward_transfer"] = backward_transfer(matrix, order)
+    found["transfers"] = transfers(matrix, order)
     found["most_lost"] = most_lost(matrix)
     found["recovery"] = {
         topic: recovered(windows(part, size), levels[topic])

@@ -48,7 +48,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lesson", type=float, help="seconds; 600, with --quick none")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--port", type=int, default=8019)
-    parser.add_argument("--out", type=Path, default=Path("out/bench/online"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
+    )
     options = parser.parse_args(argv)
     options.traces = options.traces or (["azure conv"] if options.quick else list(FILES))
     return options
@@ -66,7 +68,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; write table and plot from all that is there."""
     options = parse(argv)
-    store = Store(options.out / "traffic")
+    store = Store(options.out / "online" / "traffic")
     traffic = Traffic(options, plan_of(options), store)
     state = traffic.lesson()
     for number, block in enumerate(traffic.blocks()):
@@ -76,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     capacities = {trace: traffic.capacity(trace) for trace in traffic.traces}
     command = command_of("bench-traffic", argv)
     taught = traffic.taught
-    return report(traffic.units, capacities, traffic.common, options.out, command, taught)
+    return report(
+        traffic.units, capacities, traffic.common, options.out / "online", command, taught
+    )
 
 
 if __name__ == "__main__":
