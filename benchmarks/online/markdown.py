@@ -22,7 +22,7 @@ _ROWS = (
     "code's training files (the draft from 1,000 answers of each), out of which the streams come "
     "too; no test prompt was in it. The code stream is CPython's docstrings for nine tenths, the "
     "code test for half (the rest is MBPP and HumanEval), so that its windows above and its test "
-    "do not compare. Spider asks most queries twice in other words (931 test rows, some 500 queries): "
+    "do not compare. Spider asks most queries twice in other words (931 test rows, 500 queries): "
     "intervals, which take prompts for independent, are too narrow for sql, and prompts that are "
     "held out may be others' paraphrases."
 )
