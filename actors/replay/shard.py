@@ -128,7 +128,7 @@ class ReplayShard:
         return True
 
     def _keep(self, data: bytes, *, alone: bool = True) -> Entry | None:
-        """Put a record into the table; None where it is none, or past retention.
+        """Put a record into the table; None where it is none, past retention, or not to be kept.
 
         Args:
             data: encoded.
@@ -150,7 +150,7 @@ class ReplayShard:
             if not (alone or self._table.has(source_of(record.request_id))):
                 return None
             split = "imagined"
-        return entry if self._table.insert(entry, split, self._clock(), self._rng) else None
+        return entry if self._table.insert(entry, split, self._clock()) else None
 
     def _rewrite_when_due(self) -> None:
         if rewrite_due(self._oldest_written, self._clock(), self._settings):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, get_args
 
 import numpy as np
@@ -34,7 +35,8 @@ class ReplaySettings:
         retention_s: age at which a record is dropped, seconds; from disk at most
             :attr:`disk_slack_s` later.
         remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample of
-            all that ever came; ``priority`` drops those of the least loss, the oldest of equals.
+            all that came within retention; ``priority`` drops those of the least loss, the
+            oldest of equals.
         sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
             split is always drawn by recency: what judges must not follow what was learnt.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
@@ -87,6 +89,11 @@ class Entry:
     request_id: str
     created: float
     data: bytes
+    lot: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Draw the lot: for every record of a name the same."""
+        object.__setattr__(self, "lot", lot(self.request_id))
 
 
 class Partition:
@@ -118,26 +125,28 @@ class Partition:
         """Whether a record of this name is kept."""
         return any(entry.request_id == request_id for entry in self._entries)
 
-    def insert(self, entry: Entry, rng: np.random.Generator) -> None:
-        """Take a record and drop others, or this one, until all fit."""
+    def insert(self, entry: Entry) -> bool:
+        """Take a record and drop others, or this one, until all fit; whether it was kept."""
         self.inserted += 1
-        if len(entry.data) > self.capacity:
+        size = len(entry.data)
+        if size > self.capacity:
             self.evicted += 1
-            return
-        full = self.bytes + len(entry.data) > self.capacity
+            return False
+        full = self.bytes + size > self.capacity
         if full and self._remover == "reservoir":
-            if rng.random() >= len(self._entries) / self.inserted:
+            weaker = [e for e in self._entries if e.lot < entry.lot]
+            if self.bytes - sum(len(e.data) for e in weaker) + size > self.capacity:
                 self.evicted += 1
-                return
-            while self.bytes + len(entry.data) > self.capacity:
-                self._drop(int(rng.integers(len(self._entries))))
+                return False
+            self._make_room(size, np.array([e.lot for e in self._entries]))
         if full and self._remover == "priority":
-            self._make_room(len(entry.data))
+            self._make_room(size, self.losses())
         self._entries.append(entry)
         self._oldest = min(self._oldest, entry.created)
         self.bytes += len(entry.data)
         while self.bytes > self.capacity:
             self._drop(0)
+        return True
 
     def limit(self, capacity_bytes: int) -> None:
         """Have another capacity from now on; the oldest make way."""
@@ -186,11 +195,11 @@ class Partition:
         chosen = rng.choice(len(self._entries), size=count, replace=False, p=weights)
         return [self._entries[int(index)].data for index in chosen]
 
-    def _make_room(self, size: int) -> None:
-        """Drop records of the least loss until ``size`` bytes fit."""
+    def _make_room(self, size: int, worth: NDArray[np.float64]) -> None:
+        """Drop records of the least worth, the oldest of equals, until ``size`` bytes fit."""
         gone: set[int] = set()
         room = self.capacity - self.bytes
-        for index in np.argsort(self.losses(), kind="stable").tolist():
+        for index in np.argsort(worth, kind="stable").tolist():
             if room >= size:
                 break
             gone.add(index)
@@ -210,6 +219,16 @@ class Partition:
         self._losses = {name: loss for name, loss in self._losses.items() if name in kept}
         self._oldest = min((entry.created for entry in entries), default=math.inf)
         self.bytes = sum(len(entry.data) for entry in entries)
+
+
+def lot(request_id: str) -> float:
+    """The number in [0, 1) that a record has drawn for a reservoir: those of the highest stay.
+
+    A record's lot is a hash of its name, so that the sample stays uniform when records expire and
+    a table that comes back from disk goes on with the same one ("bottom-k", Cohen and Kaplan,
+    PODC 2007); counting arrivals would not survive either.
+    """
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2.0**48
 
 
 def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:
@@ -240,14 +259,14 @@ class ReplayTable:
         }
         self._share_out()
 
-    def insert(self, entry: Entry, split: Split, now: float, rng: np.random.Generator) -> bool:
-        """Take a record and drop what is past retention; False where that is this one."""
+    def insert(self, entry: Entry, split: Split, now: float) -> bool:
+        """Take a record and drop what is past retention; whether this one was kept."""
         self.expire(now)
         if now - entry.created > self._settings.retention_s:
             return False
-        self._splits[split].insert(entry, rng)
+        kept = self._splits[split].insert(entry)
         self._share_out()
-        return True
+        return kept
 
     def _share_out(self) -> None:
         """Imagined records have the room that those of the traffic leave."""

@@ -28,9 +28,8 @@ def table(**changes: object) -> ReplayTable:
 
 
 def fill(target: ReplayTable, count: int, *, split: str = "train", size: int = 1) -> None:
-    rng = np.random.default_rng(0)
     for n in range(count):
-        target.insert(Entry(f"r{n}", 0.0, f"r{n}".encode().ljust(size)), split, 0.0, rng)  # type: ignore[arg-type]
+        target.insert(Entry(f"r{n}", 0.0, f"r{n}".encode().ljust(size)), split, 0.0)  # type: ignore[arg-type]
 
 
 def drawn(target: ReplayTable, draws: int, split: str = "train") -> dict[str, float]:
@@ -96,13 +95,13 @@ def test_when_full_what_is_learnt_best_goes_first_and_the_oldest_of_equals() -> 
     fill(every, 4, size=10)
     every.update_losses({"r0": 1.0, "r1": 0.1, "r2": 0.1, "r3": 3.0})
     for name in ("s0", "s1", "s2", "s3"):
-        every.insert(Entry(name, 0.0, b"x" * 10), "train", 0.0, np.random.default_rng(0))
+        every.insert(Entry(name, 0.0, b"x" * 10), "train", 0.0)
     # r1, r2, r0, r3: the new ones are unknown, and nobody has learnt from them yet
     assert kept(every) == ["s0", "s1", "s2", "s3"]
-    every.insert(Entry("s4", 0.0, b"x" * 10), "train", 0.0, np.random.default_rng(0))
+    every.insert(Entry("s4", 0.0, b"x" * 10), "train", 0.0)
     assert kept(every) == ["s1", "s2", "s3", "s4"]
     every.update_losses({"s1": 5.0, "s2": 1.0, "s3": 2.0, "s4": 4.0})
-    every.insert(Entry("big", 0.0, b"x" * 20), "train", 0.0, np.random.default_rng(0))
+    every.insert(Entry("big", 0.0, b"x" * 20), "train", 0.0)
     assert kept(every) == ["s1", "s4", "big"]
 
 
@@ -111,10 +110,9 @@ def test_when_full_what_is_learnt_best_goes_first_and_the_oldest_of_equals() -> 
 def test_bytes_never_exceed_the_capacity_and_losses_belong_to_what_is_kept(
     inserts: list[tuple[int, float]], deletes: int
 ) -> None:
-    rng = np.random.default_rng(0)
     part = Partition(100, "priority")
     for n, (size, loss) in enumerate(inserts):
-        part.insert(Entry(f"r{n}", float(n), b"x" * size), rng)
+        part.insert(Entry(f"r{n}", float(n), b"x" * size))
         part.update_losses({f"r{n}": loss, "gone": 1.0})
         entries = part.entries()
         assert part.bytes == sum(len(entry.data) for entry in entries) <= 100

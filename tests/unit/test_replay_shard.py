@@ -15,7 +15,7 @@ from replay_samples import make_record
 from paceline.actors.replay.journal import Journal
 from paceline.actors.replay.record import decode, encode, is_held_out
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import Entry, ReplaySettings, ReplayTable
+from paceline.actors.replay.table import Entry, ReplaySettings, ReplayTable, lot
 
 
 class Clock:
@@ -85,6 +85,52 @@ def test_capacity_in_bytes_holds(remover: str) -> None:
         assert min(kept) < 150
 
 
+def reservoir(tmp_path: Path | None, size: int, clock: Clock) -> ReplayShard:
+    settings = ReplaySettings(
+        capacity_bytes=size, retention_s=1_000.0, held_out_fraction=0.0, remover="reservoir"
+    )
+    folder = None if tmp_path is None else str(tmp_path)
+    return ReplayShard("sql", settings, clock=clock, persist_dir=folder)
+
+
+def test_a_reservoir_stays_uniform_through_expiry_and_a_restart(tmp_path: Path) -> None:
+    """Of 400 records the first 200 expire: half of what is kept is of either hundred then."""
+    size, clock = len(encode(make_record(request_id="r00", prompt=(1, 2)))), Clock()
+    ages = []
+    for run in range(10):
+        clock.now = 0.0
+        folder = tmp_path / str(run)
+        shard = reservoir(folder, 40 * size, clock)
+        for number in range(400):
+            clock.now = 5.0 * number
+            if number == 350:
+                shard = reservoir(folder, 40 * size, clock)
+            name = f"run{run}-{number}"
+            record = make_record(request_id=name, prompt=(1, 2), created=clock.now)
+            shard.insert(encode(record))
+        kept = ids(shard.sample(1_000, "train"))
+        assert 20 <= len(kept) <= 40
+        ages += [int(name.partition("-")[2]) for name in kept]
+    assert min(ages) >= 199
+    assert abs(np.mean(ages) - 300) < 10  # a deviation of the mean is 3
+    quarters = np.histogram(ages, bins=[199, 250, 300, 350, 400])[0] / len(ages)
+    assert np.all(np.abs(quarters - 0.25) < 0.08)
+
+
+def test_what_a_reservoir_does_not_keep_is_not_written(tmp_path: Path) -> None:
+    size, clock = len(encode(make_record(request_id="r00", prompt=(1, 2)))), Clock()
+    shard = reservoir(tmp_path, 20 * size, clock)
+    fill(shard, 300)
+    kept = ids(shard.sample(1_000, "train"))
+    written = Journal(tmp_path / "sql.records")
+    names = {decode(data).request_id for data in written.read()}
+    assert kept <= names
+    lots = sorted(lot(f"r{n}") for n in range(300))
+    best = {n for n in names if lot(n) >= lots[-20]}
+    assert len(best) >= 18
+    assert len(names) < 150  # of 300: what was the best so far when it came
+
+
 def test_records_past_retention_are_dropped() -> None:
     clock = Clock()
     shard = ReplayShard("sql", ReplaySettings(retention_s=60.0, held_out_fraction=0.0), clock=clock)
@@ -98,14 +144,14 @@ def test_records_past_retention_are_dropped() -> None:
 
 def test_retention_acts_on_insert_alone() -> None:
     settings = ReplaySettings(retention_s=60.0, held_out_fraction=0.0)
-    table, generator = ReplayTable(settings), np.random.default_rng(0)
+    table = ReplayTable(settings)
     for n, created in enumerate([5.0, 0.0, 50.0]):
-        assert table.insert(Entry(f"r{n}", created, b"x"), "train", 50.0, generator)
-    assert table.insert(Entry("new", 63.0, b"x"), "train", 63.0, generator)
+        assert table.insert(Entry(f"r{n}", created, b"x"), "train", 50.0)
+    assert table.insert(Entry("new", 63.0, b"x"), "train", 63.0)
     assert [entry.request_id for _, entry in table.entries()] == ["r0", "r2", "new"]
-    assert table.insert(Entry("newer", 111.0, b"x"), "train", 111.0, generator)
+    assert table.insert(Entry("newer", 111.0, b"x"), "train", 111.0)
     assert [entry.request_id for _, entry in table.entries()] == ["new", "newer"]
-    assert not table.insert(Entry("late", 50.0, b"x"), "train", 111.0, generator)
+    assert not table.insert(Entry("late", 50.0, b"x"), "train", 111.0)
 
 
 def on_disk(folder: Path) -> set[str]:
