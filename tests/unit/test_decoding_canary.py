@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from engines import engine_of, make_engine, request, run, served, tokens_of
+from engines import make_engine, run, tokens_of
 from laws import chi_square
 from pools import attached, make_drafter, pool_engine
-from tiny_models import tiny_llama
-from torch import Tensor
+from slotted import IDS, INSIDE, OUTSIDE, SHARE, asked, outcomes, plain, state, two_slots
 
-from paceline.actors.decoding.costs import StepCosts
-from paceline.actors.decoding.draft_costs import DraftCosts
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.goodput import GoodputController
-from paceline.actors.decoding.linear import StackedLinear
 from paceline.actors.decoding.outcomes import OutcomeReporter
 from paceline.actors.decoding.pool.drafter import SharedDrafter
 from paceline.actors.decoding.pool.server import ExpertServer
@@ -25,43 +18,8 @@ from paceline.actors.decoding.request import SamplingParams
 from paceline.actors.decoding.sampling import LatestBatch
 from paceline.actors.decoding.verification import Proposal, sound, verify
 from paceline.actors.weights.evidence import DraftOutcome
-from paceline.actors.weights.slots import in_canary
 
-SHARE = 0.5
-IDS = [f"answer-{number}" for number in range(10)]
-INSIDE = [name for name in IDS if in_canary("a", name, SHARE)]
-OUTSIDE = [name for name in IDS if name not in INSIDE]
 SAMPLED = {"temperature": 1.0}
-
-
-def state(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
-    model = tiny_llama(seed, layers=1)
-    return {name: scale * weight for name, weight in model.state_dict().items()}
-
-
-def two_slots(target_seed: int = 1, **more: Any) -> Engine:
-    """The experts a, which is poor, and b, each with a slot for a candidate; a's is filled."""
-    names = {"a": 2, "b": 3, "a@candidate": 2, "b@candidate": 3}
-    drafts = {name: served(tiny_llama(seed, layers=1)) for name, seed in names.items()}
-    engine = engine_of(
-        served(tiny_llama(target_seed, layers=1)), [drafts], canary_share=SHARE, **more
-    )
-    engine.swap("a@candidate", 7, state(target_seed))  # the target's own weights: never rejected
-    run(engine)
-    return engine
-
-
-def plain(name: str, **fields: Any) -> list[int]:
-    engine = engine_of(served(tiny_llama(1, layers=1)), [], k=0)
-    return tokens_of(run(engine, [asked(name, draft="off", **fields)])[name])
-
-
-def asked(name: str, **fields: Any) -> Any:
-    return request(name, [3 + len(name), 5, 6 + int(name[-1]), 7], **fields)
-
-
-def outcomes(outputs: Mapping[str, Any]) -> dict[str, DraftOutcome | None]:
-    return {name: parts[-1].outcome for name, parts in outputs.items()}
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 5}])
@@ -318,78 +276,3 @@ def test_what_broken_weights_wrote_is_read_by_nobody() -> None:
     (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
     for part in (*stack.runner.kv.keys, *stack.runner.kv.values):
         assert bool(part.isfinite().all())
-
-
-def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever packs weights runs out of memory at its third layer."""
-    left = [3]
-
-    def pack(_self: Any, _expert: int | None = None) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(StackedLinear, "pack", pack)
-
-
-def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The slot holds a mixture: its requests draft nothing until whole weights come."""
-    engine = make_engine(target_seed=1)
-    engine.add(request("before", [3, 5, 7], max_tokens=30, ignore_eos=True))
-    outputs = [o for _ in range(4) for o in engine.step()]
-    with monkeypatch.context() as scarce:
-        short_of_memory(scarce)
-        engine.swap("a", 1, state(1))
-        outputs += engine.step()
-    assert engine.drafts()["a"] == 0
-    found = run(engine, [asked("answer-1"), asked("answer-2", draft="b")])
-    reference = run(make_engine(k=0), [request("x", [3, 5, 7], max_tokens=30, ignore_eos=True)])
-    assert tokens_of([*outputs, *found["before"]]) == tokens_of(reference["x"])
-    drafted = {name: parts[-1].chunk.speculative for name, parts in found.items()}
-    steps = {name: stats and stats.num_spec_steps for name, stats in drafted.items()}
-    assert steps["answer-1"] == 0
-    assert steps["answer-2"]
-    engine.swap("a", 2, {"lm_head.weight": torch.zeros(1)})  # does not fit: still a mixture
-    assert run(engine, [asked("answer-3")])["answer-3"][-1].chunk.speculative == drafted["answer-1"]
-    engine.swap("a", 3, state(1))
-    whole = run(engine, [asked("answer-4")])["answer-4"][-1].chunk.speculative
-    assert whole is not None
-    assert whole.num_spec_steps > 0
-
-
-@pytest.mark.parametrize("fits", [False, True])
-def test_a_candidate_that_cannot_be_loaded_has_failed(
-    fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody drafts with it: without a word its trial would wait for ever."""
-    engine = two_slots()
-    with monkeypatch.context() as scarce:
-        if fits:
-            short_of_memory(scarce)
-        engine.swap("a@candidate", 8, state(1) if fits else {"lm_head.weight": torch.zeros(1)})
-        run(engine)
-    assert "a@candidate" not in engine.drafts()
-    found = outcomes(outputs := run(engine, [asked(name) for name in IDS]))
-    assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
-    failed = [outcome for outcome in found.values() if outcome and outcome.failed]
-    assert [(outcome.expert, outcome.weight_version) for outcome in failed] == [("a", 8)]
-    found = outcomes(run(engine, [asked(name) for name in IDS]))  # told once
-    assert not any(outcome and outcome.failed for outcome in found.values())
-
-
-@pytest.mark.parametrize("method", ["plan", "took"])
-def test_a_controller_that_fails_costs_drafts_and_no_answer(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError
-
-    engine = two_slots(k=None)
-    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
-    monkeypatch.setattr(controller, method, broken)
-    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
-    outputs = run(engine, [asked(name) for name in IDS], draft_failures=True)
-    assert engine.draft_failures > 0
-    assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)

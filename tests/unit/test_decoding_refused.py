@@ -1,0 +1,90 @@
+"""Weights that cannot be loaded and a controller that fails: what that costs, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import make_engine, request, run, tokens_of
+from slotted import IDS, asked, outcomes, plain, state, two_slots
+
+from paceline.actors.decoding.costs import StepCosts
+from paceline.actors.decoding.draft_costs import DraftCosts
+from paceline.actors.decoding.goodput import GoodputController
+from paceline.actors.decoding.linear import StackedLinear
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever packs weights runs out of memory at its third layer."""
+    left = [3]
+
+    def pack(_self: Any, _expert: int | None = None) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(StackedLinear, "pack", pack)
+
+
+def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slot holds a mixture: its requests draft nothing until whole weights come."""
+    engine = make_engine(target_seed=1)
+    engine.add(request("before", [3, 5, 7], max_tokens=30, ignore_eos=True))
+    outputs = [o for _ in range(4) for o in engine.step()]
+    with monkeypatch.context() as scarce:
+        short_of_memory(scarce)
+        engine.swap("a", 1, state(1))
+        outputs += engine.step()
+    assert engine.drafts()["a"] == 0
+    found = run(engine, [asked("answer-1"), asked("answer-2", draft="b")])
+    reference = run(make_engine(k=0), [request("x", [3, 5, 7], max_tokens=30, ignore_eos=True)])
+    assert tokens_of([*outputs, *found["before"]]) == tokens_of(reference["x"])
+    drafted = {name: parts[-1].chunk.speculative for name, parts in found.items()}
+    steps = {name: stats and stats.num_spec_steps for name, stats in drafted.items()}
+    assert steps["answer-1"] == 0
+    assert steps["answer-2"]
+    engine.swap("a", 2, {"lm_head.weight": torch.zeros(1)})  # does not fit: still a mixture
+    assert run(engine, [asked("answer-3")])["answer-3"][-1].chunk.speculative == drafted["answer-1"]
+    engine.swap("a", 3, state(1))
+    whole = run(engine, [asked("answer-4")])["answer-4"][-1].chunk.speculative
+    assert whole is not None
+    assert whole.num_spec_steps > 0
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_candidate_that_cannot_be_loaded_has_failed(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody drafts with it: without a word its trial would wait for ever."""
+    engine = two_slots()
+    with monkeypatch.context() as scarce:
+        if fits:
+            short_of_memory(scarce)
+        engine.swap("a@candidate", 8, state(1) if fits else {"lm_head.weight": torch.zeros(1)})
+        run(engine)
+    assert "a@candidate" not in engine.drafts()
+    found = outcomes(outputs := run(engine, [asked(name) for name in IDS]))
+    assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
+    failed = [outcome for outcome in found.values() if outcome and outcome.failed]
+    assert [(outcome.expert, outcome.weight_version) for outcome in failed] == [("a", 8)]
+    found = outcomes(run(engine, [asked(name) for name in IDS]))  # told once
+    assert not any(outcome and outcome.failed for outcome in found.values())
+
+
+@pytest.mark.parametrize("method", ["plan", "took"])
+def test_a_controller_that_fails_costs_drafts_and_no_answer(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    engine = two_slots(k=None)
+    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
+    monkeypatch.setattr(controller, method, broken)
+    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
+    outputs = run(engine, [asked(name) for name in IDS], draft_failures=True)
+    assert engine.draft_failures > 0
+    assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
