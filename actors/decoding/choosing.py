@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class Choosing:
     """Asks the controller for k and tells it how rounds went.
 
-    It is there for speed alone: where it fails nothing is drafted, and no answer notices.
+    It is there for speed alone: where it fails nothing is drafted or it knows less, and no answer
+    notices.
     """
 
     def __init__(self, controller: GoodputController | None, proposer: Proposer) -> None:
@@ -36,13 +37,11 @@ class Choosing:
 
     def limit(self, max_tokens: int | None, probe_share: float | None) -> None:
         """Other limits, see GoodputController."""
-        if self._controller is not None:
-            self._controller.limit(max_tokens, probe_share)
+        self._tell(lambda controller: controller.limit(max_tokens, probe_share), "other limits")
 
     def swapped(self, draft: str) -> None:
         """A draft has other weights."""
-        if self._controller is not None:
-            self._controller.swapped(draft)
+        self._tell(lambda controller: controller.swapped(draft), "new weights")
 
     def chosen(self, drafts: Sequence[str]) -> tuple[dict[str, int], float | None]:
         """The present k of these drafts, and the tokens per second that are expected."""
@@ -52,8 +51,9 @@ class Choosing:
 
     def ended(self, sequence: RunningSequence) -> None:
         """Note a request that has come to its end."""
-        if self._controller is not None and sequence.num_speculative_tokens is None:
-            self._controller.ended(len(sequence.request.prompt_token_ids), sequence.num_output)
+        if sequence.num_speculative_tokens is None:
+            lengths = len(sequence.request.prompt_token_ids), sequence.num_output
+            self._tell(lambda controller: controller.ended(*lengths), "an end")
 
     def wanted(
         self,
@@ -110,6 +110,15 @@ class Choosing:
         except Exception:
             self._complain("the controller was not told of a round")
             return None
+
+    def _tell(self, tell: Callable[[GoodputController], None], what: str) -> None:
+        """Tell the controller, where there is one, in the midst of what must not fail."""
+        if self._controller is None:
+            return
+        try:
+            tell(self._controller)
+        except Exception:
+            self._complain(f"the controller was not told of {what}")
 
     def _teach(
         self,

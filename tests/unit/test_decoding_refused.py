@@ -74,7 +74,7 @@ def test_a_candidate_that_cannot_be_loaded_has_failed(
     assert not any(outcome and outcome.failed for outcome in found.values())
 
 
-@pytest.mark.parametrize("method", ["plan", "took"])
+@pytest.mark.parametrize("method", ["plan", "took", "ended", "swapped", "limit"])
 def test_a_controller_that_fails_costs_drafts_and_no_answer(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +85,27 @@ def test_a_controller_that_fails_costs_drafts_and_no_answer(
     controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
     monkeypatch.setattr(controller, method, broken)
     monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
-    outputs = run(engine, [asked(name) for name in IDS], draft_failures=True)
+    engine.drafting.limit(3, None)
+    outputs = run(engine, [asked(name) for name in IDS[:5]], draft_failures=True)
+    engine.swap("a", 9, state(4))
+    outputs |= run(engine, [asked(name) for name in IDS[5:]], draft_failures=True)
     assert engine.draft_failures > 0
     assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
+
+
+def test_a_controller_that_does_not_take_note_of_new_weights_ends_no_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that a proposer has taken by itself are noted in the midst of a round."""
+    engine = two_slots(k=None)
+    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
+    monkeypatch.setattr(controller, "swapped", lambda _: 1 // 0)
+    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
+    engine.add(asked(IDS[0]))
+    outputs = [output for _ in range(3) for output in engine.step()]
+    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    slot = next(iter(engine._running.values())).draft
+    stack.versions[slot] += 1
+    outputs += run(engine, draft_failures=True)[IDS[0]]
+    assert engine.draft_failures == 1
+    assert tokens_of(outputs) == plain(IDS[0])
