@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from paceline.actors.decoding.pool.ahead import DraftAhead
 from paceline.actors.decoding.settings import DraftPlacement
-from paceline.actors.replay.table import Remover, Sampler
+from paceline.actors.replay.partition import Remover
+from paceline.actors.replay.table import Sampler
 from paceline.actors.routing.policy import GENERAL
 from paceline.actors.training.objective_settings import (
     Loss,

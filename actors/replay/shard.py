@@ -15,14 +15,9 @@ import numpy as np
 
 from paceline.actors.replay.journal import Journal
 from paceline.actors.replay.names import is_imagined, source_of
+from paceline.actors.replay.partition import Entry
 from paceline.actors.replay.record import RecordError, RecordValueError, decode, is_held_out
-from paceline.actors.replay.table import (
-    Entry,
-    ReplaySettings,
-    ReplayTable,
-    Split,
-    rewrite_due,
-)
+from paceline.actors.replay.table import ReplaySettings, ReplayTable, Split, rewrite_due
 
 logger = logging.getLogger(__name__)
 

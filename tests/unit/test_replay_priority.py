@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 from replay_samples import make_record
 
 from paceline.actors.replay.draws import priority_weights
+from paceline.actors.replay.partition import Entry, Partition
 from paceline.actors.replay.record import decode, encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import (
-    Entry,
-    Partition,
-    ReplaySettings,
-    ReplayTable,
-)
+from paceline.actors.replay.table import ReplaySettings, ReplayTable
 
 amounts = st.floats(0.0, 1e6) | st.just(math.inf)
 

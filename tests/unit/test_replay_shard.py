@@ -13,9 +13,10 @@ import pytest
 from replay_samples import make_record
 
 from paceline.actors.replay.journal import Journal
+from paceline.actors.replay.partition import Entry, lot
 from paceline.actors.replay.record import decode, encode, is_held_out
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import Entry, ReplaySettings, ReplayTable, lot
+from paceline.actors.replay.table import ReplaySettings, ReplayTable
 
 
 class Clock:
