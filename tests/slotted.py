@@ -24,9 +24,12 @@ def state(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: scale * weight for name, weight in model.state_dict().items()}
 
 
-def two_slots(target_seed: int = 1, **more: Any) -> Engine:
-    """The experts a, which is poor, and b, each with a slot for a candidate; a's is filled."""
-    names = {"a": 2, "b": 3, "a@candidate": 2, "b@candidate": 3}
+def two_slots(target_seed: int = 1, initial: bool = False, **more: Any) -> Engine:
+    """The experts a, which is poor, and b, each with a slot for a candidate; a's is filled.
+
+    With ``initial`` there are a's initial weights too.
+    """
+    names = {"a": 2, "b": 3, "a@candidate": 2, "b@candidate": 3, **({"a@0": 2} if initial else {})}
     drafts = {name: served(tiny_llama(seed, layers=1)) for name, seed in names.items()}
     engine = engine_of(
         served(tiny_llama(target_seed, layers=1)), [drafts], canary_share=SHARE, **more

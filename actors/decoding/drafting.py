@@ -156,6 +156,7 @@ class Drafting:
         self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
     ) -> None:
         """Note a round that ends now: what was drafted and accepted, per row."""
+        self._refusals.told()
         total, tokens = self._clock() - self._began, len(batch) + sum(accepted)
         times = total, self._drafting_s
         plain_s = self._choosing.took(batch, drafted, accepted, times, self._asked)

@@ -15,6 +15,7 @@ class Refusals:
         """Begin with nothing refused."""
         self._spoiled: set[str] = set()
         self._candidates: dict[str, int] = {}
+        self._telling: set[str] = set()  # candidates that this round's requests report
 
     def note(self, slot: str, weight_version: int, *, untouched: bool) -> None:
         """Weights were not taken.
@@ -39,11 +40,28 @@ class Refusals:
         return (draft if draft in held else expert_of(draft)) in self._spoiled
 
     def tell(self, batch: Iterable[Sequence]) -> None:
-        """Have the next request of a refused candidate's expert report that it failed, once."""
+        """Have a request of each refused candidate's expert report that it failed.
+
+        It does so after the round, see :meth:`told`. One that says nothing of its expert's
+        versions, or has reported a failure before, is passed over.
+        """
+        self._telling.clear()
         for sequence in batch if self._candidates else ():
-            version = self._candidates.pop(candidate_of(expert_of(sequence.draft)), None)
-            if version is not None:
-                sequence.failed_version = version
+            slot = candidate_of(expert_of(sequence.draft))
+            version = self._candidates.get(slot)
+            if version is None or slot in self._telling or not sequence.may_tell_failure:
+                continue
+            sequence.failed_version = version
+            self._telling.add(slot)
+
+    def told(self) -> None:
+        """The round has come to its end, and with it the reports: each is made once.
+
+        Where it does not, they are left to the next one's requests.
+        """
+        for slot in self._telling:
+            self._candidates.pop(slot, None)
+        self._telling.clear()
 
     def __bool__(self) -> bool:
         """Whether anything is refused."""

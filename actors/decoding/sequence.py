@@ -196,6 +196,17 @@ class Sequence:
             return self.outcome()
         return self.outcome() if self.finish_reason else None
 
+    @property
+    def may_tell_failure(self) -> bool:
+        """Whether a failure of its expert's candidate may be reported by it: none has been yet."""
+        return self._tells and self.failed_version is None
+
+    @property
+    def _tells(self) -> bool:
+        """Whether it drafts with one of its expert's slots, and not with initial weights."""
+        expert = expert_of(self.draft)
+        return self.draft in (expert, candidate_of(expert))
+
     def outcome(self) -> DraftOutcome | None:
         """What the draft did, where that tells one weight_version from another.
 
@@ -203,9 +214,9 @@ class Sequence:
         answer that another replica has begun. No rounds: nothing was drafted, since that did not
         pay.
         """
-        expert = expert_of(self.draft)
-        if self.draft not in (expert, candidate_of(expert)):
+        if not self._tells:
             return None
+        expert = expert_of(self.draft)
         if self.failed_version is not None:
             return DraftOutcome(expert, self.failed_version, 0, 0, failed=True)
         if self.request.output_token_ids:

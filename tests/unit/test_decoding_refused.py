@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from engines import make_engine, request, run, tokens_of
 from slotted import IDS, asked, outcomes, plain, state, two_slots
 
+from paceline.actors.decoding import engine as decoding
 from paceline.actors.decoding.costs import StepCosts
 from paceline.actors.decoding.draft_costs import DraftCosts
+from paceline.actors.decoding.engine import Engine, StepOutput
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.linear import StackedLinear
 
@@ -72,6 +75,60 @@ def test_a_candidate_that_cannot_be_loaded_has_failed(
     assert [(outcome.expert, outcome.weight_version) for outcome in failed] == [("a", 8)]
     found = outcomes(run(engine, [asked(name) for name in IDS]))  # told once
     assert not any(outcome and outcome.failed for outcome in found.values())
+
+
+def refused(engine: Engine, version: int) -> None:
+    """A candidate of a that does not fit."""
+    engine.swap("a@candidate", version, {"lm_head.weight": torch.zeros(1)})
+
+
+def failures(outputs: Iterable[StepOutput]) -> list[tuple[str, int]]:
+    return [(o.outcome.expert, o.outcome.weight_version) for o in outputs if failed(o)]
+
+
+def failed(output: StepOutput) -> bool:
+    return output.outcome is not None and output.outcome.failed
+
+
+def test_a_request_whose_outcome_tells_nothing_does_not_take_the_report_along() -> None:
+    engine = two_slots(initial=True)
+    refused(engine, 8)
+    engine.add(asked(IDS[0], draft="a@0"))
+    engine.add(asked(IDS[1], draft="off"))
+    engine.add(asked(IDS[2], draft="b"))
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert engine.num_running == 3
+    assert failures(outputs) == []
+    engine.add(asked(IDS[3]))
+    outputs = [output for _ in range(2) for output in engine.step()]
+    assert failures(outputs) == [("a", 8)]
+    assert engine.num_running == 4
+
+
+def test_a_request_that_has_told_of_a_failure_leaves_the_next_one_to_others() -> None:
+    engine = two_slots(max_num_seqs=2)
+    for version, name in ((8, IDS[0]), (9, IDS[1])):
+        refused(engine, version)
+        engine.add(asked(name))
+        outputs = [output for _ in range(2) for output in engine.step()]
+        assert failures(outputs) == [("a", version)]
+    assert engine.num_running == 2
+
+
+def test_a_report_is_not_lost_with_the_round_that_was_to_carry_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is short for weights, it may be for the target's forward too."""
+    engine = two_slots()
+    refused(engine, 8)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(decoding, "verify", lambda *_: 1 // 0)
+        engine.add(asked(IDS[0]))
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        assert failures(engine.fail_all()) == []
+    outputs = run(engine, [asked(IDS[1])])[IDS[1]]
+    assert failures(outputs)[0] == ("a", 8)
 
 
 @pytest.mark.parametrize("method", ["plan", "took", "ended", "swapped", "limit"])
