@@ -73,21 +73,18 @@ class Partition:
             if self.bytes - sum(len(e.data) for e in weaker) + size > self.capacity:
                 self.evicted += 1
                 return False
-            self._make_room(size, np.array([e.lot for e in self._entries]))
-        if full and self._remover == "priority":
-            self._make_room(size, self.losses())
+        if full:
+            self._make_room(size)
         self._entries.append(entry)
         self._oldest = min(self._oldest, entry.created)
         self.bytes += len(entry.data)
-        while self.bytes > self.capacity:
-            self._drop(0)
         return True
 
     def limit(self, capacity_bytes: int) -> None:
-        """Have another capacity from now on; the oldest make way."""
+        """Have another capacity from now on; records make way as they do for a further one."""
         self.capacity = capacity_bytes
-        while self.bytes > self.capacity:
-            self._drop(0)
+        if self.bytes > self.capacity:
+            self._make_room(0)
 
     def losses(self) -> NDArray[np.float64]:
         """The latest loss of each record, oldest first; inf where no trainer has seen it."""
@@ -130,8 +127,14 @@ class Partition:
         chosen = rng.choice(len(self._entries), size=count, replace=False, p=weights)
         return [self._entries[int(index)].data for index in chosen]
 
-    def _make_room(self, size: int, worth: NDArray[np.float64]) -> None:
+    def _make_room(self, size: int) -> None:
         """Drop records of the least worth, the oldest of equals, until ``size`` bytes fit."""
+        if self._remover == "fifo":
+            while self.bytes + size > self.capacity:
+                self._drop_oldest()
+            return
+        by_lot = self._remover == "reservoir"
+        worth = np.array([e.lot for e in self._entries]) if by_lot else self.losses()
         gone: set[int] = set()
         room = self.capacity - self.bytes
         for index in np.argsort(worth, kind="stable").tolist():
@@ -142,11 +145,11 @@ class Partition:
         self.evicted += len(gone)
         self._keep([entry for i, entry in enumerate(self._entries) if i not in gone])
 
-    def _drop(self, index: int) -> None:
+    def _drop_oldest(self) -> None:
+        entry = self._entries.popleft()
         self.evicted += 1
-        self.bytes -= len(self._entries[index].data)
-        self._losses.pop(self._entries[index].request_id, None)
-        del self._entries[index]
+        self.bytes -= len(entry.data)
+        self._losses.pop(entry.request_id, None)
 
     def _keep(self, entries: list[Entry]) -> None:
         self._entries = deque(entries)
@@ -159,8 +162,12 @@ class Partition:
 def lot(request_id: str) -> float:
     """The number in [0, 1) that a record has drawn for a reservoir: those of the highest stay.
 
-    A record's lot is a hash of its name, so that the sample stays uniform when records expire and
-    a table that comes back from disk goes on with the same one ("bottom-k", Cohen and Kaplan,
-    PODC 2007); counting arrivals would not survive either.
+    A record's lot is a hash of its name, so that a table that comes back from disk goes on with the
+    same sample ("bottom-k", Cohen and Kaplan, PODC 2007); a count of arrivals would be lost.
+
+    A record makes way for higher lots alone, so that what is kept is uniform over all that came
+    since there was room last. Room that opens by expiry goes to whatever comes next. Only above the
+    highest lot that was let go within retention would the sample stay uniform there too, and after
+    a burst that rule leaves nearly all the room empty for days.
     """
     return int.from_bytes(blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2.0**48

@@ -30,9 +30,9 @@ class ReplaySettings:
         capacity_bytes: of all records of a topic together.
         retention_s: age at which a record is dropped, seconds; from disk at most
             :attr:`disk_slack_s` later.
-        remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample of
-            all that came within retention; ``priority`` drops those of the least loss, the
-            oldest of equals.
+        remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample, whose
+            expired records' room goes to what comes next, see :func:`partition.lot`;
+            ``priority`` drops those of the least loss, the oldest of equals.
         sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
             split is always drawn by recency: what judges must not follow what was learnt.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
