@@ -45,6 +45,7 @@ def make_engine(
     prefix_cache: bool = True,
     kv_positions: int | None = None,
     draft_positions: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **model: Any,
 ) -> Engine:
     """An engine with the experts a and b, and a's initial weights."""
@@ -63,6 +64,7 @@ def make_engine(
         prefix_cache=prefix_cache,
         kv_positions=kv_positions,
         draft_positions=draft_positions,
+        clock=clock,
     )
 
 

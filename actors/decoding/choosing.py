@@ -8,9 +8,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from paceline.actors.decoding.acceptance import Use
 from paceline.actors.decoding.goodput import GoodputController
+from paceline.actors.decoding.mixtures import Mixtures
 from paceline.actors.decoding.proposer import Proposer
 from paceline.actors.decoding.reading import Reads
-from paceline.actors.decoding.refusals import Refusals
 from paceline.actors.decoding.sequence import Sequence as RunningSequence
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Choosing:
         self,
         batch: Sequence[RunningSequence],
         coming: Sequence[RunningSequence],
-        refusals: Refusals,
+        mixtures: Mixtures,
     ) -> list[int]:
         """Tokens to draft per row: the request's own number, or the controller's choice.
 
@@ -69,17 +69,17 @@ class Choosing:
         Args:
             batch: B sequences.
             coming: those whose prompts are being read; the choice is made for them too.
-            refusals: of weights; who would draft with a mixture drafts nothing.
+            mixtures: who would draft with one drafts nothing.
         """
         begin = {s.request_id for s in batch if self._controller and self._begins(s)}
         plan = self._plan(batch, coming, begin)
-        held: Container[str] = self._proposer.drafts() if refusals else ()
+        held: Container[str] = self._proposer.drafts() if mixtures else ()
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
             if k is None:
                 k = 0 if sequence.request_id in begin else plan.get(use_of(sequence), 0)
-            if refusals and refusals.spoils(sequence.draft, held):
+            if mixtures and mixtures.spoil(sequence.draft, held):
                 k = 0
             wanted.append(sequence.budget(k))
         return wanted

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.actors.decoding.choosing import Choosing
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.meter import RoundMeter
+from paceline.actors.decoding.mixtures import Mixtures
 from paceline.actors.decoding.proposer import DraftRow, Proposer
 from paceline.actors.decoding.refusals import Refusals
 from paceline.actors.decoding.sequence import Sequence as RunningSequence
@@ -56,6 +57,7 @@ class Drafting:
         self._rest = 0  # rounds until a proposer that failed is asked again
         self._next_rest = 1
         self._versions: dict[str, int] = {}
+        self._mixtures = Mixtures()
         self._refusals = Refusals()
         self._hidden_drafts = proposer.hidden_drafts
 
@@ -87,24 +89,32 @@ class Drafting:
         """Put new weights in place, or with None empty a candidate's slot.
 
         Weights that do not fit, or for which memory runs out, are logged and left: a candidate's
-        trial has failed then, and an expert whose weights are a mixture drafts nothing.
+        trial has failed then. An expert whose weights are a mixture drafts nothing, see
+        :meth:`mend`.
         """
+        self._refusals.over(expert)
         if state is None:
-            self._refusals.over(expert)
             self._withdraw(expert)
             return
         try:
             self._proposer.swap(expert, weight_version, state)
         except Exception as error:
             logger.exception("draft %s: version %d was not taken", expert, weight_version)
-            untouched = isinstance(error, (KeyError, ValueError))
-            self._refusals.note(expert, weight_version, untouched=untouched)
+            self._mixtures.note(expert, weight_version, state, error)
             if is_candidate(expert):
+                self._refusals.note(expert, weight_version)
                 self._withdraw(expert)
             return
-        self._refusals.over(expert)
+        self._mixtures.over(expert)
         self._versions[expert] = weight_version
         self._choosing.swapped(expert)
+
+    def mend(self) -> None:
+        """Between two rounds: load weights again that were loaded in part, where it is time."""
+        again = self._mixtures.due(self._clock()) if self._mixtures else None
+        if again is not None:
+            with torch.inference_mode():
+                self.swap(*again)
 
     def _withdraw(self, candidate: str) -> None:
         self._proposer.withdraw(candidate)
@@ -123,7 +133,7 @@ class Drafting:
         """
         self._began = self._clock()
         self._refusals.tell(batch)
-        wanted = self._choosing.wanted(batch, coming, self._refusals)
+        wanted = self._choosing.wanted(batch, coming, self._mixtures)
         indices = [i for i, k in enumerate(wanted) if k > 0]
         proposal = Proposal.empty(len(batch), self._device)
         self._asked = bool(indices) and not self._resting()

@@ -176,6 +176,7 @@ class Engine:
         ended, self._ended = self._ended, []
         outputs = [StepOutput(s.request_id, s.chunk()) for s in ended]
         self._changes.carry_out(busy=bool(self._running))
+        self._drafting.mend()
         self._schedule.grow()
         self._schedule.admit()
         self._prefill()

@@ -1,43 +1,28 @@
-"""Weights that could not be taken: who drafts nothing for it, and whose trial has failed."""
+"""Candidates that could not be loaded: their trials have failed, and somebody has to say so."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from paceline.actors.decoding.sequence import Sequence
-from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
+from paceline.actors.weights.slots import candidate_of, expert_of
 
 
 class Refusals:
-    """What a replica could not load, until other weights are in its place."""
+    """Candidates that a replica could not load, until their requests have reported it."""
 
     def __init__(self) -> None:
         """Begin with nothing refused."""
-        self._spoiled: set[str] = set()
         self._candidates: dict[str, int] = {}
         self._telling: set[str] = set()  # candidates that this round's requests report
 
-    def note(self, slot: str, weight_version: int, *, untouched: bool) -> None:
-        """Weights were not taken.
-
-        Args:
-            slot: an expert's, or its candidate's.
-            weight_version: that was refused.
-            untouched: the slot holds what it held; else a mixture, which nobody shall draft with.
-        """
-        if is_candidate(slot):
-            self._candidates[slot] = weight_version
-        elif not untouched:
-            self._spoiled.add(slot)
+    def note(self, slot: str, weight_version: int) -> None:
+        """A candidate's weights were not taken."""
+        self._candidates[slot] = weight_version
 
     def over(self, slot: str) -> None:
-        """The slot holds whole weights again, or a candidate's is empty."""
-        self._spoiled.discard(slot)
+        """The slot holds another candidate, or its trial has ended."""
         self._candidates.pop(slot, None)
-
-    def spoils(self, draft: str, held: Container[str]) -> bool:
-        """Whether a draft's proposals come from a mixture; ``held`` are the slots with weights."""
-        return (draft if draft in held else expert_of(draft)) in self._spoiled
 
     def tell(self, batch: Iterable[Sequence]) -> None:
         """Have a request of each refused candidate's expert report that it failed.
@@ -62,7 +47,3 @@ class Refusals:
         for slot in self._telling:
             self._candidates.pop(slot, None)
         self._telling.clear()
-
-    def __bool__(self) -> bool:
-        """Whether anything is refused."""
-        return bool(self._spoiled or self._candidates)

@@ -16,6 +16,7 @@ from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.engine import Engine, StepOutput
 from paceline.actors.decoding.goodput import GoodputController
 from paceline.actors.decoding.linear import StackedLinear
+from paceline.actors.decoding.mixtures import Mixtures
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +35,7 @@ def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The slot holds a mixture: its requests draft nothing until whole weights come."""
-    engine = make_engine(target_seed=1)
+    engine = make_engine(target_seed=1, clock=lambda: 0.0)
     engine.add(request("before", [3, 5, 7], max_tokens=30, ignore_eos=True))
     outputs = [o for _ in range(4) for o in engine.step()]
     with monkeypatch.context() as scarce:
@@ -55,6 +56,82 @@ def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
     whole = run(engine, [asked("answer-4")])["answer-4"][-1].chunk.speculative
     assert whole is not None
     assert whole.num_spec_steps > 0
+
+
+def drafted(engine: Engine, name: str, **fields: Any) -> tuple[int, int]:
+    """Rounds in which a request was drafted for, and with which version at last."""
+    stats = run(engine, [asked(name, **fields)])[name][-1].chunk.speculative
+    assert stats is not None
+    return stats.num_spec_steps, stats.weight_version
+
+
+def spoil(engine: Engine, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a version of a loaded in part."""
+    with monkeypatch.context() as scarce:
+        short_of_memory(scarce)
+        engine.swap("a", version, state(1))
+        run(engine)
+
+
+def test_what_was_loaded_in_part_is_loaded_again_when_memory_may_be_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without another version, which may never come."""
+    now = [100.0]
+    engine = make_engine(target_seed=1, clock=lambda: now[0])
+    spoil(engine, 1, monkeypatch)
+    now[0] += 0.9
+    assert drafted(engine, IDS[0])[0] == 0
+    now[0] += 0.2
+    rounds, version = drafted(engine, IDS[1])
+    assert rounds > 0
+    assert version == engine.drafts()["a"] == 1
+    assert engine.draft_failures == 0
+
+
+def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, tried = [0.0], []
+    engine = make_engine(target_seed=1, clock=lambda: now[0])
+    spoil(engine, 1, monkeypatch)
+    engine.add(request("long", [3, 5, 7], max_tokens=80, ignore_eos=True))
+
+    def short(*_: Any) -> None:
+        tried.append(now[0])
+        raise RuntimeError("can't allocate memory")
+
+    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    monkeypatch.setattr(stack.runner, "load_weights", short)
+    for second in range(70):
+        now[0] = float(second)
+        assert engine.step()
+    assert tried == [1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
+
+
+def test_mixtures_wait_a_minute_at_most_and_newer_weights_take_the_place_of_older() -> None:
+    mixtures, error = Mixtures(), RuntimeError()
+    mixtures.note("a", 1, {}, error)
+    mixtures.note("b@candidate", 1, {}, error)
+    mixtures.note("c", 1, {}, ValueError("shape"))
+    assert [mixtures.spoil(name, {"a", "a@0", "b"}) for name in ("a", "a@0", "b", "c")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert mixtures.spoil("a@candidate", {"a"})  # empty: it drafts as the stable slot
+    assert mixtures.due(0.0) is None
+    for second in range(1, 1000):
+        found = mixtures.due(float(second))
+        if found is not None:
+            version = found[1]
+            mixtures.note("a", version + 1, {}, error)
+    assert version == 21
+    assert mixtures.next_s == 63.0 + 16 * 60.0  # six tries, then one a minute
+    mixtures.over("a")
+    assert not mixtures
+    assert mixtures.next_s is None
 
 
 @pytest.mark.parametrize("fits", [False, True])
