@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from online.rows import label
 from online.shift_tables import shifts
 from online.tables import interval, number, table
 
@@ -14,17 +13,6 @@ _OSD = (
     "visible after 100 to 200 requests, and as good as offline distillation on 70 to 100 % of "
     "the data. Its targets and drafts are other ones (7 B and 160 M and the like): only the shape "
     "of the curves compares."
-)
-
-# What the files of `--data FOLDER` are like, as far as it bears upon the figures.
-_ROWS = (
-    "Of these prompts: `draft-general` and the target have learnt from a sample of math's and "
-    "code's training files (the draft from 1,000 answers of each), out of which the streams come "
-    "too; no test prompt was in it. The code stream is CPython's docstrings for nine tenths, the "
-    "code test for half (the rest is MBPP and HumanEval), so that its windows above and its test "
-    "do not compare. Spider asks most queries twice in other words (931 test rows, 500 queries): "
-    "intervals, which take prompts for independent, are too narrow for sql, and prompts that are "
-    "held out may be others' paraphrases."
 )
 
 
@@ -46,7 +34,6 @@ def page(
         "# Results: what learning brings",
         _head(figures),
         *_topics(figures, pictures, imagined),
-        _ROWS if figures["settings"]["data"] == label("folder") else "",
         *shifts(figures, pictures),
         *_cost(figures),
         *fragments,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 from online import figures, learning, markdown, shift_tables, summary, world
 from online.__main__ import command_of
-from online.bench import packed, unpacked
+from online.bench import Sizes, packed, unpacked
 from online.ceiling import Plateau
 from online.figures import Counts, Window
 from online.fragments import command_of as fragment_command
+from online.rows import HUB, label
+from online.serving import Serving
 
 
 def counts(*accepted: int, drafted: int = 10, seconds: float = 1.0) -> list[Counts]:
@@ -151,6 +154,18 @@ def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
     assert found["acceptance"]["below_same_prompts"]["value"] == pytest.approx(0.02)
     assert "reached |" in page
     assert "| sql | 0.900, 0.700 | 0.94, 0.69 |" in page
+
+
+def test_the_page_says_nothing_of_a_source_that_is_not_in_the_figures() -> None:
+    settings = {"learning": asdict(learning.Learning()), "serving": asdict(Serving())}
+    settings |= {"sizes": asdict(Sizes()), "threads": 1}
+    host = {"cpu": "one", "cores": 2, "torch": "2", "load_average": [0.5]}
+    found = {"command": "make it", "machine": host, "topics": {}, "shifts": {}}
+    pages = {
+        source: markdown.page(found | {"settings": settings | {"data": label(source)}}, [], [])
+        for source in (None, HUB, "/anybody's/folder")
+    }
+    assert len(set(pages.values())) == 1
 
 
 def test_without_a_ceiling_there_is_no_verdict() -> None:
