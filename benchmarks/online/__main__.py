@@ -21,6 +21,7 @@ from online import ceiling
 from online.bench import QUICK, Bench, Sizes
 from online.ceiling import Offline, ceiling_unit
 from online.imagined import imagined_unit
+from online.learning import QUICK as QUICK_LEARNING
 from online.learning import Imagining, Learning
 from online.results import collect, write
 from online.rows import EXTRA, HUB
@@ -40,9 +41,8 @@ QUICK_TOPICS = ("sql", "shell")
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    learning, parser = (
-        Learning(),
-        argparse.ArgumentParser(prog="bench-online", description=(__doc__ or "").splitlines()[0]),
+    parser = argparse.ArgumentParser(
+        prog="bench-online", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--data", help="folder of *.jsonl.gz rows, or hf; default: generated")
     parser.add_argument("--quick", action="store_true", help="two topics, 96 and 24 prompts")
@@ -55,10 +55,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ceiling-prompts", type=int, help="at most; default: the whole train side"
     )
-    for name, default in dataclasses.asdict(learning).items():
+    for name, default in dataclasses.asdict(Learning()).items():
         if name != "seed":
             option = "--" + name.replace("_", "-")
-            parser.add_argument(option, type=type(default), default=default, help="see Learning")
+            parser.add_argument(option, type=type(default), help="see Learning")
     parser.add_argument(
         "--imagined",
         nargs="+",
@@ -88,9 +88,10 @@ def imagining(text: str) -> Imagining:
 
 
 def learning_of(options: argparse.Namespace) -> Learning:
-    """How the trainer works."""
+    """How the trainer works, as far as it is told."""
     names = [field.name for field in dataclasses.fields(Learning) if field.name != "seed"]
-    return Learning(**{name: getattr(options, name) for name in names})
+    told = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return dataclasses.replace(QUICK_LEARNING if options.quick else Learning(), **told)
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:

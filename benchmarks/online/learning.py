@@ -39,6 +39,10 @@ class Learning:
     seed: int = 0
 
 
+# Of so few prompts a tenth would leave the gate nothing to judge by.
+QUICK = Learning(held_out_fraction=0.3)
+
+
 @dataclass(frozen=True, slots=True)
 class Imagining:
     """What the idle target and the idle trainer add to a stream.

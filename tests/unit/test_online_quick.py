@@ -1,0 +1,43 @@
+"""A quick run is short, and teaches all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lessons import lesson
+from online.__main__ import learning_of, parse, sizes_of
+from online.bench import Bench
+from online.learning import Learning, tireless
+from online.serving import Serving
+from online.shifts import ORDER, phases_of
+from online.store import Store
+from online.world import Learner
+from tiny_models import tiny_llama
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
+    """The quick run's own prompts and rounds, a tiny draft, and made-up answers."""
+    options = parse(["--quick"])
+    learning = replace(tireless(learning_of(options)), micro_steps=1)
+    bench = Bench(Store(tmp_path / "store"), None, sizes_of(options), Serving())
+    draft = tmp_path / "draft"
+    tiny_llama(2, vocab=len(bench.tokenizer), layers=1).save_pretrained(draft)
+    learner = Learner(tmp_path / "weights", ORDER, learning, lambda *_: None, draft=draft)
+    for topic, questions in zip(ORDER, phases_of(bench, "abrupt", ORDER), strict=True):
+        for number, question in enumerate(questions):
+            prompt = np.array(question.token_ids, dtype=np.int32)
+            named = {"request_id": question.key, "topic": topic, "prompt_token_ids": prompt}
+            learner.take(replace(lesson(number), **named))  # type: ignore[arg-type]
+        assert learner._rounds.counted[topic].micro_steps > 0, topic
+
+
+def test_a_quick_run_holds_out_more_unless_it_is_told() -> None:
+    assert learning_of(parse([])) == Learning()
+    assert learning_of(parse(["--quick"])).held_out_fraction > Learning().held_out_fraction
+    told = parse(["--quick", "--held-out-fraction", "0.15", "--micro-steps", "5"])
+    assert learning_of(told).held_out_fraction == 0.15
+    assert learning_of(told).micro_steps == 5
