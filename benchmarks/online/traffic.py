@@ -72,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     traffic = Traffic(options, plan_of(options), store)
     state = traffic.lesson()
     for number, block in enumerate(traffic.blocks()):
-        for variant in turns(block, list(traffic.traces), traffic.plan.loads):
-            after = traffic.run(number, block, variant, state)
+        order = turns(block, list(traffic.traces), traffic.plan.loads)
+        for turn, variant in enumerate(order):
+            after = traffic.run(number, block, turn, variant, state)
             state = after if variant == ONLINE else state
     capacities = {trace: traffic.capacity(trace) for trace in traffic.traces}
     command = command_of("bench-traffic", argv)

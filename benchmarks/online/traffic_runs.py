@@ -187,12 +187,15 @@ class Traffic:
             "machine": machine.facts(),
         }
 
-    def run(self, number: int, block: Block, variant: str, before: Path | None) -> Path | None:
+    def run(
+        self, number: int, block: Block, turn: int, variant: str, before: Path | None
+    ) -> Path | None:
         """One variant's pass over a block, unless it is there.
 
         Args:
             number: of the block; its prompts are those after the blocks before it.
             block: see Block.
+            turn: how many variants had the block before this one.
             variant: one of ``VARIANTS``.
             before: folder of the state that ``online`` starts from; None starts anew.
 
@@ -204,6 +207,7 @@ class Traffic:
         settings = self.common | {
             "block": asdict(block),
             "variant": variant,
+            "turn": turn,
             "requests_per_s": rate,
             "first_prompt": start,
             "begins_from": before.name if before is not None else None,

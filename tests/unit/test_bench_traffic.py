@@ -181,7 +181,7 @@ def test_no_block_is_sent_a_prompt_of_another_until_the_pool_is_empty(
 ) -> None:
     runs = Here(pool, Store(tmp_path))
     for number, block in enumerate(runs.blocks()):
-        runs.run(number, block, PLAIN, None)
+        runs.run(number, block, 0, PLAIN, None)
         assert runs.units[-1]["settings"]["block"] == asdict(block)  # what the report is made of
     assert [len(part) for part in runs.seen] == [24, 64, 24, 64]  # 40 s at 0.3 and 0.8 of 2/s
     counts = Counter(i for part in runs.seen for i in part)
@@ -189,6 +189,14 @@ def test_no_block_is_sent_a_prompt_of_another_until_the_pool_is_empty(
     assert f"{again} PROMPTS" in capsys.readouterr().err or not again
     found = [unit["result"]["prompts_repeated"] for unit in runs.store.every("block-")]
     assert sum(found) == again
+
+
+def test_a_pass_that_came_at_another_turn_of_its_block_does_not_count(tmp_path: Path) -> None:
+    runs = Here(400, Store(tmp_path))
+    for turn in (0, 1, 0):
+        runs.run(0, runs.blocks()[0], turn, PLAIN, None)
+    assert len(runs.seen) == 2
+    assert [unit["settings"]["turn"] for unit in runs.units] == [0, 1, 0]
 
 
 def test_all_variants_have_the_same_prefix_cache_and_their_config_is_in_the_key() -> None:
@@ -349,7 +357,7 @@ def test_the_lesson_s_prompts_come_in_no_block(tmp_path: Path) -> None:
     state = runs.lesson()
     assert state is not None
     assert state.is_dir()
-    runs.run(0, runs.blocks()[0], PLAIN, None)
+    runs.run(0, runs.blocks()[0], 0, PLAIN, None)
     assert [len(part) for part in runs.seen] == [100, 24]  # 500 s at a tenth of 2/s
     assert not set(runs.seen[0]) & set(runs.seen[1])
     assert runs.lesson() == state  # what is there is not run again
