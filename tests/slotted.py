@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from engines import engine_of, request, run, served, tokens_of
 from tiny_models import tiny_llama
 from torch import Tensor
 
 from paceline.actors.decoding.engine import Engine
+from paceline.actors.decoding.linear import StackedLinear
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.slots import in_canary
 
@@ -50,3 +52,15 @@ def asked(name: str, **fields: Any) -> Any:
 
 def outcomes(outputs: Mapping[str, Any]) -> dict[str, DraftOutcome | None]:
     return {name: parts[-1].outcome for name, parts in outputs.items()}
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever packs weights runs out of memory at its third layer."""
+    left = [3]
+
+    def pack(_self: Any, _expert: int | None = None) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(StackedLinear, "pack", pack)

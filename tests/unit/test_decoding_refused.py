@@ -8,27 +8,14 @@ from typing import Any
 import pytest
 import torch
 from engines import make_engine, request, run, tokens_of
-from slotted import IDS, asked, outcomes, plain, state, two_slots
+from slotted import IDS, asked, outcomes, plain, short_of_memory, state, two_slots
 
 from paceline.actors.decoding import engine as decoding
 from paceline.actors.decoding.costs import StepCosts
 from paceline.actors.decoding.draft_costs import DraftCosts
 from paceline.actors.decoding.engine import Engine, StepOutput
 from paceline.actors.decoding.goodput import GoodputController
-from paceline.actors.decoding.linear import StackedLinear
 from paceline.actors.decoding.mixtures import Mixtures
-
-
-def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever packs weights runs out of memory at its third layer."""
-    left = [3]
-
-    def pack(_self: Any, _expert: int | None = None) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(StackedLinear, "pack", pack)
 
 
 def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(

@@ -206,7 +206,7 @@ def test_new_weights_take_effect_at_once_and_drop_what_was_drafted_ahead() -> No
     assert tokens_of(answer, 1) == fresh(tokens)
     with pytest.raises(ValueError, match="shape"):
         drafter.swap(6, served(tiny_llama(1, layers=1, vocab=VOCAB, hidden=16)).state_dict())
-    assert drafter.weight_versions["a"] == 5
+    assert drafter.slots.versions["a"] == 5
 
 
 def test_a_stack_that_fails_costs_a_round_its_drafts_and_nothing_else(

@@ -27,9 +27,9 @@ from torch import Tensor
 from paceline.actors.decoding.experts import ExpertStack
 from paceline.actors.decoding.pool.ahead import AheadPolicy
 from paceline.actors.decoding.pool.sequences import Drafts, Known, padded, split
+from paceline.actors.decoding.pool.slots import ExpertSlots
 from paceline.actors.decoding.pool.wire import Answer, Ask, AskRow
 from paceline.actors.decoding.proposer import DraftRow
-from paceline.actors.weights.slots import is_candidate
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class SharedDrafter:
             ahead: whether drafting ahead pays.
         """
         self._stack = stack
+        self.slots = ExpertSlots(stack)
         self._expert = expert
         self._support = support
         self._generator = generator
@@ -72,12 +73,6 @@ class SharedDrafter:
         self._awaiting: list[Known] = []  # answered, and not yet drafted ahead
         self._unread: list[Known] = []  # their prompts are not read to the end
         self.failures = 0
-        self.failed_candidate: int | None = None  # also read and cleared by another thread
-
-    @property
-    def weight_versions(self) -> dict[str, int]:
-        """Of the expert and of its initial weights."""
-        return dict(self._stack.versions)
 
     @property
     def num_sequences(self) -> int:
@@ -112,18 +107,16 @@ class SharedDrafter:
             slot: of the expert; None is the stable one.
 
         Raises:
-            KeyError: for a slot that is not here.
-            ValueError: for weights of another shape.
+            Exception: where they could not be loaded, see ExpertSlots.
         """
         draft = slot or self._expert
-        if state is None:
-            self._stack.withdraw(draft)
-        else:
-            self._stack.swap(draft, weight_version, state)
-        self._awaiting.clear()
-        for known in self._all():
-            known.ahead = None
-        self._unread = [known for known in self._all() if known.draft == draft]
+        try:
+            self.slots.put(draft, weight_version, state)
+        finally:  # a slot that could not be filled may be empty, or a mixture
+            self._awaiting.clear()
+            for known in self._all():
+                known.ahead = None
+            self._unread = [known for known in self._all() if known.draft == draft]
 
     def release(self, client: int, request_ids: Sequence[str]) -> None:
         """Forget sequences; unknown ones are fine."""
@@ -193,7 +186,7 @@ class SharedDrafter:
             return
         known = self._unread[0]
         try:
-            unread = self._stack.read(known.row(1))
+            unread = not self.slots.spoiled(known.draft) and self._stack.read(known.row(1))
         except Exception:
             self._fail({known.key})
             return
@@ -224,24 +217,18 @@ class SharedDrafter:
 
     def _propose(self, rows: list[DraftRow]) -> dict[str, Drafts]:
         """Drafts by key; without those that have none yet. A failure costs drafts, no more."""
+        rows = [row for row in rows if not self.slots.spoiled(row.draft)]
         if not rows:
             return {}
         try:
             proposal = self._stack.propose(rows, self._support, self._generator)
         except Exception:
             self._fail({row.request_id for row in rows})
-            self._give_up(frozenset(row.draft for row in rows))
+            self.slots.give_up({row.draft for row in rows})
             return {}
         self.failures += bool(self._stack.faulty)
-        self._give_up(self._stack.faulty)
+        self.slots.give_up(self._stack.faulty)
         return split(rows, proposal)
-
-    def _give_up(self, drafts: frozenset[str]) -> None:
-        """Empty the candidate's slot where it is among drafts that failed."""
-        for draft in drafts & set(self.weight_versions):
-            if is_candidate(draft):
-                self.failed_candidate = self._stack.version(draft)
-                self._stack.withdraw(draft)
 
     def _fail(self, keys: set[str]) -> None:
         """After a failure nothing is known of these sequences: they must be sent whole."""
@@ -287,7 +274,7 @@ class SharedDrafter:
         return Answer(
             epoch=self.epoch,
             round=ask.round,
-            weight_versions=self.weight_versions,
+            weight_versions=self.slots.versions,
             unknown=tuple(
                 i for i, known in enumerate(sequences) if known is None or known.key not in alive
             ),

@@ -110,25 +110,21 @@ class ExpertServer:
     def swap(
         self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None = None
     ) -> None:
-        """Queue new weights; those that do not fit are logged and left.
+        """Queue new weights; those that cannot be loaded are logged and left.
+
+        A candidate has failed then, see :meth:`failed_candidate`. Stable weights of which a part
+        was loaded are loaded again later, and nobody drafts with them until then.
 
         Args:
             weight_version: theirs.
             state: None empties a candidate's slot.
             slot: of the expert; None is the stable one.
         """
-
-        def take() -> None:
-            try:
-                self._drafter.swap(weight_version, state, slot)
-            except (KeyError, ValueError):
-                logger.exception("version %d was not taken", weight_version)
-
-        self._commands.put(take)
+        self._commands.put(lambda: self._take(weight_version, state, slot))
 
     def failed_candidate(self) -> int | None:
         """The weight_version of the last candidate that was given up, if any."""
-        return self._drafter.failed_candidate
+        return self._drafter.slots.failed_candidate
 
     def ping(self, timeout_s: float) -> bool:
         """Whether the thread gets round to a command within so many seconds."""
@@ -144,7 +140,7 @@ class ExpertServer:
             "failures": self._drafter.failures,
             "ahead_hits": self._drafter.ahead.hits,
             "ahead_misses": self._drafter.ahead.misses,
-            "drafts": self._drafter.weight_versions,
+            "drafts": self._drafter.slots.versions,
         }
 
     def close(self) -> None:
@@ -166,15 +162,36 @@ class ExpertServer:
                     self._drafter.work()
                 self._clients.expire(time.monotonic())
                 self._listeners.resume(time.monotonic())
+                self._mend()
         finally:
             for client in self._clients:
                 self._clients.drop(client)
             self._listeners.close()
             self._selector.close()
 
+    def _take(
+        self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None
+    ) -> None:
+        """Take new weights; nothing that comes of it ends the thread.
+
+        Else the replica would come back, load the same ones, and end again.
+        """
+        try:
+            self._drafter.swap(weight_version, state, slot)
+        except Exception:
+            logger.exception("version %d was not taken", weight_version)
+
+    def _mend(self) -> None:
+        """Load weights again that were loaded in part, where it is time."""
+        again = self._drafter.slots.mixtures.due(time.monotonic())
+        if again is not None:
+            slot, weight_version, state = again
+            self._take(weight_version, state, slot)
+
     def _patience(self) -> float | None:
         """Seconds until something is due that no socket tells of; None where nothing is."""
-        due = [self._clients.next_deadline, self._listeners.paused_until]
+        mixtures = self._drafter.slots.mixtures
+        due = [self._clients.next_deadline, self._listeners.paused_until, mixtures.next_s]
         known = [at for at in due if at is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -236,7 +253,7 @@ class ExpertServer:
             raise WireError("no such lease")
         client.lease = message.lease
         client.channel.max_frame = MAX_FRAME
-        self._clients.send(client, Welcome(self._drafter.epoch, self._drafter.weight_versions))
+        self._clients.send(client, Welcome(self._drafter.epoch, self._drafter.slots.versions))
 
     def _answer(self) -> None:
         """Draft for the latest question of every client; the older ones came too late."""
@@ -244,7 +261,7 @@ class ExpertServer:
         for client in self._clients:
             for ping in client.pings:
                 self._clients.send(
-                    client, Pong(ping.number, self._drafter.epoch, self._drafter.weight_versions)
+                    client, Pong(ping.number, self._drafter.epoch, self._drafter.slots.versions)
                 )
             client.pings.clear()
             if client.asks and client in self._clients:
