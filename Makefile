@@ -130,7 +130,8 @@ bench-routes: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
 
 # All of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". What is there is
-# not made again. The page is out/bench/online/results.md.
+# not made again, nor with "--published docs/results" what is there. The page is
+# out/bench/online/results.md.
 bench-proof: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
 	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from online.rows import HUB
@@ -24,6 +26,34 @@ def command_of(target: str, argv: Sequence[str] | None) -> str:
         if option in words[:-1] and words[words.index(option) + 1] != HUB:
             words[words.index(option) + 1] = name
     return f'make {target} ARGS="{shlex.join(words)}"' if words else f"make {target}"
+
+
+def take_published(parser: ArgumentParser, name: str, what: str) -> None:
+    """Give a bench whose units are not published the option that the others have.
+
+    Args:
+        parser: of its command line.
+        name: of its section.
+        what: is too large to publish, for people.
+    """
+    parser.add_argument(
+        "--published",
+        type=Path,
+        help=f"folder of published results: where {name}.md is in it nothing is run, and "
+        "bench-online puts that on the page, whatever it was run with; no unit is read or added, "
+        f"since {what} are too large",
+    )
+
+
+def published_section(name: str, published: Path | None) -> Path | None:
+    """Where a section lies that need not be made; None where it is not published.
+
+    Args:
+        name: of the section.
+        published: folder of published results.
+    """
+    path = None if published is None else published / f"{name}.md"
+    return path if path is not None and path.is_file() else None
 
 
 def traffic(figures: Mapping[str, Any], command: str) -> str:

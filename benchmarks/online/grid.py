@@ -150,6 +150,7 @@ def run_topic(topic: str, options: argparse.Namespace, store: Store) -> dict[str
     common = {
         "topic": topic,
         "data": label(options.data),
+        "prompts": replay.prompts,  # any folder has that label
         "sizes": asdict(sizes),
         "steps": options.steps,
         "distiller": school.facts(),
@@ -184,6 +185,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser.add_argument(
+        "--published", type=Path, help="folder of units to go on from, and to add to"
+    )
     options = parser.parse_args(argv)
     options.sizes = _QUICK if options.quick else Sizes()
     grid = {cell.name: cell for cell in every_cell()}
@@ -203,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable_progress_bar()
     prepare_environment()
     forbid_compiling()
-    store = Store(options.out / "online")
+    store = Store(options.out / "online", options.published)
     figures = {
         "steps": options.steps,
         "seeds": options.seeds,

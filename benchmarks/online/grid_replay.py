@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from expert_cache import DRAFT, TARGET, base_hashes
 
-from online.rows import Question, label, load
+from online.rows import Question, label, load, mark_of
 from online.serving import FROZEN, ROWS, Serving, serve
 from online.store import digest
 from paceline.actors.decoding.build import build_engine
@@ -38,6 +38,14 @@ class Replay:
 
     train: tuple[ReplayRecord, ...]
     test: tuple[ReplayRecord, ...]
+
+    @property
+    def prompts(self) -> str:
+        """What stands for the prompts in settings."""
+        return mark_of(
+            Question(record.request_id, record.topic, tuple(record.prompt_token_ids.tolist()))
+            for record in (*self.train, *self.test)
+        )
 
     def facts(self) -> dict[str, Any]:
         """Counts, the draft's acceptance while it was logged, and what branches cost in bytes."""

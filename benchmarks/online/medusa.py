@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from online.bench import QUICK, Bench, Sizes
-from online.fragments import command_of
+from online.fragments import command_of, published_section, take_published
 from online.medusa_tables import section
 from online.rows import label
 from online.serving import Serving
@@ -149,6 +149,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
     )
+    take_published(parser, "medusa", "heads and drafts")
     parser.add_argument("--teach", action="store_true", help="only teach what is missing")
     return parser.parse_args(argv)
 
@@ -195,6 +196,9 @@ def facts_taught(school: School, topics: Sequence[str]) -> dict[str, Mapping[str
 def main(argv: Sequence[str] | None = None) -> int:
     """Teach what is missing, measure, write; 1 where drafts failed."""
     options, console = parse(argv), Console()
+    if (kept := published_section("medusa", options.published)) is not None:
+        console.print(f"{kept} is there: nothing is run", soft_wrap=True)
+        return 0
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     bench, teaching = bench_of(options, console.print)

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from online.fragments import command_of
+from online.fragments import command_of, published_section, take_published
 from online.store import Store
 from online.traces import FILES
 from online.traffic_plan import FULL, ONLINE, QUICK, Plan, turns
@@ -51,6 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
     )
+    take_published(parser, "traffic", "blocks with every request's times")
     options = parser.parse_args(argv)
     options.traces = options.traces or (["azure conv"] if options.quick else list(FILES))
     return options
@@ -68,6 +69,9 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; write table and plot from all that is there."""
     options = parse(argv)
+    if (kept := published_section("traffic", options.published)) is not None:
+        print(f"{kept} is there: nothing is run", file=sys.stderr)  # noqa: T201
+        return 0
     store = Store(options.out / "online" / "traffic")
     traffic = Traffic(options, plan_of(options), store)
     state = traffic.lesson()
