@@ -183,6 +183,8 @@ def teach(bench: Bench, engine: Engine, lessons: int) -> dict[str, Any]:
         for served in zip(*(bench.frozen(topic, lessons) for topic in TOPICS), strict=True):
             for one in served:
                 learner.take(one.record)
+        while engine.has_work:  # every version is still to be loaded, and in nobody's time
+            engine.step()
         return {name: fact for name, fact in learner.facts().items() if name != "decisions"}
 
 

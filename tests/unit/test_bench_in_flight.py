@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from engines import TOKENIZER, make_engine
-from online.in_flight import Driven, Plan, Wanted, blocks_of, drive, measure, section
+from online.in_flight import Driven, Plan, Wanted, blocks_of, drive, measure, section, teach
 from online.rows import Question
 from online.traces import Arrival
 from online.traffic_plan import PLAIN
+from tiny_models import tiny_llama
 
 WORDS = tuple(TOKENIZER.encode("SELECT name FROM people WHERE age > 30", add_special_tokens=False))
 
@@ -55,6 +58,31 @@ def test_so_many_are_in_flight_and_plain_ones_draft_nothing(
     }
     assert (done.rounds == 0) == plain
     assert done.seconds > 0
+
+
+class Taking:
+    """A learner that hands weights out with every record."""
+
+    def __init__(self, _: object, topics: Sequence[str], __: object, swap: Any) -> None:
+        self._topics, self._swap, self._taken = topics, swap, 0
+
+    def take(self, _: object) -> None:
+        self._taken += 1
+        for topic in self._topics:
+            self._swap(topic, self._taken, tiny_llama(9, layers=1, vocab=300).state_dict())
+
+    def facts(self) -> dict[str, Any]:
+        return {"published": self._taken, "decisions": []}
+
+
+def test_what_was_learnt_is_loaded_before_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("online.in_flight.Learner", Taking)
+    monkeypatch.setattr("online.in_flight.TOPICS", ("a", "b"))
+    engine = make_engine()
+    lessons = SimpleNamespace(frozen=lambda _, count: [SimpleNamespace(record=None)] * count)
+    assert teach(lessons, engine, 3) == {"published": 6}  # type: ignore[arg-type]
+    assert not engine.has_work
+    assert {name: engine.drafts()[name] for name in ("a", "b")} == {"a": 6, "b": 6}
 
 
 def test_blocks_go_round_and_every_variant_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
