@@ -1,4 +1,4 @@
-"""What the registry's live figures tell the trainer: undecided canaries, and drift."""
+"""What the registry's live figures tell the trainer: which topics take a candidate, and drift."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Outlook:
         return stable is not None and version > stable and version != self.candidate(topic)
 
     def undecided(self, topic: str) -> bool:
-        """Whether there is a trial that a new candidate must not replace.
+        """Whether a trial is under way that a new candidate must not replace.
 
         One with evidence, which would be thrown away; and one of an earlier version against a
         suspected one, which nobody would begin again.
@@ -71,3 +71,8 @@ class Outlook:
         if own.get("candidate") is None:
             return False
         return own.get("canary_requests", 0) > 0 or own.get("restored_from") is not None
+
+    def closed(self, topic: str) -> str | None:
+        """Why the registry would take no candidate now, None where it would; see Admission."""
+        why: str | None = self._live.get(topic, {}).get("closed")
+        return why

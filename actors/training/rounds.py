@@ -22,6 +22,7 @@ from paceline.actors.training.stride import Stride
 from paceline.actors.training.survey import Survey, inserted, to_learn_from, total
 from paceline.actors.training.tenancy import Turn
 from paceline.actors.training.world import World
+from paceline.actors.weights.admission import NotNow
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +220,9 @@ class Rounds:
         if self._outlook.undecided(candidate.topic):  # another now would throw evidence away
             self._note(state="waiting for the canary")
             return False
+        if (why := self._outlook.closed(candidate.topic)) is not None:
+            self._note(state=f"not publishing: {why}")
+            return False
         return True
 
     def _look_out(self) -> None:
@@ -325,6 +329,9 @@ class Rounds:
         self._world.rest()  # the registry writes a file, and may be slow
         try:
             version = self._world.publish(candidate.topic, flat, facts)
+        except NotNow as why:  # said of the topic, not of these weights: they go on learning
+            self._note(state=f"not publishing: {why}")
+            return
         except ValueError:
             candidate.reset()
             candidate.fruitless += 1

@@ -65,7 +65,8 @@ class World(Protocol):
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """The new weight_version; raises where it is not known to be published.
 
-        ValueError: the registry does not take these weights.
+        NotNow: the registry takes none of the topic at the moment.
+        ValueError: it does not take these weights.
         """
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ looking often does not let chance decide.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -45,16 +45,37 @@ class CanarySettings:
         error: chance of a wrong decision to either side, over all looks but the last one's mean.
         margin: acceptance by which a candidate may be worse and still be promoted; the gate has
             shown before that it is better on held-out records.
+        bar: a candidate that is shown not to be better by so much goes.
         watch: the looks, in requests, at a promoted version, which is compared with what its
             predecessor did during the canary.
+        audit_after: promotions in a row that were not shown to be better, after which the last
+            version that was (the anchor) is tried against the stable one: each may have been worse
+            by less than a trial shows, and what each may lose would add up.
+        audit_looks: of such a trial, which has no margin: the better of the two is stable.
+        audit_bar: the bar of such a trial: an anchor that would bring less is not waited for.
+        least_trial_s: that a candidate which nobody has judged yet is left on trial, seconds.
+        rest_s: in which a topic takes no candidate after its second rollback in a row, seconds;
+            twice as long after each further one.
+        longest_rest_s: at most.
         spread: see Spread.
     """
 
     looks: tuple[int, ...] = (4, 8, 16, 32)
     error: float = 0.05
     margin: float = 0.03
+    bar: float = 0.0
     watch: tuple[int, ...] = (16, 64, 256)
+    audit_after: int = 3
+    audit_looks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    audit_bar: float = 0.05
+    least_trial_s: float = 10.0
+    rest_s: float = 30.0
+    longest_rest_s: float = 3600.0
     spread: Spread = field(default_factory=Spread)
+
+    def of_an_audit(self) -> CanarySettings:
+        """How an anchor is judged against the stable version."""
+        return replace(self, looks=self.audit_looks, margin=0.0, bar=self.audit_bar)
 
 
 class Canary:
@@ -119,13 +140,20 @@ class Canary:
         error = self._settings.error / len(looks)
         found = compare(self.on_trial, self.others, error, self._settings.spread)
         self._comparison = found
-        if found.upper < 0.0:
+        if found.upper < self._settings.bar:
             return Verdict.ROLL_BACK
         if found.lower > -self._settings.margin:
             return Verdict.PROMOTE
         if self._looks < len(looks):
             return Verdict.WAIT
         return Verdict.PROMOTE if found.difference >= 0.0 else Verdict.ROLL_BACK
+
+    @property
+    def proven(self) -> bool:
+        """Whether the candidate was shown to be better, and not only to be no worse."""
+        if self._reason is not None:
+            return True  # of a promotion: the stable draft was not worth drafting with
+        return self._comparison is not None and self._comparison.lower > 0.0
 
     def figures(self) -> dict[str, Any]:
         """The evidence so far, as JSON can hold it."""

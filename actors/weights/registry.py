@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from paceline.actors.weights.added import TopicDesk
+from paceline.actors.weights.admission import ASKED_FOR, Admission, NotNow
 from paceline.actors.weights.announcements import News
 from paceline.actors.weights.archive import WeightArchive
 from paceline.actors.weights.canary import CanarySettings
@@ -76,6 +77,7 @@ class WeightRegistry(TopicDesk):
         self._canary = canary
         self._clock = clock
         self._trials = Trials(marks, canary)
+        self._admission = Admission(canary)
         self._archive = WeightArchive(
             directory,
             marks,
@@ -87,6 +89,7 @@ class WeightRegistry(TopicDesk):
             changed=self._changed,
         )
         for topic in self._archive:
+            self._admission.recall(topic, self._archive.decisions.of(topic))
             self._begin_trial(topic)
 
     def _changed(self, topic: str) -> None:
@@ -96,7 +99,7 @@ class WeightRegistry(TopicDesk):
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """Announce new weights of a topic, on trial where there is a canary.
 
-        A candidate that is still undecided gives way to the new one, whose trial begins anew.
+        A candidate that nobody has judged for a while gives way to the new one.
 
         Args:
             topic: one of the registry's.
@@ -108,6 +111,8 @@ class WeightRegistry(TopicDesk):
 
         Raises:
             KeyError: for an unknown topic.
+            NotNow: what is on trial must not be replaced, or the topic rests after rollbacks; the
+                same weights may be taken another time.
             ValueError: for weights that are not finite.
         """
         state = self._archive.state(topic)
@@ -115,15 +120,22 @@ class WeightRegistry(TopicDesk):
             facts = {"outcome": "refused", "version": state.stable, "reason": _NOT_FINITE}
             self._archive.decisions.add(topic, decision | facts | {"parent": state.stable})
             raise ValueError(f"{topic}: {_NOT_FINITE}")
+        if (refusal := self._refusal(topic)) is not None:
+            raise NotNow(f"{topic}: {refusal}")
         entry = decision | {"outcome": "published", "parent": state.stable}
         return self._archive.announce(topic, flat, entry, trial=self._canary is not None)
+
+    def _refusal(self, topic: str) -> str | None:
+        state, judged = self._archive.state(topic), self._trials.live(topic)["canary_requests"]
+        return self._admission.refusal(topic, state, judged, self._clock())
 
     def _begin_trial(self, topic: str) -> None:
         state = self._archive.state(topic)
         if state.candidate is None:
             self._trials.end(topic)
         else:
-            self._trials.begin(topic, state.candidate, state.stable)
+            self._trials.begin(topic, state.candidate, state.stable, audit=state.audit)
+            self._admission.began(topic, state.candidate, self._clock())
 
     def report(self, outcomes: Iterable[DraftOutcome]) -> None:
         """Take what drafts did for finished requests, and decide what that decides."""
@@ -139,26 +151,37 @@ class WeightRegistry(TopicDesk):
 
     def _take(self, step: Step) -> None:
         topic, state = step.expert, self._archive.state(step.expert)
-        facts = step.figures | {"version": step.version, "parent": state.stable}
         logger.info("%s: %s version %d %s", topic, step.action, step.version, step.figures)
-        if step.action is Action.PROMOTE:
-            self._trials.promoted(topic)
-            self._archive.commit(topic, state.promoted(), facts | {"outcome": "promoted"})
-        elif step.action is Action.ROLL_BACK:
-            self._archive.commit(topic, state.rolled_back(), facts | {"outcome": "rolled_back"})
-        else:
-            self._try_again(topic, step)
-
-    def _try_again(self, topic: str, step: Step) -> None:
-        """Put the predecessor of a suspected version on trial against it."""
-        previous = self._archive.state(topic).previous
-        flat = None if previous is None else self._archive.weights(topic, previous)
-        reason = f"acceptance fell after version {step.version} was promoted"
-        if flat is None:
-            logger.warning("%s: %s, and its predecessor is not there", topic, reason)
+        if step.action is Action.TRY_PREVIOUS:
+            reason = f"acceptance fell after version {step.version} was promoted"
+            self._try_earlier(topic, state.previous, reason, step.figures)
             return
-        entry = step.figures | {"outcome": "published", "parent": step.version, "reason": reason}
-        self._archive.announce(topic, flat, entry | {"restored_from": previous}, trial=True)
+        facts = step.figures | {"version": step.version, "parent": state.stable}
+        if state.candidate_from is not None:
+            facts["restored_from"] = state.candidate_from
+        promote = step.action is Action.PROMOTE
+        facts |= {"outcome": "promoted" if promote else "rolled_back", "time": self._clock()}
+        proven = self._trials.proven(topic)
+        after = state.promoted(proven=proven) if promote else state.rolled_back()
+        if promote:
+            self._trials.promoted(topic)
+        self._archive.commit(topic, after, facts)
+        self._admission.take(topic, facts)
+        if self._canary is not None and after.unproven >= self._canary.audit_after:
+            reason = f"{after.unproven} versions in a row were not shown to be better"
+            self._try_earlier(topic, after.anchor, reason, {})
+
+    def _try_earlier(
+        self, topic: str, version: int | None, reason: str, figures: Mapping[str, Any]
+    ) -> None:
+        """Put an earlier version on trial against the stable one."""
+        flat = None if version is None else self._archive.weights(topic, version)
+        if flat is None:
+            logger.warning("%s: %s, and version %s is not there", topic, reason, version)
+            return
+        stable = self._archive.state(topic).stable
+        entry = {**figures, "outcome": "published", "parent": stable, "reason": reason}
+        self._archive.announce(topic, flat, entry | {"restored_from": version}, trial=True)
 
     def roll_back(self, topic: str, version: int | None = None, expected: int | None = None) -> int:
         """Withdraw the candidate; without one, or to a given version, go back to earlier weights.
@@ -183,7 +206,7 @@ class WeightRegistry(TopicDesk):
         state = self._archive.state(topic)
         if expected not in (None, state.newest):
             raise VersionChanged(f"{topic}: version {state.newest} is served, and not {expected}")
-        entry: dict[str, Any] = {"outcome": "rolled_back", "reason": "asked for"}
+        entry: dict[str, Any] = {"outcome": "rolled_back", "reason": ASKED_FOR}
         if version in (None, state.stable) and state.candidate is not None:
             facts = self._trials.figures(topic) | {"version": state.candidate}
             self._archive.commit(
@@ -254,13 +277,14 @@ class WeightRegistry(TopicDesk):
         """Topic to stable weight_version; 0 are the initial weights."""
         return {topic: state.stable for topic, state in self._archive.states().items()}
 
-    def live(self) -> dict[str, dict[str, int | None]]:
+    def live(self) -> dict[str, dict[str, Any]]:
         """Per topic: ``stable`` and ``candidate`` versions, and counts of its live drafts.
 
         ``restored_from`` is the earlier version that the candidate is, on trial against one that
         disappoints; None where the candidate is new, or there is none. ``requests``, ``rounds``
         and ``accepted`` (at the first position) count since the registry's start;
-        ``canary_requests`` are those that the candidate is judged by so far.
+        ``canary_requests`` are those that the candidate is judged by so far; ``closed`` says why no
+        other candidate is taken now, None where one is.
         """
         return {
             topic: {
@@ -268,6 +292,7 @@ class WeightRegistry(TopicDesk):
                 "candidate": state.candidate,
                 "restored_from": state.candidate_from,
                 **self._trials.live(topic),
+                "closed": self._refusal(topic),
             }
             for topic, state in self._archive.states().items()
         }

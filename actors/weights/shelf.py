@@ -93,9 +93,10 @@ class Shelf:
         highest = max([state.version, *files])
         late = [version for version in files if version > state.version]
         if "stable" not in manifest:  # of an earlier release, or lost: the newest is the stable one
-            state, late = TopicVersions(highest, highest), []
+            state, late = TopicVersions(highest, highest, anchor=highest), []
         elif late and not self._canary:
             state = replace(state, stable=highest, candidate=None, candidate_from=None)
+            state = replace(state, anchor=highest, unproven=0)
             late = []
         self.state = replace(state, version=highest)
         found = self._restore_stable(files)

@@ -55,9 +55,17 @@ class Trials:
         """Take the outcomes of a further expert."""
         self._experts[expert] = _Expert()
 
-    def begin(self, expert: str, candidate: int, stable: int) -> None:
-        """A candidate is announced; what an earlier one has shown is forgotten."""
-        self._experts[expert].canary = Canary(candidate, stable, self._settings)
+    def begin(self, expert: str, candidate: int, stable: int, *, audit: bool = False) -> None:
+        """A candidate is announced; what an earlier one has shown is forgotten.
+
+        Args:
+            expert: whose.
+            candidate: weight_version on trial.
+            stable: weight_version of all other requests.
+            audit: whether the candidate is the anchor, see CanarySettings.
+        """
+        settings = self._settings.of_an_audit() if audit else self._settings
+        self._experts[expert].canary = Canary(candidate, stable, settings)
 
     def end(self, expert: str) -> None:
         """There is no candidate any more."""
@@ -78,6 +86,11 @@ class Trials:
     def forget(self, expert: str) -> None:
         """Other weights are stable, for reasons of their own: nothing is compared with them."""
         self._experts[expert].canary = self._experts[expert].watch = None
+
+    def proven(self, expert: str) -> bool:
+        """Whether an expert's candidate was shown to be better than the stable version."""
+        canary = self._experts[expert].canary
+        return canary is not None and canary.proven
 
     def figures(self, expert: str) -> dict[str, Any]:
         """The evidence on an expert's candidate; empty where there is none."""

@@ -22,6 +22,9 @@ class TopicVersions:
         previous: stable before the present one; None before the first change.
         candidate_from: where the candidate is an earlier version under a new number, which one.
         withdrawn: candidates that were rolled back and whose files may still be there.
+        anchor: the last stable version that was shown to be better than the anchor before it, or
+            that somebody asked for.
+        unproven: promotions since then that were not shown to be better.
     """
 
     version: int = 0
@@ -30,11 +33,18 @@ class TopicVersions:
     previous: int | None = None
     withdrawn: tuple[int, ...] = ()
     candidate_from: int | None = None
+    anchor: int = 0
+    unproven: int = 0
 
     def published(self, version: int) -> TopicVersions:
         """New stable weights, without a trial; a candidate goes."""
         return replace(
-            self._without_candidate(), version=version, stable=version, previous=self.stable
+            self._without_candidate(),
+            version=version,
+            stable=version,
+            previous=self.stable,
+            anchor=version,
+            unproven=0,
         )
 
     def on_trial(self, version: int, candidate_from: int | None = None) -> TopicVersions:
@@ -46,20 +56,42 @@ class TopicVersions:
             candidate_from=candidate_from,
         )
 
-    def promoted(self) -> TopicVersions:
-        """The candidate becomes stable."""
+    def promoted(self, *, proven: bool = False) -> TopicVersions:
+        """The candidate becomes stable.
+
+        Args:
+            proven: whether it was shown to be better than the stable version. It is the anchor
+                then where the stable version was that: to be better than one that was only no
+                worse says little. So it is with an earlier version that comes back.
+        """
         assert self.candidate is not None
+        anchor, unproven = self.anchor, self.unproven
+        if self.audit or (proven and not unproven and self.candidate_from is None):
+            anchor, unproven = self.candidate, 0
+        elif not proven and self.candidate_from is None:
+            unproven += 1
         return replace(
             self,
             stable=self.candidate,
             previous=self.stable,
             candidate=None,
             candidate_from=None,
+            anchor=anchor,
+            unproven=unproven,
         )
 
     def rolled_back(self) -> TopicVersions:
-        """The candidate goes; its number is not given out again."""
-        return self._without_candidate()
+        """The candidate goes; its number is not given out again.
+
+        Where it was the anchor, the stable version has been shown to be better, and is the anchor.
+        """
+        found = self._without_candidate()
+        return replace(found, anchor=self.stable, unproven=0) if self.audit else found
+
+    @property
+    def audit(self) -> bool:
+        """Whether the anchor is on trial."""
+        return self.candidate is not None and self.candidate_from == self.anchor
 
     def cleaned(self) -> TopicVersions:
         """The files of what was withdrawn are gone."""
@@ -79,7 +111,7 @@ class TopicVersions:
     @property
     def kept(self) -> set[int]:
         """Versions whose files must stay."""
-        return {v for v in (self.stable, self.candidate, self.previous) if v}
+        return {v for v in (self.stable, self.candidate, self.previous, self.anchor) if v}
 
     def manifest(self) -> dict[str, Any]:
         """What is written to disk of it."""
@@ -90,16 +122,20 @@ class TopicVersions:
         """From a manifest; one of an earlier release names only ``version``, which was stable."""
         version = _number(manifest.get("version")) or 0
         stable = _number(manifest.get("stable"))
+        stable = version if stable is None else stable
+        anchor = _number(manifest.get("anchor"))
         withdrawn = manifest.get("withdrawn")
         return cls(
             version=version,
-            stable=version if stable is None else stable,
+            stable=stable,
             candidate=_number(manifest.get("candidate")),
             previous=_number(manifest.get("previous")),
             withdrawn=tuple(
                 v for v in (withdrawn if isinstance(withdrawn, list) else ()) if isinstance(v, int)
             ),
             candidate_from=_number(manifest.get("candidate_from")),
+            anchor=stable if anchor is None else anchor,
+            unproven=_number(manifest.get("unproven")) or 0,
         )
 
 
