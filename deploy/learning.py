@@ -249,6 +249,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
         distiller=DistillerSettings(
             learning_rate=config.training.learning_rate,
+            rate_hold_steps=config.training.rate_hold_steps,
             accumulation=accumulation,
             weight_decay=config.training.weight_decay,
             average_decay=config.training.average_decay,

@@ -223,6 +223,9 @@ class TrainingConfig(Section):
     CPUs, where a record takes long enough, but one for each rank at least; ``accumulation`` auto
     makes a step of 8 records or some more. ``weight_decay`` is AdamW's.
 
+    Above 0, ``rate_hold_steps`` has the learning rate fall as one over the optimizer's steps once
+    there were so many, to a tenth at least, and be full again when the topic drifts.
+
     ``average_decay`` is that of the running mean of the weights in training, which is what is
     judged and served; 0 takes the weights as the last step left them.
 
@@ -251,6 +254,7 @@ class TrainingConfig(Section):
     sampling: Sampling = "target"
     student_share: Fraction = 0.5
     learning_rate: Annotated[float, Field(gt=0.0)] = 1.5e-3
+    rate_hold_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.3
     average_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.98
     num_threads: Count = 1

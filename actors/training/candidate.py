@@ -162,6 +162,10 @@ class Candidate:
         """Learn at this share of the learning rate from now on."""
         self._distiller.scale_rate(stride.share)
 
+    def hurry(self) -> None:
+        """Its topic drifts: where the rate has fallen with the steps, it is the full one again."""
+        self._distiller.refresh_rate()
+
     def compare(
         self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[str, Tensor]]:

@@ -60,6 +60,10 @@ class Member:
         """Learn at this share of the rate."""
         self._distillers[topic].scale_rate(share)
 
+    def refresh_rate(self, topic: str) -> None:
+        """Hold the full rate again."""
+        self._distillers[topic].refresh_rate()
+
     def learn(self, topic: str, share: Share) -> None:
         """Learn from a share."""
         self._distillers[topic].learn(share)
@@ -162,6 +166,11 @@ class SharedDistiller(Distiller):
         """Have every rank learn at this share of the rate."""
         super().scale_rate(share)
         self._crew.tell("scale_rate", self._topic, share)
+
+    def refresh_rate(self) -> None:
+        """Have every rank hold the full rate again."""
+        super().refresh_rate()
+        self._crew.tell("refresh_rate", self._topic)
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from a batch together, some of its records each.

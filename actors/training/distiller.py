@@ -28,6 +28,7 @@ from paceline.actors.training.stages import engine_config, training_dtype, zero_
 logger = logging.getLogger(__name__)
 
 _BETAS = (0.9, 0.95)
+_LEAST_RATE = 0.1
 # In an optimizer's state: weights that the published ones do not tell, and their running mean.
 _WEIGHT, _MEAN = "weight.", "mean."
 
@@ -100,11 +101,13 @@ class Distiller:
         self._adapters: Adapters | None = None
         self._mean: RunningMean | None = None
         self.rate_share = 1.0  # changed by scale_rate and resume
+        self._rate_since = 0  # the step at which the rate was full last
         self._build(draft)
 
     def _build(self, draft: Any) -> None:
         import deepspeed  # late: it looks at the environment, and takes seconds
 
+        self._rate_since = 0
         lesson = _Lesson(draft.to(self.device).train(), self.settings.objective)
         if self.settings.adapter == "lora":
             own = self.settings
@@ -120,7 +123,7 @@ class Distiller:
             # the CPU here, on the device
             fused=True if self.device.type == "cpu" else None,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         self._engine, *_ = deepspeed.initialize(
             model=lesson,
             optimizer=optimizer,
@@ -160,8 +163,16 @@ class Distiller:
     def _numel(self) -> int:
         return sum(weight.numel() for weight in self._trained(self._engine.module.draft))
 
-    def _warmup(self, step: int) -> float:
-        return self.rate_share * min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+    def _rate(self, step: int) -> float:
+        """The share of the learning rate that a step has."""
+        warm = min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
+        hold, since = self.settings.rate_hold_steps, step - self._rate_since
+        fallen = max(hold / since, _LEAST_RATE) if 0 < hold < since else 1.0
+        return self.rate_share * warm * fallen
+
+    def refresh_rate(self) -> None:
+        """Hold the full rate again, as after a reset: there is something new to learn."""
+        self._rate_since = self.steps
 
     def scale_rate(self, share: float) -> None:
         """Learn at this share of the learning rate, in (0, 1], from the next step but one on."""
@@ -294,7 +305,7 @@ class Distiller:
         schedule = self._engine.lr_scheduler
         schedule.last_epoch = self._engine.global_steps = state.steps
         for group in optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * self._warmup(state.steps)
+            group["lr"] = self.settings.learning_rate * self._rate(state.steps)
 
     def _own_names(self) -> dict[str, Tensor]:
         """The draft's weights and the adapters', those that are tied to another left out."""

@@ -14,8 +14,10 @@ class DistillerSettings:
     """How a draft is trained.
 
     Attributes:
-        learning_rate: constant after the warm-up.
+        learning_rate: after the warm-up.
         warmup_steps: optimizer steps of linear warm-up.
+        rate_hold_steps: optimizer steps after which the rate falls as one over the steps, to a
+            tenth at least; 0 holds it for ever.
         accumulation: micro-steps per optimizer step.
         weight_decay: AdamW's. A stream begins with few records that are learnt from again and
             again; weights that grew on them learn less from all that comes later (Ash and Adams,
@@ -35,6 +37,7 @@ class DistillerSettings:
 
     learning_rate: float = 1.5e-3
     warmup_steps: int = 5
+    rate_hold_steps: int = 0
     accumulation: int = 1
     weight_decay: float = 0.3
     clip: float = 1.0

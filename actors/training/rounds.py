@@ -231,6 +231,8 @@ class Rounds:
             figures = self._outlook.drift_figures(topic)
             logger.info("%s: drift %s", topic, figures)
             self._world.note(topic, {"outcome": "drift", **figures})
+            if topic in self._candidates:
+                self._candidates[topic].hurry()
 
     def _follow(self, candidate: Candidate, wanted: int, *, anew: bool) -> None:
         """Have the candidate start from what is really served, or is its own and on trial.

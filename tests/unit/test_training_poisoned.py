@@ -247,7 +247,9 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
     world = filled(tmp_path)
     registry = world.registry
     assert registry is not None
-    no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
+    no_learning = DistillerSettings(
+        learning_rate=0.0, warmup_steps=1, rate_hold_steps=1, dtype="float32"
+    )
     schedule = ScheduleSettings(
         min_train=4, min_held_out=3, min_new=2, max_rejections=1, least_hope=0.015
     )
@@ -260,8 +262,12 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
         registry.report([DraftOutcome("sql", 0, 20, 16)])
     bring(world, 2)
     assert not rounds.tick()  # two new records are too few for a plateau
+    distiller = rounds.candidate("sql")._distiller
+    assert distiller._rate(distiller.steps) < 0.5
     for _ in range(60):
         registry.report([DraftOutcome("sql", 0, 20, 4)])
+    steps = distiller.steps
     assert rounds.tick()
+    assert distiller._rate(steps) == 1.0  # the round began at the full rate again
     [drift] = [d for d in registry.history("sql") if d["outcome"] == "drift"]
     assert drift["acceptance_fast"] < drift["acceptance_slow"] - 0.08
