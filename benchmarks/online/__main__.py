@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 from transformers.utils import logging
@@ -64,11 +65,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=imagining,
         default=IMAGINED,
-        metavar="N:STEPS[:MB]",
-        help="prompts that the target makes up per record, the micro-steps of a round then, and "
-        "the capacity of replay",
+        metavar="N:STEPS[:MB][:NAME=VALUE...]",
+        help="prompts that the target makes up per record, the micro-steps of a round then, the "
+        "capacity of replay, and what else Imagining has by its name",
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="of all models; the units in docs/results are of float32",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument(
         "--published", type=Path, help="folder of units to go on from, and to add to"
@@ -78,13 +84,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def imagining(text: str) -> Imagining:
-    """Reads N:STEPS, or N:STEPS:MB.
+    """Reads N:STEPS, N:STEPS:MB, and either with :NAME=VALUE for what else Imagining has.
 
     Raises:
         ValueError: it is something else.
     """
-    per_record, micro_steps, *capacity = text.split(":")
-    return Imagining(float(per_record), int(micro_steps), *map(int, capacity))
+    words = text.split(":")
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    per_record, micro_steps, *capacity = (word for word in words if "=" not in word)
+    kinds = get_type_hints(Imagining)
+    if unknown := named.keys() - kinds:
+        raise ValueError(f"Imagining has no {', '.join(sorted(unknown))}")
+    more = {name: kinds[name](value) for name, value in named.items()}
+    return Imagining(float(per_record), int(micro_steps), *map(int, capacity), **more)
 
 
 def learning_of(options: argparse.Namespace) -> Learning:
@@ -136,7 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     serving = Serving(temperature=options.temperature)
     store = Store(options.out / "online", options.published)
-    bench = Bench(store, options.data, sizes_of(options), serving, threads=options.threads, say=say)
+    bench = Bench(
+        store,
+        options.data,
+        sizes_of(options),
+        serving,
+        threads=options.threads,
+        dtype=options.dtype,
+        say=say,
+    )
     learning = learning_of(options)
     offline = ceiling.QUICK if options.quick else Offline()
     parts = options.parts or ([p for p in PARTS if p not in _NOT_QUICK] if options.quick else PARTS)

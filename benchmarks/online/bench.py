@@ -14,7 +14,7 @@ from online.answers import answers_of
 from online.figures import Counts
 from online.judging import Judge
 from online.rows import Question, Questions
-from online.serving import FROZEN, Served, Serving, make_engine
+from online.serving import FROZEN, ROWS, Served, Serving, make_engine
 from online.store import Store, digest
 from online.world import trainer_facts
 from paceline.actors.decoding.engine import Engine
@@ -59,6 +59,7 @@ class Bench:
         serving: Serving,
         *,
         threads: int = 1,
+        dtype: str = "auto",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Nothing is loaded yet.
@@ -69,6 +70,7 @@ class Bench:
             sizes: see Sizes.
             serving: how prompts are answered.
             threads: of torch.
+            dtype: of all models; no key names it, results tell it.
             say: told of progress.
         """
         self.store = store
@@ -76,6 +78,7 @@ class Bench:
         self.sizes = sizes
         self.serving = serving
         self.threads = threads
+        self.dtype = dtype
         self.say = say
         self._questions: dict[str, Questions] = {}
 
@@ -92,12 +95,15 @@ class Bench:
     @cached_property
     def judge(self) -> Judge:
         """Over the general draft's architecture."""
-        return Judge(DRAFT)
+        return Judge(DRAFT, dtype=self.dtype)
 
-    def engine(self, experts: Sequence[str] | None = None) -> Engine:
-        """A new one; every expert starts as the general draft."""
+    def engine(
+        self, experts: Sequence[str] | None = None, *, rows: int = ROWS, dtype: str = "auto"
+    ) -> Engine:
+        """A new one; every expert starts as the general draft. ``dtype`` auto is the bench's."""
         drafts = None if experts is None else dict.fromkeys(experts, str(DRAFT))
-        return make_engine(self.serving, drafts, self.threads)[0]
+        own = self.dtype if dtype == "auto" else dtype
+        return make_engine(self.serving, drafts, self.threads, rows=rows, dtype=own)[0]
 
     def questions(self, topic: str) -> Questions:
         """A topic's stream, as long as anything needs it, and its test."""

@@ -158,7 +158,7 @@ def distil(
     looks: list[list[float]] = [[0, 0.0, plateau.best]]
     steps, converged = 0, True
     for rate in offline.learning_rates:
-        distiller = Distiller(str(DRAFT), DistillerSettings(learning_rate=rate))
+        distiller = Distiller(str(DRAFT), DistillerSettings(learning_rate=rate, dtype=bench.dtype))
         distiller.reset(best)
         plateau = Plateau(offline.patience, offline.least_gain, plateau.best)
         while not plateau.over:

@@ -18,8 +18,8 @@ import machine
 from online import rows
 from online.bench import Bench, counts_of, packed
 from online.judging import look
-from online.learning import CAPACITY_MB, Imagining, Learning
-from online.serving import ROWS, serve
+from online.learning import Imagining, Learning
+from online.serving import serve
 from online.streams import stream_settings
 from online.world import Learner, LocalWorld
 from paceline.actors.decoding.engine import Engine
@@ -28,8 +28,6 @@ from paceline.actors.imagination.composer import Composer, Said
 from paceline.actors.imagination.settings import ImaginationSettings
 from paceline.actors.imagination.template import turn_marks
 from paceline.actors.replay.record import encode
-
-_AT_ONCE = ROWS  # published results are of as many, and no key names the number
 
 
 class EngineVoice:
@@ -77,13 +75,13 @@ class Muse:
             turn_marks(bench.tokenizer),
             amount.per_record,
             learning.held_out_fraction,
-            at_once=_AT_ONCE,
+            at_once=amount.at_once,
             seed=learning.seed,
         )
-        self._engine = bench.engine()
+        self._engine = bench.engine(rows=amount.at_once, dtype=amount.dtype)
         self._never = frozenset(q.token_ids for q in bench.questions(topic).test)
         self.in_test = 0
-        self._most = 2 * _AT_ONCE  # turns in a row that bring nothing
+        self._most = 2 * amount.at_once  # turns in a row that bring nothing
         self.composer = Composer(settings, mark=lambda: next(names))
         self.amount = amount
         self.seconds = 0.0
@@ -102,9 +100,7 @@ def imagined_settings(
     bench: Bench, topic: str, learning: Learning, imagining: Imagining
 ) -> dict[str, Any]:
     """All that decides :func:`run_imagined`."""
-    settings = stream_settings(bench, topic, imagining.of(learning))
-    if imagining.capacity_mb != CAPACITY_MB:  # older keys lack it
-        settings["capacity_mb"] = imagining.capacity_mb
+    settings = stream_settings(bench, topic, imagining.of(learning)) | imagining.facts()
     return settings | {"imagined_per_record": imagining.per_record}
 
 
@@ -138,7 +134,9 @@ def run_imagined(
     frozen = bench.frozen(topic)
     engine, muse = bench.engine([topic]), Muse(bench, topic, learning, imagining)
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), [topic], learning, engine.swap, muse=muse)
+        learner = Learner(
+            Path(folder), [topic], learning, engine.swap, muse=muse, dtype=bench.dtype
+        )
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         for done, served in enumerate(frozen, start=1):
             learner.take(served.record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from online.learning import Learning
 from online.tables import interval, number, table
 
 
@@ -21,17 +22,21 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
     if not lines:
         return []
     headings = ["topic", "imagined per record", "micro-steps of a round", "replay, MiB"]
+    headings += ["held out", "rate held, steps", "mean's decay"]
     headings += ["online", "online, imagining", "ceiling", "gap closed", "goal"]
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
     headings += ["prompts imagined", "left out: in the test", "s imagining"]
-    headings += ["s training", "machine"]
+    headings += ["at once, in", "s training", "machine"]
     return [
         "With `training.imagined_per_record`: while it is idle, the target makes up prompts that "
         "begin like stored ones, and answers them; drafts learn from both kinds, and are judged by "
         "real ones alone. The same stream, in rehearsal: the records of its frozen twin; training "
         "seed 0 alone, and the prompts per record are the most that there may be. What steps "
-        "alone would have brought is in *offline, the same prompts*. Seconds are the processor's, "
-        "what is imagined at 8 requests at once.",
+        "alone would have brought is in *offline, the same prompts*. Held out: the share of the "
+        "prompts that judge instead of teaching. Rate held: the steps after which the learning "
+        "rate falls as one over the steps (`training.rate_hold_steps`; 0: never). Mean's decay: "
+        "`training.average_decay`. Seconds are the processor's; the target imagines so many "
+        "requests at once, in that dtype, all else is the page's.",
         table(headings, lines),
     ]
 
@@ -44,6 +49,9 @@ def _line(topic: str, alone: Any, own: dict[str, Any]) -> list[str]:
         f"{own['per_record']:g}",
         str(own["micro_steps"]),
         str(own["capacity_mb"]),
+        f"{own['held_out_fraction'] or Learning().held_out_fraction:g}",
+        f"{own['rate_hold_steps']:,}",
+        f"{own['average_decay']:g}",
         interval(alone),
         interval(stages["online"]),
         interval(stages["ceiling"]) if "ceiling" in stages else "-",
@@ -54,6 +62,7 @@ def _line(topic: str, alone: Any, own: dict[str, Any]) -> list[str]:
         f"{own['made']:,}",
         "-" if own["in_test"] is None else str(own["in_test"]),
         number(own["imagining_s"], 0),
+        f"{own['at_once']}, {own['dtype'] if own['dtype'] != 'auto' else 'the same'}",
         number(own["training_s"], 0),
         own["machine"]["cpu"],
     ]

@@ -52,12 +52,12 @@ class Scores:
 class Judge:
     """A draft of its own, whose weights are those that are to be judged."""
 
-    def __init__(self, draft: Path, *, device: str = "cpu") -> None:
-        """Load the folder, in the dtype that is served on the device."""
+    def __init__(self, draft: Path, *, device: str = "cpu", dtype: str = "auto") -> None:
+        """Load the folder, in the dtype that is served on the device unless it is said."""
         self._device = torch.device(device)
         self._draft = AutoModelForCausalLM.from_pretrained(
             draft,
-            dtype=resolve_dtype("auto", self._device),
+            dtype=resolve_dtype(dtype, self._device),
             attn_implementation="eager",
             local_files_only=True,
         ).to(self._device)

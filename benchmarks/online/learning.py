@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from online.serving import ROWS
 from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.distiller_settings import DistillerSettings
 
 NEVER = 1_000_000  # rejections in a row
 CAPACITY_MB = ReplaySettings().capacity_bytes // 2**20
@@ -51,16 +54,39 @@ class Imagining:
         per_record: prompts that the target makes up for each of the stream's, at most.
         micro_steps: of a round of training, in place of ``Learning.micro_steps``.
         capacity_mb: of the topic's replay: where it is full, nothing more is imagined.
+        held_out_fraction: in place of ``Learning``'s: what is imagined does not judge, so that
+            more of what is real may; 0 keeps that.
+        rate_hold_steps: see DistillerSettings.
+        average_decay: see DistillerSettings.
+        at_once: requests that the target has while it imagines.
+        dtype: that it computes in while it imagines; all else computes as the bench does.
     """
 
     per_record: float
     micro_steps: int
     capacity_mb: int = CAPACITY_MB
+    held_out_fraction: float = 0.0
+    rate_hold_steps: int = DistillerSettings().rate_hold_steps
+    average_decay: float = DistillerSettings().average_decay
+    at_once: int = ROWS
+    dtype: str = "auto"
 
     def of(self, learning: Learning) -> Learning:
         """The same learning with these steps, no round going over its own draw again and again."""
         drawn = max(learning.train_records, self.micro_steps * learning.micro_batch)
-        return replace(learning, micro_steps=self.micro_steps, train_records=drawn)
+        held_out = self.held_out_fraction or learning.held_out_fraction
+        return replace(
+            learning,
+            micro_steps=self.micro_steps,
+            train_records=drawn,
+            held_out_fraction=held_out,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """All of it that is not as it once was for all: what no key of old names."""
+        usual = Imagining(self.per_record, self.micro_steps)
+        named = {name for name in asdict(self) if getattr(self, name) != getattr(usual, name)}
+        return {name: value for name, value in asdict(self).items() if name in named}
 
 
 def tireless(learning: Learning) -> Learning:

@@ -67,7 +67,12 @@ class Served:
 
 
 def make_engine(
-    serving: Serving, drafts: Mapping[str, str] | None = None, threads: int = 1
+    serving: Serving,
+    drafts: Mapping[str, str] | None = None,
+    threads: int = 1,
+    *,
+    rows: int = ROWS,
+    dtype: str = "auto",
 ) -> tuple[Engine, Any]:
     """The engine over the embedded target, with its tokenizer.
 
@@ -75,12 +80,15 @@ def make_engine(
         serving: see Serving.
         drafts: expert to the folder of its initial weights; default: ``general`` alone.
         threads: of torch.
+        rows: requests at once.
+        dtype: of target and drafts.
     """
     settings = TargetSettings(
         str(TARGET),
         drafts=dict(drafts or {GENERAL: str(DRAFT)}),
         num_threads=threads,
-        max_num_seqs=ROWS,
+        max_num_seqs=rows,
+        dtype=dtype,
         num_speculative_tokens=serving.num_speculative_tokens,
         seed=serving.seed,
     )

@@ -89,7 +89,11 @@ def rehearse_shift(
     answers = {s.key: s for t in order for s in bench.frozen(t, bench.sizes.phase)}
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(
-            Path(folder), _experts(system, order), tireless(learning), lambda *_: None
+            Path(folder),
+            _experts(system, order),
+            tireless(learning),
+            lambda *_: None,
+            dtype=bench.dtype,
         )
         scores = [_look(bench, learner, system, order)]
         for number, questions in enumerate(phases_of(bench, kind, order)):
@@ -147,7 +151,7 @@ def run_shift(
     experts = _experts(system, order)
     engine = bench.engine(experts)
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), experts, tireless(learning), engine.swap)
+        learner = Learner(Path(folder), experts, tireless(learning), engine.swap, dtype=bench.dtype)
         scores, phases = [_look(bench, learner, system, order)], []
         for number, questions in enumerate(phases_of(bench, kind, order)):
             drafts = [_draft(system, question.topic) for question in questions]

@@ -46,7 +46,7 @@ def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     frozen = list(serve(bench.engine([topic]), questions, drafts, bench.serving))
     engine = bench.engine([topic])
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), [topic], learning, engine.swap)
+        learner = Learner(Path(folder), [topic], learning, engine.swap, dtype=bench.dtype)
         online: list[Served] = []
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         for served in serve(engine, questions, drafts, bench.serving):
@@ -87,7 +87,7 @@ def rehearse(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     """
     tests = [served.record for served in bench.test(topic)]
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), [topic], learning, lambda *_: None)
+        learner = Learner(Path(folder), [topic], learning, lambda *_: None, dtype=bench.dtype)
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         frozen = bench.frozen(topic)
         for done, served in enumerate(frozen, start=1):

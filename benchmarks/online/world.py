@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -196,6 +196,7 @@ class Learner:
         *,
         draft: Path = DRAFT,
         muse: Muse | None = None,
+        dtype: str = "auto",
     ) -> None:
         """Load a candidate for every expert.
 
@@ -208,13 +209,15 @@ class Learner:
             swap: is given (expert, weight_version, weights), as ``Engine.swap``.
             draft: folder of the weights that every expert starts from.
             muse: has further records in the shards before every round.
+            dtype: of training.
         """
         more = (muse.amount.per_record, muse.amount.capacity_mb) if muse is not None else ()
         self.world = LocalWorld(folder, experts, learning, *more)
         self._muse = muse
         self._swap = swap
         self._clock = Ticks()
-        self._rounds = _CountedRounds(_settings(experts, learning, draft), self.world, self._clock)
+        settings = _settings(experts, learning, draft, muse.amount if muse else None, dtype)
+        self._rounds = _CountedRounds(settings, self.world, self._clock)
         self._learning = learning
         self._known = dict.fromkeys(experts, 0)
         self._taken = 0
@@ -272,14 +275,29 @@ class Learner:
 def trainer_facts() -> dict[str, Any]:
     """The trainer's rules and all of its settings that no Learning decides, as JSON holds them."""
     facts = asdict(_settings((), Learning(), DRAFT))
+    if not facts["distiller"]["rate_hold_steps"]:  # keys that are older than it say nothing
+        del facts["distiller"]["rate_hold_steps"]
     rules = {"rules": RULES} if RULES > 1 else {}  # keys that are older than the number say nothing
     return {name: value for name, value in facts.items() if name not in _PATHS} | rules
 
 
-def _settings(experts: Sequence[str], learning: Learning, draft: Path) -> TrainerSettings:
+def _settings(
+    experts: Sequence[str],
+    learning: Learning,
+    draft: Path,
+    imagining: Imagining | None = None,
+    dtype: str = "auto",
+) -> TrainerSettings:
+    distiller = DistillerSettings(learning_rate=learning.learning_rate, dtype=dtype)
+    if imagining is not None:
+        distiller = replace(
+            distiller,
+            rate_hold_steps=imagining.rate_hold_steps,
+            average_decay=imagining.average_decay,
+        )
     return TrainerSettings(
         draft_paths=dict.fromkeys(experts, str(draft)),
-        distiller=DistillerSettings(learning_rate=learning.learning_rate),
+        distiller=distiller,
         micro_batch=learning.micro_batch,
         round_seconds=learning.micro_steps * _MICRO_STEP_S,
         train_records=learning.train_records,

@@ -20,7 +20,15 @@ from online.streams import rehearsal_unit, stream_unit
 
 LEARNING = Learning(requests_per_round=8, micro_steps=3, held_out_fraction=0.4)
 OFFLINE = Offline(learning_rates=(3e-3,), look_every=6, patience=1, held_out_fraction=0.3)
-IMAGINING = Imagining(per_record=2.0, micro_steps=4)
+IMAGINING = Imagining(
+    per_record=2.0,
+    micro_steps=4,
+    held_out_fraction=0.3,
+    rate_hold_steps=2,
+    average_decay=0.9,
+    at_once=4,
+    dtype="float32",
+)
 SIZES = Sizes(stream=16, test=4, phase=4, ceiling=20, window=4, checkpoints=(0, 8))
 
 

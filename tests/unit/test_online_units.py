@@ -14,17 +14,19 @@ import torch
 from engines import engine_of, make_engine, served
 from lessons import lesson
 from online import rows
+from online.__main__ import imagining
 from online.answers import answers_of
-from online.learning import Learning
+from online.learning import Imagining, Learning
 from online.rows import Question
 from online.serving import Serving, serve
 from online.store import Store
-from online.world import Learner
+from online.world import Learner, trainer_facts
 from tiny_models import tiny_llama
 
 from paceline.deploy.recipes.data import DataError
 
 SERVING = Serving(max_tokens=6)
+PUBLISHED = Path(__file__).parents[2] / "docs/results"
 
 
 def test_a_unit_is_made_once_for_its_settings(tmp_path: Path) -> None:
@@ -204,3 +206,31 @@ def test_learning_goes_by_count_and_reaches_the_engine(tmp_path: Path, draft_fol
     assert state is not None
     assert same is not None
     assert all(torch.equal(state[name], same[name]) for name in state)
+
+
+def test_what_benches_have_learnt_to_vary_leaves_the_keys_of_published_results() -> None:
+    """A new key for an old run would have it made again, in hours."""
+    assert imagining("4:32").facts() == {}
+    assert imagining("8:128:256").facts() == {"capacity_mb": 256}
+    assert "rate_hold_steps" not in trainer_facts()["distiller"]
+    more = imagining("12:160:256:held_out_fraction=0.2:rate_hold_steps=2500:at_once=32")
+    assert more == Imagining(12.0, 160, 256, 0.2, 2500, at_once=32)
+    assert more.facts() == {
+        "capacity_mb": 256,
+        "held_out_fraction": 0.2,
+        "rate_hold_steps": 2500,
+        "at_once": 32,
+    }
+    assert more.of(Learning()).held_out_fraction == 0.2
+    for wrong in ("4", "4:32:many", "4:32:rate=3"):
+        with pytest.raises(ValueError, match=r"."):
+            imagining(wrong)
+
+
+def test_every_published_result_is_found_by_todays_settings() -> None:
+    """The trainer's settings are part of a unit's key, the defaults of today with them."""
+    paths = [p for p in PUBLISHED.glob("*.json.gz") if p.name.startswith(("stream", "ceiling"))]
+    assert len(paths) == 8
+    for path in paths:
+        settings = json.loads(gzip.decompress(path.read_bytes()))["settings"]
+        assert settings["trainer"] == json.loads(json.dumps(trainer_facts()))
