@@ -7,18 +7,15 @@ import asyncio
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 import machine
 import processes
-from clients import Load
 from expert_cache import TARGET, base_hashes
 
 from online.latency import Limits, limits_from, summary
@@ -48,13 +45,13 @@ from online.traffic_plan import (
     busy_rate,
     planned,
 )
+from online.traffic_server import AT_ONCE, await_trainer, closed, status
 from paceline.actors.decoding.loading import load_tokenizer
 from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy import app
 from paceline.deploy.config import PacelineConfig, load_config
 from paceline.deploy.demo.prompts import TOPICS
 
-_AT_ONCE = 16  # target.max_num_seqs
 _IDLE = 12  # requests that tell what an idle server needs
 _LIMIT_TIMES = 5.0  # its median: slower is late
 _SEED = 77
@@ -177,11 +174,11 @@ class Traffic:
             app.start(config_of(self.options, PLAIN, Path(folder))) as running,
         ):
             url = running.base_url
-            asyncio.run(_closed(url, requests[: self.plan.warm_up]))
+            asyncio.run(closed(url, requests[: self.plan.warm_up]))
             quiet = asyncio.run(one_by_one(url, requests[:_IDLE]))
-            ended_s = asyncio.run(_closed(url, requests))
+            ended_s = asyncio.run(closed(url, requests))
         return {
-            "requests_per_s": busy_rate(ended_s, _AT_ONCE),
+            "requests_per_s": busy_rate(ended_s, AT_ONCE),
             "requests": len(requests),
             "limits": asdict(limits_from(quiet, _LIMIT_TIMES)),
             "machine": machine.facts(),
@@ -255,12 +252,14 @@ class Traffic:
         with app.start(config_of(self.options, variant, state_dir)) as running:
             url = running.base_url
             warm_up = [Planned(p.due_s, p.topic, 0, p.body | {"store": False}) for p in requests]
-            asyncio.run(_closed(url, warm_up[: plan.warm_up]))
+            asyncio.run(closed(url, warm_up[: plan.warm_up]))
+            if variant == ONLINE:
+                await_trainer(url)
             busy = machine.facts()["load_average"]
             used = processes.seconds()
             outcomes = asyncio.run(replay(url, requests, plan.drain_s))
             used = processes.since(used)
-            last = _status(url)
+            last = status(url)
         limits = Limits(**facts["limits"])
         return {
             "summary": summary(outcomes, limits),
@@ -283,19 +282,6 @@ def _traces(options: argparse.Namespace) -> dict[str, list[Arrival]]:
         return {GENERATED: generated(20_000, _SEED)}
     folder = Path(options.data) / "traces"
     return {name: read_trace(folder / FILES[name]) for name in options.traces}
-
-
-async def _closed(url: str, requests: Sequence[Planned]) -> list[float]:
-    """When every answer had come, seconds; as many are under way as the target decodes at once."""
-    began = time.monotonic()
-    replies = await Load(url, [request.body for request in requests], _AT_ONCE).run()
-    if wrong := [reply.error for reply in replies if reply.error is not None]:
-        raise RuntimeError(f"{len(wrong)} requests failed, the first: {wrong[0]}")
-    return [reply.last_at - began for reply in replies if reply.last_at is not None]
-
-
-def _status(url: str) -> dict[str, Any]:
-    return dict(httpx.get(f"{url}/v1/paceline/status", timeout=60).json())
 
 
 def outcomes_of(state_dir: Path) -> Counter[str]:

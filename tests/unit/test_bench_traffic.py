@@ -12,7 +12,16 @@ from typing import Any
 import processes
 import pytest
 from clients import Reply
-from online import fragments, latency, open_loop, traces, traffic, traffic_report, traffic_runs
+from online import (
+    fragments,
+    latency,
+    open_loop,
+    traces,
+    traffic,
+    traffic_report,
+    traffic_runs,
+    traffic_server,
+)
 from online.rows import Question
 from online.store import Store
 from online.traffic_plan import (
@@ -216,6 +225,15 @@ def test_capacity_does_not_count_the_end_in_which_the_server_runs_empty() -> Non
     assert busy_rate([*steady[::-1], 60.0, 90.0], at_once=2) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="2 at once"):
         busy_rate([1.0, 2.0], at_once=2)
+
+
+def test_the_clock_waits_for_a_trainer_that_has_something_to_load() -> None:
+    up = traffic_server.is_up
+    assert not up({})  # it does not answer yet
+    assert not up({"state": "starting", "micro_steps": 0})
+    assert not up({"state": "waiting for leave", "micro_steps": 0})
+    assert up({"state": "no new records", "micro_steps": 0})
+    assert up({"state": "training", "micro_steps": 1})
 
 
 def test_decisions_are_counted_by_outcome(tmp_path: Path) -> None:
