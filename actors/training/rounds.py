@@ -221,7 +221,8 @@ class Rounds:
             self._note(state="waiting for the canary")
             return False
         if (why := self._outlook.closed(candidate.topic)) is not None:
-            self._note(state=f"not publishing: {why}")
+            logger.info("%s: not published, %s", candidate.topic, why)
+            self._note(state="not publishing")
             return False
         return True
 
@@ -252,6 +253,8 @@ class Rounds:
             self._take_served(candidate)
             if withdrawn:
                 candidate.step_by(stride.shorter())
+            if self._outlook.drifting(candidate.topic):
+                candidate.hurry()
             # What held-out records like and live requests do not shall not be tried for ever.
             candidate.rejections = candidate.fruitless = seen.rolled_back
         if (told := self._survey.told(candidate.topic)) is not None:
@@ -332,7 +335,8 @@ class Rounds:
         try:
             version = self._world.publish(candidate.topic, flat, facts)
         except NotNow as why:  # said of the topic, not of these weights: they go on learning
-            self._note(state=f"not publishing: {why}")
+            logger.info("%s: not published, %s", candidate.topic, why)
+            self._note(state="not publishing")
             return
         except ValueError:
             candidate.reset()

@@ -34,29 +34,30 @@ class Setbacks:
     def take(self, decision: Mapping[str, Any]) -> None:
         """Count what live requests decided; what was asked for, or found at a start, says nothing.
 
-        An earlier version that wins its trial tells of the later one what a rollback would.
+        An earlier version that wins its trial tells of the later one what a rollback would; one
+        that loses tells nothing new.
         """
         if "looks" not in decision or decision.get("reason") == ASKED_FOR:
             return
-        earlier = decision.get("restored_from") is not None
-        won = {"promoted": True, "rolled_back": False}.get(str(decision.get("outcome")))
-        if won is None:
-            return
-        if won and not earlier and not (decision.get("difference_lower_bound") or 0.0) > 0.0:
-            self.in_a_row = max(self.in_a_row - 1, 0)  # no worse is not good yet
-        elif won is not earlier:
-            self.in_a_row = 0
-        else:
+        outcome, earlier = decision.get("outcome"), decision.get("restored_from") is not None
+        if outcome == "rolled_back" or (outcome == "promoted" and earlier):
             self.in_a_row += 1
             self._last = decision_time(decision)
+        elif outcome == "promoted":  # no worse is not good yet
+            self.in_a_row = 0 if decision.get("proven") else max(self.in_a_row - 1, 0)
 
-    def until(self, settings: CanarySettings) -> float:
-        """When the next candidate may come, unix seconds; the first rollback costs no rest."""
+    def resting(self, now: float, settings: CanarySettings) -> bool:
+        """Whether no candidate may come yet; the first rollback costs no rest.
+
+        Args:
+            now: unix seconds; a clock that was set back ends the rest.
+            settings: see CanarySettings.
+        """
         if self.in_a_row < 2:
-            return -math.inf
+            return False
         # the exponent is bounded because a float is
         rest = settings.rest_s * 2.0 ** min(self.in_a_row - 2, 30)
-        return self._last + min(rest, settings.longest_rest_s)
+        return 0.0 <= now - self._last < min(rest, settings.longest_rest_s)
 
 
 class Admission:
@@ -102,9 +103,9 @@ class Admission:
             if judged:
                 return "live requests judge the one before"
             candidate, since = self._began.get(topic, (0, -math.inf))
-            if candidate == state.candidate and now < since + self._settings.least_trial_s:
+            if candidate == state.candidate and 0.0 <= now - since < self._settings.least_trial_s:
                 return "the one before has only just gone on trial"
         setbacks = self._setbacks.get(topic)
-        if setbacks is not None and now < setbacks.until(self._settings):
+        if setbacks is not None and setbacks.resting(now, self._settings):
             return f"{setbacks.in_a_row} candidates in a row were rolled back"
         return None

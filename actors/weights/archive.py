@@ -116,14 +116,15 @@ class WeightArchive:
         Args:
             topic: whose draft they are.
             flat: the weights.
-            entry: of the history.
+            entry: of the history; ``restored_from`` and ``audit`` in it say so of the candidate.
             trial: whether live requests are to judge them first.
         """
         state = self.state(topic)
         version = state.version + 1
         entry = entry | {"version": version} | ({"canary": True} if trial else {})
         if trial:
-            new = state.on_trial(version, entry.get("restored_from"))
+            audit = entry.get("audit") is True
+            new = state.on_trial(version, entry.get("restored_from"), audit=audit)
         else:
             new = state.published(version)
         self.commit(topic, new, entry, (version, flat))

@@ -45,7 +45,8 @@ class CanarySettings:
         error: chance of a wrong decision to either side, over all looks but the last one's mean.
         margin: acceptance by which a candidate may be worse and still be promoted; the gate has
             shown before that it is better on held-out records.
-        bar: a candidate that is shown not to be better by so much goes.
+        bar: a candidate that is shown not to be better by so much goes, unless it was shown to be
+            better at all.
         watch: the looks, in requests, at a promoted version, which is compared with what its
             predecessor did during the canary.
         audit_after: promotions in a row that were not shown to be better, after which the last
@@ -68,9 +69,9 @@ class CanarySettings:
     audit_after: int = 3
     audit_looks: tuple[int, ...] = (4, 8, 16, 32, 64)
     audit_bar: float = 0.05
-    least_trial_s: float = 10.0
+    least_trial_s: float = 60.0
     rest_s: float = 30.0
-    longest_rest_s: float = 3600.0
+    longest_rest_s: float = 600.0
     spread: Spread = field(default_factory=Spread)
 
     def of_an_audit(self) -> CanarySettings:
@@ -140,20 +141,27 @@ class Canary:
         error = self._settings.error / len(looks)
         found = compare(self.on_trial, self.others, error, self._settings.spread)
         self._comparison = found
-        if found.upper < self._settings.bar:
+        if found.upper < 0.0:
             return Verdict.ROLL_BACK
         if found.lower > -self._settings.margin:
             return Verdict.PROMOTE
+        if found.upper < self._settings.bar:  # it may be the better one, but not by so much
+            return Verdict.ROLL_BACK
         if self._looks < len(looks):
             return Verdict.WAIT
         return Verdict.PROMOTE if found.difference >= 0.0 else Verdict.ROLL_BACK
 
     @property
     def proven(self) -> bool:
-        """Whether the candidate was shown to be better, and not only to be no worse."""
+        """Whether the candidate, promoted, was shown to be better, and not only to be no worse."""
         if self._reason is not None:
-            return True  # of a promotion: the stable draft was not worth drafting with
+            return True  # the stable draft was not worth drafting with
         return self._comparison is not None and self._comparison.lower > 0.0
+
+    @property
+    def disproven(self) -> bool:
+        """Whether the candidate, rolled back, was shown to be worse, and not only not better."""
+        return self._comparison is not None and self._comparison.upper < 0.0
 
     def figures(self) -> dict[str, Any]:
         """The evidence so far, as JSON can hold it."""

@@ -156,32 +156,49 @@ class WeightRegistry(TopicDesk):
             reason = f"acceptance fell after version {step.version} was promoted"
             self._try_earlier(topic, state.previous, reason, step.figures)
             return
+        shown = self._trials.shown(topic, step.action)
         facts = step.figures | {"version": step.version, "parent": state.stable}
-        if state.candidate_from is not None:
+        earlier = state.candidate_from is not None
+        if earlier:
             facts["restored_from"] = state.candidate_from
-        promote = step.action is Action.PROMOTE
-        facts |= {"outcome": "promoted" if promote else "rolled_back", "time": self._clock()}
-        proven = self._trials.proven(topic)
-        after = state.promoted(proven=proven) if promote else state.rolled_back()
-        if promote:
+        if step.action is Action.PROMOTE:
+            after = state.promoted(proven=shown)
+            facts |= {"outcome": "promoted", "proven": shown}
             self._trials.promoted(topic)
+        else:
+            after = state.rolled_back(shown=shown)
+            facts["outcome"] = "kept" if earlier else "rolled_back"
+        facts["time"] = self._clock()
         self._archive.commit(topic, after, facts)
         self._admission.take(topic, facts)
         if self._canary is not None and after.unproven >= self._canary.audit_after:
-            reason = f"{after.unproven} versions in a row were not shown to be better"
-            self._try_earlier(topic, after.anchor, reason, {})
+            self._audit(topic)
+
+    def _audit(self, topic: str) -> None:
+        """Put the anchor on trial against what came after it and was not shown to be better."""
+        state = self._archive.state(topic)
+        reason = f"{state.unproven} versions in a row were not shown to be better"
+        if not self._try_earlier(topic, state.anchor, reason, {"audit": True}):
+            reason = f"version {state.anchor} cannot be read: the stable one is the anchor"
+            facts = {"version": state.stable, "parent": state.stable, "reason": reason}
+            self._archive.commit(topic, state.anchored(), facts | {"outcome": "restored"})
 
     def _try_earlier(
-        self, topic: str, version: int | None, reason: str, figures: Mapping[str, Any]
-    ) -> None:
-        """Put an earlier version on trial against the stable one."""
-        flat = None if version is None else self._archive.weights(topic, version)
+        self, topic: str, version: int | None, reason: str, facts: Mapping[str, Any]
+    ) -> bool:
+        """Put an earlier version on trial against the stable one; False where it is not there."""
+        try:
+            flat = None if version is None else self._archive.weights(topic, version)
+        except Exception:  # of an initial draft's folder
+            logger.warning("%s: version %s cannot be read", topic, version, exc_info=True)
+            flat = None
         if flat is None:
             logger.warning("%s: %s, and version %s is not there", topic, reason, version)
-            return
+            return False
         stable = self._archive.state(topic).stable
-        entry = {**figures, "outcome": "published", "parent": stable, "reason": reason}
+        entry = {**facts, "outcome": "published", "parent": stable, "reason": reason}
         self._archive.announce(topic, flat, entry | {"restored_from": version}, trial=True)
+        return True
 
     def roll_back(self, topic: str, version: int | None = None, expected: int | None = None) -> int:
         """Withdraw the candidate; without one, or to a given version, go back to earlier weights.

@@ -96,7 +96,7 @@ class Shelf:
             state, late = TopicVersions(highest, highest, anchor=highest), []
         elif late and not self._canary:
             state = replace(state, stable=highest, candidate=None, candidate_from=None)
-            state = replace(state, anchor=highest, unproven=0)
+            state = replace(state, anchor=highest, unproven=0, audit=False)
             late = []
         self.state = replace(state, version=highest)
         found = self._restore_stable(files)

@@ -87,10 +87,12 @@ class Trials:
         """Other weights are stable, for reasons of their own: nothing is compared with them."""
         self._experts[expert].canary = self._experts[expert].watch = None
 
-    def proven(self, expert: str) -> bool:
-        """Whether an expert's candidate was shown to be better than the stable version."""
+    def shown(self, expert: str, action: Action) -> bool:
+        """Whether what is done to an expert's candidate was shown to be right, beyond chance."""
         canary = self._experts[expert].canary
-        return canary is not None and canary.proven
+        if canary is None:
+            return False
+        return canary.proven if action is Action.PROMOTE else canary.disproven
 
     def figures(self, expert: str) -> dict[str, Any]:
         """The evidence on an expert's candidate; empty where there is none."""

@@ -24,7 +24,9 @@ class TopicVersions:
         withdrawn: candidates that were rolled back and whose files may still be there.
         anchor: the last stable version that was shown to be better than the anchor before it, or
             that somebody asked for.
-        unproven: promotions since then that were not shown to be better.
+        unproven: promotions since then, or since the anchor was last on trial, that were not
+            shown to be better.
+        audit: whether the anchor is on trial for that.
     """
 
     version: int = 0
@@ -35,6 +37,7 @@ class TopicVersions:
     candidate_from: int | None = None
     anchor: int = 0
     unproven: int = 0
+    audit: bool = False
 
     def published(self, version: int) -> TopicVersions:
         """New stable weights, without a trial; a candidate goes."""
@@ -47,13 +50,16 @@ class TopicVersions:
             unproven=0,
         )
 
-    def on_trial(self, version: int, candidate_from: int | None = None) -> TopicVersions:
+    def on_trial(
+        self, version: int, candidate_from: int | None = None, *, audit: bool = False
+    ) -> TopicVersions:
         """A new candidate, in place of one that there may be."""
         return replace(
             self._without_candidate(),
             version=version,
             candidate=version,
             candidate_from=candidate_from,
+            audit=audit,
         )
 
     def promoted(self, *, proven: bool = False) -> TopicVersions:
@@ -62,14 +68,18 @@ class TopicVersions:
         Args:
             proven: whether it was shown to be better than the stable version. It is the anchor
                 then where the stable version was that: to be better than one that was only no
-                worse says little. So it is with an earlier version that comes back.
+                worse says little. An earlier version that comes back is the anchor where it was
+                that, or beats it.
         """
         assert self.candidate is not None
         anchor, unproven = self.anchor, self.unproven
-        if self.audit or (proven and not unproven and self.candidate_from is None):
-            anchor, unproven = self.candidate, 0
-        elif not proven and self.candidate_from is None:
+        if self.candidate_from is not None:
+            if anchor in (self.candidate_from, self.stable):
+                anchor, unproven = self.candidate, 0
+        elif not proven:
             unproven += 1
+        elif not unproven:
+            anchor = self.candidate
         return replace(
             self,
             stable=self.candidate,
@@ -78,20 +88,25 @@ class TopicVersions:
             candidate_from=None,
             anchor=anchor,
             unproven=unproven,
+            audit=False,
         )
 
-    def rolled_back(self) -> TopicVersions:
+    def rolled_back(self, *, shown: bool = False) -> TopicVersions:
         """The candidate goes; its number is not given out again.
 
-        Where it was the anchor, the stable version has been shown to be better, and is the anchor.
+        Args:
+            shown: whether it was shown to be worse than the stable version, which takes an
+                anchor's place then. Without that the anchor stays: what is lost to it by chance
+                would be lost for good.
         """
         found = self._without_candidate()
-        return replace(found, anchor=self.stable, unproven=0) if self.audit else found
+        if not self.audit:
+            return found
+        return replace(found, anchor=self.stable if shown else self.anchor, unproven=0)
 
-    @property
-    def audit(self) -> bool:
-        """Whether the anchor is on trial."""
-        return self.candidate is not None and self.candidate_from == self.anchor
+    def anchored(self) -> TopicVersions:
+        """The stable version is the anchor: the one before cannot be read any more."""
+        return replace(self, anchor=self.stable, unproven=0)
 
     def cleaned(self) -> TopicVersions:
         """The files of what was withdrawn are gone."""
@@ -101,7 +116,7 @@ class TopicVersions:
         if self.candidate is None:
             return self
         withdrawn = (*self.withdrawn, self.candidate)
-        return replace(self, candidate=None, withdrawn=withdrawn, candidate_from=None)
+        return replace(self, candidate=None, withdrawn=withdrawn, candidate_from=None, audit=False)
 
     @property
     def newest(self) -> int:
@@ -136,6 +151,7 @@ class TopicVersions:
             candidate_from=_number(manifest.get("candidate_from")),
             anchor=stable if anchor is None else anchor,
             unproven=_number(manifest.get("unproven")) or 0,
+            audit=manifest.get("audit") is True,
         )
 
 

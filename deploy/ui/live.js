@@ -242,7 +242,7 @@ const WORDS = {
   canary: ["on trial", "warn"], published: ["published", "good"], promoted: ["promoted", "good"],
   rolled_back: ["rolled back", "bad"], rejected: ["turned down", ""], refused: ["refused", "bad"], drift: ["drift", "warn"],
   plateau: ["plateau", ""],
-  restored: ["put back", "warn"], added: ["added", "good"],
+  kept: ["kept", ""], restored: ["put back", "warn"], added: ["added", "good"],
 };
 
 function decisionRow(one) {

@@ -17,6 +17,7 @@ from tiny_models import tiny_llama
 from paceline.actors.replay.record import encode
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.weights.admission import NotNow
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.evidence import DraftOutcome
 from paceline.actors.weights.flat import FlatWeights, flatten
@@ -271,3 +272,34 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
     assert distiller._rate(steps) == 1.0  # the round began at the full rate again
     [drift] = [d for d in registry.history("sql") if d["outcome"] == "drift"]
     assert drift["acceptance_fast"] < drift["acceptance_slow"] - 0.08
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_a_round_keeps_what_it_has_learnt_where_the_registry_takes_nothing_now(
+    draft: Path, tmp_path: Path
+) -> None:
+    world = filled(tmp_path, canary=CanarySettings(least_trial_s=1e6))
+    registry = world.registry
+    assert registry is not None
+    rounds = make_rounds(trainer_settings(draft, round_seconds=0.3), world)
+    publish = world.publish
+
+    def closed(*_: Any) -> int:
+        raise NotNow("sql: the one before has only just gone on trial")
+
+    world.publish = closed  # type: ignore[method-assign]  # after the trainer has looked
+    assert rounds.tick()
+    assert rounds.progress.state == "not publishing"
+    own = rounds.candidate("sql")
+    steps = own.steps
+    assert (steps > 0, own.rejections, own.version) == (True, 0, 0)
+    world.publish = publish  # type: ignore[method-assign]
+    bring(world, 5)
+    assert rounds.tick()
+    assert own.steps > steps
+    assert registry.live()["sql"]["candidate"] == own.version == 1
+    steps = own.steps
+    bring(world, 5)
+    assert rounds.tick()  # now it sees beforehand that nothing is taken
+    assert rounds.progress.state == "not publishing"
+    assert own.steps > steps
