@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from expert_cache import DRAFT, TARGET, base_hashes
 
 from online import rows
@@ -18,7 +19,7 @@ from online.serving import FROZEN, ROWS, Served, Serving, make_engine
 from online.store import Store, digest
 from online.world import trainer_facts
 from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.loading import load_tokenizer
+from paceline.actors.decoding.loading import load_tokenizer, resolve_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class Bench:
             sizes: see Sizes.
             serving: how prompts are answered.
             threads: of torch.
-            dtype: of all models; no key names it, results tell it.
+            dtype: of all models; keys name what it comes to, but for float32, which all
+                published units are of.
             say: told of progress.
         """
         self.store = store
@@ -79,6 +81,8 @@ class Bench:
         self.serving = serving
         self.threads = threads
         self.dtype = dtype
+        computed = resolve_dtype(dtype, torch.device("cpu"))
+        self._named = {} if computed is torch.float32 else {"dtype": str(computed)}
         self.say = say
         self._questions: dict[str, Questions] = {}
 
@@ -129,7 +133,7 @@ class Bench:
             if done % 100 == 0:
                 self.say(f"{topic}: {done} answers of the {side} side")
 
-        name = f"{rows.label(self.data)}-{topic}-{side}"
+        name = "-".join([rows.label(self.data), topic, side, *self._named.values()])
         return answers_of(
             self.store.folder / "answers",
             name,
@@ -159,6 +163,7 @@ class Bench:
             "serving": asdict(self.serving),
             "trainer": trainer_facts(),
             "threads": self.threads,
+            **self._named,
             **more,
         }
 
