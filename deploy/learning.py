@@ -242,6 +242,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     """The part of the config that the trainer works by."""
     from paceline.actors.decoding.loading import resolve_device  # imports torch
     from paceline.actors.training.distiller_settings import DistillerSettings
+    from paceline.actors.training.gate import GateSettings
     from paceline.actors.training.settings import TrainerSettings
 
     micro_batch, accumulation = config.training.batches(resolve_device(config.target.device).type)
@@ -260,6 +261,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
             lora_alpha=config.training.lora_alpha,
             zero_stage=config.training.zero_stage,
         ),
+        gate=GateSettings(min_gain=config.training.min_gain),
         ranks=config.training.ranks,
         num_threads=config.training.num_threads,
         micro_batch=micro_batch,

@@ -229,6 +229,9 @@ class TrainingConfig(Section):
     ``average_decay`` is that of the running mean of the weights in training, which is what is
     judged and served; 0 takes the weights as the last step left them.
 
+    ``min_gain`` is what the gain of acceptance, on records held out, must exceed by its lower bound
+    for new weights to be published.
+
     ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
     merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
     of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
@@ -257,6 +260,7 @@ class TrainingConfig(Section):
     rate_hold_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.3
     average_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.98
+    min_gain: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.005
     num_threads: Count = 1
     micro_batch: Literal["auto"] | Count = "auto"
     accumulation: Literal["auto"] | Count = "auto"

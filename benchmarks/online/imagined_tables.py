@@ -22,7 +22,7 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
     if not lines:
         return []
     headings = ["topic", "imagined per record", "micro-steps of a round", "replay, MiB"]
-    headings += ["held out", "rate held, steps", "mean's decay"]
+    headings += ["held out", "rate held, steps", "mean's decay", "least gain"]
     headings += ["online", "online, imagining", "ceiling", "gap closed", "goal"]
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
     headings += ["prompts imagined", "left out: in the test", "s imagining"]
@@ -35,8 +35,8 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
         "alone would have brought is in *offline, the same prompts*. Held out: the share of the "
         "prompts that judge instead of teaching. Rate held: the steps after which the learning "
         "rate falls as one over the steps (`training.rate_hold_steps`; 0: never). Mean's decay: "
-        "`training.average_decay`. Seconds are the processor's; the target imagines so many "
-        "requests at once, in that dtype, all else is the page's.",
+        "`training.average_decay`. Least gain: `training.min_gain`. Seconds are the processor's; "
+        "the target imagines so many requests at once, in that dtype, all else is the page's.",
         table(headings, lines),
     ]
 
@@ -52,6 +52,7 @@ def _line(topic: str, alone: Any, own: dict[str, Any]) -> list[str]:
         f"{own['held_out_fraction'] or Learning().held_out_fraction:g}",
         f"{own['rate_hold_steps']:,}",
         f"{own['average_decay']:g}",
+        f"{own['min_gain']:g}",
         interval(alone),
         interval(stages["online"]),
         interval(stages["ceiling"]) if "ceiling" in stages else "-",

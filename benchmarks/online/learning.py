@@ -8,6 +8,7 @@ from typing import Any
 from online.serving import ROWS
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.gate import GateSettings
 
 NEVER = 1_000_000  # rejections in a row
 CAPACITY_MB = ReplaySettings().capacity_bytes // 2**20
@@ -58,6 +59,7 @@ class Imagining:
             more of what is real may; 0 keeps that.
         rate_hold_steps: see DistillerSettings.
         average_decay: see DistillerSettings.
+        min_gain: see GateSettings.
         at_once: requests that the target has while it imagines.
         dtype: that it computes in while it imagines; all else computes as the bench does.
     """
@@ -68,6 +70,7 @@ class Imagining:
     held_out_fraction: float = 0.0
     rate_hold_steps: int = DistillerSettings().rate_hold_steps
     average_decay: float = DistillerSettings().average_decay
+    min_gain: float = GateSettings().min_gain
     at_once: int = ROWS
     dtype: str = "auto"
 

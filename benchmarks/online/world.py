@@ -23,6 +23,7 @@ from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.rounds import RULES, Rounds
 from paceline.actors.training.schedule import ScheduleSettings, Want, best
 from paceline.actors.training.settings import TrainerSettings
@@ -289,15 +290,18 @@ def _settings(
     dtype: str = "auto",
 ) -> TrainerSettings:
     distiller = DistillerSettings(learning_rate=learning.learning_rate, dtype=dtype)
+    gate = GateSettings()
     if imagining is not None:
         distiller = replace(
             distiller,
             rate_hold_steps=imagining.rate_hold_steps,
             average_decay=imagining.average_decay,
         )
+        gate = GateSettings(min_gain=imagining.min_gain)
     return TrainerSettings(
         draft_paths=dict.fromkeys(experts, str(draft)),
         distiller=distiller,
+        gate=gate,
         micro_batch=learning.micro_batch,
         round_seconds=learning.micro_steps * _MICRO_STEP_S,
         train_records=learning.train_records,

@@ -144,6 +144,16 @@ def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Pat
     assert not target_settings(off).replay_branches  # nobody would learn from them
 
 
+def test_the_least_gain_reaches_the_gate(tmp_path: Path) -> None:
+    from paceline.actors.training.gate import GateSettings
+    from paceline.deploy.learning import trainer_settings
+
+    plain = load_config(None, {"state_dir": str(tmp_path)})
+    assert trainer_settings(plain).gate == GateSettings()
+    config = load_config(None, {"training.min_gain": 0.002, "state_dir": str(tmp_path)})
+    assert trainer_settings(config).gate == GateSettings(min_gain=0.002)
+
+
 @pytest.mark.parametrize(
     ("chosen", "device", "batches"),
     [

@@ -26,6 +26,7 @@ IMAGINING = Imagining(
     held_out_fraction=0.3,
     rate_hold_steps=2,
     average_decay=0.9,
+    min_gain=0.002,
     at_once=4,
     dtype="float32",
 )

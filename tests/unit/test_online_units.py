@@ -213,13 +213,13 @@ def test_what_benches_have_learnt_to_vary_leaves_the_keys_of_published_results()
     assert imagining("4:32").facts() == {}
     assert imagining("8:128:256").facts() == {"capacity_mb": 256}
     assert "rate_hold_steps" not in trainer_facts()["distiller"]
-    more = imagining("12:160:256:held_out_fraction=0.2:rate_hold_steps=2500:at_once=32")
-    assert more == Imagining(12.0, 160, 256, 0.2, 2500, at_once=32)
+    more = imagining("12:160:256:held_out_fraction=0.2:rate_hold_steps=2500:min_gain=0.002")
+    assert more == Imagining(12.0, 160, 256, 0.2, 2500, min_gain=0.002)
     assert more.facts() == {
         "capacity_mb": 256,
         "held_out_fraction": 0.2,
         "rate_hold_steps": 2500,
-        "at_once": 32,
+        "min_gain": 0.002,
     }
     assert more.of(Learning()).held_out_fraction == 0.2
     for wrong in ("4", "4:32:many", "4:32:rate=3"):
