@@ -38,6 +38,7 @@ from paceline.actors.routing.policy import GENERAL, route
 from paceline.actors.training.jury import Jury
 from paceline.actors.training.scoring import ScorerSettings, Scoring
 from paceline.deploy.config import MODELS_DIR, PacelineConfig
+from paceline.deploy.preflight import router_confidence
 
 PLAIN = "off"
 
@@ -135,7 +136,7 @@ def policies(
     lengths: Mapping[str, Mapping[str, float]],
 ) -> dict[str, list[str]]:
     """Policy to the draft of every prompt."""
-    least = PacelineConfig().router.min_confidence
+    least = router_confidence(PacelineConfig())
     probabilities = [classifier.classify(texts[p.number]) for p in prompts]
     rng = np.random.default_rng(0)
     worst = {topic: min(own, key=lambda e: (own[e], e)) for topic, own in lengths.items()}

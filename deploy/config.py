@@ -147,14 +147,21 @@ def explain(error: ValidationError, model: type[Section]) -> str:
         error: of validating a ``model``.
         model: whose keys a misspelt one is compared with.
     """
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    errors = error.errors()
+    first = errors[0]
+    loc, branches = first["loc"], [first]
+    if loc and str(loc[-1]).startswith(
+        "literal["
+    ):  # a word or a number: pydantic names both branches
+        loc = loc[:-1]
+        branches = [each for each in errors if each["loc"][:-1] == loc]
+    key = ".".join(str(part) for part in loc) or "(top level)"
     if first["type"] == "extra_forbidden":
-        reason = "no such key" + _suggestion(first["loc"], model)
+        reason = "no such key" + _suggestion(loc, model)
     else:
-        reason = first["msg"].removeprefix("Value error, ")
-        reason = reason[:1].lower() + reason[1:]
-    more = error.error_count() - 1
+        reasons = [each["msg"].removeprefix("Value error, ") for each in branches]
+        reason = ", or ".join(each[:1].lower() + each[1:] for each in reasons)
+    more = error.error_count() - len(branches)
     return f"{key}: {reason}" + (f" (and {more} more)" if more else "")
 
 

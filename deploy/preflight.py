@@ -15,6 +15,7 @@ from paceline.actors.decoding.compatibility import (
     own_context,
     read_config,
 )
+from paceline.actors.routing.policy import GENERAL, UNNAMED, Confidence
 from paceline.actors.weights.lock import is_locked
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
@@ -47,6 +48,7 @@ def check_parts(config: PacelineConfig) -> None:
     try:
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
         known = set(router_labels(config))
+        router_confidence(config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     topics = config.drafts.topics
@@ -126,6 +128,24 @@ def router_labels(config: PacelineConfig) -> tuple[str, ...]:
     if not isinstance(labels, dict):
         raise ModelError(f"router: {config.router_path}/config.json names no topics (id2label)")
     return tuple(str(label) for label in labels.values())
+
+
+def router_confidence(config: PacelineConfig) -> Confidence:
+    """What the likeliest topic needs, see `policy.choose`.
+
+    Raises:
+        ModelError: the router's folder or its config cannot be read, or says what is no share.
+    """
+    given = config.router.min_confidence
+    if given != "auto":
+        return given
+    labels = router_labels(config)
+    own = read_config(config.router_path, "router").get("min_confidence") if labels else None
+    if own is None:
+        return UNNAMED
+    if isinstance(own, bool) or not isinstance(own, int | float) or not 0.0 <= own <= 1.0:
+        raise ModelError(f"router: {config.router_path}/config.json: min_confidence is no share")
+    return {label: float(own) for label in labels if label != GENERAL}
 
 
 def _check_memory(config: PacelineConfig) -> None:

@@ -10,6 +10,7 @@ from paceline.deploy.config import PacelineConfig, default_threads
 from paceline.deploy.failover import FailoverPolicy
 from paceline.deploy.ingress import IngressSettings
 from paceline.deploy.keeper import refusal
+from paceline.deploy.preflight import router_confidence
 from paceline.deploy.topic_admin import TopicRules
 
 
@@ -26,7 +27,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         max_model_len=config.target.max_model_len,
         experts=config.drafts.experts,
         router_timeout_s=config.router.timeout_s,
-        min_confidence=config.router.min_confidence,
+        min_confidence=router_confidence(config),
         max_in_flight=_in_flight(config),
         failover=FailoverPolicy(
             stall_timeout_s=config.target.stall_timeout_s,
@@ -38,7 +39,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         topics=TopicRules(
             mutable=config.topics.mutable,
             refusal=no_topics or refusal(config),
-            min_confidence=config.router.min_confidence,
+            min_confidence=router_confidence(config),
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
         own_router=_own_router(config),

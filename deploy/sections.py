@@ -181,6 +181,10 @@ class RouterConfig(Section):
 
     ``placement`` ingress runs it in every replica of the front door, which spares each request the
     way to another process; deployment gives it one of its own, for a large classifier.
+
+    ``min_confidence`` is what the likeliest topic needs, else ``general`` drafts. auto is what the
+    classifier's config.json has under ``min_confidence``, for the topics that it was made for; for
+    others, and where it has none, 0.5.
     """
 
     enabled: bool = True
@@ -188,7 +192,7 @@ class RouterConfig(Section):
     placement: Literal["ingress", "deployment"] = "ingress"
     num_threads: Count = 1
     timeout_s: Seconds = 1.0
-    min_confidence: Fraction = 0.5
+    min_confidence: Literal["auto"] | Fraction = "auto"
     sample_share: Fraction = 0.05
 
 

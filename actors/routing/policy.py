@@ -7,6 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 GENERAL = "general"
+UNNAMED = 0.5  # what topics need that a mapping does not name
+
+# What the likeliest topic needs: one probability for all, or that of each topic that the
+# classifier was made for; topics that were added to it are learnt from few examples, and less sure.
+Confidence = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class Route:
 
 
 def choose(
-    probabilities: Mapping[str, float], experts: Collection[str], min_confidence: float
+    probabilities: Mapping[str, float], experts: Collection[str], min_confidence: Confidence
 ) -> str:
     """The likeliest topic, or ``general`` when that is unsure: the rule without measurements.
 
@@ -30,7 +35,10 @@ def choose(
     Args:
         probabilities: by topic, as `TopicClassifier.classify` gives them; may be empty.
         experts: names of the experts that there are.
-        min_confidence: probability in [0, 1] that the likeliest topic needs.
+        min_confidence: probability in [0, 1] that the likeliest topic needs. A topic that a
+            mapping names must have it among the named ones and ``general``, for which the
+            classifier was calibrated: an added topic that looks a little like a prompt takes
+            nothing from it. Other topics need :data:`UNNAMED`, among all.
 
     Returns:
         One of `experts`, or ``general``. Equal probabilities go to the first name in the
@@ -40,13 +48,22 @@ def choose(
     if not known:
         return GENERAL
     topic = min(known, key=lambda name: (-known[name], name))
-    return topic if topic in experts and known[topic] >= min_confidence else GENERAL
+    return topic if topic in experts and _is_sure(topic, known, min_confidence) else GENERAL
+
+
+def _is_sure(topic: str, known: Mapping[str, float], min_confidence: Confidence) -> bool:
+    if not isinstance(min_confidence, Mapping):
+        return known[topic] >= min_confidence
+    if topic not in min_confidence:
+        return known[topic] >= UNNAMED
+    rivals = sum(p for name, p in known.items() if name in min_confidence or name == GENERAL)
+    return known[topic] >= min_confidence[topic] * rivals
 
 
 def route(
     probabilities: Mapping[str, float],
     experts: Collection[str],
-    min_confidence: float,
+    min_confidence: Confidence,
     weights: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Route:
     """Topic and expert of a prompt.

@@ -48,10 +48,15 @@ from paceline.actors.routing.policy import GENERAL, choose
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import load_state, logits_at
 from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.deploy.config import PacelineConfig
 from paceline.deploy.demo.prompts import TOPICS
+from paceline.deploy.preflight import router_confidence
 from paceline.deploy.sections import RouterConfig
 
 ROUTER = RouterConfig()
+# Above it the stream's records are their likeliest topic's. It is part of the results' names, and
+# nothing to what the report says of the rule that is served: the stream's prompts are all sure.
+STREAM_CONFIDENCE = 0.5
 _BATCH = 16
 
 
@@ -126,7 +131,7 @@ class Arm:
             )
             along.append(self._judged(learner, part))
             for served, thoughts in zip(part.served, part.probabilities, strict=True):
-                topic = choose(thoughts, self.drafts, ROUTER.min_confidence)
+                topic = choose(thoughts, self.drafts, STREAM_CONFIDENCE)
                 learner.take(replace(served.record, topic=topic))
             if (at // every) % 8 == 7:
                 self._prompts.bench.say(f"{at + every} of {len(stream.served)} learnt from")
@@ -237,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = tireless(
         Learning(micro_steps=options.micro_steps, learning_rate=options.learning_rate)
     )
-    facts = {"counts": prompts.facts(), "router": asdict_of(ROUTER), "recipe": asdict(recipe)}
+    facts = {"counts": prompts.facts(), "router": router_facts(), "recipe": asdict(recipe)}
     common = bench.settings(TOPICS, facts)
     store.unit("routes-check", common, lambda: check(prompts, replayer))
     for seed in options.seeds:
@@ -247,13 +252,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             arm = Arm(name, prompts, replayer, learning)
             settings = common | {"arm": name, "learning": asdict(learning)}
             store.unit(f"routes-arm-{name.replace(' ', '-')}-{seed}", settings, arm.run)
-    report(store, common, options.out / "online", command_of("bench-routes", argv))
+    rule = router_confidence(PacelineConfig())
+    report(store, common, rule, options.out / "online", command_of("bench-routes", argv))
     return 0
 
 
-def asdict_of(config: RouterConfig) -> dict[str, Any]:
+def router_facts() -> dict[str, Any]:
     """What of the router's settings decides a result."""
-    return {"min_confidence": config.min_confidence, "sample_share": config.sample_share}
+    return {"min_confidence": STREAM_CONFIDENCE, "sample_share": ROUTER.sample_share}
 
 
 if __name__ == "__main__":

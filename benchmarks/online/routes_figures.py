@@ -38,9 +38,7 @@ Unit = Mapping[str, Any]
 Sums = NDArray[np.float64]
 
 
-def policies_of(
-    experts: Sequence[str], router: Mapping[str, float], seed: int
-) -> dict[str, Policy]:
+def policies_of(experts: Sequence[str], router: Mapping[str, Any], seed: int) -> dict[str, Policy]:
     """All policies over the experts, as they start."""
     confidence, share = router["min_confidence"], router["sample_share"]
     return {
@@ -68,7 +66,7 @@ def cases_of(judged: Unit) -> list[Case]:
 
 
 def chosen(
-    arms: Mapping[str, Unit], router: Mapping[str, float], seed: int
+    arms: Mapping[str, Unit], router: Mapping[str, Any], seed: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Per policy and group the tallies of the drafts that it chose, in the prompts' order.
 
@@ -271,7 +269,7 @@ def _difference(own: Sums, single: Sums) -> Interval:
     return bootstrap(statistic, *own.T, *single.T, resamples=_RESAMPLES)
 
 
-def along_of(arms: Mapping[str, Unit], router: Mapping[str, float]) -> dict[str, list[float]]:
+def along_of(arms: Mapping[str, Unit], router: Mapping[str, Any]) -> dict[str, list[float]]:
     """Mean acceptance length of every part of the stream before it was learnt from."""
     found: dict[str, list[float]] = {}
     policies = policies_of((GENERAL, *TOPICS), router, 0)

@@ -25,10 +25,21 @@ from online.routes_figures import (
 from online.routes_plot import NAMES, WHOLE, draw
 from online.routes_section import routes as section
 from online.store import Store
+from paceline.actors.routing.policy import Confidence
 
 
-def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> None:
-    """Print the table; write ``routes.json``, ``routes.md`` and ``routes.png``."""
+def report(
+    store: Store, common: Mapping[str, Any], rule: Confidence, out: Path, command: str
+) -> None:
+    """Print the table; write ``routes.json``, ``routes.md`` and ``routes.png``.
+
+    Args:
+        store: where the arms are.
+        common: settings that they share.
+        rule: how sure the classifier must be, as it is served; the arms have its probabilities.
+        out: the folder.
+        command: that makes all this again.
+    """
     wanted = json.loads(json.dumps(common))
     arms: dict[int, dict[str, Unit]] = {}
     for unit in store.every("routes-arm-"):
@@ -36,7 +47,7 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
             seed = unit["settings"]["learning"]["seed"]
             arms.setdefault(seed, {})[unit["settings"]["arm"]] = unit["result"]
     whole = {seed: own for seed, own in sorted(arms.items()) if len(own) == 2}
-    router = common["router"]
+    router = dict(common["router"]) | {"min_confidence": rule}
     judged = {seed: chosen(own, router, seed) for seed, own in whole.items()}
     groups = next(iter(whole.values()))[SINGLE]["groups"]
     tallies, items = {seed: found for seed, (found, _) in judged.items()}, items_of(groups)
@@ -44,7 +55,7 @@ def report(store: Store, common: Mapping[str, Any], out: Path, command: str) -> 
     along = {seed: along_of(own, router) for seed, own in whole.items()}
     names = ("micro_steps", "positions", "published", "rejected", "seconds")
     figures = {
-        "settings": dict(common),
+        "settings": dict(common) | {"router": router},
         "seeds": list(whole),
         "check": store.find("routes-check", common),
         "machine": next(iter(whole.values()))[SINGLE]["machine"],

@@ -115,6 +115,7 @@ def _confidence(figures: Mapping[str, Any]) -> str:
         [least, *(number(own.get(group), 2) for group in groups)] for least, own in found.items()
     ]
     own = figures["settings"]["router"]["min_confidence"]
+    own = next(iter(own.values())) if isinstance(own, Mapping) else own
     return (
         f"Tokens per round by `router.min_confidence` ({own:g} here): below it a prompt goes to "
         f"`general`.\n\n{table(['at least', *groups], lines)}"

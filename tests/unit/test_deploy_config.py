@@ -66,7 +66,11 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         ("drafts:\n  round_timeout_ms: soon", "drafts.round_timeout_ms: "),
         ("drafts:\n  draft_ahead: maybe", "drafts.draft_ahead: "),
         ("drafts:\n  num_gpus: 2", "drafts.num_gpus: "),
-        ("router:\n  min_confidence: 1.5", "router.min_confidence: "),
+        (
+            "router:\n  min_confidence: 1.5",
+            "router.min_confidence: input should be 'auto', or input should be less than or equal",
+        ),
+        ("training:\n  micro_batch: 0", "micro_batch: input should be 'auto', or input"),
         ("replay:\n  held_out_fraction: .nan", "replay.held_out_fraction: "),
         ("[1, 2]", "must be a mapping"),
         ("model_name: 2024-13-01", "not YAML"),

@@ -14,7 +14,7 @@ from paceline.actors.weights.lock import LOCK_NAME
 from paceline.deploy import app, learning, replica_settings
 from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.preflight import check, warnings
+from paceline.deploy.preflight import check, router_confidence, warnings
 
 Change = Callable[[Path], object]
 
@@ -90,6 +90,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
         ),
         ("router.path", "router", write("config.json", "{"), "router: "),
         ("router.path", "router", with_config(id2label=None), "names no topics"),
+        ("router.path", "router", with_config(min_confidence="high"), "min_confidence"),
+        ("router.path", "router", with_config(min_confidence=1.5), "min_confidence"),
     ],
 )
 def test_a_broken_model_folder_is_named(
@@ -124,6 +126,19 @@ def test_a_router_that_knows_none_of_the_topics_is_refused(config: PacelineConfi
     alone = changed(config, {"drafts.topics": ("law",), "router.enabled": False})
     check(alone)
     assert warnings(alone) == []
+
+
+def test_how_sure_the_router_must_be_is_in_its_own_config(
+    config: PacelineConfig, tmp_path: Path
+) -> None:
+    own = dict.fromkeys(("math", "code", "sql", "shell"), 0.99)
+    assert router_confidence(config) == own
+    settings = replica_settings.ingress_settings(config)
+    assert settings.min_confidence == settings.topics.min_confidence == own
+    silent = copied(tmp_path, "router", with_config(min_confidence=None))
+    assert router_confidence(changed(config, {"router.path": silent})) == 0.5
+    assert router_confidence(changed(config, {"router.enabled": False})) == 0.5
+    assert router_confidence(changed(config, {"router.min_confidence": 0.7})) == 0.7
 
 
 def test_a_router_that_knows_some_of_the_topics_is_warned_of(config: PacelineConfig) -> None:

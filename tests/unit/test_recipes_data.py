@@ -146,6 +146,20 @@ def test_router_examples_hold_no_row_s_answer_and_every_topic() -> None:
     assert not any("answer x" in text for text, _ in examples)
 
 
+def test_what_a_topic_needs_keeps_nearly_all_of_its_own_texts() -> None:
+    general = router.LABELS.index("general")
+    sure, unsure, wrong = [9.0, 0, 0, 0, 0], [1.5, 0, 0, 0, 0], [0, 9.0, 0, 0, 0]
+    labels = torch.zeros(100, dtype=torch.long)
+    assert router.least_confidence(torch.tensor([sure] * 100), labels) == 0.99
+    half = torch.tensor([sure] * 50 + [unsure] * 50)
+    kept = float(torch.tensor(unsure).softmax(-1)[0])
+    assert router.least_confidence(half, labels) == pytest.approx(kept, abs=1e-3)
+    one_wrong = torch.tensor([sure] * 99 + [wrong])  # a text that is told wrong keeps nothing
+    assert router.least_confidence(one_wrong, labels) == 0.99
+    nobodys = torch.full((100,), general)
+    assert router.least_confidence(torch.tensor([sure] * 100), nobodys) == 0.5
+
+
 def test_calibration_error_and_temperature() -> None:
     labels = torch.tensor([0, 1] * 50)
     sure = torch.tensor([[0.9, 0.1]] * 100)

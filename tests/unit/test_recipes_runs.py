@@ -141,6 +141,7 @@ def test_the_router_is_trained_resumed_and_calibrated(
     assert_equal_weights(whole, resumed)
     model = AutoModelForSequenceClassification.from_pretrained(whole)
     assert set(model.config.id2label.values()) == set(TEXTS)
+    assert 0.5 <= model.config.min_confidence <= 0.99
 
     figures = tmp_path / "figures.json"
     paths = ["--data", str(rows_folder), "--target", str(tiny_target), "--router", str(whole)]

@@ -9,7 +9,11 @@ from safetensors.torch import load_file, save_file
 
 import paceline.deploy
 from paceline.actors.routing.classifier import TopicClassifier
+from paceline.actors.routing.policy import choose
 from paceline.actors.routing.router import TopicRouter
+from paceline.deploy.config import load_config
+from paceline.deploy.demo.prompts import TOPICS, generate
+from paceline.deploy.preflight import router_confidence
 
 ROUTER = Path(paceline.deploy.__file__).parent / "models" / "router"
 LABELS = {"math", "code", "sql", "shell", "general"}
@@ -43,6 +47,15 @@ def test_probabilities_cover_all_topics_and_sum_to_one(classifier: TopicClassifi
 def test_plain_prompts_of_each_topic_are_told_apart(classifier: TopicClassifier) -> None:
     found = [max((p := classifier.classify(text)), key=p.__getitem__) for text, _ in PROMPTS]
     assert found == [topic for _, topic in PROMPTS]
+
+
+def test_prompts_like_the_topics_own_pass_what_the_model_asks_for(
+    classifier: TopicClassifier,
+) -> None:
+    needed = router_confidence(load_config())
+    for topic in TOPICS:
+        for text in generate(topic, 40, seed=3):
+            assert choose(classifier.classify(text), TOPICS, needed) == topic
 
 
 def test_only_the_start_of_a_long_text_counts(classifier: TopicClassifier) -> None:

@@ -45,6 +45,38 @@ def test_the_choice_is_always_an_expert_that_is_sure_or_the_generalist(
         assert probabilities[chosen] == max(probabilities.values()) >= least
 
 
+OWN = {"sql": 0.99, "code": 0.99}
+
+
+def test_topics_that_a_mapping_names_need_what_it_says_and_others_half() -> None:
+    assert choose({"sql": 0.995, "general": 0.005}, TOPICS, OWN) == "sql"
+    assert choose({"sql": 0.98, "code": 0.02}, TOPICS, OWN) == "general"
+    assert choose({"law": 0.6, "sql": 0.4}, [*TOPICS, "law"], OWN) == "law"
+    assert choose({"law": 0.4, "sql": 0.3, "code": 0.3}, [*TOPICS, "law"], OWN) == "general"
+
+
+def test_an_added_topic_takes_no_certainty_from_those_that_the_classifier_was_made_for() -> None:
+    before = {"sql": 0.999, "general": 0.001}
+    after = {"law": 0.3} | {topic: 0.7 * p for topic, p in before.items()}
+    assert choose(before, TOPICS, OWN) == choose(after, [*TOPICS, "law"], OWN) == "sql"
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([*TOPICS, "law"]), st.floats(0, 1)),
+    st.sets(st.sampled_from([*TOPICS, "law"])),
+    st.dictionaries(st.sampled_from(TOPICS[:4]), st.floats(0, 1), min_size=1),
+)
+def test_by_a_mapping_too_the_choice_is_the_likeliest_or_the_generalist(
+    probabilities: dict[str, float], experts: set[str], needed: dict[str, float]
+) -> None:
+    chosen = choose(probabilities, experts, needed)
+    if chosen != "general":
+        assert chosen in experts
+        assert probabilities[chosen] == max(probabilities.values())
+        assert probabilities[chosen] >= needed.get(chosen, 0.5) * probabilities[chosen]
+
+
 SURE = {"sql": 0.8, "code": 0.1, "general": 0.1}
 
 
