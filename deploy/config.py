@@ -148,21 +148,22 @@ def explain(error: ValidationError, model: type[Section]) -> str:
         model: whose keys a misspelt one is compared with.
     """
     errors = error.errors()
-    first = errors[0]
-    loc, branches = first["loc"], [first]
-    if loc and str(loc[-1]).startswith(
-        "literal["
-    ):  # a word or a number: pydantic names both branches
-        loc = loc[:-1]
-        branches = [each for each in errors if each["loc"][:-1] == loc]
-    key = ".".join(str(part) for part in loc) or "(top level)"
-    if first["type"] == "extra_forbidden":
+    loc = _key(errors[0]["loc"])
+    branches = [each for each in errors if _key(each["loc"]) == loc]
+    if errors[0]["type"] == "extra_forbidden":
         reason = "no such key" + _suggestion(loc, model)
     else:
         reasons = [each["msg"].removeprefix("Value error, ") for each in branches]
         reason = ", or ".join(each[:1].lower() + each[1:] for each in reasons)
-    more = error.error_count() - len(branches)
-    return f"{key}: {reason}" + (f" (and {more} more)" if more else "")
+    more = len({_key(each["loc"]) for each in errors}) - 1
+    name = ".".join(str(part) for part in loc) or "(top level)"
+    return f"{name}: {reason}" + (f" (and {more} more)" if more else "")
+
+
+def _key(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A key's place, without the branch of a union: a word, or a number within limits."""
+    is_branch = bool(loc) and str(loc[-1]).startswith(("literal[", "constrained-"))
+    return loc[:-1] if is_branch else loc
 
 
 def _suggestion(loc: tuple[int | str, ...], model: Any) -> str:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from paceline.actors.routing.policy import Confidence, Route
+from paceline.actors.routing.policy import LeastConfidence, Route
 from paceline.deploy import answers, translate
 from paceline.deploy.added import TopicList
 from paceline.deploy.admission import Slots
@@ -68,7 +68,7 @@ class IngressSettings:
     max_model_len: int | None
     experts: tuple[str, ...]
     router_timeout_s: float
-    min_confidence: Confidence
+    min_confidence: LeastConfidence
     max_in_flight: int
     max_per_client: int | None = None
     request_timeout_s: float = 600.0

@@ -243,6 +243,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     from paceline.actors.decoding.loading import resolve_device  # imports torch
     from paceline.actors.training.distiller_settings import DistillerSettings
     from paceline.actors.training.gate import GateSettings
+    from paceline.actors.training.schedule import ScheduleSettings, hope_of
     from paceline.actors.training.settings import TrainerSettings
 
     micro_batch, accumulation = config.training.batches(resolve_device(config.target.device).type)
@@ -262,6 +263,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
             zero_stage=config.training.zero_stage,
         ),
         gate=GateSettings(min_gain=config.training.min_gain),
+        schedule=ScheduleSettings(least_hope=hope_of(config.training.min_gain)),
         ranks=config.training.ranks,
         num_threads=config.training.num_threads,
         micro_batch=micro_batch,

@@ -15,7 +15,7 @@ from paceline.actors.decoding.compatibility import (
     own_context,
     read_config,
 )
-from paceline.actors.routing.policy import GENERAL, UNNAMED, Confidence
+from paceline.actors.routing.policy import GENERAL, UNNAMED, LeastConfidence
 from paceline.actors.weights.lock import is_locked
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
@@ -130,7 +130,7 @@ def router_labels(config: PacelineConfig) -> tuple[str, ...]:
     return tuple(str(label) for label in labels.values())
 
 
-def router_confidence(config: PacelineConfig) -> Confidence:
+def router_confidence(config: PacelineConfig) -> LeastConfidence:
     """What the likeliest topic needs, see `policy.choose`.
 
     Raises:
@@ -144,7 +144,9 @@ def router_confidence(config: PacelineConfig) -> Confidence:
     if own is None:
         return UNNAMED
     if isinstance(own, bool) or not isinstance(own, int | float) or not 0.0 <= own <= 1.0:
-        raise ModelError(f"router: {config.router_path}/config.json: min_confidence is no share")
+        raise ModelError(
+            f"router: {config.router_path}/config.json: min_confidence must be a number from 0 to 1"
+        )
     return {label: float(own) for label in labels if label != GENERAL}
 
 

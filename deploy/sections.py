@@ -184,7 +184,7 @@ class RouterConfig(Section):
 
     ``min_confidence`` is what the likeliest topic needs, else ``general`` drafts. auto is what the
     classifier's config.json has under ``min_confidence``, for the topics that it was made for; for
-    others, and where it has none, 0.5.
+    others, and where it has none, 0.5. A number holds for all topics, added ones too.
     """
 
     enabled: bool = True

@@ -15,7 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.actors.routing.growth import GrowthSettings
-from paceline.actors.routing.policy import GENERAL, Confidence
+from paceline.actors.routing.policy import GENERAL, LeastConfidence
 from paceline.actors.weights.added import OutOfDate, TopicExists
 from paceline.actors.weights.catalogue import RouterHead, TopicsView
 from paceline.deploy import negatives
@@ -49,7 +49,7 @@ class TopicRules:
 
     mutable: bool = True
     refusal: str | None = None
-    min_confidence: Confidence = 0.5
+    min_confidence: LeastConfidence = 0.5
     most: int = 32
 
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from paceline.actors.routing.policy import Confidence, Route, route
+from paceline.actors.routing.policy import LeastConfidence, Route, route
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class TopicFinder:
         router: Any,
         experts: Collection[str],
         timeout_s: float,
-        min_confidence: Confidence,
+        min_confidence: LeastConfidence,
         clock: Callable[[], float],
         weights: Callable[[], Weights | None] = lambda: None,
     ) -> None:
@@ -111,7 +111,7 @@ class TopicFinder:
         self.asked: Counter[str] = Counter()
         self.latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
 
-    def retune(self, timeout_s: float, min_confidence: Confidence) -> None:
+    def retune(self, timeout_s: float, min_confidence: LeastConfidence) -> None:
         """Other rules from the next request on; see the constructor."""
         self._timeout_s = timeout_s
         self._min_confidence = min_confidence

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.actors.routing.policy import GENERAL, Confidence, choose
+from paceline.actors.routing.policy import GENERAL, LeastConfidence, choose
 from paceline.actors.routing.regression import (
     Doubles,
     Problem,
@@ -61,7 +61,7 @@ class GrowthSettings:
     min_recall: float = 0.7
     max_moved: float = 0.1
     min_prompts: int = 10
-    min_confidence: Confidence = 0.5
+    min_confidence: LeastConfidence = 0.5
     seed: int = 0
 
 
@@ -179,7 +179,7 @@ class _Judge:
     topic: str
     labels: Sequence[str]
     experts: Collection[str]
-    min_confidence: Confidence
+    min_confidence: LeastConfidence
 
     def before(self, logits: Doubles) -> str:
         """Without the new row."""

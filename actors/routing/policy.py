@@ -11,7 +11,7 @@ UNNAMED = 0.5  # what topics need that a mapping does not name
 
 # What the likeliest topic needs: one probability for all, or that of each topic that the
 # classifier was made for; topics that were added to it are learnt from few examples, and less sure.
-Confidence = float | Mapping[str, float]
+LeastConfidence = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Route:
 
 
 def choose(
-    probabilities: Mapping[str, float], experts: Collection[str], min_confidence: Confidence
+    probabilities: Mapping[str, float], experts: Collection[str], min_confidence: LeastConfidence
 ) -> str:
     """The likeliest topic, or ``general`` when that is unsure: the rule without measurements.
 
@@ -51,7 +51,7 @@ def choose(
     return topic if topic in experts and _is_sure(topic, known, min_confidence) else GENERAL
 
 
-def _is_sure(topic: str, known: Mapping[str, float], min_confidence: Confidence) -> bool:
+def _is_sure(topic: str, known: Mapping[str, float], min_confidence: LeastConfidence) -> bool:
     if not isinstance(min_confidence, Mapping):
         return known[topic] >= min_confidence
     if topic not in min_confidence:
@@ -63,7 +63,7 @@ def _is_sure(topic: str, known: Mapping[str, float], min_confidence: Confidence)
 def route(
     probabilities: Mapping[str, float],
     experts: Collection[str],
-    min_confidence: Confidence,
+    min_confidence: LeastConfidence,
     weights: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Route:
     """Topic and expert of a prompt.

@@ -47,6 +47,11 @@ class ScheduleSettings:
     shortest_length: float = 0.25
 
 
+def hope_of(min_gain: float) -> float:
+    """``least_hope`` for a gate's least gain: a little more, or no round could ever pass."""
+    return min_gain + 0.001
+
+
 @dataclass(frozen=True, slots=True)
 class TopicView:
     """What the schedule knows of a topic.

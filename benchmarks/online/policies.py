@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.actors.routing.hedge import Hedge
-from paceline.actors.routing.policy import GENERAL, Confidence, choose, route
+from paceline.actors.routing.policy import GENERAL, LeastConfidence, choose, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Always(_Fixed):
 class Rule(_Fixed):
     """The classifier's likeliest topic, ``general`` where that is unsure."""
 
-    def __init__(self, experts: Collection[str], min_confidence: Confidence) -> None:
+    def __init__(self, experts: Collection[str], min_confidence: LeastConfidence) -> None:
         """See :func:`paceline.actors.routing.policy.choose`."""
         self._experts, self._min_confidence = experts, min_confidence
 
@@ -127,7 +127,11 @@ class Measured:
     """What the server does: the rule, corrected by acceptance measured on some requests."""
 
     def __init__(
-        self, experts: Collection[str], min_confidence: Confidence, sample_share: float, seed: int
+        self,
+        experts: Collection[str],
+        min_confidence: LeastConfidence,
+        sample_share: float,
+        seed: int,
     ) -> None:
         """Start with the prior alone.
 

@@ -25,7 +25,7 @@ from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.rounds import RULES, Rounds
-from paceline.actors.training.schedule import ScheduleSettings, Want, best
+from paceline.actors.training.schedule import ScheduleSettings, Want, best, hope_of
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share
 from paceline.actors.training.tenancy import Note, Turn
@@ -291,6 +291,7 @@ def _settings(
 ) -> TrainerSettings:
     distiller = DistillerSettings(learning_rate=learning.learning_rate, dtype=dtype)
     gate = GateSettings()
+    schedule = ScheduleSettings(max_rejections=learning.max_rejections)
     if imagining is not None:
         distiller = replace(
             distiller,
@@ -298,6 +299,7 @@ def _settings(
             average_decay=imagining.average_decay,
         )
         gate = GateSettings(min_gain=imagining.min_gain)
+        schedule = replace(schedule, least_hope=hope_of(imagining.min_gain))
     return TrainerSettings(
         draft_paths=dict.fromkeys(experts, str(draft)),
         distiller=distiller,
@@ -306,6 +308,6 @@ def _settings(
         round_seconds=learning.micro_steps * _MICRO_STEP_S,
         train_records=learning.train_records,
         held_out_records=learning.held_out_records,
-        schedule=ScheduleSettings(max_rejections=learning.max_rejections),
+        schedule=schedule,
         seed=learning.seed,
     )

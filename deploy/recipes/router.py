@@ -23,7 +23,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.routing.policy import GENERAL, UNNAMED
 from paceline.deploy.recipes import checkpoints, data
 from paceline.deploy.recipes.router_data import router_examples
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 LABELS = (*data.TOPICS, GENERAL)
 Examples = Sequence[tuple[str, str]]
 _KEPT = 0.99  # of a topic's own texts
-_LEAST, _MOST = 0.5, 0.99
+_MOST = 0.99
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def least_confidence(logits: torch.Tensor, labels: torch.Tensor) -> float:
     shares, found = logits.softmax(-1).max(-1)
     right = (found == labels) & (labels != LABELS.index(GENERAL))
     if not bool(right.any()):
-        return _LEAST
+        return UNNAMED
     kept = float(torch.quantile(shares[right].double(), 1 - _KEPT))
-    return max(_LEAST, min(_MOST, round(kept, 3)))
+    return max(UNNAMED, min(_MOST, round(kept, 3)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -204,7 +204,7 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
             "sampled": judged(experts, 2),
         },
     }
-    router = {"min_confidence": 0.5, "sample_share": 1.0}
+    router = {"min_confidence": {"sql": 0.75, "math": 0.75}, "sample_share": 1.0}
     judged_by = {seed: routes_figures.chosen(arms, router, seed) for seed in (0, 1)}
     items = routes_figures.items_of(arms["single"]["groups"])
     rows = routes_figures.rows_of({seed: found for seed, (found, _) in judged_by.items()}, items)
@@ -234,6 +234,7 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
     page = routes_section.routes(figures, "make bench-routes")
     assert "| mixed (5) | experts, topic known | 4.00 (4.00 to 4.00) |" in page
     assert "`make bench-routes`" in page
+    assert "(0.75 here)" in page
     along = routes_figures.along_of(arms, router)
     assert along["label"] == [pytest.approx(4.0)]
     assert along["frozen"] == [pytest.approx(1.2)]

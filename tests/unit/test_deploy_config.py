@@ -70,6 +70,10 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
             "router:\n  min_confidence: 1.5",
             "router.min_confidence: input should be 'auto', or input should be less than or equal",
         ),
+        (
+            "training:\n  micro_batch: 0\nrouter:\n  min_confidence: 2",
+            "less than or equal to 1 (and 1 more)",
+        ),
         ("training:\n  micro_batch: 0", "micro_batch: input should be 'auto', or input"),
         ("replay:\n  held_out_fraction: .nan", "replay.held_out_fraction: "),
         ("[1, 2]", "must be a mapping"),
@@ -150,12 +154,16 @@ def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Pat
 
 def test_the_least_gain_reaches_the_gate(tmp_path: Path) -> None:
     from paceline.actors.training.gate import GateSettings
+    from paceline.actors.training.schedule import ScheduleSettings
     from paceline.deploy.learning import trainer_settings
 
     plain = load_config(None, {"state_dir": str(tmp_path)})
     assert trainer_settings(plain).gate == GateSettings()
+    assert trainer_settings(plain).schedule == ScheduleSettings()
     config = load_config(None, {"training.min_gain": 0.002, "state_dir": str(tmp_path)})
     assert trainer_settings(config).gate == GateSettings(min_gain=0.002)
+    hope = trainer_settings(config).schedule.least_hope  # what may pass is no reason to rest
+    assert 0.002 < hope <= 0.003
 
 
 @pytest.mark.parametrize(

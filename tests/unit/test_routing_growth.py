@@ -18,11 +18,14 @@ from paceline.actors.routing.head import GrownHead
 from paceline.actors.routing.policy import choose
 from paceline.actors.routing.regression import Texts
 from paceline.actors.routing.router import GrownRouter, TopicRouter
+from paceline.deploy.config import load_config
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.negatives import bundled
+from paceline.deploy.preflight import router_confidence
 
 EXPERTS = ("general", "math", "code", "sql", "shell")
 SETTINGS = GrowthSettings()
+NEEDED = router_confidence(load_config())  # as it is served
 
 
 def texts(rng: np.random.Generator, count: int, shift: float, label: int) -> Texts:
@@ -104,7 +107,8 @@ def classifier() -> TopicClassifier:
 
 def grown(topic: str, examples: list[str], head: Any = None) -> GrownRouter:
     router = TopicRouter(str(ROUTER))
-    return asyncio.run(router.grow(topic, examples, bundled(), EXPERTS, head))
+    settings = GrowthSettings(min_confidence=NEEDED)
+    return asyncio.run(router.grow(topic, examples, bundled(), EXPERTS, head, settings))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +135,7 @@ def test_the_embedded_router_learns_a_topic_and_keeps_the_others(
 
 
 def chosen(classifier: TopicClassifier, text: str) -> str:
-    return choose(classifier.classify(text), {*EXPERTS, "travel"}, 0.5)
+    return choose(classifier.classify(text), {*EXPERTS, "travel"}, NEEDED)
 
 
 def test_a_second_topic_leaves_the_first_its_examples(travel: GrownRouter) -> None:
