@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from online.learning import Learning
 from online.tables import interval, number, table
 
+_DRAWN = "imagined.png"
 
-def paragraphs(figures: dict[str, Any]) -> list[str]:
+
+def paragraphs(figures: dict[str, Any], pictures: Sequence[str] = ()) -> list[str]:
     """Of the topics that were learnt so; none where none was.
 
     Args:
         figures: from ``results.collect``.
+        pictures: files beside the page.
     """
     lines = [
         _line(topic, facts["acceptance"]["online"], own)
@@ -37,6 +41,7 @@ def paragraphs(figures: dict[str, Any]) -> list[str]:
         "rate falls as one over the steps (`training.rate_hold_steps`; 0: never). Mean's decay: "
         "`training.average_decay`. Least gain: `training.min_gain`. Seconds are the processor's; "
         "the target imagines so many requests at once, in that dtype, all else is the page's.",
+        *(["![Acceptance on the test, imagining](imagined.png)"] if _DRAWN in pictures else []),
         table(headings, lines),
     ]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.deploy.demo.plot import FAINT, FROZEN, INK, ONLINE
 
 _CEILING = "#3b5b92"
+_IMAGINED = "#b8860b"
 _STYLE: dict[str, Any] = {
     "font.size": 10,
     "text.color": INK,
@@ -22,19 +24,33 @@ _STYLE: dict[str, Any] = {
 
 def draw_streams(path: Path, figures: dict[str, Any]) -> None:
     """A panel per topic: acceptance rate by window, online and frozen, and the ceiling's."""
+    _draw_panels(path, figures["topics"], _stream)
+
+
+def draw_imagined(path: Path, figures: dict[str, Any]) -> None:
+    """A panel per topic that was imagined for: acceptance on the test after so many requests.
+
+    Of several amounts of imagining the largest.
+    """
+    topics = {name: facts for name, facts in figures["topics"].items() if facts.get("imagined")}
+    _draw_panels(path, topics, _imagined)
+
+
+def _draw_panels(
+    path: Path, topics: dict[str, Any], panel: Callable[[Any, str, dict[str, Any]], None]
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    topics = figures["topics"]
     lines = (len(topics) + 1) // 2
     with pyplot.rc_context(_STYLE):
         figure, grid = pyplot.subplots(
             lines, min(2, len(topics)), figsize=(12, 3.6 * lines), squeeze=False, dpi=130
         )
         for axes, (topic, facts) in zip(grid.flat, topics.items(), strict=False):
-            _stream(axes, topic, facts)
+            panel(axes, topic, facts)
         for axes in list(grid.flat)[len(topics) :]:
             axes.set_axis_off()
         grid.flat[0].legend(frameon=False, fontsize=8)
@@ -56,6 +72,26 @@ def _stream(axes: Any, topic: str, facts: dict[str, Any]) -> None:
     axes.set_xlabel("requests")
     axes.set_ylabel("acceptance rate")
     axes.grid(axis="y")
+
+
+def _imagined(axes: Any, topic: str, facts: dict[str, Any]) -> None:
+    most = max(facts["imagined"], key=lambda own: (own["per_record"], own["micro_steps"]))
+    alone = {int(at): found["value"] for at, found in facts["curve"].items()}
+    taught = {int(at): value for at, value in most["curve"].items()}
+    stages = most["acceptance"]
+    axes.axhline(stages["frozen"]["value"], color=FROZEN, label="frozen")
+    axes.plot(*zip(*sorted(alone.items()), strict=True), color=ONLINE, label="online")
+    label = f"online, {most['per_record']:g} prompts imagined for each"
+    axes.plot(*zip(*sorted(taught.items()), strict=True), color=_IMAGINED, marker="o", label=label)
+    if "ceiling" in stages:
+        level = stages["ceiling"]["value"]
+        axes.axhline(level, color=_CEILING, linestyle="--", label="offline ceiling")
+    axes.set_ylim(bottom=0)
+    axes.set_title(topic, loc="left", weight="bold")
+    axes.set_xlabel("requests")
+    axes.set_ylabel("acceptance on the test")
+    axes.grid(axis="y")
+    axes.legend(frameon=False, fontsize=8)
 
 
 def draw_shifts(path: Path, figures: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from online.imagined import find as find_imagined
 from online.imagined_tables import paragraphs as imagined_paragraphs
 from online.learning import Imagining, Learning
 from online.markdown import page
-from online.plots import draw_shifts, draw_streams
+from online.plots import draw_imagined, draw_shifts, draw_streams
 from online.rows import EXTRA
 from online.shifts import KINDS, ORDER, SYSTEMS, rehearsal_name, shift_settings
 from online.streams import stream_settings
@@ -171,7 +171,7 @@ def write(
             if text and (made is not None or beside != own) and _picture(made, beside):
                 sections.append(f"![{name}]({own.name})")
                 pictures.append(own.name)
-        text = page(figures, pictures, sections, imagined_paragraphs(figures))
+        text = page(figures, pictures, sections, imagined_paragraphs(figures, pictures))
         path.write_text(text, encoding="utf-8")
         written += [path, *(path.parent / name for name in pictures)]
     return written
@@ -182,6 +182,9 @@ def _pictures(figures: dict[str, Any], folder: Path) -> Sequence[str]:
     if figures["topics"]:
         draw_streams(folder / "online.png", figures)
         names.append("online.png")
+    if any(facts.get("imagined") for facts in figures["topics"].values()):
+        draw_imagined(folder / "imagined.png", figures)
+        names.append("imagined.png")
     if figures["shifts"].get("abrupt"):
         draw_shifts(folder / "shift.png", figures)
         names.append("shift.png")

@@ -99,4 +99,5 @@ def test_units_resume_and_their_figures_become_a_page(tmp_path: Path) -> None:
     assert "| system | micro-steps |" in page
     assert "| system | mean over tests at the end | tests at the end |" in page
     assert "| sql | 2 | 4 | 64 |" in page
+    assert "](imagined.png)" in page
     assert "None" not in page
