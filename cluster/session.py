@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from paceline.cluster.orphans import mark, orphans, unmark
+
 NAMESPACE = "paceline"
 _LOOPBACK = "127.0.0.1"
 GRACE_S = 8.0
@@ -99,6 +101,7 @@ def _init(**options: Any) -> None:
         raise RuntimeError(f"this process is connected to a Ray session, and {again}")
     _started.clear()
     _core.clear()
+    mark()
     before = _children()
 
     def start() -> None:
@@ -250,7 +253,7 @@ def _kill_all(*, beyond_ray: bool) -> None:
         if process.pid in _core:
             with suppress(psutil.Error):
                 process.suspend()  # it starts no more
-    _started.update(_descendants(_started))
+    _started.update(_descendants(_started) | orphans())
     left = _alive(_started)
     for process in left:
         with suppress(psutil.Error):
@@ -258,6 +261,7 @@ def _kill_all(*, beyond_ray: bool) -> None:
     psutil.wait_procs(left, timeout=GRACE_S)
     _started.clear()
     _core.clear()
+    unmark()
 
 
 @contextmanager

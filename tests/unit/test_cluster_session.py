@@ -1,13 +1,18 @@
 """Ending a session must not hang on what is dead; no Ray is started here."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.cluster import session
+from paceline.cluster.orphans import MARK, mark, orphans
 
 
 def test_a_call_that_hangs_is_left_behind() -> None:
@@ -40,6 +45,31 @@ def test_nothing_is_waited_for_once_the_session_s_core_has_died(
     assert not session.run_bounded(lambda: release.wait(60) and None, 30)
     assert time.monotonic() - began < 10
     release.set()
+
+
+def test_what_lost_its_parent_is_found_and_killed_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(MARK, raising=False)
+    assert orphans() == {}
+    forks = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
+    foreign = int(subprocess.check_output([sys.executable, "-c", forks]))
+    mark()
+    child = subprocess.Popen(["sleep", "60"])  # the user's own: not of the session
+    lost = int(subprocess.check_output([sys.executable, "-c", forks]))
+    try:
+        assert set(orphans()) == {lost}
+        monkeypatch.setattr(session, "_started", {})
+        monkeypatch.setattr(session, "_core", set())
+        session._kill_all(beyond_ray=False)
+        assert not psutil.pid_exists(lost) or psutil.Process(lost).status() == "zombie"
+        assert MARK not in os.environ
+        assert child.poll() is None
+        assert psutil.pid_exists(foreign)
+    finally:
+        child.kill()
+        child.wait()
+        os.kill(foreign, signal.SIGKILL)
 
 
 def test_a_session_has_a_token_of_its_own_unless_the_user_has_chosen(
