@@ -21,13 +21,14 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         config: see PacelineConfig; API keys are read from this process' environment.
         no_topics: why none can be added while it runs; None where that depends on the config.
     """
+    confidence = router_confidence(config)
     return IngressSettings(
         model_name=config.model_name,
         model_path=str(config.target_path),
         max_model_len=config.target.max_model_len,
         experts=config.drafts.experts,
         router_timeout_s=config.router.timeout_s,
-        min_confidence=router_confidence(config),
+        min_confidence=confidence,
         max_in_flight=_in_flight(config),
         failover=FailoverPolicy(
             stall_timeout_s=config.target.stall_timeout_s,
@@ -39,7 +40,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         topics=TopicRules(
             mutable=config.topics.mutable,
             refusal=no_topics or refusal(config),
-            min_confidence=router_confidence(config),
+            min_confidence=confidence,
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
         own_router=_own_router(config),

@@ -8,8 +8,6 @@ from typing import Any
 from online.learning import Learning
 from online.tables import interval, number, table
 
-_DRAWN = "imagined.png"
-
 
 def paragraphs(figures: dict[str, Any], pictures: Sequence[str] = ()) -> list[str]:
     """Of the topics that were learnt so; none where none was.
@@ -31,6 +29,7 @@ def paragraphs(figures: dict[str, Any], pictures: Sequence[str] = ()) -> list[st
     headings += ["acceptance rate, test served", "after 100, 200, 400 requests"]
     headings += ["prompts imagined", "left out: in the test", "s imagining"]
     headings += ["at once, in", "s training", "machine"]
+    picture = "![Acceptance on the test, imagining](imagined.png)"
     return [
         "With `training.imagined_per_record`: while it is idle, the target makes up prompts that "
         "begin like stored ones, and answers them; drafts learn from both kinds, and are judged by "
@@ -41,7 +40,7 @@ def paragraphs(figures: dict[str, Any], pictures: Sequence[str] = ()) -> list[st
         "rate falls as one over the steps (`training.rate_hold_steps`; 0: never). Mean's decay: "
         "`training.average_decay`. Least gain: `training.min_gain`. Seconds are the processor's; "
         "the target imagines so many requests at once, in that dtype, all else is the page's.",
-        *(["![Acceptance on the test, imagining](imagined.png)"] if _DRAWN in pictures else []),
+        *([picture] if "imagined.png" in pictures else []),
         table(headings, lines),
     ]
 

@@ -59,6 +59,14 @@ def _draw_panels(
         pyplot.close(figure)
 
 
+def _frame(axes: Any, topic: str, measure: str) -> None:
+    axes.set_ylim(bottom=0)
+    axes.set_title(topic, loc="left", weight="bold")
+    axes.set_xlabel("requests")
+    axes.set_ylabel(measure)
+    axes.grid(axis="y")
+
+
 def _stream(axes: Any, topic: str, facts: dict[str, Any]) -> None:
     for name, colour in (("frozen", FROZEN), ("online", ONLINE)):
         parts = [w for w in facts["windows"][name] if w["acceptance_rate"] is not None]
@@ -67,11 +75,7 @@ def _stream(axes: Any, topic: str, facts: dict[str, Any]) -> None:
     if "ceiling" in facts["live_test"]:
         level = facts["live_test"]["ceiling"]["acceptance_rate"]["value"]
         axes.axhline(level, color=_CEILING, linestyle="--", label="offline ceiling, on the test")
-    axes.set_ylim(bottom=0)
-    axes.set_title(topic, loc="left", weight="bold")
-    axes.set_xlabel("requests")
-    axes.set_ylabel("acceptance rate")
-    axes.grid(axis="y")
+    _frame(axes, topic, "acceptance rate")
 
 
 def _imagined(axes: Any, topic: str, facts: dict[str, Any]) -> None:
@@ -86,11 +90,7 @@ def _imagined(axes: Any, topic: str, facts: dict[str, Any]) -> None:
     if "ceiling" in stages:
         level = stages["ceiling"]["value"]
         axes.axhline(level, color=_CEILING, linestyle="--", label="offline ceiling")
-    axes.set_ylim(bottom=0)
-    axes.set_title(topic, loc="left", weight="bold")
-    axes.set_xlabel("requests")
-    axes.set_ylabel("acceptance on the test")
-    axes.grid(axis="y")
+    _frame(axes, topic, "acceptance on the test")
     axes.legend(frameon=False, fontsize=8)
 
 

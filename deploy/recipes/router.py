@@ -177,11 +177,18 @@ def train(
     return end
 
 
-def calibrate(model: Any, tokenizer: Any, examples: Examples, max_tokens: int) -> float:
-    """Fit the temperature on examples set aside and fold it into the model; returns it."""
-    temperature = fit_temperature(
-        logits_of(model, tokenizer, examples, max_tokens), labels_of(examples)
-    )
+def calibrate(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Fit the temperature on what the model says of examples set aside, and fold it in.
+
+    Args:
+        model: whose classifier's weights are divided by it.
+        logits: its own, ``[N, L]``.
+        labels: int64 ``[N]``, places in ``LABELS``.
+
+    Returns:
+        the temperature.
+    """
+    temperature = fit_temperature(logits, labels)
     with torch.no_grad():
         model.classifier.weight /= temperature
         model.classifier.bias /= temperature
@@ -244,9 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = train(model, tokenizer, examples[aside:], recipe, checkpoint, stop_after=args.stop_after)
     if done < recipe.steps:
         return 0
-    temperature = calibrate(model, tokenizer, examples[:aside], recipe.max_tokens)
-    aside_logits = logits_of(model, tokenizer, examples[:aside], recipe.max_tokens)
-    model.config.min_confidence = least_confidence(aside_logits, labels_of(examples[:aside]))
+    kept, labels = examples[:aside], labels_of(examples[:aside])
+    logits = logits_of(model, tokenizer, kept, recipe.max_tokens)
+    temperature = calibrate(model, logits, labels)
+    model.config.min_confidence = least_confidence(logits / temperature, labels)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     result: dict[str, float] = {"temperature": temperature}
