@@ -17,8 +17,8 @@ class Method:
 class RouterHere:
     """What front door and topic admin ask of a router's Serve handle, without the way there.
 
-    The classifier runs on a thread of its own, so that a slow or failing one meets the same time
-    box and circuit; arguments are shared, not copied.
+    A classifier that takes long runs on a thread of its own, so that a slow one meets the same time
+    box and circuit, as a failing one does anyway; arguments are shared, not copied.
 
     Attributes:
         classify: see TopicRouter, as the others.

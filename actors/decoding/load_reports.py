@@ -8,7 +8,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _REPEAT_S = 1.0  # while nothing changes: who is silent for long counts as gone
-_CHANGES_S = 0.05  # a busy replica's changes wait for so long, at most
+_CHANGES_S = 0.2  # a busy replica's changes wait for so long, at most
 
 
 class LoadReporter:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AutoTokenizer, BertForSequenceClassification
 
+from paceline.actors.routing.bert import BertReader
 from paceline.actors.routing.head import GrownHead
 from paceline.actors.routing.regression import Texts
 
@@ -33,13 +35,16 @@ class TopicClassifier:
         if not (Path(model_path) / "config.json").is_file():
             raise FileNotFoundError(f"router: no model in {model_path}")
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-        self._model = BertForSequenceClassification.from_pretrained(
+        model = BertForSequenceClassification.from_pretrained(
             model_path, dtype=torch.float32, local_files_only=True
         ).eval()
-        config = self._model.config
+        config = model.config
         self._max_tokens = int(config.max_position_embeddings)
+        self._hidden_size = int(config.hidden_size)
         self._own = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-        self.mark = self._fingerprint(Path(model_path))
+        self.mark = _fingerprint(Path(model_path), model)
+        self._reader = BertReader(model.bert)
+        self._own_rows = model.classifier.weight.detach(), model.classifier.bias.detach()
         # One attribute, replaced whole: a classification reads one head from start to end.
         self._head = self._with(GrownHead.empty(self.mark, self.feature_size))
 
@@ -51,7 +56,7 @@ class TopicClassifier:
     @property
     def feature_size(self) -> int:
         """F, of :meth:`features`."""
-        return 2 * int(self._model.config.hidden_size)
+        return 2 * self._hidden_size
 
     def take(self, head: GrownHead) -> None:
         """Tell the topics of a head apart too, in place of those of an earlier head.
@@ -105,8 +110,8 @@ class TopicClassifier:
 
     def _logits(self, features: Tensor, head: _Head) -> Tensor:
         """Of all labels ``[N, L]``, from ``[N, F]``."""
-        own: Tensor = self._model.classifier(features[:, : self.feature_size // 2])
-        return torch.cat([own, torch.nn.functional.linear(features, *head[1:])], dim=1)
+        own = linear(features[:, : self._hidden_size], *self._own_rows)
+        return torch.cat([own, linear(features, *head[1:])], dim=1)
 
     def _features(self, text: str) -> Tensor | None:
         """``[1, F]``."""
@@ -118,16 +123,15 @@ class TopicClassifier:
         )["input_ids"]
         if not ids:
             return None
-        bert, tokens = self._model.bert, torch.tensor([ids])
-        pooled = bert(input_ids=tokens).pooler_output
-        return torch.cat([pooled, bert.embeddings(input_ids=tokens).mean(dim=1)], dim=1)
+        return self._reader(torch.tensor(ids))[None]
 
-    def _fingerprint(self, folder: Path) -> str:
-        """Of what the features depend on: weights, and how a text becomes tokens."""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, tensor in sorted(self._model.state_dict().items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())
-        tokenizer = folder / "tokenizer.json"
-        if tokenizer.is_file():
-            digest.update(tokenizer.read_bytes())
-        return digest.hexdigest()
+
+def _fingerprint(folder: Path, model: BertForSequenceClassification) -> str:
+    """Of what the features depend on: weights, and how a text becomes tokens."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        digest.update(tokenizer.read_bytes())
+    return digest.hexdigest()

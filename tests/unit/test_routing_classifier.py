@@ -2,11 +2,13 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+import paceline.actors.routing.router as router_module
 import paceline.deploy
 from paceline.actors.routing.classifier import TopicClassifier
 from paceline.actors.routing.policy import choose
@@ -68,16 +70,45 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         TopicClassifier(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("brief_s", [0.0, 60.0], ids=["on a thread", "at once"])
 def test_the_router_answers_many_callers_as_the_classifier_does(
-    classifier: TopicClassifier,
+    classifier: TopicClassifier, monkeypatch: pytest.MonkeyPatch, brief_s: float
 ) -> None:
+    monkeypatch.setattr(router_module, "_BRIEF_S", brief_s)
     router = TopicRouter(str(ROUTER))
+    others: list[int] = []
+
+    async def tick() -> None:
+        for number in range(len(PROMPTS)):
+            others.append(number)
+            await asyncio.sleep(0)
 
     async def ask() -> list[dict[str, float]]:
-        return await asyncio.gather(*(router.classify(text) for text, _ in PROMPTS))
+        ticking = asyncio.create_task(tick())
+        answers = [await router.classify(text) for text, _ in PROMPTS]
+        assert len(others) == len(PROMPTS)  # between two texts others have had their turn
+        await ticking
+        return answers + await asyncio.gather(*(router.classify(text) for text, _ in PROMPTS))
 
-    assert asyncio.run(ask()) == [classifier.classify(text) for text, _ in PROMPTS]
+    assert asyncio.run(ask()) == 2 * [classifier.classify(text) for text, _ in PROMPTS]
     asyncio.run(router.check_health())
+
+
+@pytest.mark.parametrize("brief_s", [0.0, 60.0], ids=["on a thread", "at once"])
+def test_only_a_classifier_that_takes_long_leaves_the_loops_thread(
+    monkeypatch: pytest.MonkeyPatch, brief_s: float
+) -> None:
+    monkeypatch.setattr(router_module, "_BRIEF_S", brief_s)
+    router = TopicRouter(str(ROUTER))
+    threads: list[int] = []
+
+    def classify(_text: str) -> dict[str, float]:
+        threads.append(threading.get_ident())
+        return {"general": 1.0}
+
+    monkeypatch.setattr(router._classifier, "classify", classify)
+    asyncio.run(router.classify("How much?"))
+    assert (threads == [threading.get_ident()]) == bool(brief_s)
 
 
 def test_broken_weights_fail_the_health_check(tmp_path: Path) -> None:
