@@ -96,6 +96,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         stream_chunks_per_s=config.target.stream_chunks_per_s,
         scored_share=config.router.sample_share,
         held_out_fraction=config.replay.held_out_fraction,
+        max_records_per_s=config.replay.max_records_per_s,
         canary_share=config.training.trial_share,
         warm_up=True,
     )

@@ -20,7 +20,7 @@ from paceline.actors.training.objective_settings import (
 )
 from paceline.actors.weights.catalogue import TOPIC_NAME
 from paceline.deploy.autoscaling import AutoscalingConfig, most_replicas
-from paceline.deploy.section import Count, Fraction, Seconds, Section
+from paceline.deploy.section import Count, Fraction, PerSecond, Seconds, Section
 
 EMBEDDED = "embedded"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -201,10 +201,14 @@ class ReplayConfig(Section):
 
     ``remover`` drops records when ``capacity_mb`` is full, ``sampler`` draws those that a round
     learns from; ``priority`` goes by the loss that the trainer last saw on a record.
+
+    Of a flood each replica keeps ``max_records_per_s``, and what 16 seconds bring at once: to log
+    all costs the answers time, and a trainer does not learn from more. null keeps all.
     """
 
     capacity_mb: Count = 64
     retention_hours: Seconds = 24.0
+    max_records_per_s: PerSecond | None = 2.0
     remover: Remover = "fifo"
     sampler: Sampler = "recency"
     held_out_fraction: Fraction = 0.2

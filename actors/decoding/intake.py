@@ -69,7 +69,10 @@ def take_in(
     if request.draft == DRAFT_OFF or request.draft not in drafts:
         k = 0
     draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
-    recorded = request.store and not request.output_token_ids  # whole answers only
+    whole = (
+        not request.output_token_ids
+    )  # of an answer that another replica began, too little is known
+    recorded = request.store and request.recorded and whole
     sequence = Sequence(
         request=request,
         text=TextStream(tokenizer, request.sampling.stop, request.sent_chars),

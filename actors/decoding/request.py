@@ -74,7 +74,8 @@ class GenerationRequest:
 
     ``draft`` names an expert (a topic, ``general``), an expert's initial weights
     (``sql@0``), or ``off``. ``num_speculative_tokens`` None takes the engine's own value;
-    0 is plain decoding. ``store`` False keeps everything of the request out of replay.
+    0 is plain decoding. ``store`` False keeps everything of the request out of replay, and its keys
+    and values from later ones; ``recorded`` False leaves its record out alone.
 
     A request that another replica has begun carries the output which it has already, as
     ``output_token_ids``, and how many characters of its text the client has, ``sent_chars``:
@@ -94,6 +95,7 @@ class GenerationRequest:
     draft: str = "general"
     num_speculative_tokens: int | None = None
     store: bool = True
+    recorded: bool = True
     output_token_ids: tuple[int, ...] = ()
     sent_chars: int = 0
     attempt: int = 0

@@ -32,7 +32,7 @@ class TargetSettings:
     Its streams get ``stream_chunks_per_s`` together, 0 is one each after every round.
     ``warm_up`` computes once at every size that products on CPUs have, before the first request.
     ``scored_share`` of the stored requests, all with prompts of the ``held_out_fraction``, goes to
-    the scorer of experts.
+    the scorer of experts. ``max_records_per_s`` of a topic's requests are stored, None is all.
     """
 
     model_path: str
@@ -60,5 +60,6 @@ class TargetSettings:
     stream_chunks_per_s: float = 0.0
     scored_share: float = 0.0
     held_out_fraction: float = 0.0
+    max_records_per_s: float | None = None
     canary_share: float = 0.0
     warm_up: bool = False

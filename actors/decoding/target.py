@@ -29,6 +29,7 @@ from paceline.actors.decoding.pool.leases import Leases
 from paceline.actors.decoding.pool.proposer import PoolProposer
 from paceline.actors.decoding.request import FAILED, GenerationChunk, GenerationRequest, joined
 from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.replay.allowance import RecordAllowance
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.weights.catalogue import TopicsView
@@ -76,6 +77,7 @@ class TargetReplica:
         self._scorer = scorer
         self._settings = settings
         self._scored = (settings.scored_share, settings.held_out_fraction)
+        self._allowance = RecordAllowance(settings.max_records_per_s, time.monotonic)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
@@ -123,6 +125,7 @@ class TargetReplica:
             whole: True for an answer that nobody reads before its end: what has come is handed
                 out as one chunk with every sign of life, the rest at the end.
         """
+        request = self._sparing(request)
         chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
         events = asyncio.get_running_loop()
 
@@ -238,6 +241,13 @@ class TargetReplica:
             raise RuntimeError("the engine has stopped or keeps failing")
         if self._loop.silent_s() > _ROUNDS_HANG * self._stall_timeout_s:
             raise RuntimeError("a round of the engine does not come to its end")
+
+    def _sparing(self, request: GenerationRequest) -> GenerationRequest:
+        """The request without its record, where its topic has had enough of late."""
+        limited = request.store and not request.background and not request.output_token_ids
+        if limited and self._shards and not self._allowance.take(request.topic):
+            return replace(request, recorded=False)
+        return request
 
     def _store(self, record: ReplayRecord) -> None:
         shard = self._shards.get(record.topic)

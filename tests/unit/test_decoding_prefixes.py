@@ -62,6 +62,14 @@ def test_a_request_that_must_not_be_stored_leaves_nothing_behind() -> None:
     assert [again[name][-1].chunk.num_cached_tokens for name in "tu"] == [32, 32]
 
 
+def test_one_that_is_not_recorded_leaves_its_keys_and_values_all_the_same() -> None:
+    engine = make_engine()
+    assert run(engine, [request("r", LONG, recorded=False)])["r"][-1].record is None
+    found = run(engine, [request("s", LONG)])["s"][-1]
+    assert found.record is not None
+    assert found.chunk.num_cached_tokens == 32
+
+
 def test_nothing_is_left_behind_by_a_target_that_failed() -> None:
     engine = make_engine()
     run(engine, [request("r", LONG)])

@@ -13,6 +13,7 @@ import pytest
 from front_doors import Handle
 from tiny_models import save_tiny, tiny_tokenizer
 
+from paceline.actors.decoding.request import GenerationRequest, SamplingParams
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.decoding.target import TargetReplica
 from paceline.actors.replay.record import ReplayRecord, decode
@@ -177,7 +178,9 @@ def kept() -> Kept:
 
 
 @pytest.fixture
-def target(models: dict[str, Path], kept: Kept) -> Iterator[TargetReplica]:
+def target(
+    models: dict[str, Path], kept: Kept, request: pytest.FixtureRequest
+) -> Iterator[TargetReplica]:
     settings = TargetSettings(
         str(models["target"]),
         dict.fromkeys(EXPERTS, str(models["draft"])),
@@ -186,6 +189,7 @@ def target(models: dict[str, Path], kept: Kept) -> Iterator[TargetReplica]:
         max_num_seqs=4,
         num_speculative_tokens=2,
         scored_share=1.0,
+        max_records_per_s=getattr(request, "param", None),
     )
     shards = {expert: kept.shard(expert) for expert in EXPERTS}
     replica = TargetReplica(settings, shards, scorer=kept.scorer())
@@ -231,3 +235,31 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     assert kept.shards["general"] == []
     assert [r.request_id for r in kept.offered] == [r.request_id for r in kept.shards["sql"]]
     assert target._loop.draft_failures == 0
+
+
+@pytest.mark.parametrize("target", [1e-9], indirect=True)
+def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, kept: Kept) -> None:
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def ask(name: str, topic: str, *, store: bool = True, resumed: bool = False) -> int:
+        asked = GenerationRequest(
+            name,
+            (5, 6, 7),
+            sampling,
+            topic,
+            "sql",
+            store=store,
+            attempt=int(resumed),
+            output_token_ids=(8,) if resumed else (),
+        )
+        return sum([len(chunk.token_ids) async for chunk in target.generate(asked)])
+
+    async def flood() -> list[int]:
+        # Neither of the first two would be recorded anyway, and none may take another's place.
+        found = [await ask("private", "sql", store=False), await ask("r", "sql", resumed=True)]
+        found += [await ask(f"{topic}-{n}", topic) for topic in ("sql", "general") for n in "ab"]
+        return found
+
+    assert asyncio.run(flood()) == [4, 3, 4, 4, 4, 4]
+    assert [r.request_id for r in kept.shards["sql"]] == ["sql-a"]
+    assert [r.request_id for r in kept.shards["general"]] == ["general-a"]

@@ -1,0 +1,44 @@
+"""How many records a second are worth keeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_BURST_S = 16.0  # of the rate; so much may come at once
+
+
+class RecordAllowance:
+    """A token bucket per topic: all is kept of thin traffic, a part of a flood.
+
+    To log what a target says takes its engine a twelfth of the time where requests come as fast as
+    it can answer, and a trainer learns from a few records a second at most. Which requests are left
+    out depends on when they come and on nothing in them. The caller's thread alone uses it.
+    """
+
+    def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
+        """Start with a full bucket for every topic.
+
+        Args:
+            per_s: records of a topic per second, over longer than 16 seconds; None: all.
+            clock: monotonic seconds.
+
+        Raises:
+            ValueError: nothing would ever be kept.
+        """
+        if per_s is not None and per_s <= 0:
+            raise ValueError("max_records_per_s: more than 0, or none")
+        self._per_s = per_s
+        self._most = max(1.0, _BURST_S * (per_s or 0.0))
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}  # by topic: records, at
+
+    def take(self, topic: str) -> bool:
+        """Whether a record of this topic may be kept now; then it counts."""
+        if self._per_s is None:
+            return True
+        now = self._clock()
+        left, at = self._left.get(topic, (self._most, now))
+        left = min(self._most, left + self._per_s * max(now - at, 0.0))
+        kept = left >= 1.0
+        self._left[topic] = (left - kept, now)
+        return kept
