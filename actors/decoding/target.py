@@ -255,7 +255,7 @@ class TargetReplica:
             return
         try:
             data = encode(record)
-            shard.insert.remote(data)
+            shard.insert.remote(data, self._allowance.left_out(record.topic))
             if self._scorer is not None and is_scored(record, *self._scored):
                 self._scorer.offer.remote(data)
         except Exception:

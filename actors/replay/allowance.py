@@ -12,7 +12,8 @@ class RecordAllowance:
 
     To log what a target says takes its engine a twelfth of the time where requests come as fast as
     it can answer, and a trainer learns from a few records a second at most. Which requests are left
-    out depends on when they come and on nothing in them. The caller's thread alone uses it.
+    out depends on when they come and on nothing in them. One thread takes; another may ask what was
+    left out.
     """
 
     def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
@@ -31,6 +32,7 @@ class RecordAllowance:
         self._most = max(1.0, _BURST_S * (per_s or 0.0))
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}  # by topic: records, at
+        self._left_out: dict[str, int] = {}
 
     def take(self, topic: str) -> bool:
         """Whether a record of this topic may be kept now; then it counts."""
@@ -41,4 +43,14 @@ class RecordAllowance:
         left = min(self._most, left + self._per_s * max(now - at, 0.0))
         kept = left >= 1.0
         self._left[topic] = (left - kept, now)
+        if not kept:
+            self._left_out[topic] = self._left_out.get(topic, 0) + 1
         return kept
+
+    def left_out(self, topic: str) -> int:
+        """How many of a topic were not kept since this was last asked.
+
+        Whoever counts records to see what is asked for must hear of them. One that is left out in
+        this very moment may go uncounted.
+        """
+        return self._left_out.pop(topic, 0)

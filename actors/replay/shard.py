@@ -53,7 +53,7 @@ class ReplayShard:
         self._table = ReplayTable(self._settings)
         self._rng = np.random.default_rng(seed)
         self._clock = clock
-        self._refused = self._refused_values = 0
+        self._refused = self._refused_values = self._left_out = 0
         self._lock = threading.RLock()  # the calls come from one thread, expiry from another
         self._oldest_written = math.inf
         self._journal: Journal | None = None
@@ -64,12 +64,18 @@ class ReplayShard:
             self._compact()
         _expire_now_and_then(weakref.ref(self), self._settings.disk_slack_s / 2)
 
-    def insert(self, data: bytes) -> None:
+    def insert(self, data: bytes, left_out: int = 0) -> None:
         """Take an encoded record; bytes that are none are counted and dropped.
 
         What was imagined from a record that is not here any more, purged perhaps, is dropped.
+
+        Args:
+            data: the record.
+            left_out: requests of the topic since the last record, of which there is none because
+                there were so many: traffic, though nothing to learn from.
         """
         with self._lock:
+            self._left_out += left_out
             entry = self._keep(data, alone=False)
             if entry is not None and self._journal is not None:
                 self._journal.append(data)
@@ -106,7 +112,7 @@ class ReplayShard:
             self._rewrite_when_due()
 
     def stats(self) -> dict[str, Any]:
-        """Topic, counts per split, bytes, inserts and refusals since the start.
+        """Topic, counts per split, bytes; inserts, refusals and what was left out since the start.
 
         ``refused_values_total`` of ``refused_total`` had impossible numbers in them.
         """
@@ -115,6 +121,7 @@ class ReplayShard:
         refused = {
             "refused_total": self._refused,
             "refused_values_total": self._refused_values,
+            "left_out_total": self._left_out,
         }
         return {"topic": self._topic, **counts, **refused}
 

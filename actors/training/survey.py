@@ -116,8 +116,9 @@ def inserted(stats: Stats, topic: str) -> int:
 
 
 def requests(facts: Mapping[str, Any]) -> int:
-    """Records that a shard has ever taken of requests; nobody asked for imagined ones."""
-    return int(facts["inserted_total"]) - int(facts["inserted_imagined_total"])
+    """Requests that a shard has ever heard of, recorded or not; nobody asked for imagined ones."""
+    recorded = int(facts["inserted_total"]) - int(facts["inserted_imagined_total"])
+    return recorded + int(facts.get("left_out_total", 0))
 
 
 def to_learn_from(stats: Stats, topic: str) -> int:

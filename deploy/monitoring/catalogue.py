@@ -244,6 +244,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("replay_evicted", _COUNT, SHARD, "Records that had no room or made way", ("topic",)),
     Metric("replay_expired", _COUNT, SHARD, "Records dropped past their retention", ("topic",)),
     Metric("replay_refused", _COUNT, SHARD, "What came and is no record", ("topic",)),
+    Metric("replay_left_out", _COUNT, SHARD, "Requests of a flood that left no record", ("topic",)),
     Metric("trainer_state", _GAUGE, TRAINER, "1 for what the trainer is at, else 0", ("state",)),
     Metric("trainer_micro_steps", _COUNT, TRAINER, "Micro-steps of training"),
     Metric("trainer_seconds", _COUNT, TRAINER, "Seconds of these"),

@@ -189,7 +189,7 @@ def shard_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
     for split in ("train", "held_out", "imagined")[: 3 if imagines else 2]:
         for name in ("records", "bytes", "capacity_bytes"):
             yield Sample(f"replay_{name}", stats[f"{name}_{split}"], (topic, split))
-    for name in ("inserted", "evicted", "expired", "refused"):
+    for name in ("inserted", "evicted", "expired", "refused", "left_out"):
         yield Sample(f"replay_{name}", stats[f"{name}_total"], (topic,))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,10 +152,15 @@ class Kept:
 
     def __init__(self) -> None:
         self.shards: dict[str, list[ReplayRecord]] = {expert: [] for expert in EXPERTS}
+        self.left_out = dict.fromkeys(EXPERTS, 0)
         self.offered: list[ReplayRecord] = []
 
     def shard(self, topic: str) -> Any:
-        return remote(insert=lambda data: self.shards[topic].append(decode(data)))
+        def insert(data: bytes, left_out: int) -> None:
+            self.shards[topic].append(decode(data))
+            self.left_out[topic] += left_out
+
+        return remote(insert=insert)
 
     def scorer(self) -> Any:
         return remote(
@@ -261,5 +267,9 @@ def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, ke
         return found
 
     assert asyncio.run(flood()) == [4, 3, 4, 4, 4, 4]
-    assert [r.request_id for r in kept.shards["sql"]] == ["sql-a"]
+    target._allowance._clock = lambda: time.monotonic() + 1e10  # long after
+    assert asyncio.run(ask("sql-c", "sql")) == 4
+    asyncio.run(until(lambda: len(kept.shards["sql"]) == 2))  # it goes out behind the answer
+    assert [r.request_id for r in kept.shards["sql"]] == ["sql-a", "sql-c"]
+    assert kept.left_out["sql"] == 1
     assert [r.request_id for r in kept.shards["general"]] == ["general-a"]

@@ -113,13 +113,14 @@ def test_a_shard_s_figures_tell_what_went() -> None:
     shard = ReplayShard("sql", ReplaySettings(10 * size, 3600.0), seed=0, clock=lambda: 0.0)
     for number in range(60):
         shard.insert(encode(lesson(number)))
-    shard.insert(b"nonsense")
+    shard.insert(b"nonsense", 7)
     samples = list(readings.shard_samples(shard.stats()))
     check(samples, SHARD)
     kept = sum(by_labels(samples, "replay_records").values())
     evicted = by_labels(samples, "replay_evicted")["sql",]
     assert by_labels(samples, "replay_inserted")["sql",] == 60 == kept + evicted
     assert by_labels(samples, "replay_refused")["sql",] == 1
+    assert by_labels(samples, "replay_left_out")["sql",] == 7
     used, room = by_labels(samples, "replay_bytes"), by_labels(samples, "replay_capacity_bytes")
     assert all(0 < used[key] <= room[key] for key in used)
 

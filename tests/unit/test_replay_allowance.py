@@ -41,6 +41,14 @@ def test_a_flood_of_one_topic_takes_nothing_from_another() -> None:
     assert not allowance.take("sql")
 
 
+def test_what_was_left_out_is_told_once_and_by_topic() -> None:
+    clock = Clock()
+    allowance = RecordAllowance(1.0, clock)
+    kept_of(allowance, clock, [0.0] * 20)
+    assert (allowance.left_out("shell"), allowance.left_out("sql")) == (0, 4)
+    assert allowance.left_out("sql") == 0
+
+
 def test_without_a_limit_all_is_kept() -> None:
     clock = Clock()
     assert kept_of(RecordAllowance(None, clock), clock, [0.0] * 1000) == 1000
