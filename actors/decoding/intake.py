@@ -69,9 +69,8 @@ def take_in(
     if request.draft == DRAFT_OFF or request.draft not in drafts:
         k = 0
     draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
-    whole = (
-        not request.output_token_ids
-    )  # of an answer that another replica began, too little is known
+    # Of an answer that another replica has begun, too little is known.
+    whole = not request.output_token_ids
     recorded = request.store and request.recorded and whole
     sequence = Sequence(
         request=request,

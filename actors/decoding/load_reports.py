@@ -15,8 +15,9 @@ class LoadReporter:
     """Tells of the first request, the last one's end and bursts at once, of other changes later.
 
     A call costs both sides a share of a millisecond, on the engine's thread too: with a report
-    for every request that comes or goes, a busy server has a hundred a second. The caller's thread
-    alone uses it; it never fails.
+    for every request that comes or goes, a busy server has a hundred a second. A trainer that may
+    compute beside a light load hears of a heavier one so much later, where it is no burst. The
+    caller's thread alone uses it; it never fails.
     """
 
     def __init__(self, send: Callable[[int, int], object], clock: Callable[[], float]) -> None:

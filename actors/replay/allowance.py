@@ -12,8 +12,8 @@ class RecordAllowance:
 
     To log what a target says takes its engine a twelfth of the time where requests come as fast as
     it can answer, and a trainer learns from a few records a second at most. Which requests are left
-    out depends on when they come and on nothing in them. One thread takes; another may ask what was
-    left out.
+    out depends on when they come and on nothing in them; who takes and then fails or goes leaves no
+    record and has taken all the same. One thread takes, another one may ask what was left out.
     """
 
     def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
@@ -32,7 +32,8 @@ class RecordAllowance:
         self._most = max(1.0, _BURST_S * (per_s or 0.0))
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}  # by topic: records, at
-        self._left_out: dict[str, int] = {}
+        self._left_out: dict[str, int] = {}  # ever; whoever takes alone counts
+        self._told: dict[str, int] = {}  # of these; whoever asks alone counts
 
     def take(self, topic: str) -> bool:
         """Whether a record of this topic may be kept now; then it counts."""
@@ -50,7 +51,8 @@ class RecordAllowance:
     def left_out(self, topic: str) -> int:
         """How many of a topic were not kept since this was last asked.
 
-        Whoever counts records to see what is asked for must hear of them. One that is left out in
-        this very moment may go uncounted.
+        Whoever counts records to see what is asked for must hear of them.
         """
-        return self._left_out.pop(topic, 0)
+        ever, told = self._left_out.get(topic, 0), self._told.get(topic, 0)
+        self._told[topic] = ever
+        return ever - told

@@ -7,6 +7,8 @@ operations. Every operation also hands the interpreter to another thread, and ha
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, layer_norm, linear, scaled_dot_product_attention
 from transformers import BertModel
-from transformers.activations import ACT2FN
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class _Layer:
     attended: _Dense
     attended_norm: _Norm
     widened: _Dense
+    activation: Callable[[Tensor], Tensor]
     narrowed: _Dense
     norm: _Norm
 
@@ -64,7 +68,7 @@ class BertReader:
     """
 
     def __init__(self, bert: BertModel) -> None:
-        """Share the weights of a model with a pooler, which may then be dropped.
+        """Take what is needed of a model with a pooler, which may then be dropped.
 
         Args:
             bert: in float32 on the CPU.
@@ -77,7 +81,6 @@ class BertReader:
             raise ValueError("router: not an encoder with a pooler")
         own: Any = bert.embeddings
         self._heads = int(config.num_attention_heads)
-        self._activation = ACT2FN[config.hidden_act]
         self._words = own.word_embeddings.weight.detach()
         first_type = own.token_type_embeddings.weight.detach()[0]
         self._positions = own.position_embeddings.weight.detach() + first_type
@@ -108,7 +111,7 @@ class BertReader:
         seen = scaled_dot_product_attention(queries[:, :, :rows], keys, values)
         seen = seen[0].transpose(0, 1).reshape(rows, -1)
         hidden = layer.attended_norm(layer.attended(seen) + hidden[:rows])
-        wide = self._activation(layer.widened(hidden))
+        wide = layer.activation(layer.widened(hidden))
         return layer.norm(layer.narrowed(wide) + hidden)
 
 
@@ -119,6 +122,37 @@ def _layer_of(layer: Any) -> _Layer:  # a transformers.BertLayer, whose parts be
         attended=_Dense.of(out.dense),
         attended_norm=_Norm.of(out.LayerNorm),
         widened=_Dense.of(layer.intermediate.dense),
+        activation=layer.intermediate.intermediate_act_fn,
         narrowed=_Dense.of(layer.output.dense),
         norm=_Norm.of(layer.output.LayerNorm),
     )
+
+
+def reader_of(bert: BertModel) -> Callable[[Tensor], Tensor]:
+    """A BertReader where it reads as the library does, else the library's own forward.
+
+    Args:
+        bert: see BertReader; one that is a decoder or quantized is read by the library.
+    """
+    positions = min(8, int(bert.config.max_position_embeddings))
+    sample = torch.arange(positions) % int(bert.config.vocab_size)
+    library = _Library(bert)
+    try:
+        reader = BertReader(bert)
+        if torch.allclose(reader(sample), library(sample), rtol=1e-3, atol=1e-4, equal_nan=True):
+            return reader
+        logger.info("router: a brief reading differs from the library's, which is taken")
+    except Exception as error:
+        logger.info("router: no brief reading of this model (%s)", error)
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    bert: BertModel
+
+    @torch.inference_mode()
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        ids = token_ids[None]
+        mean = self.bert.embeddings(input_ids=ids).mean(dim=1)
+        return torch.cat([self.bert(input_ids=ids).pooler_output, mean], dim=1)[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoTokenizer, BertForSequenceClassification
 
-from paceline.actors.routing.bert import BertReader
+from paceline.actors.routing.bert import reader_of
 from paceline.actors.routing.head import GrownHead
 from paceline.actors.routing.regression import Texts
 
@@ -43,7 +43,7 @@ class TopicClassifier:
         self._hidden_size = int(config.hidden_size)
         self._own = tuple(str(config.id2label[i]) for i in range(config.num_labels))
         self.mark = _fingerprint(Path(model_path), model)
-        self._reader = BertReader(model.bert)
+        self._reader = reader_of(model.bert)
         self._own_rows = model.classifier.weight.detach(), model.classifier.bias.detach()
         # One attribute, replaced whole: a classification reads one head from start to end.
         self._head = self._with(GrownHead.empty(self.mark, self.feature_size))

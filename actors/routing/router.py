@@ -25,6 +25,7 @@ _RETRY_S = 0.5
 # A thread has to take the interpreter from a busy event loop after every operation: under load that
 # makes a brief classification several times as long, and answers wait for the topic.
 _BRIEF_S = 0.004
+_TOO_LONG_S = 0.25  # of the loop's time, once: no more of these there
 _TRIALS = 5
 _LONG_TEXT = "What is a loop? " * 4096  # more than is read
 
@@ -71,21 +72,35 @@ class TopicRouter:
         # One thread: forwards of a millisecond gain nothing from running side by side, and a
         # caller that gives up waiting leaves no pile of threads behind.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="router")
-        self._brief = min(self._seconds(_LONG_TEXT) for _ in range(_TRIALS)) <= _BRIEF_S
-
-    def _seconds(self, text: str) -> float:
-        began = time.perf_counter()
-        self._classifier.classify(text)
-        return time.perf_counter() - began
+        seconds = min(self._timed(_LONG_TEXT)[1] for _ in range(_TRIALS))
+        self._brief = seconds <= _BRIEF_S
+        where = "the event loop" if self._brief else "a thread"
+        logger.info("router: %.1f ms for a long text, on %s", 1e3 * seconds, where)
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def classify(self, text: str) -> dict[str, float]:
         """Probability by topic, ``general`` included; they sum to 1."""
         self.follow()
-        if self._brief:
-            await asyncio.sleep(0)  # between the texts of one request others have their turn
-            return self._classifier.classify(text)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, self._classifier.classify, text)
+        if not self._brief:
+            return await loop.run_in_executor(self._worker, self._classifier.classify, text)
+        async with self._turn_in(loop):
+            await asyncio.sleep(0)  # between any two texts all others have their turn
+            probabilities, seconds = self._timed(text)
+        if seconds > _TOO_LONG_S:
+            logger.warning("router: %.0f ms for a text, on a thread from now on", 1e3 * seconds)
+            self._brief = False
+        return probabilities
+
+    def _timed(self, text: str) -> tuple[dict[str, float], float]:
+        began = time.perf_counter()
+        return self._classifier.classify(text), time.perf_counter() - began
+
+    def _turn_in(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
+        """One text at a time; a lock belongs to the loop in which somebody waited for it."""
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = loop, asyncio.Lock()
+        return self._turn[1]
 
     def follow(self) -> None:
         """Take added topics up as the registry tells of them; call it in a running loop.
@@ -112,7 +127,7 @@ class TopicRouter:
     ) -> GrownRouter:
         """Learn to tell a further topic; nothing changes here until the registry announces it.
 
-        Prompts are read one by one between those that wait to be classified.
+        Prompts are read one by one on a thread, beside or between those that are classified.
 
         Args:
             topic: its name.

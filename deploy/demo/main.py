@@ -92,6 +92,7 @@ def _config(options: argparse.Namespace) -> PacelineConfig:
             "ray.dashboard": False,
             "training.canary_share": _CANARY_SHARE,
             "training.max_occupancy": _MAX_OCCUPANCY,
+            "replay.max_records_per_s": None,  # a hundred requests are all that there is to learn
             "auth.api_keys_env": None,  # its clients have none
         },
     )

@@ -27,7 +27,7 @@ REPLAY = (
         "Per second.",
         tuple(
             Query(rate(f"replay_{name}", "", TOPIC), name)
-            for name in ("inserted", "evicted", "expired", "refused")
+            for name in ("inserted", "evicted", "expired", "refused", "left_out")
         ),
     ),
 )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
 
-from paceline.actors.routing.bert import BertReader
+from paceline.actors.routing.bert import BertReader, reader_of
 
 POSITIONS = 24
 
@@ -69,9 +69,26 @@ def test_every_token_counts() -> None:
         assert not torch.allclose(first[:size], other[:size], atol=1e-3)
 
 
+def decoder() -> BertModel:
+    return BertModel(BertConfig(**(model_of().config.to_dict() | {"is_decoder": True}))).eval()
+
+
 def test_what_is_no_encoder_with_a_pooler_is_refused() -> None:
     without = BertModel(model_of().config, add_pooling_layer=False)
-    decoder = BertModel(BertConfig(**(model_of().config.to_dict() | {"is_decoder": True})))
-    for model in (without, decoder):
+    for model in (without, decoder()):
         with pytest.raises(ValueError, match="router"):
             BertReader(model)
+
+
+def test_a_model_that_is_not_read_briefly_is_read_by_the_library() -> None:
+    model, tokens = decoder(), torch.tensor([3, 1, 4, 1, 5])
+    reader = reader_of(model)
+    assert not isinstance(reader, BertReader)
+    torch.testing.assert_close(reader(tokens), by_the_library(model, tokens))
+
+
+def test_a_brief_reading_that_differs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(reader_of(model_of()), BertReader)
+    own = BertReader.__call__
+    monkeypatch.setattr(BertReader, "__call__", lambda self, ids: own(self, ids) + 0.01)
+    assert not isinstance(reader_of(model_of()), BertReader)

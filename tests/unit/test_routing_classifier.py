@@ -1,8 +1,10 @@
 """The classifier and its actor class, on the router that the package carries."""
 
 import asyncio
+import itertools
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -76,22 +78,64 @@ def test_the_router_answers_many_callers_as_the_classifier_does(
 ) -> None:
     monkeypatch.setattr(router_module, "_BRIEF_S", brief_s)
     router = TopicRouter(str(ROUTER))
-    others: list[int] = []
-
-    async def tick() -> None:
-        for number in range(len(PROMPTS)):
-            others.append(number)
-            await asyncio.sleep(0)
+    texts = [text for text, _ in PROMPTS]
 
     async def ask() -> list[dict[str, float]]:
-        ticking = asyncio.create_task(tick())
-        answers = [await router.classify(text) for text, _ in PROMPTS]
-        assert len(others) == len(PROMPTS)  # between two texts others have had their turn
-        await ticking
-        return answers + await asyncio.gather(*(router.classify(text) for text, _ in PROMPTS))
+        return list(await asyncio.gather(*map(router.classify, texts)))
 
-    assert asyncio.run(ask()) == 2 * [classifier.classify(text) for text, _ in PROMPTS]
+    expected = [classifier.classify(text) for text in texts]
+    assert asyncio.run(ask()) == expected
+    assert asyncio.run(ask()) == expected, "also in another loop"
     asyncio.run(router.check_health())
+
+
+def test_between_any_two_texts_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "_BRIEF_S", 60.0)
+    router = TopicRouter(str(ROUTER))
+    seen: list[str] = []
+
+    def classify(text: str) -> dict[str, float]:
+        seen.append(text)
+        return {"general": 1.0}
+
+    monkeypatch.setattr(router._classifier, "classify", classify)
+
+    async def tick() -> None:
+        while len(seen) < 60:
+            seen.append("tick")
+            await asyncio.sleep(0)
+
+    async def ask() -> None:
+        await asyncio.gather(tick(), *(router.classify(str(n)) for n in range(20)))
+
+    asyncio.run(ask())
+    asked = [at for at, what in enumerate(seen) if what != "tick"]
+    assert [seen[at] for at in asked] == [str(n) for n in range(20)]
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(asked))
+
+
+def test_a_text_that_took_long_is_the_last_one_on_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_module, "_BRIEF_S", 60.0)
+    router = TopicRouter(str(ROUTER))
+    threads: list[int] = []
+
+    def classify(_text: str) -> dict[str, float]:
+        threads.append(threading.get_ident())
+        time.sleep(0.02)
+        return {"general": 1.0}
+
+    monkeypatch.setattr(router._classifier, "classify", classify)
+    monkeypatch.setattr(router_module, "_TOO_LONG_S", 0.01)
+
+    async def ask() -> None:
+        for _ in range(3):
+            await router.classify("How much?")
+
+    asyncio.run(ask())
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [True, False, False]
 
 
 @pytest.mark.parametrize("brief_s", [0.0, 60.0], ids=["on a thread", "at once"])
