@@ -69,9 +69,6 @@ def take_in(
     if request.draft == DRAFT_OFF or request.draft not in drafts:
         k = 0
     draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
-    # Of an answer that another replica has begun, too little is known.
-    whole = not request.output_token_ids
-    recorded = request.store and request.recorded and whole
     sequence = Sequence(
         request=request,
         text=TextStream(tokenizer, request.sampling.stop, request.sent_chars),
@@ -79,7 +76,7 @@ def take_in(
         num_speculative_tokens=k,
         weight_version=drafts.get(draft, 0),
         draft=draft,
-        recorder=Recorder() if recorded else None,
+        recorder=Recorder() if request.leaves_record else None,
     )
     sequence.resume(settings.eos_token_ids)
     return sequence

@@ -105,6 +105,11 @@ class GenerationRequest:
     created: float | None = None
 
     @property
+    def leaves_record(self) -> bool:
+        """Whether its answer is recorded: a whole one alone, not one that another has begun."""
+        return self.store and self.recorded and not self.output_token_ids
+
+    @property
     def run_id(self) -> str:
         """The id of this attempt: two of one request may meet on a replica, the first dying."""
         return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id

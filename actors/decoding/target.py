@@ -244,8 +244,8 @@ class TargetReplica:
 
     def _sparing(self, request: GenerationRequest) -> GenerationRequest:
         """The request without its record, where its topic has had enough of late."""
-        limited = request.store and not request.background and not request.output_token_ids
-        if limited and self._shards and not self._allowance.take(request.topic):
+        limited = request.leaves_record and not request.background and self._shards
+        if limited and not self._allowance.take(request.topic):
             return replace(request, recorded=False)
         return request
 
