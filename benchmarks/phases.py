@@ -15,7 +15,8 @@ from paceline.actors.decoding.runner import ModelRunner
 
 PREFILL, DRAFT, PROPOSE = "prefill", "draft forwards", "propose, rest"
 VERIFY, SAMPLE, EMIT, REST = "verify forward", "sample", "emit", "rest"
-PHASES = (DRAFT, PROPOSE, VERIFY, SAMPLE, EMIT, REST)
+FINITE = "finite check"
+PHASES = (DRAFT, PROPOSE, VERIFY, SAMPLE, FINITE, EMIT, REST)
 
 
 class PhaseClock:
@@ -79,6 +80,7 @@ def watched(engine: Engine) -> Iterator[PhaseClock]:
         (ModelRunner, "prefill", lambda _: PREFILL),
         (ModelRunner, "forward", forward_of),
         (engine_module, "verify", lambda _: SAMPLE),
+        (engine_module, "not_finite", lambda _: FINITE),
     ]
     originals = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in names]
     for owner, attribute, name in names:

@@ -18,6 +18,7 @@ from paceline.actors.decoding.request import (
     FAILED,
     FINISH_ABORT,
     FINISH_FAULT,
+    FINISH_NOT_FINITE,
     FINISH_REFUSED,
     GenerationChunk,
     GenerationRequest,
@@ -33,7 +34,11 @@ class Failure(Enum):
 
     GONE = auto()  # the replica died, cannot be reached or gives no sign of life
     BROKEN = auto()  # it lives, and gave up on this request alone
+    NOT_FINITE = auto()  # the request's logits are NaN or infinite, as they would be elsewhere
     FAULT = auto()  # its engine failed while it ran this request, perhaps for another's sake
+
+
+_FAILURES = {FINISH_FAULT: Failure.FAULT, FINISH_NOT_FINITE: Failure.NOT_FINITE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ class Resumption:
         if chunk.finish_reason == FINISH_REFUSED:
             self._accepted = False  # it had no part in what happened there
             return Failure.GONE
-        return Failure.FAULT if chunk.finish_reason == FINISH_FAULT else Failure.BROKEN
+        return _FAILURES.get(chunk.finish_reason or "", Failure.BROKEN)
 
     def fail(self, failure: Failure, now: float) -> float:
         """The present attempt has ended without a last chunk: try again?
@@ -195,6 +200,11 @@ class Resumption:
         return wait_s
 
     def _try_again(self, failure: Failure, now: float) -> float:
+        if failure is Failure.NOT_FINITE:
+            raise internal(
+                "The target's logits for this request are not finite (NaN or infinite), so it has "
+                "no answer. Activations that overflow target.dtype are the usual cause."
+            )
         self._failover.broken += failure is Failure.BROKEN
         self._failover.gone += failure is Failure.GONE
         self._failover.faults += failure is Failure.FAULT

@@ -48,6 +48,7 @@ class StepContext:
     windows: set[int | None] = field(default_factory=set)
     angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _unwritten: Tensor | None = None
     _table: Tensor | None = None
     _slots: Tensor | None = None
 
@@ -92,6 +93,14 @@ class StepContext:
             self._slots = self.table.long().gather(1, column) * size + self.positions % size
         return self._slots
 
+    @property
+    def unwritten(self) -> Tensor:
+        """bool ``[B, span, 1, 1]``: positions behind every sequence's last token."""
+        if self._unwritten is None:
+            reads = torch.arange(self.span, device=self.positions.device)
+            self._unwritten = (reads >= self.lengths[:, None])[..., None, None]
+        return self._unwritten
+
     def mask(self, window: int | None) -> Tensor:
         """``[B, 1, T, span]`` in the attended dtype: 0 where a token may look, else -inf.
 
@@ -123,10 +132,12 @@ class StepContext:
         """What the sequences read of a layer, ``[B, kv_heads, span, head_dim]``: a copy.
 
         One copy gathers the blocks; where the stored dtype is not the attended one, a second
-        widens them.
+        widens them. Positions behind a sequence's last token are zeros: an earlier owner of the
+        block may have left a NaN there, and a mask does not help, 0 x NaN is NaN.
         """
         gathered = stored.index_select(0, self.table.flatten())
         gathered = gathered.view(len(self.rows), self.span, *stored.shape[2:])
+        gathered.masked_fill_(self.unwritten, 0)
         return gathered.transpose(1, 2).to(self.kv.attended_dtype)
 
 

@@ -26,6 +26,10 @@ class BlockPool:
         """Blocks that can be taken: free and idle ones."""
         return len(self._free) + len(self._idle)
 
+    def remembers(self, block: int) -> bool:
+        """Whether a block is kept when its owners have gone."""
+        return block in self._remembered
+
     def owners(self, block: int) -> int:
         """How many own a block."""
         return self._owners[block]
@@ -81,6 +85,10 @@ class BlockPool:
     def remember(self, blocks: Iterable[int]) -> None:
         """Keep what owned blocks hold when their owners have gone."""
         self._remembered.update(blocks)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Remember owned blocks no more: they are free when their owners have gone."""
+        self._remembered.difference_update(blocks)
 
     def forget_all(self) -> None:
         """Remember no block; the idle ones are free."""

@@ -23,9 +23,11 @@ from paceline.actors.decoding.origins import token_origins
 from paceline.actors.decoding.prefill import prefill_shares
 from paceline.actors.decoding.recorder import RoundLog
 from paceline.actors.decoding.request import (
+    FAILED,
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_FAULT,
+    FINISH_NOT_FINITE,
     FINISH_REFUSED,
     GenerationChunk,
     GenerationRequest,
@@ -38,7 +40,7 @@ from paceline.actors.decoding.sampling import LatestBatch
 from paceline.actors.decoding.schedule import Schedule
 from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.transfer import device_tensor
-from paceline.actors.decoding.verification import Proposal, Verdict, verify
+from paceline.actors.decoding.verification import Proposal, Verdict, not_finite, verify
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.weights.evidence import DraftOutcome
 
@@ -261,23 +263,57 @@ class Engine:
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
-        self._record(batch, proposal, verdict, logits)
+        lost = self._stop_broken(batch, drafted, accepted, not_finite(logits))
+        self._record(batch, proposal, verdict, logits, lost)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
         origins = token_origins(batch, proposal, verdict, logits, emitted)
         for i, sequence in enumerate(batch):
+            if i in lost:
+                drafted[i] = accepted[i] = 0
+                continue
             own = logprobs[i] if logprobs else []
             self._accept(sequence, drafted[i], accepted[i], emitted[i], own, origins[i])
         outputs = [StepOutput(s.request_id, s.chunk(), self._close(s), s.news()) for s in batch]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
 
+    def _stop_broken(
+        self,
+        batch: list[Sequence],
+        drafted: list[int],
+        accepted: list[int],
+        broken: list[list[bool]] | None,
+    ) -> set[int]:
+        """End each request whose own logits are not finite; returns the rows that emit nothing.
+
+        A drafted token may be the cause: attention multiplies a masked NaN by 0. A row that is
+        broken from its first position on is computed again without drafts before it fails.
+        """
+        lost = set()
+        for i, flags in enumerate(broken or ()):
+            if not any(flags[: accepted[i] + 1]):
+                continue
+            lost.add(i)
+            if flags[0] and drafted[i]:
+                batch[i].num_speculative_tokens = 0
+                continue
+            logger.error("request %s ends: its logits are not finite", batch[i].request_id)
+            batch[i].finish_reason = FINISH_NOT_FINITE
+        return lost
+
     def _record(
-        self, batch: list[Sequence], proposal: Proposal, verdict: Verdict, logits: Tensor
+        self,
+        batch: list[Sequence],
+        proposal: Proposal,
+        verdict: Verdict,
+        logits: Tensor,
+        lost: set[int],
     ) -> None:
         """Log the round; where that fails, its requests leave no record and go on."""
+        recorders = [None if i in lost else s.recorder for i, s in enumerate(batch)]
         try:
-            self._log.add([s.recorder for s in batch], proposal, verdict, logits)
+            self._log.add(recorders, proposal, verdict, logits)
         except Exception:
             logger.exception("the records of a round are lost")
             self._forget_records()
@@ -313,11 +349,12 @@ class Engine:
         """Free a finished request; returns its record where one is kept."""
         if sequence.finish_reason is None:
             return None
-        if sequence.finish_reason != FINISH_ERROR:
+        failed = sequence.finish_reason in FAILED
+        if not failed:
             self._keep(sequence)
             self._drafting.ended(sequence)
-        self._release(sequence.request_id)
-        if sequence.recorder is None or sequence.finish_reason == FINISH_ERROR:
+        self._schedule.release(sequence.request_id, wipe=failed)
+        if sequence.recorder is None or failed:
             return None
         try:
             self._log.flush()

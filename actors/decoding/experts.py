@@ -257,7 +257,7 @@ class ExpertStack:
         return proposal
 
     def _discard(self, rows: Sequence[DraftRow]) -> frozenset[str]:
-        """Have what broken weights have written read by nobody; whose they are."""
+        """Wipe the keys and values of rows whose draft is not finite; returns their drafts."""
         for row in rows:
             self.runner.kv.wipe(self._table.row(row.request_id))
             self._computed.lose(row.request_id)

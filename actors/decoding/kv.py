@@ -150,13 +150,17 @@ class KVBlocks:
         return len(known) * self.block_size
 
     def keep(self, row: int, tokens: Sequence[int]) -> None:
-        """Let later rows begin with a row's full blocks.
+        """Let later rows begin with a row's full blocks, up to the first that is not finite.
 
         Args:
             row: whose positions 0..len(tokens)-1 are computed and final.
             tokens: those at these positions.
         """
-        self.pool.remember(self._index.add(tokens, self._blocks[row]))
+        full = self._blocks[row][: len(tokens) // self.block_size]
+        unknown = [block for block in full if not self.pool.remembers(block)]
+        broken = set(self._broken(unknown))
+        end = next((i for i, block in enumerate(full) if block in broken), len(full))
+        self.pool.remember(self._index.add(tokens[: end * self.block_size], full[:end]))
 
     def release(self, row: int) -> None:
         """Free a row; what was kept stays as long as nobody needs the memory."""
@@ -167,12 +171,16 @@ class KVBlocks:
         self._stale = True
 
     def wipe(self, row: int) -> None:
-        """Write zeros over a row's blocks and over block 0, which takes the padding's.
+        """Write zeros over the blocks that a row alone owns and those of padding; forget them.
 
-        A NaN there would spoil whoever reads the blocks later: what is masked is multiplied by 0,
-        and 0 x NaN is NaN. Not for rows that share blocks with others.
+        For a row whose numbers are not finite: no later row starts with them or reads them. A
+        block that other rows share was finite when it was kept.
         """
-        at = torch.tensor([0, *self._blocks[row]], device=self.device)
+        own = [block for block in self._blocks[row] if self.pool.owners(block) == 1]
+        self.pool.forget(own)
+        for block in own:
+            self._index.forget(block)
+        at = torch.tensor([0, self.pool.size + 1, *own], device=self.device)
         for part in (*self.keys, *self.values):
             part[at] = 0
 
@@ -189,6 +197,17 @@ class KVBlocks:
         if self._stale and self.tables is not self._host_tables:
             self.tables.copy_(self._host_tables, non_blocking=True)
         self._stale = False
+
+    def _broken(self, blocks: Sequence[int]) -> list[int]:
+        """Those of the blocks that hold a number which is not finite."""
+        if not blocks:
+            return []
+        at = torch.tensor(blocks, device=self.device)
+        total = torch.zeros(len(blocks), device=self.device)
+        for part in (*self.keys, *self.values):
+            total += part[at].flatten(1).sum(dim=1, dtype=torch.float32)
+        sums = total.tolist()
+        return [b for b, one in zip(blocks, sums, strict=True) if not math.isfinite(one)]
 
     def _columns(self, length: int) -> int:
         return -(-min(length, self.capacity) // self.block_size)

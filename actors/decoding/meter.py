@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.actors.decoding.request import FAILED, GenerationRequest
+from paceline.actors.decoding.request import FAILED, FINISH_NOT_FINITE, GenerationRequest
 
 _VERSIONS = 3  # of a slot: the present one, and those that requests may still draft with
 _MOST_WAITING = 4096  # latencies that nobody has taken; the oldest go
@@ -128,6 +128,7 @@ class RequestMeter:
         queue_s: from a request's arrival to its beginning.
         first_token_s: from its arrival to its first token.
         per_token_s: between its tokens after the first, the mean of the request.
+        not_finite: requests that failed, their logits being NaN or infinite.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -139,6 +140,7 @@ class RequestMeter:
         self.queue_s: deque[float] = deque(maxlen=_MOST_WAITING)
         self.first_token_s: deque[float] = deque(maxlen=_MOST_WAITING)
         self.per_token_s: deque[float] = deque(maxlen=_MOST_WAITING)
+        self.not_finite = 0
 
     def came(self, request: GenerationRequest, at: float) -> None:
         """A request came at ``at`` and is taken in.
@@ -173,6 +175,7 @@ class RequestMeter:
                 if not times.resumed:
                     self.first_token_s.append(times.first - times.came)
         if finish_reason is not None:
+            self.not_finite += finish_reason == FINISH_NOT_FINITE
             del self._requests[run_id]
             self._end(times, finish_reason)
 

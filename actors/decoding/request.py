@@ -11,10 +11,11 @@ FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
 FINISH_ERROR = "error"  # this request failed, alone
+FINISH_NOT_FINITE = "not_finite"  # this request's logits are NaN or infinite
 FINISH_FAULT = "fault"  # the engine failed while it ran this request, perhaps among others
 FINISH_REFUSED = "refused"  # the engine failed, and had not begun with this request
 FINISH_YIELDED = "yielded"  # a background request, to others
-FAILED = frozenset({FINISH_ERROR, FINISH_FAULT, FINISH_REFUSED})
+FAILED = frozenset({FINISH_ERROR, FINISH_NOT_FINITE, FINISH_FAULT, FINISH_REFUSED})
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 

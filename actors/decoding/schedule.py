@@ -94,11 +94,14 @@ class Schedule:
             row = self.rows.row(sequence.request_id)
             self._kv.keep(row, sequence.tokens[: sequence.num_computed])
 
-    def release(self, request_id: str) -> None:
-        """Take a running request out and free what it holds."""
+    def release(self, request_id: str, *, wipe: bool = False) -> None:
+        """Take a running request out and free what it holds; ``wipe`` overwrites it first."""
         del self.running[request_id]
         self._on_release(request_id)
-        self._kv.release(self.rows.release(request_id))
+        row = self.rows.release(request_id)
+        if wipe:
+            self._kv.wipe(row)
+        self._kv.release(row)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put a running request back to the head of the queue.

@@ -113,6 +113,21 @@ def sound(proposal: Proposal) -> tuple[Proposal, Tensor | None]:
     return proposal.cut(lengths), cut if bool(cut.any()) else None
 
 
+def not_finite(logits: Tensor) -> list[list[bool]] | None:
+    """Positions whose logits give no distribution: a NaN, +inf, or nothing but -inf.
+
+    Args:
+        logits: float ``[B, T, V]``.
+
+    Returns:
+        per row T flags; None if there is no such position, by far the cheaper answer.
+    """
+    if math.isfinite(logits.sum().item()):
+        return None
+    broken = ~logits.amax(dim=-1).isfinite()  # amax propagates NaN
+    return broken.tolist() if bool(broken.any()) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What verification decided for B rows.

@@ -124,6 +124,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "draft_failures", _COUNT, TARGET, "Rounds that went on without drafts since a draft failed"
     ),
+    Metric(
+        "not_finite_requests",
+        _COUNT,
+        TARGET,
+        "Requests that failed because their logits were NaN or infinite",
+    ),
     Metric("preemptions", _COUNT, TARGET, "Requests that gave up their memory and began anew"),
     Metric("num_requests_running", _GAUGE, TARGET, "Requests that are decoded"),
     Metric("num_requests_waiting", _GAUGE, TARGET, "Requests that wait for a row or for memory"),

@@ -99,11 +99,13 @@ SPECULATION = (
         "percentunit",
     ),
     Panel(
-        "Draft failures and preemptions",
-        "Rounds that lost their drafts, and requests that began anew, per second.",
+        "Failures and preemptions",
+        "Rounds that lost their drafts, requests that began anew, and requests that failed "
+        "because their logits were not finite, per second.",
         (
             Query(rate("draft_failures"), "draft failures"),
             Query(rate("preemptions"), "preemptions"),
+            Query(rate("not_finite_requests"), "not finite"),
         ),
     ),
 )

@@ -95,6 +95,7 @@ def _engine(figures: EngineFigures) -> Iterator[Sample]:
         yield Sample("plain_decode_seconds", rounds.plain_s)
     yield Sample("draft_failures", figures.draft_failures)
     yield Sample("preemptions", figures.preemptions)
+    yield Sample("not_finite_requests", figures.requests.not_finite)
     yield Sample("num_requests_running", figures.running)
     yield Sample("num_requests_waiting", figures.waiting)
     free = figures.kv_blocks_available

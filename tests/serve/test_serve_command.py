@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 import yaml
+from tiny_models import tiny_llama, tiny_tokenizer
 
 from paceline.deploy.config import PacelineConfig
 
@@ -107,6 +110,49 @@ def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: in
         assert process.stdout is not None
         assert "Traceback" not in process.stdout.read()
     assert_gone(started)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(
+    write_config: Write, free_port: int, tmp_path: Path
+) -> None:
+    """An error in OpenAI's shape, also in a stream; others and later ones answer as before."""
+    tokenizer = tiny_tokenizer()
+    target = tiny_llama(1, vocab=len(tokenizer), max_position_embeddings=2048)
+    head = target.lm_head.weight.detach().clone()
+    target.lm_head.weight, target.config.tie_word_embeddings = torch.nn.Parameter(head), False
+    target.model.embed_tokens.weight.data[tokenizer.encode("~", add_special_tokens=False)] = (
+        torch.inf
+    )
+    for part in (target, tokenizer):
+        part.save_pretrained(tmp_path / "broken")
+    changes = {"target.path": str(tmp_path / "broken"), "target.dtype": "float32"}
+    with serving(write_config(changes)) as process:
+        read_until(process, "Ctrl-C ends it")
+        with httpx.Client(base_url=f"http://127.0.0.1:{free_port}/v1", timeout=60) as http:
+
+            def post(prompt: str, **more: Any) -> httpx.Response:
+                body = {"model": "paceline", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+                return http.post("/completions", json=body | {"ignore_eos": True} | more)
+
+            sound = "SELECT name FROM people WHERE age"
+            before = post(sound).json()["choices"][0]["text"]
+            with ThreadPoolExecutor(6) as pool:
+                broken = [pool.submit(post, f"{sound} ~~~~ {i}") for i in range(3)]
+                others = [pool.submit(post, sound) for _ in range(3)]
+            assert [other.result().json()["choices"][0]["text"] for other in others] == 3 * [before]
+            for answer in (each.result() for each in broken):
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (500, "internal_error")
+                assert "not finite" in error["message"]
+            events = post("~", stream=True).text
+            assert '"internal_error"' in events
+            assert "not finite" in events
+            assert post(sound).json()["choices"][0]["text"] == before
+            status = http.get("/paceline/status").json()
+            assert status["failover"]["given_up"] == 4
+            assert status["failover"]["broken"] == status["failover"]["faults"] == 0
+        process.send_signal(signal.SIGINT)
+        assert ended(process, 60) == 0
 
 
 def runs(process: "subprocess.Popen[str]", name: str) -> bool:

@@ -56,9 +56,10 @@ class Replica:
         )
 
 
+RECOVERABLE = [failure for failure in Failure if failure is not Failure.NOT_FINITE]
 # Rounds of an attempt: sizes of its chunks, 0 for a sign of life; then it fails.
 ATTEMPTS = st.lists(
-    st.tuples(st.lists(st.integers(0, 4), max_size=4), st.sampled_from(Failure)), max_size=5
+    st.tuples(st.lists(st.integers(0, 4), max_size=4), st.sampled_from(RECOVERABLE)), max_size=5
 )
 
 
@@ -124,6 +125,17 @@ def test_the_trying_comes_to_an_end(lives: list[bool], took_s: float) -> None:
     assert died <= POLICY.max_lost + 1
     assert attempts <= 100
     assert now <= (died + 1) * (POLICY.give_up_after_s + took_s)
+
+
+def test_a_request_without_finite_logits_is_not_sent_again() -> None:
+    failover = Failover(POLICY)
+    state = failover.begin(REQUEST, now=0.0)
+    ended = GenerationChunk("", (), finish_reason="not_finite")
+    assert state.take(ended, 1.0) is Failure.NOT_FINITE
+    with pytest.raises(ApiError, match="not finite") as caught:
+        state.fail(Failure.NOT_FINITE, 1.0)
+    assert (caught.value.status, caught.value.code) == (500, "internal_error")
+    assert failover.counts() == dict.fromkeys(failover.counts(), 0) | {"given_up": 1}
 
 
 def test_a_replica_that_gives_up_is_replaced_once() -> None:
