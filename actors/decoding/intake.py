@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.actors.decoding.recorder import Recorder
-from paceline.actors.decoding.request import DRAFT_OFF, GenerationRequest, ended_late
+from paceline.actors.decoding.request import (
+    DRAFT_OFF,
+    GenerationRequest,
+    ended_late,
+    stopped_by_id,
+)
 from paceline.actors.decoding.sequence import Sequence
-from paceline.actors.decoding.text import TextStream
+from paceline.actors.decoding.text import TextStream, special_tokens
 from paceline.actors.weights.slots import slot_for
 
 
@@ -63,6 +68,7 @@ def take_in(
     for token_ids in (request.prompt_token_ids, request.output_token_ids):
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ValueError(f"a token id is not in the target's vocabulary of {vocab_size}")
+    request = stopped_by_id(request, special_tokens(tokenizer.backend_tokenizer))
     request = ended_late(request, settings.eos_token_ids)
     wanted = request.num_speculative_tokens
     k = settings.num_speculative_tokens if wanted is None else wanted
@@ -71,7 +77,9 @@ def take_in(
     draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
     sequence = Sequence(
         request=request,
-        text=TextStream(tokenizer, request.sampling.stop, request.sent_chars),
+        text=TextStream(
+            tokenizer, request.sampling.stop, request.sent_chars, request.prompt_token_ids
+        ),
         max_tokens=min(request.sampling.max_tokens, room),
         num_speculative_tokens=k,
         weight_version=drafts.get(draft, 0),

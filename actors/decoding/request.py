@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -114,6 +114,21 @@ class GenerationRequest:
     def run_id(self) -> str:
         """The id of this attempt: two of one request may meet on a replica, the first dying."""
         return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
+
+
+def stopped_by_id(request: GenerationRequest, special: Mapping[int, str]) -> GenerationRequest:
+    """The same request; a stop string that is a special token's text stops at the token, too.
+
+    Args:
+        request: see GenerationRequest.
+        special: texts of the special tokens by id; they never come up in the answer's text.
+    """
+    sampling = request.sampling
+    ids = tuple(token for token, text in special.items() if text in sampling.stop)
+    if not ids:
+        return request
+    ids = (*sampling.stop_token_ids, *ids)
+    return replace(request, sampling=replace(sampling, stop_token_ids=ids))
 
 
 def ended_late(request: GenerationRequest, eos_token_ids: frozenset[int]) -> GenerationRequest:
