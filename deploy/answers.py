@@ -102,11 +102,12 @@ def metrics(parts: Sequence[tuple[SpeculativeStats, str]]) -> Metrics | None:
     steps = sum(part.num_spec_steps for part in stats)
     drafted = sum(part.num_draft_tokens for part in stats)
     accepted = sum(part.num_accepted_draft_tokens for part in stats)
+    cut = sum(part.num_cut_rounds for part in stats)
     histograms = (part.acceptance_histogram for part in stats)
     versions = {part.weight_version for part in stats}
     return Metrics(
         speculative_decoding=SpeculativeMetrics(
-            mean_acceptance_length=1.0 + accepted / steps if steps else 0.0,
+            mean_acceptance_length=1.0 + (accepted - cut) / steps if steps else 0.0,
             draft_acceptance_rate=accepted / drafted if drafted else 0.0,
             acceptance_histogram=[sum(column) for column in zip_longest(*histograms, fillvalue=0)],
             num_spec_steps=steps,

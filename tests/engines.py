@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -119,6 +120,12 @@ def engine_of(
         generator=generator,
         now=lambda: 1234.5,
     )
+
+
+def twin_engine(k: int = 3, **more: Any) -> Engine:
+    """A draft with the target's own weights: greedy, everything is accepted."""
+    target = tiny_llama(1)
+    return engine_of(served(target), [{"a": served(copy.deepcopy(target))}], k=k, **more)
 
 
 def request(name: str, prompt: Sequence[int], **fields: Any) -> GenerationRequest:

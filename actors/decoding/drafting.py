@@ -165,7 +165,10 @@ class Drafting:
     def finished(
         self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
     ) -> None:
-        """Note a round that ends now: what was drafted and accepted, per row."""
+        """Note a round that ends now: what was drafted and accepted, per row.
+
+        The controller learns of all that was verified; the meter counts what was emitted.
+        """
         self._refusals.told()
         total, tokens = self._clock() - self._began, len(batch) + sum(accepted)
         times = total, self._drafting_s
@@ -173,9 +176,9 @@ class Drafting:
         if any(s.request.background for s in batch):  # then all are, and nobody waits for them
             return
         self.meter.took(total, self._drafting_s, tokens, plain_s)
-        for s, tried, taken in zip(batch, drafted, accepted, strict=True):
+        for s in batch:
             if s.num_speculative_tokens != 0:
-                self.meter.row(s.request.topic, s.draft, s.weight_version, tried, taken)
+                self.meter.row(s.request.topic, s.draft, s.weight_version, *s.last_round)
 
     def chosen(self) -> tuple[dict[str, int], float | None]:
         """The controller's present k by draft, and the tokens per second that it expects."""

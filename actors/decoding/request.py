@@ -145,7 +145,9 @@ class SpeculativeStats:
     """What speculation did for one request.
 
     ``acceptance_histogram[i]`` counts the speculative rounds in which exactly ``i`` draft
-    tokens were accepted."""
+    tokens were accepted. Draft tokens behind the one that ended the answer count neither as drafted
+    nor as accepted; ``num_cut_rounds`` are the rounds that ended with a draft's token so, without
+    one of the target's own."""
 
     draft: str
     weight_version: int
@@ -153,6 +155,7 @@ class SpeculativeStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
+    num_cut_rounds: int = 0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -164,7 +167,8 @@ class SpeculativeStats:
     def mean_acceptance_length(self) -> float:
         """Tokens per speculative round, the bonus token included; 0 without rounds."""
         steps = self.num_spec_steps
-        return 1.0 + self.num_accepted_draft_tokens / steps if steps else 0.0
+        cut = self.num_cut_rounds
+        return 1.0 + (self.num_accepted_draft_tokens - cut) / steps if steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class Sequence:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    num_cut_rounds: int = 0
+    last_round: tuple[int, int] = (0, 0)  # drafted and accepted, as they are counted
     histogram: list[int] = field(default_factory=list)
     _sent: int = 0  # output tokens that chunks have carried
     _logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -112,6 +114,21 @@ class Sequence:
         ``logprobs`` and ``origins`` have an entry per emitted token where the request asks for
         them.
         """
+        before, self.last_round = len(self.tokens), (0, 0)
+        self._take(emitted, eos)
+        self._count(drafted, accepted, len(self.tokens) - before)
+        if logprobs:
+            self._logprobs.extend(logprobs[: len(self.tokens) - before])
+        if origins:
+            self._origins.extend(origins[: len(self.tokens) - before])
+        self.num_computed = len(self.tokens) - 1
+
+    def _count(self, drafted: int, accepted: int, taken: int) -> None:
+        """Count a round of which so many tokens were taken; behind them nothing was drafted."""
+        if taken <= accepted:
+            drafted = accepted = taken
+            self.num_cut_rounds += 1
+        self.last_round = drafted, accepted
         if drafted:
             self._unsent_rounds.append((drafted, accepted))
             self.num_spec_steps += 1
@@ -119,13 +136,6 @@ class Sequence:
             self.num_accepted += accepted
             self.histogram.extend([0] * (drafted + 1 - len(self.histogram)))
             self.histogram[accepted] += 1
-        before = len(self.tokens)
-        self._take(emitted, eos)
-        if logprobs:
-            self._logprobs.extend(logprobs[: len(self.tokens) - before])
-        if origins:
-            self._origins.extend(origins[: len(self.tokens) - before])
-        self.num_computed = len(self.tokens) - 1
 
     def resume(self, eos: frozenset[int]) -> None:
         """Take the output that the request came with; nothing of it is handed out again."""
@@ -237,4 +247,5 @@ class Sequence:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_draft_tokens=self.num_accepted,
             acceptance_histogram=tuple(self.histogram),
+            num_cut_rounds=self.num_cut_rounds,
         )

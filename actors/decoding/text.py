@@ -6,7 +6,6 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from os.path import commonprefix
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -25,6 +24,12 @@ def special_tokens(backend: Any) -> Mapping[int, str]:
     """
     added = backend.get_added_tokens_decoder().items()
     return {token: entry.content for token, entry in added if entry.special}
+
+
+def _num_common(one: str, other: str) -> int:
+    """Length of the longest text that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class _Behind:
@@ -67,7 +72,7 @@ class _Behind:
 
     def rest(self, text: str) -> str:
         """What is the answer's in a text of the tail and the answer."""
-        return text[max(len(commonprefix([known, text])) for known in self._known) :]
+        return text[max(_num_common(known, text) for known in self._known) :]
 
     def text(self, answer: list[int]) -> str:
         """The answer's text."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from engines import TOKENIZER, engine_of, make_engine, request, run, served, tokens_of
-from tiny_models import tiny_llama
+from engines import TOKENIZER, make_engine, request, run, tokens_of, twin_engine
 
-from paceline.actors.decoding.engine import Engine, StepOutput
+from paceline.actors.decoding.engine import StepOutput
 from paceline.actors.decoding.origins import token_origins
 from paceline.actors.decoding.request import TokenOrigin, joined
 from paceline.actors.decoding.sequence import Sequence
@@ -28,12 +26,6 @@ def origins_of(outputs: list[StepOutput]) -> list[TokenOrigin]:
         assert output.chunk.origins is not None
         assert len(output.chunk.origins) == len(output.chunk.token_ids)
     return [item for output in outputs for item in output.chunk.origins or ()]
-
-
-def twin_engine(k: int = 3, **more: Any) -> Engine:
-    """A draft with the target's own weights: greedy, everything is accepted."""
-    target = tiny_llama(1)
-    return engine_of(served(target), [{"a": served(copy.deepcopy(target))}], k=k, **more)
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole_and_a_bonus_follows() -> None:
