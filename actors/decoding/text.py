@@ -199,8 +199,9 @@ class TextStream:
     def _extend(self, piece: str, may_stop: bool = True) -> None:
         before = len(self._decoded)
         self._decoded += piece
-        self._cut(first_stop(self._decoded, self._stops, before), may_stop)
-        self._cut(self._marked.add(piece), may_stop)
+        if self._may_be_cut:
+            self._cut(first_stop(self._decoded, self._stops, before), may_stop)
+            self._cut(self._marked.add(piece), may_stop)
 
     def _cut(self, at: int | None, may_stop: bool) -> None:
         """End the text before a stop string, if there is one."""
