@@ -68,7 +68,7 @@ def take_in(
     for token_ids in (request.prompt_token_ids, request.output_token_ids):
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ValueError(f"a token id is not in the target's vocabulary of {vocab_size}")
-    request = stopped_by_id(request, special_tokens(tokenizer.backend_tokenizer))
+    request = stopped_by_id(request, special_tokens(tokenizer.backend_tokenizer), vocab_size)
     request = ended_late(request, settings.eos_token_ids)
     wanted = request.num_speculative_tokens
     k = settings.num_speculative_tokens if wanted is None else wanted

@@ -116,19 +116,22 @@ class GenerationRequest:
         return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
 
 
-def stopped_by_id(request: GenerationRequest, special: Mapping[int, str]) -> GenerationRequest:
+def stopped_by_id(
+    request: GenerationRequest, special: Mapping[int, str], vocab_size: int
+) -> GenerationRequest:
     """The same request; a stop string that is a special token's text stops at the token, too.
 
     Args:
         request: see GenerationRequest.
         special: texts of the special tokens by id; they never come up in the answer's text.
+        vocab_size: of the target; a tokenizer may have tokens beyond it.
     """
     sampling = request.sampling
-    ids = tuple(token for token, text in special.items() if text in sampling.stop)
-    if not ids:
+    if not sampling.stop:
         return request
-    ids = (*sampling.stop_token_ids, *ids)
-    return replace(request, sampling=replace(sampling, stop_token_ids=ids))
+    ids = (token for token, text in special.items() if token < vocab_size and text in sampling.stop)
+    stop_token_ids = (*sampling.stop_token_ids, *ids)
+    return replace(request, sampling=replace(sampling, stop_token_ids=stop_token_ids))
 
 
 def ended_late(request: GenerationRequest, eos_token_ids: frozenset[int]) -> GenerationRequest:

@@ -9,7 +9,7 @@ from engines import TOKENIZER, make_engine, request, run, tokens_of, twin_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.decoding.request import GenerationRequest
+from paceline.actors.decoding.request import GenerationRequest, stopped_by_id
 from paceline.actors.decoding.sequence import Sequence
 from paceline.actors.decoding.text import TextStream
 
@@ -96,3 +96,10 @@ def test_a_special_tokens_text_stops_as_the_token_does() -> None:
     assert len(answer) == 4  # three that may not be it, and the token itself
     assert answer[3] == 2 not in answer[:3]
     assert outputs[-1].chunk.finish_reason == "stop"
+
+
+def test_a_special_token_that_the_target_lacks_is_no_stop_token() -> None:
+    asked = request("r", [5, 6], stop=("</s>", "<s>"), stop_token_ids=(9,))
+    found = stopped_by_id(asked, {1: "<s>", 2: "</s>", 300: "<s>", 7: "<x>"}, 300)
+    assert found.sampling.stop_token_ids == (9, 1, 2)
+    assert found.sampling.stop == asked.sampling.stop
