@@ -295,6 +295,7 @@ class Engine:
             if not any(flags[: accepted[i] + 1]):
                 continue
             lost.add(i)
+            batch[i].last_round = (0, 0)
             if flags[0] and drafted[i]:
                 batch[i].num_speculative_tokens = 0
                 continue
