@@ -17,6 +17,7 @@ _POLL_S = 1.0
 _QUIET_LOOKS = 4
 _DECISIONS = 6
 _TRIES = 3
+_TAKEN_S = 30.0
 
 
 def show_status(url: str, say: Say) -> None:
@@ -31,7 +32,9 @@ def show_status(url: str, say: Say) -> None:
 def roll_back(
     url: str, topic: str, version: int | None, say: Say, *, expected: int | None = None
 ) -> None:
-    """Have a topic's draft go back, once, also where the answer to the first call is lost.
+    """Roll a topic's draft back, once, and wait until the replicas serve the version.
+
+    An answer that is lost is asked for again; the draft goes back once all the same.
 
     Args:
         url: of the server.
@@ -41,7 +44,8 @@ def roll_back(
         expected: the newest version that is served; None: whichever is when this is called.
 
     Raises:
-        CallError: the server refuses, and nothing was changed; or it does not answer.
+        CallError: the server refuses, and nothing was changed; or it does not answer; or a replica
+            has not taken the version within ``_TAKEN_S`` seconds, and the message says which.
     """
     expected = _served(url, topic)[-1] if expected is None else expected
     order = {"topic": topic, "version": version, "expected": expected}
@@ -57,6 +61,7 @@ def roll_back(
                 if stable == expected:  # a candidate came before any of these calls
                     raise
                 told = f"`paceline history --topic {topic}` says whose doing it is"
+                _wait_until_taken(url, topic, stable)
                 say(f"{topic}: stable is version {stable} (an answer was lost; {told})")
                 return
             if attempt + 1 == _TRIES:
@@ -65,8 +70,31 @@ def roll_back(
                 raise NoAnswerError(f"{error}; `{again}` goes back only if it was not") from error
             time.sleep(_POLL_S)
         else:
-            say(f"{answer['topic']}: stable is version {answer['weight_version']}")
+            _wait_until_taken(url, topic, answer["weight_version"])
+            say(f"{topic}: stable is version {answer['weight_version']}")
             return
+
+
+def _wait_until_taken(url: str, topic: str, version: int) -> None:
+    """Ask the replicas, one by one as they are chosen, until all of them serve a version."""
+    served: dict[str, int | None] = {}
+    deadline = time.monotonic() + _TAKEN_S
+    while True:
+        status = call(url, "GET", "/v1/paceline/status")
+        target, board = _part(status, "target"), _part(status, "board")
+        if "drafts" in target:
+            served[target["replica_id"]] = target["drafts"].get(topic)
+        behind = {name: at for name, at in served.items() if at != version}
+        if served and not behind and len(served) >= board.get("replicas", 1):
+            return
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    told = ", ".join(f"replica {name} has version {at}" for name, at in behind.items())
+    raise CallError(
+        f"{topic}: version {version} is stable, but not every replica has taken it within "
+        f"{_TAKEN_S:.0f} s: {told or 'some did not answer'}; its log says why"
+    )
 
 
 def _served(url: str, topic: str) -> list[int]:

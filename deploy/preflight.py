@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 from paceline.actors.decoding.compatibility import (
-    ModelError,
     check_models,
     own_context,
     read_config,
 )
 from paceline.actors.routing.policy import GENERAL, UNNAMED, LeastConfidence
+from paceline.actors.weights.checkpoint import ModelError, check_tensors
 from paceline.actors.weights.lock import is_locked
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
@@ -47,6 +47,10 @@ def check_parts(config: PacelineConfig) -> None:
     """
     try:
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
+        check_tensors(config.target_path, "target")
+        drafts = {str(path): name for name, path in reversed(config.draft_paths.items())}
+        for path, name in drafts.items():
+            check_tensors(path, f"draft {name}")
         known = set(router_labels(config))
         router_confidence(config)
     except ModelError as error:

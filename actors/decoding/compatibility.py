@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
-class ModelError(ValueError):
-    """A model folder that cannot be served; the message is one line that says why."""
+from paceline.actors.weights.checkpoint import ModelError
 
 
 def read_config(path: str | Path, name: str) -> dict[str, Any]:

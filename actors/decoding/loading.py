@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from paceline.actors.decoding.attention import ATTENTION_NAME
+from paceline.actors.weights.checkpoint import read_causal_lm
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -44,21 +45,19 @@ def load_causal_lm(
     *,
     attention: str = ATTENTION_NAME,
 ) -> Any:
-    """A transformers causal LM in eval mode, read from local safetensors only.
+    """A transformers causal LM in eval mode, see :func:`read_causal_lm`.
 
     Args:
         path: model folder.
         dtype: of the weights.
         device: where they go.
         attention: attention implementation; the engine's own unless told otherwise.
+
+    Raises:
+        ModelError: a tensor is missing or of another shape.
+        OSError: there is no model.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype,
-        attn_implementation=attention,
-        local_files_only=True,
-        use_safetensors=True,
-    )
+    model = read_causal_lm(path, dtype=dtype, attn_implementation=attention)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -17,6 +17,7 @@ from paceline.actors.decoding.graphs import CudaCapture, GraphedDecoder
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
 from paceline.actors.decoding.transfer import device_tensor
+from paceline.actors.weights.checkpoint import tied_names
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
@@ -246,7 +247,7 @@ class ModelRunner:
         """
         model = self.models[expert]
         own = model.state_dict()
-        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        tied = tied_names(model)
         missing = [name for name in own if name not in state and name not in tied]
         unknown = [name for name in state if name not in own]
         if missing or unknown:

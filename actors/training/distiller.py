@@ -17,13 +17,14 @@ from paceline.actors.training.adapters import Adapters
 from paceline.actors.training.averaging import RunningMean
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.draft_state import load_state, tied_names
+from paceline.actors.training.draft_state import load_state
 from paceline.actors.training.forward import logits_at, takes_branches
 from paceline.actors.training.objective import objective
 from paceline.actors.training.objective_settings import ObjectiveSettings
 from paceline.actors.training.optimizer_state import OptimizerState, capture, part, restore, whole
 from paceline.actors.training.shares import Share, of_a_step
 from paceline.actors.training.stages import engine_config, training_dtype, zero_stage
+from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Distiller:
 
         Raises:
             OSError: where the folder holds no model.
+            ModelError: a tensor is missing or of another shape.
             ValueError: for a ZeRO stage that cannot work, or a draft without linear layers.
         """
         self.path = path
@@ -80,13 +82,7 @@ class Distiller:
         self.device = resolve_device(settings.device)
         self.dtype = training_dtype(settings.dtype, self.device)
         self.stage = zero_stage(settings.zero_stage, self.dtype)
-        draft = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=self.dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        draft = read_causal_lm(path, dtype=self.dtype, attn_implementation="eager")
         self.branches = settings.objective.needs_branches and takes_branches(draft)
         if settings.objective.needs_branches and not self.branches:
             logger.warning(

@@ -1,4 +1,4 @@
-"""State dicts of drafts: what is whose, and how one is put into a draft."""
+"""How a state dict is put into a draft."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.training.adapters import is_adapter
-
-
-def tied_names(draft: Any) -> set[str]:
-    """Names of the weights that are another's."""
-    if not getattr(draft.config, "tie_word_embeddings", False):
-        return set()
-    return set(getattr(draft, "_tied_weights_keys", None) or ())
+from paceline.actors.weights.checkpoint import tied_names
 
 
 def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
@@ -25,7 +19,7 @@ def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
         ValueError: for names that the draft lacks or shapes that differ.
     """
     own = {name: weight for name, weight in draft.state_dict().items() if not is_adapter(name)}
-    tied = set(getattr(draft, "_tied_weights_keys", None) or ())
+    tied = tied_names(draft)
     missing = [name for name in own if name not in state and name not in tied]
     wrong = [n for n, new in state.items() if n not in own or own[n].shape != new.shape]
     if missing or wrong:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from paceline.actors.decoding.loading import resolve_device, resolve_dtype
+from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import usable
 from paceline.actors.training.draft_state import load_state
@@ -88,12 +87,6 @@ class Jury:
         return [float(gain) for gain in gains]
 
     def _seat(self, path: str) -> _Seat:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=resolve_dtype(self._settings.dtype, self._device),
-            attn_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,
-        )
-        model = model.to(self._device).eval().requires_grad_(False)
+        dtype = resolve_dtype(self._settings.dtype, self._device)
+        model = load_causal_lm(path, dtype, self._device, attention="eager")
         return _Seat(model, {name: value.clone() for name, value in model.state_dict().items()})

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
+
 _CARRIERS: dict[torch.dtype, tuple[str, torch.dtype]] = {
     # dtype: its name, and the dtype of the same width that numpy has
     torch.bfloat16: ("bfloat16", torch.uint16),
@@ -138,18 +140,16 @@ def save_safetensors(flat: FlatWeights, path: str | Path) -> None:
 
 
 def load_model(folder: str | Path) -> FlatWeights:
-    """The weights of a model folder, all its safetensors files together.
+    """The weights of a causal LM's folder, under the names that replicas have them by.
 
     Raises:
-        OSError: there are none.
-        safetensors.SafetensorError: a broken one.
+        OSError: there is no model.
+        ModelError: a tensor is missing or of another shape.
+        safetensors.SafetensorError: a broken file.
     """
-    state: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        state |= load_file(path)
-    if not state:
-        raise FileNotFoundError(f"{folder} holds no safetensors")
-    return flatten(state)
+    model = read_causal_lm(folder)
+    tied = tied_names(model)
+    return flatten({name: t for name, t in model.state_dict().items() if name not in tied})
 
 
 def load_safetensors(path: str | Path) -> FlatWeights:

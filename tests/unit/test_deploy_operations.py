@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class World:
             str(folder), TOPICS, "aa", keep_versions=9, put=lambda flat: flat
         )
         self.board = LoadBoard()
+        self.behind: dict[str, dict[str, int]] = {}  # of a replica, the versions that it has
         settings = ReplaySettings(held_out_fraction=0.0)
         self.shards = {
             topic: ReplayShard(topic, settings, seed=0, clock=lambda: 1_000.0) for topic in TOPICS
@@ -231,11 +233,18 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 
 @pytest.fixture
 def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """The commands' calls go to that world."""
+    """The commands' calls go to that world, whose target has two replicas."""
+    replicas = cycle(["one", "two"])
 
     def call(_: str, method: str, path: str, body: Any = None) -> Any:
         if (method, path) == ("GET", "/v1/paceline/status"):
-            return {"live_drafts": world.registry.live()}
+            name = next(replicas)
+            drafts = world.registry.current() | world.behind.get(name, {})
+            return {
+                "live_drafts": world.registry.live(),
+                "target": {"replica_id": name, "drafts": drafts},
+                "board": {"replicas": 2},
+            }
         assert method == "POST"
         answer = world.post(path.removeprefix("/v1/paceline/"), body)
         if answer.status_code != 200:
@@ -264,6 +273,22 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
     ]
     with pytest.raises(CallError, match="no topic art"):
         operations_command.roll_back("u", "art", None, say)
+
+
+def test_a_rollback_succeeds_only_if_every_replica_takes_it(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations_command, "_TAKEN_S", 0.05)
+    for value in (1.0, 2.0):
+        asked.publish(value)
+    asked.behind["two"] = {"sql": 2}
+    said = list[str]()
+    with pytest.raises(CallError, match=r"version 3 is stable.*replica two has version 2;"):
+        operations_command.roll_back("u", "sql", None, said.append)
+    assert said == []
+    asked.behind.clear()
+    operations_command.roll_back("u", "sql", 1, said.append)
+    assert said == ["sql: stable is version 4"]
 
 
 @pytest.mark.parametrize("canary", [False, True])

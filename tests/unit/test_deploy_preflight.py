@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from free_ports import find_port
+from safetensors.torch import load_file, save_file
 
 from paceline.actors.weights.lock import LOCK_NAME
 from paceline.deploy import app, learning, replica_settings
@@ -41,12 +42,9 @@ def refusal(config: PacelineConfig) -> str:
 
 
 def copied(tmp_path: Path, model: str, change: Change) -> str:
-    """A copy of an embedded model's small files, changed; its weights are never read here."""
+    """A copy of an embedded model, changed."""
     folder = tmp_path / model
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        shutil.copy(MODELS_DIR / model / name, folder / name)
-    (folder / "model.safetensors").touch()
+    shutil.copytree(MODELS_DIR / model, folder)
     change(folder)
     return str(folder)
 
@@ -98,6 +96,65 @@ def test_a_broken_model_folder_is_named(
     config: PacelineConfig, tmp_path: Path, key: str, model: str, change: Change, said: str
 ) -> None:
     assert said in refusal(changed(config, {key: copied(tmp_path, model, change)}))
+
+
+def with_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    def rewrite(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return rewrite
+
+
+def torn(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def sharded(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_tensors(lambda state: state.pop(NORM)), f"its files lack {NORM}"),
+        (
+            with_tensors(lambda state: state.update({NORM: torch.zeros(5)})),
+            f"wrong shape of {NORM} (the file has [5], the config asks for [",
+        ),
+        (with_config(num_hidden_layers=9), "its files lack model.layers."),
+        (
+            with_tensors(lambda state: state.update({NORM.replace("0", "9"): state[NORM].clone()})),
+            f"the config has fewer layers than the files, which hold {NORM.replace('0', '9')}",
+        ),
+        (with_config(tie_word_embeddings=False), "its files lack lm_head.weight"),
+        (torn, "model.safetensors cannot be read"),
+        (sharded, "lacks model-00001-of-00002.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("key", ["target.path", "drafts.general"])
+def test_files_without_what_the_config_asks_for_are_refused_by_their_tensors(
+    config: PacelineConfig, tmp_path: Path, key: str, change: Change, said: str
+) -> None:
+    model = "target" if key == "target.path" else "draft-general"
+    told = refusal(changed(config, {key: copied(tmp_path, model, change)}))
+    assert said in told
+    assert told.startswith("target: " if model == "target" else "draft general: ")
+
+
+def test_further_tensors_are_ignored(config: PacelineConfig, tmp_path: Path) -> None:
+    def more(folder: Path) -> None:
+        with_tensors(lambda state: state.update({"vision.w": torch.zeros(2)}))(folder)
+        save_file({"layers.0.wq.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
+
+    check(changed(config, {"drafts.general": copied(tmp_path, "draft-general", more)}))
 
 
 def test_a_short_draft_serves_a_target_that_is_cut_to_it(

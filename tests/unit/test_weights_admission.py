@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import save_tiny
 
 from paceline.actors.weights.admission import ASKED_FOR, NotNow, Setbacks
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.evidence import DraftOutcome
-from paceline.actors.weights.flat import FlatWeights, flatten, save_safetensors
+from paceline.actors.weights.flat import FlatWeights, flatten
 from paceline.actors.weights.registry import WeightRegistry
 
 GOOD, EVEN, BAD = 16, 10, 2
@@ -35,8 +36,7 @@ def weights(value: float) -> FlatWeights:
 
 def registry(directory: Path, clock: Clock, **changes: Any) -> WeightRegistry:
     initial = directory / "initial"
-    initial.mkdir(parents=True, exist_ok=True)
-    save_safetensors(weights(0.0), initial / "model.safetensors")
+    save_tiny(initial, 1, layers=1, tokenizer=False)
     return WeightRegistry(
         str(directory / "state"),
         ("sql",),

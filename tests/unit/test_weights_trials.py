@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import save_tiny
 
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.outlook import Outlook
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.evidence import DraftOutcome
-from paceline.actors.weights.flat import FlatWeights, flatten, save_safetensors, unflatten
+from paceline.actors.weights.flat import FlatWeights, flatten, load_model, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.store import WeightStore
 
@@ -202,8 +203,7 @@ def test_drift_does_not_bring_back_what_is_no_better(tmp_path: Path) -> None:
 
 def test_an_operator_goes_back_to_any_version_that_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "draft"
-    folder.mkdir()
-    save_safetensors(weights(0.5), folder / "model.safetensors")
+    initial_weights = load_model(save_tiny(folder, 1, layers=1, tokenizer=False))
     reg = registry(tmp_path / "state", initial={"sql": str(folder)})
     with pytest.raises(ValueError, match="version None"):
         reg.roll_back("sql")
@@ -217,14 +217,16 @@ def test_an_operator_goes_back_to_any_version_that_is_there(tmp_path: Path) -> N
     assert reg.roll_back("sql", 2) == 5
     assert served(reg) == {"sql": (5, 2.0)}
     assert reg.roll_back("sql", 0) == 6
-    assert served(reg) == {"sql": (6, 0.5)}
+    version, (restored,) = reg.newest("sql")
+    assert (version, restored.digest()) == (6, initial_weights.digest())
     with pytest.raises(ValueError, match="version 99"):
         reg.roll_back("sql", 99)
     with pytest.raises(KeyError):
         reg.roll_back("poems")
     last = reg.history("sql")[-1]
     assert (last["outcome"], last["restored_from"], last["parent"]) == ("rolled_back", 0, 5)
-    assert served(registry(tmp_path / "state")) == {"sql": (6, 0.5)}
+    version, (restored,) = registry(tmp_path / "state").newest("sql")
+    assert (version, restored.digest()) == (6, initial_weights.digest())
     assert first == 1
 
 

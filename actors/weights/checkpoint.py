@@ -1,0 +1,185 @@
+"""Model folders: which tensors a causal LM needs, and that its files hold them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SHOWN = 3
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be served; the message is one line that says why."""
+
+
+def weight_files(folder: str | Path, name: str) -> list[Path]:
+    """The safetensors files of a model folder that transformers reads.
+
+    Args:
+        folder: of the model.
+        name: what the model is called in an error.
+
+    Raises:
+        ModelError: a file is missing, or the index is broken.
+    """
+    folder = Path(folder)
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    index = folder / _INDEX
+    if not index.is_file():
+        raise ModelError(f"{name}: {folder} has neither {_SINGLE} nor {_INDEX}")
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{name}: {index} cannot be read ({error})") from error
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(f"{name}: {folder} lacks {_some(missing)}, which {_INDEX} names")
+    return [folder / shard for shard in shards]
+
+
+def check_tensors(folder: str | Path, name: str) -> None:
+    """Refuse a causal LM whose files do not hold the tensors that its config asks for.
+
+    transformers itself compares: it loads tensors of the files' names and shapes that take no
+    memory, so renamed, merged, tied and ignored tensors are what they are at a real start. Only
+    the headers of the files are read.
+
+    Args:
+        folder: of the model.
+        name: what the model is called in an error.
+
+    Raises:
+        ModelError: names the tensors.
+    """
+    from safetensors import SafetensorError, safe_open
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    state: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder, name):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                    entry = tensors.get_slice(key)
+                    zero = torch.zeros((), dtype=_DTYPES.get(entry.get_dtype(), torch.float32))
+                    state[key] = zero.expand(entry.get_shape())
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{name}: {file} cannot be read ({error})") from error
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: {folder}/config.json: {_first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{name}: {folder} is no causal LM ({config.model_type})")
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    _loaded(kind, None, name, config=config, state_dict=state)
+
+
+def read_causal_lm(folder: str | Path, name: str | None = None, **options: Any) -> Any:
+    """A transformers causal LM, read from local safetensors only, whole or not at all.
+
+    Tensors that the model does not have are ignored, as transformers does. ``tie_word_embeddings``
+    of its config says afterwards whether the head is the embedding: a head of other values in the
+    files unties it.
+
+    Args:
+        folder: of the model.
+        name: what the model is called in an error; None for the folder.
+        options: of transformers' ``from_pretrained``.
+
+    Raises:
+        ModelError: a tensor is missing or of another shape.
+        OSError: there is no model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    called = str(folder) if name is None else name
+    own = {"local_files_only": True, "use_safetensors": True}
+    model = _loaded(AutoModelForCausalLM, folder, called, **own, **options)
+    head = model.get_output_embeddings()
+    if head is not None:
+        tied = head.weight is model.get_input_embeddings().weight
+        model.config.tie_word_embeddings = tied
+    return model
+
+
+def tied_names(model: Any) -> set[str]:
+    """Names of parameters that are another one under a further name."""
+    seen: set[int] = set()
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            tied.add(name)
+        seen.add(id(parameter))
+    return tied
+
+
+def _loaded(kind: Any, folder: str | Path | None, name: str, **options: Any) -> Any:
+    with _quiet():
+        model, info = kind.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    faults = _faults(info, model.state_dict())
+    if faults:
+        raise ModelError(f"{name}: {'; '.join(faults)}")
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own report and progress bar: what matters of them is raised."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _faults(info: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """What a load report says that a start must not pass over."""
+    wrong = [
+        f"{key} (the file has {list(found)}, the config asks for {list(wanted)})"
+        for key, found, wanted in sorted(info["mismatched_keys"])
+    ]
+    layers = {_template(key) for key in own if _template(key) != key}
+    beyond = [key for key in info["unexpected_keys"] if _template(key) in layers]
+    found = [
+        ("its files lack", info["missing_keys"]),
+        ("wrong shape of", wrong),
+        ("the config has fewer layers than the files, which hold", beyond),
+        ("cannot be read:", info["error_msgs"]),
+    ]
+    return [f"{text} {_some(sorted(names))}" for text, names in found if names]
+
+
+def _template(key: str) -> str:
+    """A tensor's name without the numbers of its layer and expert."""
+    return re.sub(r"\.\d+\.", ".*.", key)
+
+
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
