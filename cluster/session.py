@@ -21,7 +21,7 @@ import psutil
 from paceline.cluster.orphans import mark, orphans, unmark
 
 NAMESPACE = "paceline"
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 GRACE_S = 8.0
 
 _ENVIRONMENT = {
@@ -109,8 +109,8 @@ def _init(**options: Any) -> None:
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
-                dashboard_host=_LOOPBACK,
-                _node_ip_address=_LOOPBACK,
+                dashboard_host=LOOPBACK,
+                _node_ip_address=LOOPBACK,
                 **options,
             )
         finally:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from paceline.actors.decoding.compatibility import (
@@ -17,6 +18,7 @@ from paceline.actors.decoding.compatibility import (
 from paceline.actors.routing.policy import GENERAL, UNNAMED, LeastConfidence
 from paceline.actors.weights.checkpoint import ModelError, check_tensors
 from paceline.actors.weights.lock import is_locked
+from paceline.cluster.session import LOOPBACK
 from paceline.deploy.auth import key_digests
 from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
@@ -36,7 +38,7 @@ def check(config: PacelineConfig) -> None:
     _check_pool(config)
     _check_training(config)
     _check_state(config.state_path)
-    _check_port(config.host, config.port)
+    _check_ports(config)
 
 
 def check_parts(config: PacelineConfig) -> None:
@@ -254,12 +256,19 @@ def _check_state(folder: Path) -> None:
         raise ConfigError(f"state_dir: {folder} is in use by another server")
 
 
-def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(f"port: cannot listen on {host}:{port} ({reason})") from error
+def _check_ports(config: PacelineConfig) -> None:
+    """Nobody listens on the ports that a start opens; all are held at once: two may be the same."""
+    wanted = [("port", config.host, config.port)]
+    if config.ray.dashboard:
+        wanted.append(("ray.dashboard_port", LOOPBACK, config.ray.dashboard_port))
+    with ExitStack() as held:
+        for key, host, port in wanted:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ConfigError(f"{key}: cannot listen on {host}:{port} ({reason})") from error

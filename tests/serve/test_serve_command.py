@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -257,5 +258,20 @@ def test_what_cannot_be_served_is_one_line_and_2_before_anything_starts(
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.startswith("paceline: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_taken_port_of_the_dashboard_is_one_line_and_2(
+    write_config: Write, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = {"state_dir": str(tmp_path / "state")}
+        config = write_config(own | {"ray.dashboard": True, "ray.dashboard_port": port})
+        done = subprocess.run([*COMMAND, str(config)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    said = f"paceline: ray.dashboard_port: cannot listen on 127.0.0.1:{port} ("
+    assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ Change = Callable[[Path], object]
 @pytest.fixture
 def config(tmp_path: Path) -> PacelineConfig:
     """The embedded models on a free port, with a state folder of its own."""
-    return load_config(None, {"port": find_port(), "state_dir": str(tmp_path / "state")})
+    own = {"port": find_port(), "ray.dashboard_port": find_port()}
+    return load_config(None, own | {"state_dir": str(tmp_path / "state")})
 
 
 def changed(config: PacelineConfig, changes: dict[str, Any]) -> PacelineConfig:
@@ -230,6 +232,28 @@ def test_a_state_folder_of_a_running_server_is_refused(config: PacelineConfig) -
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "in use by another server" in refusal(config)
     check(config)
+
+
+@pytest.mark.parametrize("key", ["port", "ray.dashboard_port"])
+def test_a_port_that_is_taken_is_refused_by_its_key(config: PacelineConfig, key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        busy = changed(config, {key: number})
+        assert refusal(busy).startswith(f"{key}: cannot listen on 127.0.0.1:{number} (")
+    check(busy)
+
+
+def test_a_dashboard_on_the_server_s_own_port_is_refused(config: PacelineConfig) -> None:
+    same = changed(config, {"ray.dashboard_port": config.port})
+    assert refusal(same).startswith(f"ray.dashboard_port: cannot listen on 127.0.0.1:{config.port}")
+    everywhere = changed(same, {"host": "0.0.0.0"})
+    assert refusal(everywhere).startswith("ray.dashboard_port: ")
+
+
+def test_the_port_of_a_dashboard_that_is_off_is_nobody_s_business(config: PacelineConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        off = {"ray.dashboard": False, "ray.dashboard_port": taken.getsockname()[1]}
+        check(changed(config, off))
 
 
 def test_a_pool_without_cores_for_it_is_warned_of(
