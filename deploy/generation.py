@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -25,6 +25,8 @@ from paceline.deploy.errors import ApiError, internal, overloaded
 from paceline.deploy.failover import Failover, Failure, Resumption
 
 logger = logging.getLogger(__name__)
+
+_LEAVING_S = 1.0
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -88,10 +90,13 @@ async def _next(response: Any, timeout_s: float) -> GenerationChunk | Failure:
     try:
         async with asyncio.timeout(timeout_s):
             chunk: GenerationChunk | None = await anext(response, None)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, TaskCancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
+        # Where a client leaves, Serve may cancel the calls for its request some turns of the loop
+        # before that request: the cancellation then comes in here, and no replica has failed.
+        await asyncio.sleep(_LEAVING_S)
         logger.warning("a replica has cancelled a stream")  # nobody here has
         return Failure.GONE
     except Exception as error:

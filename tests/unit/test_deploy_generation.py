@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 from tiny_models import save_tiny
 
@@ -47,18 +48,18 @@ class Response:
     def __init__(
         self, chunks: AsyncIterator[GenerationChunk], cut: int, fault: BaseException
     ) -> None:
-        self._chunks, self._left, self._fault = chunks, cut, fault
+        self._chunks, self.left, self._fault = chunks, cut, fault
 
     def __aiter__(self) -> Response:
         return self
 
     async def __anext__(self) -> GenerationChunk:
-        if self._left == 0:
+        if self.left == 0:
             await self._chunks.aclose()  # type: ignore[attr-defined]
             if self._fault is HANG:
                 await asyncio.sleep(3600)
             raise self._fault
-        self._left -= 1
+        self.left -= 1
         return await anext(self._chunks)
 
     def cancel(self) -> None:
@@ -73,13 +74,15 @@ class Streams:
     ) -> None:
         self._replicas, self._faults = replicas, list(faults)
         self.requests: list[GenerationRequest] = []
+        self.responses: list[Response] = []
         self.generate = self
 
     def remote(self, request: GenerationRequest, whole: bool) -> Response:
         replica = self._replicas[len(self.requests) % 2]
         self.requests.append(request)
         cut, fault = self._faults.pop(0) if self._faults else (-1, GONE)
-        return Response(replica.generate(request, whole), cut, fault)
+        self.responses.append(Response(replica.generate(request, whole), cut, fault))
+        return self.responses[-1]
 
 
 def asked(name: str, **more: Any) -> GenerationRequest:
@@ -236,6 +239,40 @@ def test_our_own_cancellation_is_none_of_the_replica_s(replicas: list[TargetRepl
 
     asyncio.run(cancelled())
     assert failover.gone == 0
+
+
+@pytest.mark.parametrize("fault", [asyncio.CancelledError(), TaskCancelledError()])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_client_that_leaves_is_no_failure_of_a_replica(
+    replicas: list[TargetReplica], fault: BaseException, whole: bool, count: int
+) -> None:
+    """Serve cancels the calls of such a request first, and then the request itself."""
+    streams = Streams(replicas, [(0 if whole else 1, fault)] * count)
+    requests = [asked(f"l{i}") for i in range(count)]
+    failover = Failover(POLICY)
+
+    async def answer() -> None:
+        if whole:
+            await complete_all(streams, requests, failover)
+        else:
+            async with aclosing(stream_all(streams, requests, failover)) as pieces:
+                async for _ in pieces:
+                    pass
+
+    async def leave() -> None:
+        task = asyncio.create_task(answer())
+        while any(response.left for response in streams.responses) or not streams.responses:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert set(failover.counts().values()) == {0}
+    assert len(streams.requests) == count
+    assert [replica._loop.load() for replica in replicas] == [(0, 0)] * 2
 
 
 def test_a_fault_of_the_engine_costs_those_that_ran_there_nothing(
