@@ -116,7 +116,7 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Rep
         if response.status_code != httpx.codes.OK:
             raise refusal(response.status_code, (await response.aread()).decode("utf-8", "replace"))
         async for line in response.aiter_lines():
-            if not line:
+            if not line.startswith("data: "):  # between events, or a comment
                 continue
             now = time.monotonic()
             reply.waited(now)

@@ -27,6 +27,8 @@ from paceline.deploy.token_origins import token_origins
 
 MIXED = "mixed"
 DONE = b"data: [DONE]\n\n"
+# Line breaks that JSON leaves as they are; clients that split as str.splitlines does break at them.
+_LINE_BREAKS = [(c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,15 @@ def _event(
         usage=total,
         metrics=figures,
     )
-    return b"data: " + envelope.model_dump_json().encode() + b"\n\n"
+    return _frame(envelope.model_dump_json())
+
+
+def _frame(data: str) -> bytes:
+    """The event of a JSON text, on one line by every rule of what a line is."""
+    line = data.encode()
+    for raw, escaped in _LINE_BREAKS:
+        line = line.replace(raw, escaped)
+    return b"data: " + line + b"\n\n"
 
 
 def opening_event(answer: Answer, index: int) -> bytes:
@@ -224,4 +234,4 @@ def usage_event(answer: Answer, total: Usage) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     """An error after the stream has begun, as OpenAI's clients read it."""
-    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+    return _frame(json.dumps(error.body()))

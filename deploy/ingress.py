@@ -290,9 +290,9 @@ class Ingress:
             if asked.stream:
                 pieces = stream_all(self._streams, requests, self._failover)
                 pieces = timed(self._recent.watched(pieces, requests), deadline)
-                pieces = await started(pieces)
+                begun = await started(pieces)
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
-                response = EventStream(events(answer, pieces, usage), pieces, release)
+                response = EventStream(events(answer, begun, usage), begun, release)
                 release = _nothing  # the stream releases when it ends
                 return response
             async with until(deadline):

@@ -57,6 +57,7 @@ export async function* chatEvents(body, signal) {
     const frames = (waiting + value).split("\n\n");
     waiting = frames.pop();
     for (const frame of frames) {
+      if (frame.startsWith(":")) continue; // a comment: the answer is still awaited
       const data = frame.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

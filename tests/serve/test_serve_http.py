@@ -1,12 +1,18 @@
 """Plain HTTP: bad input, status, replay, clients that go away, too many at once."""
 
+import asyncio
 import concurrent.futures
 import json
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 pytestmark = pytest.mark.cluster
@@ -125,6 +131,16 @@ def seconds_until_free(http: httpx.Client) -> float:
     return time.monotonic() - began
 
 
+def asking(base_url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection that has asked and reads no answer; to close it is to leave."""
+    host, port = base_url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    return connection
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_within_a_second_of_a_client_s_leaving_its_keys_and_values_are_free(
@@ -132,11 +148,7 @@ def test_within_a_second_of_a_client_s_leaving_its_keys_and_values_are_free(
 ) -> None:
     """Long enough an answer that only the cancellation can end it in time."""
     wait_until_free(http)
-    body = LONG | {"stream": stream, "n": n}
-    with socket.create_connection(tuple(base_url.removeprefix("http://").split(":"))) as leaver:  # type: ignore[arg-type]
-        content = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
-        leaver.sendall(head.encode() + b"\r\n\r\n" + content)
+    with asking(base_url, LONG | {"stream": stream, "n": n}):
         deadline = time.monotonic() + 20
         while running(http) < n:
             assert time.monotonic() < deadline
@@ -203,3 +215,124 @@ def test_many_at_once_are_all_answered_alike(http: httpx.Client) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         assert len(set(pool.map(text, range(12)))) == 1
+
+
+FILL = LONG | {"n": 4}  # as many as are decoded at once
+
+
+@contextmanager
+def occupied(base_url: str, http: httpx.Client) -> Iterator[None]:
+    """All sequences are taken meanwhile, and more wait to take them."""
+    wait_until_free(http)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(asking(base_url, FILL))
+        deadline = time.monotonic() + 20
+        while running(http) < 4:
+            assert time.monotonic() < deadline
+        yield
+    wait_until_free(http)
+
+
+def test_a_stream_that_waits_has_headers_and_comments_and_then_its_answer(
+    http: httpx.Client, client: openai.OpenAI, base_url: str
+) -> None:
+    ask = CHAT | {"max_tokens": 8, "temperature": 0}
+    expected = http.post("/v1/chat/completions", json=ask).json()["choices"][0]["message"]
+    parsed: list[Any] = []
+
+    def read() -> None:
+        chunks = client.chat.completions.create(
+            **{key: value for key, value in ask.items() if key != "ignore_eos"},
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        parsed.extend(chunks)
+
+    reader = threading.Thread(target=read)
+    lines: list[tuple[float, str]] = []
+    with ExitStack() as full:
+        full.enter_context(occupied(base_url, http))
+        began = time.monotonic()
+        reader.start()
+        with http.stream("POST", "/v1/chat/completions", json=ask | {"stream": True}) as stream:
+            assert stream.status_code == 200
+            assert time.monotonic() - began < 2.0
+            assert running(http) == 4
+            for line in stream.iter_lines():
+                lines.append((time.monotonic(), line))
+                if [said for _, said in lines].count(": waiting") == 2:
+                    full.close()  # room at last
+        reader.join()
+    comments = [at for at, line in lines if line == ": waiting"]
+    assert len(comments) >= 2
+    assert max(after - at for at, after in pairwise([began, *comments])) < 4.0
+    events = [json.loads(line[6:]) for _, line in lines if line.startswith("data: {")]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == expected["content"]
+    assert lines[-2][1] == "data: [DONE]"
+    contents = [choice.delta.content or "" for chunk in parsed for choice in chunk.choices]
+    assert "".join(contents) == expected["content"]
+
+
+def test_what_is_wrong_with_a_stream_at_once_is_still_a_status_while_all_is_taken(
+    http: httpx.Client, base_url: str
+) -> None:
+    with occupied(base_url, http):
+        for change, code in [
+            ({"max_tokens": -1}, 400),
+            ({"messages": [{"role": "user", "content": "x " * 3000}]}, 400),
+            ({"model": "gpt-9"}, 404),
+        ]:
+            body = CHAT | {"stream": True} | change
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, "error" in answer.json()) == (code, True)
+        many = {"model": "paceline", "prompt": ["a"] * 16, "stream": True}
+        assert http.post("/v1/completions", json=many).status_code == 503
+
+
+async def leave(base_url: str, bodies: list[dict[str, Any]], after_s: float) -> None:
+    """Send them all at once, and hang up on all of them."""
+
+    async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for _ in response.aiter_raw():
+                pass
+
+    async with httpx.AsyncClient(base_url=base_url, timeout=60) as http:
+        tasks = [asyncio.create_task(ask(http, body)) for body in bodies]
+        await asyncio.sleep(after_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.8, 1.6])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_clients_that_leave_are_no_failure_of_a_replica(
+    http: httpx.Client, base_url: str, stream: bool, n: int, after_s: float
+) -> None:
+    """Some are being answered, some wait for room, with their headers or without."""
+    wait_until_free(http)
+    before = status(http)["failover"]
+    asyncio.run(leave(base_url, [LONG | {"stream": stream, "n": n}] * 6, after_s))
+    wait_until_free(http, 3.0)
+    time.sleep(1.5)  # longer than a replica's own cancellation is waited out
+    assert status(http)["failover"] == before
+    assert running(http) == 0
+
+
+def test_a_client_whose_time_is_up_is_no_failure_of_a_replica(
+    http: httpx.Client, base_url: str
+) -> None:
+    wait_until_free(http)
+    before = status(http)["failover"]
+    for stream in (False, True):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{base_url}/v1/chat/completions", json=LONG | {"stream": stream}, timeout=0.01
+            )
+    wait_until_free(http, 3.0)
+    time.sleep(1.5)
+    assert status(http)["failover"] == before

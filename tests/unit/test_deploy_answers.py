@@ -7,6 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
 from tiny_models import tiny_tokenizer
 
 from paceline.actors.decoding.request import (
@@ -17,7 +20,7 @@ from paceline.actors.decoding.request import (
 )
 from paceline.deploy import answers
 from paceline.deploy.errors import ApiError, internal
-from paceline.deploy.streams import events, started, timed
+from paceline.deploy.streams import WAITING, EventStream, events, started, timed
 from paceline.deploy.token_names import TokenNames
 
 STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
@@ -278,3 +281,124 @@ def test_a_stream_ends_at_its_deadline_and_what_feeds_it_is_closed() -> None:
         asyncio.run(frames(0, 0.05, before=60))
     assert (caught.value.status, caught.value.headers()) == (504, {"Retry-After": "1"})
     assert closed == [60, 0, 0]
+
+
+BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+@given(st.text(st.one_of(st.sampled_from(BREAKS), st.characters(codec="utf-8"))))
+def test_an_event_is_one_line_whatever_its_text(text: str) -> None:
+    piece = GenerationChunk(text, (7,))
+    told = [
+        answers.piece_event(ANSWER, 0, piece),
+        answers.piece_event(CHAT, 0, piece),
+        answers.error_event(internal(text)),
+    ]
+    found = []
+    for event in told:
+        line, blank = event.decode().split("\n\n")
+        assert (line.splitlines(), blank) == ([line], "")
+        found.append(json.loads(line.removeprefix("data: ")))
+    completion, chat, error = found
+    assert completion["choices"][0]["text"] == text
+    assert chat["choices"][0]["delta"].get("content", "") == text
+    assert error["error"]["message"] == text
+
+
+async def after(*seconds: float) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    """A piece after each wait; the last one ends the answer."""
+    for pause in seconds[:-1]:
+        await asyncio.sleep(pause)
+        yield 0, GenerationChunk("a", (7,))
+    await asyncio.sleep(seconds[-1])
+    yield 0, LAST
+
+
+async def sent(
+    pieces: AsyncGenerator[tuple[int, GenerationChunk], None], leave_after_s: float | None = None
+) -> tuple[list[Message], int]:
+    """What a stream sends, with comments after 0.1 s of silence, and how often it was closed."""
+    messages, closed = [], []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    async def receive() -> Message:
+        await asyncio.sleep(60 if leave_after_s is None else leave_after_s)
+        return {"type": "http.disconnect"}
+
+    begun = await started(pieces, 0.05)
+    stream = EventStream(events(ANSWER, begun, False), begun, lambda: closed.append(1), 0.1)
+    async with asyncio.timeout(20):
+        await stream({"type": "http"}, receive, send)
+    count = len(messages)
+    await asyncio.sleep(0.25)
+    assert len(messages) == count  # no comment comes after the end
+    return messages, len(closed)
+
+
+def test_headers_and_comments_come_while_a_stream_waits() -> None:
+    messages, closed = asyncio.run(sent(after(0.35, 0.35)))
+    head, first, *bodies, end = messages
+    assert (head["type"], head["status"]) == ("http.response.start", 200)
+    assert first["body"] == WAITING
+    assert not end["more_body"]
+    kinds = [body["body"] == WAITING for body in bodies]
+    assert kinds.count(False) == 3  # two pieces and [DONE]
+    one, two = (index for index, comment in enumerate(kinds[:-1]) if not comment)
+    assert one >= 1  # comments before the first piece
+    assert two > one + 1  # and between the two
+    assert closed == 1
+
+
+def test_a_stream_that_flows_has_no_comments() -> None:
+    messages, _ = asyncio.run(sent(after(*[0.0] * 20)))
+    assert WAITING not in [message.get("body") for message in messages]
+
+
+def test_what_fails_while_a_stream_waits_is_an_event_and_then_the_end() -> None:
+    async def failing() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        await asyncio.sleep(0.3)
+        raise internal("gone")
+        yield 0, LAST
+
+    messages, closed = asyncio.run(sent(failing()))
+    *_, failure, done, end = [message.get("body", b"") for message in messages]
+    assert json.loads(failure[6:])["error"]["message"] == "gone"
+    assert (done, end, closed) == (answers.DONE, b"", 1)
+
+
+@pytest.mark.parametrize("leave_after_s", [0.0, 0.2])
+def test_a_client_that_leaves_a_waiting_stream_ends_it(leave_after_s: float) -> None:
+    ended = []
+
+    async def waiting() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        try:
+            await asyncio.sleep(60)
+            yield 0, LAST
+        finally:
+            ended.append(1)
+
+    _, closed = asyncio.run(sent(waiting(), leave_after_s))
+    assert (ended, closed) == ([1], 1)
+
+
+def test_a_client_that_leaves_before_the_headers_ends_the_wait_too() -> None:
+    ended = []
+
+    async def waiting() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        try:
+            await asyncio.sleep(60)
+            yield 0, LAST
+        finally:
+            ended.append(1)
+
+    async def leave() -> None:
+        task = asyncio.create_task(started(waiting(), 30))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert ended == [1]
