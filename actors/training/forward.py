@@ -19,17 +19,33 @@ _TOLERANCE = 0.05  # relative; bfloat16's own error is a fifth of it
 
 
 def logits_at(draft: Any, batch: Batch) -> Tensor:
-    """Logits ``[N, V]`` of the batch's positions; the head computes no other ones."""
+    """Logits ``[N, V]`` of the batch's positions, as the causal LM's own forward gives them.
+
+    What lies behind the head, such as a scale or a soft cap, is the model's own code. The head
+    computes no other positions: its input is cut to them.
+
+    Args:
+        draft: a causal LM that calls its output embeddings as a module.
+        batch: the N positions.
+    """
     seen: dict[str, Tensor | None] = {}
     if batch.mask is not None:
         mask = _additive(batch.mask, draft.dtype)
         seen = {"attention_mask": mask, "position_ids": batch.position_ids}
-    states = draft.base_model(input_ids=batch.input_ids, use_cache=False, **seen)
-    picked = states.last_hidden_state[batch.rows, batch.columns]
-    # Few shapes for oneDNN's memory of them, see batches.py.
-    whole = nn.functional.pad(picked, (0, 0, 0, -len(picked) % _POSITIONS))
-    logits: Tensor = draft.get_output_embeddings()(whole)[: len(picked)]
-    return logits
+    count = len(batch.rows)
+
+    def pick(_head: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        picked = inputs[0][batch.rows, batch.columns]
+        # Few shapes for oneDNN's memory of them, see batches.py.
+        return nn.functional.pad(picked, (0, 0, 0, -count % _POSITIONS))[None]
+
+    # Adapters' hooks on the head come after it, and see the cut input.
+    hook = draft.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        logits: Tensor = draft(input_ids=batch.input_ids, use_cache=False, **seen).logits
+    finally:
+        hook.remove()
+    return logits[0, :count]
 
 
 @torch.no_grad()
