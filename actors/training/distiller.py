@@ -21,7 +21,14 @@ from paceline.actors.training.draft_state import load_state
 from paceline.actors.training.forward import logits_at, takes_branches
 from paceline.actors.training.objective import objective
 from paceline.actors.training.objective_settings import ObjectiveSettings
-from paceline.actors.training.optimizer_state import OptimizerState, capture, part, restore, whole
+from paceline.actors.training.optimizer_state import (
+    OptimizerState,
+    capture,
+    parameter_groups,
+    part,
+    restore,
+    whole,
+)
 from paceline.actors.training.shares import Share, of_a_step
 from paceline.actors.training.stages import engine_config, training_dtype, zero_stage
 from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
@@ -111,10 +118,9 @@ class Distiller:
                 draft, own.lora_rank, own.lora_alpha, embeddings=own.lora_embeddings
             )
         optimizer = torch.optim.AdamW(
-            self._trained(draft),
+            self._groups(draft),
             lr=self.settings.learning_rate,
             betas=_BETAS,
-            weight_decay=self.settings.weight_decay,
             # one pass over weights and moments; on GPUs it wants the step count, which is kept on
             # the CPU here, on the device
             fused=True if self.device.type == "cpu" else None,
@@ -142,6 +148,9 @@ class Distiller:
     def _trained(self, draft: Any) -> list[Tensor]:
         return list(self._adapters.parameters() if self._adapters else draft.parameters())
 
+    def _groups(self, draft: Any) -> list[dict[str, Any]]:
+        return parameter_groups(draft, self._trained(draft), self.settings.weight_decay)
+
     def nbytes(self) -> tuple[int, int, int]:
         """Bytes of weights, of gradients in their dtype, and of float32 masters and moments.
 
@@ -156,8 +165,10 @@ class Distiller:
         optimizer = sum((8 + masters) * weight.numel() for weight in trained)
         return weights, sum(weight.nbytes for weight in trained), optimizer
 
-    def _numel(self) -> int:
-        return sum(weight.numel() for weight in self._trained(self._engine.module.draft))
+    def _numels(self) -> list[int]:
+        """Elements of each of the optimizer's groups."""
+        groups = self._groups(self._engine.module.draft)
+        return [sum(weight.numel() for weight in group["params"]) for group in groups]
 
     def _rate(self, step: int) -> float:
         """The share of the learning rate that a step has."""
@@ -253,7 +264,7 @@ class Distiller:
         """
         state = capture(self._engine.basic_optimizer, self.steps)
         if self.stage:
-            state = whole(state, self._numel(), self.device)
+            state = whole(state, self._numels(), self.device)
         state.tensors.update(self._untold())
         return replace(state, rate_share=self.rate_share)
 
@@ -290,7 +301,7 @@ class Distiller:
         if wanted != {name: tensor.shape for name, tensor in told.items()}:
             raise ValueError("the optimizer's state is of another adapter or mean")
         optimizer = self._engine.basic_optimizer
-        restore(optimizer, part(kept, optimizer, self._numel()) if self.stage else kept)
+        restore(optimizer, part(kept, optimizer, self._numels()) if self.stage else kept)
         with torch.no_grad():
             for name, tensor in self._own_names().items():
                 if _WEIGHT + name in told:

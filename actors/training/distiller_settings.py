@@ -19,9 +19,9 @@ class DistillerSettings:
         rate_hold_steps: optimizer steps after which the rate falls as one over the steps, to a
             tenth at least; 0 holds it for ever.
         accumulation: micro-steps per optimizer step.
-        weight_decay: AdamW's. A stream begins with few records that are learnt from again and
-            again; weights that grew on them learn less from all that comes later (Ash and Adams,
-            arXiv 1910.08475), and decay lets them forget.
+        weight_decay: AdamW's, of matrices but the embedding. A stream begins with few records
+            that are learnt from again and again; weights that grew on them learn less from all that
+            comes later (Ash and Adams, arXiv 1910.08475), and decay lets them forget.
         clip: largest norm of a gradient.
         dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
         device: ``auto`` is the GPU where there is one.

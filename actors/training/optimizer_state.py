@@ -2,7 +2,7 @@
 
 One folder of safetensors per topic, written at every publication. What is kept are the tensors of
 the torch optimizer underneath DeepSpeed: its parameters, which are the float32 masters (under
-ZeRO one flat row of all of them, of which each rank has a part; the weights themselves without),
+ZeRO one flat row for each group, of which each rank has a part; the weights themselves without),
 and their moments; the published weights alone are rounded and have no moments. What is kept of a
 flat row does not depend on the number of ranks. How it lies on disk: see
 :mod:`paceline.actors.training.moments`.
@@ -10,10 +10,12 @@ flat row does not depend on the number of ranks. How it lies on disk: see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 _MASTER = "master"
@@ -39,6 +41,27 @@ class OptimizerState:
         """The same, of tensors of its own on the CPU."""
         copies = {n: t.detach().to("cpu", copy=True) for n, t in self.tensors.items()}
         return OptimizerState(copies, self.steps, self.rate_share)
+
+
+def parameter_groups(draft: Any, trained: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices, which are decayed, and all else, which is not; no empty ones.
+
+    Norms, biases and embeddings are not decayed. A head that is tied to the embedding counts as
+    the embedding, and so do the embedding's adapters.
+
+    Args:
+        draft: a causal LM.
+        trained: its trained parameters, in the order that each group keeps.
+        decay: of the matrices.
+    """
+    kept = {id(p) for n, p in draft.named_parameters() if p.dim() < 2 or n.endswith("bias")}
+    tables = [m for m in draft.modules() if isinstance(m, nn.Embedding)]
+    for table in (*tables, draft.get_input_embeddings()):
+        kept |= {id(p) for p in table.parameters()}
+    matrices = [p for p in trained if id(p) not in kept]
+    others = [p for p in trained if id(p) in kept]
+    groups = ((matrices, decay), (others, 0.0))
+    return [{"params": own, "weight_decay": rate} for own, rate in groups if own]
 
 
 def capture(optimizer: Optimizer, steps: int) -> OptimizerState:
@@ -75,12 +98,12 @@ def restore(optimizer: Optimizer, state: OptimizerState) -> None:
                 optimizer.state[parameter][moment] = value
 
 
-def whole(state: OptimizerState, numel: int, device: torch.device) -> OptimizerState:
-    """Join the ranks' parts of a flat row, less DeepSpeed's padding; all ranks call it at once.
+def whole(state: OptimizerState, numels: Sequence[int], device: torch.device) -> OptimizerState:
+    """Join the ranks' parts of flat rows, less DeepSpeed's padding; all ranks call it at once.
 
     Args:
         state: of one rank under ZeRO stage 1 or 2.
-        numel: elements of all trained weights.
+        numels: elements of each group's weights.
         device: where the ranks exchange tensors.
     """
     ranks = distributed.get_world_size()
@@ -91,26 +114,34 @@ def whole(state: OptimizerState, numel: int, device: torch.device) -> OptimizerS
             parts = [torch.empty_like(mine) for _ in range(ranks)]
             distributed.all_gather(parts, mine)
             tensor = torch.cat(parts).cpu()
-        tensors[name] = tensor[:numel] if tensor.dim() else tensor
+        number = int(name.partition(".")[0])
+        tensors[name] = tensor[: numels[number]] if tensor.dim() else tensor
     return OptimizerState(tensors, state.steps)
 
 
-def part(state: OptimizerState, optimizer: Optimizer, numel: int) -> OptimizerState:
-    """This rank's part of what :func:`whole` made, padded as this optimizer's row is.
+def part(state: OptimizerState, optimizer: Optimizer, numels: Sequence[int]) -> OptimizerState:
+    """This rank's part of what :func:`whole` made, padded as this optimizer's rows are.
+
+    Args:
+        state: as :func:`whole` returned it.
+        optimizer: of this rank, under ZeRO stage 1 or 2.
+        numels: elements of each group's weights.
 
     Raises:
-        ValueError: where a tensor has another length.
+        ValueError: if the rows are others or a row has another length.
     """
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    [row] = _parameters(optimizer)
-    length = row.numel()
+    rows = {str(number): row.numel() for number, row in enumerate(_parameters(optimizer))}
+    sizes = dict(zip(rows, numels, strict=True))
     tensors = dict(state.tensors)
     for name, tensor in tensors.items():
-        if tensor.shape == (numel,):
-            padded = torch.nn.functional.pad(tensor, (0, ranks * length - numel))
-            tensors[name] = padded[rank * length : (rank + 1) * length]
-        elif tensor.dim():
+        number = name.partition(".")[0]
+        if tensor.dim() and tensor.shape != (sizes.get(number),):
             raise ValueError("the optimizer's state is of another draft")
+        if tensor.dim():
+            length = rows[number]
+            padded = torch.nn.functional.pad(tensor, (0, ranks * length - len(tensor)))
+            tensors[name] = padded[rank * length : (rank + 1) * length]
     return OptimizerState(tensors, state.steps)
 
 
