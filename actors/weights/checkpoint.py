@@ -13,16 +13,17 @@ import torch
 
 _SHOWN = 3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 
 
 class ModelError(ValueError):
     """A model folder that cannot be served; the message is one line that says why."""
+
+
+class _Header(torch.Tensor):
+    """A tensor's shape without its numbers; it stays that wherever a loader moves it."""
+
+    def to(self, *_: Any, **__: Any) -> _Header:
+        return self
 
 
 def weight_files(folder: str | Path, name: str) -> list[Path]:
@@ -73,9 +74,8 @@ def check_tensors(folder: str | Path, name: str) -> None:
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a mapping
-                    entry = tensors.get_slice(key)
-                    zero = torch.zeros((), dtype=_DTYPES.get(entry.get_dtype(), torch.float32))
-                    state[key] = zero.expand(entry.get_shape())
+                    shape = tensors.get_slice(key).get_shape()
+                    state[key] = torch.empty(shape, device="meta").as_subclass(_Header)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{name}: {file} cannot be read ({error})") from error
     try:
@@ -84,6 +84,8 @@ def check_tensors(folder: str | Path, name: str) -> None:
         raise ModelError(f"{name}: {folder}/config.json: {_first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name}: {folder} is no causal LM ({config.model_type})")
+    if getattr(config, "quantization_config", None) is not None:
+        return  # which tensors it has is known where its kernels are
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     _loaded(kind, None, name, config=config, state_dict=state)
 
@@ -128,10 +130,15 @@ def tied_names(model: Any) -> set[str]:
 
 
 def _loaded(kind: Any, folder: str | Path | None, name: str, **options: Any) -> Any:
-    with _quiet():
-        model, info = kind.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+    try:
+        with _quiet():
+            model, info = kind.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except RuntimeError as error:
+        raise ModelError(
+            f"{name}: the tensors of its files do not make up the model ({_first_line(error)})"
+        ) from error
     faults = _faults(info, model.state_dict())
     if faults:
         raise ModelError(f"{name}: {'; '.join(faults)}")

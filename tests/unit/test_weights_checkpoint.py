@@ -9,6 +9,7 @@ from pathlib import Path
 import deepspeed_process
 import pytest
 import torch
+from architectures import ARCHITECTURES, make
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_llama
 from transformers import AutoModelForCausalLM
@@ -133,6 +134,19 @@ def test_serving_training_and_version_0_have_the_weights_that_transformers_loads
         engine.swap("general", version, state)
         engine.step()
         assert engine.drafts() == {"general": version, "general@0": 0}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_architecture_is_checked_by_its_own_names(tmp_path: Path, kind: str) -> None:
+    """Also those whose files name or split tensors differently from the model."""
+    make(ARCHITECTURES[kind](2), 1).save_pretrained(tmp_path)
+    check_tensors(tmp_path, "target")
+    state = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in sorted(state) if "layers.1." in name or "h.1." in name)
+    del state[name]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack|do not make up the model"):
+        check_tensors(tmp_path, "target")
 
 
 def test_tied_names_are_those_of_a_shared_parameter() -> None:
