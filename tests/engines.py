@@ -13,6 +13,7 @@ from tiny_models import tiny_llama, tiny_tokenizer
 
 from paceline.actors.decoding.attention import ATTENTION_NAME
 from paceline.actors.decoding.colocated import ColocatedProposer
+from paceline.actors.decoding.decoders import vocab_rows
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
 from paceline.actors.decoding.experts import ExpertStack
@@ -91,7 +92,13 @@ def engine_of(
     generator = torch.Generator(target.device).manual_seed(seed)
     stacks = [
         ExpertStack(
-            ModelRunner([*group.values()], max_num_seqs, MAX_LEN, draft_positions),
+            ModelRunner(
+                [*group.values()],
+                max_num_seqs,
+                MAX_LEN,
+                draft_positions,
+                vocab_size=vocab_rows(target),
+            ),
             [*group],
             max_num_seqs,
         )

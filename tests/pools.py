@@ -40,10 +40,11 @@ def make_drafter(
     chunk: int = 256,
     positions: int | None = None,
     candidate: bool = False,
+    vocab: int = VOCAB,
 ) -> SharedDrafter:
     names = [expert, f"{expert}@0", *([f"{expert}@candidate"] if candidate else [])]
-    models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=VOCAB)) for _ in names]
-    runner = ModelRunner(models, rows, MAX_LEN, positions)
+    models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=vocab)) for _ in names]
+    runner = ModelRunner(models, rows, MAX_LEN, positions, vocab_size=VOCAB)
     stack = ExpertStack(runner, names, rows, chunk)
     return SharedDrafter(
         stack,

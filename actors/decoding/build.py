@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.actors.decoding.colocated import ColocatedProposer
+from paceline.actors.decoding.compatibility import read_config
 from paceline.actors.decoding.draft_memory import draft_memory
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine
@@ -114,8 +115,10 @@ def build_stacks(
 
     With a canary, every draft has a candidate's slot too: weights alone, since rows are shared.
     Drafts that start from the same folder share one twin. Every stack has key/value memory for
-    ``positions`` positions, None for every request's full context.
+    ``positions`` positions, None for every request's full context. Each proposes from the target's
+    vocabulary, however its own is padded.
     """
+    vocab_size = int(read_config(settings.model_path, "target")["vocab_size"])
     twins: dict[str, str] = {}
     for name, path in settings.drafts.items():
         twins.setdefault(path, name + INITIAL_SUFFIX)
@@ -133,6 +136,7 @@ def build_stacks(
             max_model_len,
             positions,
             graph_tokens=_graph_tokens(settings),
+            vocab_size=vocab_size,
         )
         if settings.warm_up:
             warm_up(runner)

@@ -55,10 +55,30 @@ def _vocabulary(path: str | Path, name: str) -> Any:
     return model.get("vocab"), content.get("added_tokens")
 
 
+def _largest_id(vocabulary: tuple[Any, Any]) -> int:
+    """The largest token id of a tokenizer, -1 where it has none."""
+    tokens, added = vocabulary
+    ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens or ()))
+    return max([*ids, *(entry["id"] for entry in added or ())], default=-1)
+
+
 def own_context(config: Mapping[str, Any]) -> int | None:
     """Positions that a model was made for, by its config; None where that does not say."""
     length = config.get("max_position_embeddings") or config.get("n_positions")
     return length if isinstance(length, int) else None
+
+
+def _check_sizes(name: str, draft: Any, target: Any, vocabulary: tuple[Any, Any]) -> None:
+    """Refuse vocabulary sizes that differ by more than padding."""
+    if draft == target:
+        return
+    facts = f"draft {name}: vocabulary of {draft} tokens, the target has {target}"
+    if not isinstance(draft, int) or not isinstance(target, int):
+        raise ModelError(facts)
+    largest = _largest_id(vocabulary)
+    if largest >= min(draft, target):
+        smaller = "draft" if draft < target else "target"
+        raise ModelError(f"{facts}; the {smaller}'s lacks token {largest} of the tokenizer")
 
 
 def check_models(
@@ -66,8 +86,8 @@ def check_models(
 ) -> None:
     """Refuse what cannot work together.
 
-    A draft folder without a tokenizer is taken to use the target's; its vocabulary size
-    must then still be equal.
+    A draft folder without a tokenizer is taken to use the target's. Vocabularies may be padded to
+    different sizes as long as both hold every token of the tokenizer.
 
     Args:
         target_path: folder of the target.
@@ -88,11 +108,7 @@ def check_models(
         )
     for name, path in drafts.items():
         draft = read_config(path, f"draft {name}")
-        if draft.get("vocab_size") != target.get("vocab_size"):
-            raise ModelError(
-                f"draft {name}: vocabulary of {draft.get('vocab_size')} tokens, "
-                f"the target has {target.get('vocab_size')}"
-            )
+        _check_sizes(name, draft.get("vocab_size"), target.get("vocab_size"), target_vocabulary)
         length = own_context(draft)
         if length is not None and length < min(lengths):
             raise ModelError(

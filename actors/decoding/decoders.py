@@ -13,6 +13,7 @@ from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.fused import FusedDecoder, can_fuse, layer_window
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
+from paceline.actors.decoding.vocabulary import known_ids, resize_logits
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,17 @@ class Decoder(Protocol):
 
 
 class ModuleDecoder:
-    """Transformers' own modules, any architecture, one forward per expert."""
+    """Transformers' own modules, any architecture, one forward per expert.
+
+    Attributes:
+        vocab_size: V, logits per token: the models' own number unless set to the target's.
+    """
 
     def __init__(self, models: Sequence[Any]) -> None:
         """Take models that use the engine's attention function."""
         self._models = list(models)
+        self._vocab = vocab_rows(models[0])
+        self.vocab_size = self._vocab
 
     def refresh(self, expert: int | None = None) -> None:
         """Nothing to do: the modules read their parameters."""
@@ -97,6 +104,8 @@ class ModuleDecoder:
         return logits, seen[-1][:, -keep:]
 
     def _run(self, expert: int, token_ids: Tensor, step: StepContext, keep: int) -> Tensor:
+        if self.vocab_size > self._vocab:
+            token_ids = known_ids(token_ids, self._vocab)
         output = self._models[expert](
             input_ids=token_ids,
             position_ids=step.positions,
@@ -106,7 +115,12 @@ class ModuleDecoder:
         )
         logits: Tensor = output.logits
         # Some architectures do not know logits_to_keep.
-        return logits[:, -keep:]
+        return resize_logits(logits[:, -keep:], self.vocab_size)
+
+
+def vocab_rows(model: Any) -> int:
+    """Token ids that a causal LM has embeddings for."""
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def unservable(config: Any, reason: str) -> ValueError:
@@ -121,7 +135,7 @@ def make_decoder(
     capacity: int,
     *,
     invariant: bool = False,
-) -> Decoder:
+) -> FusedDecoder | ModuleDecoder:
     """The fastest decoder that gives transformers' own logits.
 
     Args:

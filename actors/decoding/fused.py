@@ -20,6 +20,7 @@ from paceline.actors.decoding.fused_layers import Layer, Norm, Rotary, fill
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.linear import StackedLinear, filled, fuse, moving, stack
 from paceline.actors.decoding.native.library import kernels_for
+from paceline.actors.decoding.vocabulary import known_ids, resize_logits
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3"})
@@ -32,7 +33,11 @@ def can_fuse(config: Any) -> bool:
 
 
 class FusedDecoder:
-    """E models of one architecture, run together over the engine's rows."""
+    """E models of one architecture, run together over the engine's rows.
+
+    Attributes:
+        vocab_size: V, logits per token: the models' own number unless set to the target's.
+    """
 
     def __init__(self, models: Sequence[Any], capacity: int, *, invariant: bool = False) -> None:
         """Fuse the weights; the models' parameters become views into the fused ones.
@@ -45,6 +50,7 @@ class FusedDecoder:
         bodies = [model.model for model in models]
         self._count = len(models)
         self._vocab, hidden = bodies[0].embed_tokens.weight.shape
+        self.vocab_size = self._vocab
         self._tied = models[0].lm_head.weight is bodies[0].embed_tokens.weight
         embeddings = stack([body.embed_tokens.weight for body in bodies])
         self._embeddings = embeddings.view(-1, hidden)
@@ -149,13 +155,16 @@ class FusedDecoder:
     def _logits(self, hidden: Tensor, grid: Grid) -> Tensor:
         """``[E', R*T, H]`` to ``[B, T, V]``."""
         tokens = hidden.shape[1]
-        return grid.to_rows(self._head(fill(hidden, self._size(tokens)), grid)[:, :tokens])
+        logits = self._head(fill(hidden, self._size(tokens)), grid)[:, :tokens]
+        return resize_logits(grid.to_rows(logits), self.vocab_size)
 
     def _size(self, tokens: int) -> int:
         return filled(tokens) if self.packed else tokens
 
     def _hidden(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """What the head reads, ``[E', R*(T or keep), H]``."""
+        if self.vocab_size > self._vocab:
+            token_ids = known_ids(token_ids, self._vocab)
         ids = grid.offset(token_ids, self._vocab)
         tokens = ids.shape[1]
         size = self._size(tokens)

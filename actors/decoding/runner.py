@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.actors.decoding import paged
 from paceline.actors.decoding.attention import StepContext
-from paceline.actors.decoding.decoders import make_decoder, unservable
+from paceline.actors.decoding.decoders import Decoder, make_decoder, unservable, vocab_rows
 from paceline.actors.decoding.fused import FusedDecoder
 from paceline.actors.decoding.graphs import CudaCapture, GraphedDecoder
 from paceline.actors.decoding.grid import Grid
@@ -67,6 +67,7 @@ class ModelRunner:
         *,
         invariant: bool = False,
         graph_tokens: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
 
@@ -79,6 +80,7 @@ class ModelRunner:
             invariant: see FusedDecoder.
             graph_tokens: on GPUs, forwards of at most so many tokens per row are replayed from
                 CUDA graphs; only what is run fused.
+            vocab_size: V, of the tokens that come and of the logits; None is the models' own.
 
         Raises:
             ValueError: for a model that cannot be served, or memory for less than one request.
@@ -88,10 +90,12 @@ class ModelRunner:
         self.max_model_len = max_model_len
         config, dtype = self.models[0].config, self.models[0].dtype
         shapes = kv_shapes(config)
-        self.vocab_size = int(self.models[0].get_input_embeddings().num_embeddings)
-        self.decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
-        if graph_tokens and self.device.type == "cuda" and isinstance(self.decoder, FusedDecoder):
-            self.decoder = GraphedDecoder(self.decoder, CudaCapture(), graph_tokens)
+        decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
+        self.vocab_size = vocab_rows(self.models[0]) if vocab_size is None else vocab_size
+        decoder.vocab_size = self.vocab_size
+        self.decoder: Decoder = decoder
+        if graph_tokens and self.device.type == "cuda" and isinstance(decoder, FusedDecoder):
+            self.decoder = GraphedDecoder(decoder, CudaCapture(), graph_tokens)
         size = kv_block_size(config, dtype, self.device)
         where = dtype, self.device
         self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)
