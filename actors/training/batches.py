@@ -76,12 +76,77 @@ class Batch:
 
 
 def usable(record: ReplayRecord, vocab_size: int) -> bool:
-    """Whether a record can teach: it has a prompt and output, of tokens that the model knows."""
+    """Whether a record can teach: it has a prompt and output, of tokens that the model knows.
+
+    Other tokens that the target thought of may be beyond the model's, see :func:`within`.
+    """
     if len(record.output_token_ids) == 0 or len(record.prompt_token_ids) == 0:
         return False
-    ids = [record.prompt_token_ids, record.output_token_ids, record.target_top_ids]
-    ids += [p for p in (record.branch_token_ids, record.branch_top_ids) if p is not None and p.size]
-    return all(int(part.min()) >= 0 and int(part.max()) < vocab_size for part in ids)
+    known = [record.prompt_token_ids, record.output_token_ids]
+    top = [record.target_top_ids]
+    if record.branch_top_ids is not None and record.branch_top_ids.size:
+        assert record.branch_token_ids is not None
+        known += [record.branch_token_ids, record.branch_top_ids[:, 0]]  # which count as output
+        top.append(record.branch_top_ids)
+    if any(int(part.min()) < 0 or int(part.max()) >= vocab_size for part in known):
+        return False
+    return all(part.shape[1] <= vocab_size and int(part.min(initial=0)) >= 0 for part in top)
+
+
+def within(record: ReplayRecord, vocab_size: int) -> ReplayRecord:
+    """A usable record over a draft's vocabulary, where the target's is padded to more.
+
+    The probability of a recorded token beyond it moves into the tail; a token with none, of the
+    draft's last ones, takes its place.
+
+    Returns:
+        the record itself where there is no such token.
+    """
+    found = _inside(record.target_top_ids, record.target_top_logprobs, vocab_size)
+    if found is not None:
+        ids, logprobs, lost, beyond = found
+        processed = record.processed_top_probs
+        record = replace(
+            record,
+            target_top_ids=ids,
+            target_top_logprobs=logprobs,
+            target_tail_mass=record.target_tail_mass + lost,
+            processed_top_probs=None if processed is None else np.where(beyond, 0, processed),
+        )
+    if record.branch_top_ids is None:
+        return record
+    assert record.branch_top_logprobs is not None
+    assert record.branch_tail_mass is not None
+    found = _inside(record.branch_top_ids, record.branch_top_logprobs, vocab_size)
+    if found is None:
+        return record
+    ids, logprobs, lost, _ = found
+    return replace(
+        record,
+        branch_top_ids=ids,
+        branch_top_logprobs=logprobs,
+        branch_tail_mass=record.branch_tail_mass + lost,
+    )
+
+
+def _inside(
+    top_ids: NDArray[np.int32], logprobs: NDArray[np.float16], vocab_size: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[np.bool_]] | None:
+    """Ids and log-probabilities ``[N, K]`` with others in place of those beyond a vocabulary.
+
+    Returns:
+        them, the probability ``[N]`` that was beyond, and where, bool ``[N, K]``; None for nowhere.
+    """
+    beyond = top_ids >= vocab_size
+    if not beyond.any():
+        return None
+    ids, count = top_ids.copy(), top_ids.shape[1]
+    last = np.arange(max(vocab_size - 2 * count, 0), vocab_size)
+    for row in np.flatnonzero(beyond.any(axis=1)):
+        free = np.setdiff1d(last, ids[row])[::-1]
+        ids[row, beyond[row]] = free[: int(beyond[row].sum())]
+    lost = np.exp(logprobs.astype(np.float32)).sum(axis=1, where=beyond)
+    return ids, np.where(beyond, logprobs.dtype.type(-np.inf), logprobs), lost, beyond
 
 
 def fit(prompt: int, outputs: int, max_length: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.routing.policy import GENERAL
 from paceline.actors.training import moments
-from paceline.actors.training.batches import make_batch, usable
+from paceline.actors.training.batches import make_batch, usable, within
 from paceline.actors.training.crew import Crew, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.evaluation import records_per_forward, score_records
@@ -82,7 +82,7 @@ class Candidate:
     def usable(self, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
         """Those that this draft can learn from or be judged by."""
         vocab = self._distiller.vocab_size
-        return [record for record in records if usable(record, vocab)]
+        return [within(record, vocab) for record in records if usable(record, vocab)]
 
     @property
     def lacking(self) -> int:

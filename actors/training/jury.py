@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.training.batches import usable
+from paceline.actors.training.batches import usable, within
 from paceline.actors.training.draft_state import load_state
 from paceline.actors.training.evaluation import score_records
 from paceline.actors.training.scorer_settings import ScorerSettings
@@ -76,7 +76,7 @@ class Jury:
         limit = getattr(seat.model.config, "max_position_embeddings", self._settings.max_length)
         scores = score_records(
             seat.model,
-            [records[i] for i in good],
+            [within(records[i], vocab) for i in good],
             max_length=min(self._settings.max_length, int(limit)),
             draft_top_k=self._settings.draft_top_k,
             batch_size=self._settings.micro_batch,
