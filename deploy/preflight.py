@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.actors.decoding.compatibility import (
     check_models,
-    own_context,
+    context_length,
     read_config,
 )
 from paceline.actors.routing.policy import GENERAL, UNNAMED, LeastConfidence
@@ -165,8 +165,7 @@ def _check_memory(config: PacelineConfig) -> None:
         shape = read_shape(config.target_path)
     except ConfigError:
         return
-    lengths = own_context(read_config(config.target_path, "target")), target.max_model_len
-    length = min(n for n in lengths if n is not None)
+    length = context_length(read_config(config.target_path, "target"), target.max_model_len)
     bytes_each = shape.kv_values_per_token * (4 if target.dtype == "float32" else 2)
     blocks = math.ceil(length / 16) + 1  # one is for padding
     needed = math.ceil(blocks * 16 * bytes_each / 2**20)

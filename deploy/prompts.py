@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.actors.decoding.compatibility import own_context
+from paceline.actors.decoding import compatibility
 from paceline.deploy.errors import ApiError
 from paceline.deploy.openai_chat import ChatCompletionRequest
 from paceline.deploy.openai_types import (
@@ -19,11 +19,12 @@ _ROLES = {"developer": "system"}  # chat templates know the older name
 
 
 def context_length(model_path: str | Path, max_model_len: int | None) -> int:
-    """Tokens that prompt and answer may have together: the model's own limit or a lower one."""
-    own = own_context(_config(model_path)) or max_model_len
-    if own is None:
-        raise ValueError(f"{model_path}: no context length in config.json, set max_model_len")
-    return int(own) if max_model_len is None else min(int(own), max_model_len)
+    """Tokens that prompt and answer may have together, by the model's folder.
+
+    Raises:
+        ModelError: see compatibility.context_length.
+    """
+    return compatibility.context_length(_config(model_path), max_model_len)
 
 
 def vocabulary_size(model_path: str | Path, tokenizer: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.actors.decoding.colocated import ColocatedProposer
-from paceline.actors.decoding.compatibility import read_config
+from paceline.actors.decoding.compatibility import context_length, read_config
 from paceline.actors.decoding.draft_memory import draft_memory
 from paceline.actors.decoding.drafting import Drafting
 from paceline.actors.decoding.engine import Engine
@@ -36,19 +36,6 @@ from paceline.actors.decoding.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.decoding.runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.decoding.settings import TargetSettings
 from paceline.actors.weights.slots import candidate_of
-
-
-def context_length(config: Any, wanted: int | None) -> int:
-    """Positions that one request may take: the model's, or fewer where that is wanted.
-
-    Raises:
-        ValueError: where neither says.
-    """
-    limits = [getattr(config, "max_position_embeddings", None), wanted]
-    known = [int(limit) for limit in limits if limit is not None]
-    if not known:
-        raise ValueError(f"{config.model_type} names no context length: set target.max_model_len")
-    return min(known)
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -223,7 +210,7 @@ def build_engine(
     dtype = resolve_dtype(settings.dtype, device)
     tokenizer = load_tokenizer(settings.model_path)
     target = load_causal_lm(settings.model_path, dtype, device)
-    max_model_len = context_length(target.config, settings.max_model_len)
+    max_model_len = context_length(target.config.to_dict(), settings.max_model_len)
     positions = kv_positions(settings, target.config, dtype, device, max_model_len)
     runner = ModelRunner(
         [target],

@@ -62,7 +62,12 @@ def _largest_id(vocabulary: tuple[Any, Any]) -> int:
     return max([*ids, *(entry["id"] for entry in added or ())], default=-1)
 
 
-def own_context(config: Mapping[str, Any]) -> int | None:
+# Rotary embeddings made to go on beyond the config's length, each position by itself. A "dynamic"
+# one is not among them: its angles depend on how long the prompt was.
+_LONGER_ROPE = frozenset({"linear", "yarn"})
+
+
+def _own_context(config: Mapping[str, Any]) -> int | None:
     """Positions that a model was made for, by its config; None where that does not say."""
     length = config.get("max_position_embeddings") or config.get("n_positions")
     return length if isinstance(length, int) else None
@@ -79,6 +84,40 @@ def _check_sizes(name: str, draft: Any, target: Any, vocabulary: tuple[Any, Any]
     if largest >= min(draft, target):
         smaller = "draft" if draft < target else "target"
         raise ModelError(f"{facts}; the {smaller}'s lacks token {largest} of the tokenizer")
+
+
+def _goes_on(config: Mapping[str, Any]) -> bool:
+    """Whether a model's positions go on beyond its own context."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    layers = {kind: own for kind, own in rope.items() if isinstance(own, dict)}
+    # Windowed layers never look further back than their window.
+    layers.pop("sliding_attention", None)
+    kinds = {own.get("rope_type") or own.get("type") for own in layers.values() or (rope,)}
+    return kinds <= _LONGER_ROPE
+
+
+def context_length(config: Mapping[str, Any], wanted: int | None) -> int:
+    """Tokens of prompt and answer that a model is served with: its own, or what is wanted.
+
+    Args:
+        config: its ``config.json``, or transformers' config as a dictionary.
+        wanted: ``target.max_model_len``.
+
+    Raises:
+        ModelError: where neither says, or more is wanted than the model's positions allow.
+    """
+    own = _own_context(config)
+    if wanted is None:
+        if own is None:
+            raise ModelError("target: no context length in config.json, set target.max_model_len")
+        return own
+    if own is not None and wanted > own and not _goes_on(config):
+        raise ModelError(
+            f"target.max_model_len: {wanted} tokens are wanted, the target has {own} tokens "
+            f"and its positions do not go on as {' and '.join(sorted(_LONGER_ROPE))} rotary "
+            f"embeddings do; set target.max_model_len to {own} or less"
+        )
+    return wanted
 
 
 def check_models(
@@ -101,19 +140,15 @@ def check_models(
     target_vocabulary = _vocabulary(target_path, "target")
     if target_vocabulary is None:
         raise ModelError(f"target: {target_path} has no tokenizer.json")
-    lengths = [n for n in (own_context(target), max_model_len) if n is not None]
-    if not lengths:
-        raise ModelError(
-            f"target: no context length in {target_path}/config.json, set target.max_model_len"
-        )
+    context = context_length(target, max_model_len)
     for name, path in drafts.items():
         draft = read_config(path, f"draft {name}")
         _check_sizes(name, draft.get("vocab_size"), target.get("vocab_size"), target_vocabulary)
-        length = own_context(draft)
-        if length is not None and length < min(lengths):
+        length = _own_context(draft)
+        if length is not None and length < context and not _goes_on(draft):
             raise ModelError(
                 f"draft {name}: made for {length} tokens, the target is served with "
-                f"{min(lengths)}; set target.max_model_len to {length} or less"
+                f"{context}; set target.max_model_len to {length} or less"
             )
         vocabulary = _vocabulary(path, f"draft {name}")
         if vocabulary is not None and vocabulary != target_vocabulary:

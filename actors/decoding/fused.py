@@ -23,7 +23,7 @@ from paceline.actors.decoding.native.library import kernels_for
 from paceline.actors.decoding.vocabulary import known_ids, resize_logits
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_STATIC_ROPE = frozenset({"default", "linear", "llama3"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def can_fuse(config: Any) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from paceline.actors.decoding.build import build_stacks, context_length, kv_positions
+from paceline.actors.decoding.build import build_stacks, kv_positions
+from paceline.actors.decoding.compatibility import context_length
 from paceline.actors.decoding.kv import NOBODYS, position_bytes
 from paceline.actors.decoding.loading import resolve_device, resolve_dtype
 from paceline.actors.decoding.pool.ahead import AheadPolicy
@@ -84,7 +85,7 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
         max_num_seqs=settings.max_sequences,
         prefill_chunk=min(settings.target.prefill_chunk, _CHUNK),
     )
-    max_model_len = context_length(config, settings.target.max_model_len)
+    max_model_len = context_length(config.to_dict(), settings.target.max_model_len)
     positions = expert_positions(settings, dtype, device, max_model_len)
     (stack,) = build_stacks(own, dtype, device, max_model_len, positions)
     seed = settings.target.seed
