@@ -61,7 +61,7 @@ def roll_back(
                 if stable == expected:  # a candidate came before any of these calls
                     raise
                 told = f"`paceline history --topic {topic}` says whose doing it is"
-                _wait_until_taken(url, topic, stable)
+                _wait_until_taken(url, topic, stable, say)
                 say(f"{topic}: stable is version {stable} (an answer was lost; {told})")
                 return
             if attempt + 1 == _TRIES:
@@ -70,22 +70,28 @@ def roll_back(
                 raise NoAnswerError(f"{error}; `{again}` goes back only if it was not") from error
             time.sleep(_POLL_S)
         else:
-            _wait_until_taken(url, topic, answer["weight_version"])
+            _wait_until_taken(url, topic, answer["weight_version"], say)
             say(f"{topic}: stable is version {answer['weight_version']}")
             return
 
 
-def _wait_until_taken(url: str, topic: str, version: int) -> None:
-    """Ask the replicas, one by one as they are chosen, until all of them serve a version."""
-    served: dict[str, int | None] = {}
-    deadline = time.monotonic() + _TAKEN_S
+def _wait_until_taken(url: str, topic: str, version: int, say: Say) -> None:
+    """Ask the replicas, one by one as Serve chooses them, until all serve a version or a later."""
+    served: dict[str, int] = {}
+    deadline, looks = time.monotonic() + _TAKEN_S, 0
     while True:
         status = call(url, "GET", "/v1/paceline/status")
         target, board = _part(status, "target"), _part(status, "board")
+        if "experts" in target:
+            say(f"{topic}: the pool takes the version by itself, see `paceline status`")
+            return
         if "drafts" in target:
-            served[target["replica_id"]] = target["drafts"].get(topic)
-        behind = {name: at for name, at in served.items() if at != version}
-        if served and not behind and len(served) >= board.get("replicas", 1):
+            served[target["replica_id"]] = target["drafts"].get(topic, 0)
+            looks += 1
+        behind = {name: at for name, at in served.items() if at < version}
+        # The board forgets replicas that are idle: a few looks meet those as well.
+        enough = looks >= _QUIET_LOOKS and len(served) >= board.get("replicas", 1)
+        if enough and not behind:
             return
         if time.monotonic() >= deadline:
             break
