@@ -45,9 +45,21 @@ def ask(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     ],
 )
 def test_rollback(words: list[str], body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(rollback={"topic": "sql", "weight_version": 5})
+    replica = {"target": {"replica_id": "one", "drafts": {"sql": 5}}, "board": {"replicas": 1}}
+    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=LIVE | replica)
     assert ask(server, monkeypatch, "rollback", *words) == 0
-    assert server.asked[-1] == ("POST", "/v1/paceline/rollback", body)
+    posted = [asked for asked in server.asked if asked[0] == "POST"]
+    assert posted == [("POST", "/v1/paceline/rollback", body)]
+
+
+def test_a_rollback_that_a_replica_does_not_take_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operations_command, "_TAKEN_S", 0.05)
+    replica = {"target": {"replica_id": "one", "drafts": {"sql": 3}}, "board": {"replicas": 1}}
+    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=LIVE | replica)
+    assert ask(server, monkeypatch, "rollback", "sql") == 1
+    assert "replica one has version 3" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
