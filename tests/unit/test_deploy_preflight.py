@@ -166,6 +166,12 @@ def test_a_short_draft_serves_a_target_that_is_cut_to_it(
     check(changed(config, {"drafts.general": short, "target.max_model_len": 512}))
 
 
+def test_more_context_than_the_target_has_is_refused(config: PacelineConfig) -> None:
+    said = refusal(changed(config, {"target.max_model_len": 1025}))
+    assert "target.max_model_len: 1025 tokens are wanted, the target has 1024 tokens" in said
+    check(changed(config, {"target.max_model_len": 1024}))
+
+
 def test_memory_for_less_than_one_request_is_refused(config: PacelineConfig) -> None:
     """65 blocks of 16 positions, 8 layers of 6 heads of 64 keys and values, 2 or 4 bytes each."""
     said = refusal(changed(config, {"target.kv_cache_mb": 12}))
