@@ -90,7 +90,7 @@ def check_tensors(folder: str | Path, name: str) -> None:
     _loaded(kind, None, name, config=config, state_dict=state)
 
 
-def read_causal_lm(folder: str | Path, name: str | None = None, **options: Any) -> Any:
+def read_causal_lm(folder: str | Path, **options: Any) -> Any:
     """A transformers causal LM, read from local safetensors only, whole or not at all.
 
     Tensors that the model does not have are ignored, as transformers does. ``tie_word_embeddings``
@@ -99,7 +99,6 @@ def read_causal_lm(folder: str | Path, name: str | None = None, **options: Any) 
 
     Args:
         folder: of the model.
-        name: what the model is called in an error; None for the folder.
         options: of transformers' ``from_pretrained``.
 
     Raises:
@@ -108,9 +107,8 @@ def read_causal_lm(folder: str | Path, name: str | None = None, **options: Any) 
     """
     from transformers import AutoModelForCausalLM
 
-    called = str(folder) if name is None else name
     own = {"local_files_only": True, "use_safetensors": True}
-    model = _loaded(AutoModelForCausalLM, folder, called, **own, **options)
+    model = _loaded(AutoModelForCausalLM, folder, str(folder), **own, **options)
     head = model.get_output_embeddings()
     if head is not None:
         tied = head.weight is model.get_input_embeddings().weight
