@@ -62,9 +62,8 @@ def _largest_id(vocabulary: tuple[Any, Any]) -> int:
     return max([*ids, *(entry["id"] for entry in added or ())], default=-1)
 
 
-# Rotary embeddings made to go on beyond the config's length, each position by itself. A "dynamic"
-# one is not among them: its angles depend on how long the prompt was.
-_LONGER_ROPE = frozenset({"linear", "yarn"})
+# Rotary embeddings made to go on beyond the config's length.
+_LONGER_ROPE = frozenset({"dynamic", "linear", "yarn"})
 
 
 def _own_context(config: Mapping[str, Any]) -> int | None:
@@ -93,7 +92,8 @@ def _goes_on(config: Mapping[str, Any]) -> bool:
     # Windowed layers never look further back than their window.
     layers.pop("sliding_attention", None)
     kinds = {own.get("rope_type") or own.get("type") for own in layers.values() or (rope,)}
-    return kinds <= _LONGER_ROPE
+    # One rotary module for layers of several kinds cannot follow every row's length.
+    return kinds <= (_LONGER_ROPE - {"dynamic"} if layers else _LONGER_ROPE)
 
 
 def context_length(config: Mapping[str, Any], wanted: int | None) -> int:
@@ -114,7 +114,7 @@ def context_length(config: Mapping[str, Any], wanted: int | None) -> int:
     if own is not None and wanted > own and not _goes_on(config):
         raise ModelError(
             f"target.max_model_len: {wanted} tokens are wanted, the target has {own} tokens "
-            f"and its positions do not go on as {' and '.join(sorted(_LONGER_ROPE))} rotary "
+            f"and its positions do not go on as {', '.join(sorted(_LONGER_ROPE))} rotary "
             f"embeddings do; set target.max_model_len to {own} or less"
         )
     return wanted

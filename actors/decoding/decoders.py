@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.decoding.attention import StepContext
+from paceline.actors.decoding.dynamic_rope import DynamicRotary, dynamic_rotaries
 from paceline.actors.decoding.fused import FusedDecoder, can_fuse, layer_window
 from paceline.actors.decoding.grid import Grid
 from paceline.actors.decoding.kv import KVBlocks
@@ -63,19 +64,33 @@ class ModuleDecoder:
         vocab_size: V, logits per token: the models' own number unless set to the target's.
     """
 
-    def __init__(self, models: Sequence[Any]) -> None:
-        """Take models that use the engine's attention function."""
-        self._models = list(models)
+    def __init__(self, models: Sequence[Any], capacity: int = 0) -> None:
+        """Take models that use the engine's attention function.
+
+        Args:
+            models: of one config.
+            capacity: positions per row, beyond those of the config where there are more; 0 leaves
+                the models' own rotary modules in place.
+        """
+        self._capacity = capacity
+        self._rotaries: list[list[DynamicRotary]] = []
         self._vocab = vocab_rows(models[0])
         self.vocab_size = self._vocab
+        self._take(models)
 
     def refresh(self, expert: int | None = None) -> None:
         """Nothing to do: the modules read their parameters."""
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
         """See Decoder."""
-        self._models = list(models)
+        self._take(models)
         yield
+
+    def _take(self, models: Sequence[Any]) -> None:
+        self._models = list(models)
+        if self._capacity:
+            for model in self._models[len(self._rotaries) :]:
+                self._rotaries.append(dynamic_rotaries(model, self._capacity))
 
     def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
         """See Decoder."""
@@ -106,6 +121,8 @@ class ModuleDecoder:
     def _run(self, expert: int, token_ids: Tensor, step: StepContext, keep: int) -> Tensor:
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
+        for rotary in self._rotaries[expert] if self._rotaries else ():
+            rotary.prompts = [step.kv.prompts[row] for row in step.rows.tolist()]
         output = self._models[expert](
             input_ids=token_ids,
             position_ids=step.positions,
@@ -153,14 +170,14 @@ def make_decoder(
     tokens = (spread * 7919 + 13) % int(config.vocab_size)
     _check_modules(models[0], shapes, tokens[:1], capacity)
     if not can_fuse(config):
-        return ModuleDecoder(models)
+        return ModuleDecoder(models, capacity)
     own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
     fused = FusedDecoder(models, capacity, invariant=invariant)
     error = _relative(_probe(fused, models, shapes, tokens)[0], own)
     if error <= _tolerance(models[0]):
         return fused
     logger.warning("%s is not run fused: its logits were off by %.3f", config.model_type, error)
-    return ModuleDecoder(models)
+    return ModuleDecoder(models, capacity)
 
 
 def _check_config(config: Any, capacity: int) -> None:

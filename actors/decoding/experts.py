@@ -156,7 +156,8 @@ class ExpertStack:
         victims: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
-                self._table.add(row.request_id)
+                slot = self._table.add(row.request_id)
+                self.runner.kv.prompts[slot] = len(row.tokens) - row.num_output
                 self._computed.begin(row.request_id, row.draft)
             known, wanted = self._computed.settle(row), max(len(row.tokens) - 2, 0)
             if not self._reserve(row, victims):

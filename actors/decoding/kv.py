@@ -42,6 +42,11 @@ class KVBlocks:
 
     Full blocks that are kept (:meth:`keep`) are shared by rows that begin with the same tokens
     (:meth:`begin`), and outlive their row until the memory is needed.
+
+    Attributes:
+        prompts: per row, and the one that pads, the length of its prompt in tokens.
+        longest_shared: rows with longer prompts share no blocks, None for no such limit: their
+            keys depend on how long the prompt is (``dynamic_rope.py``).
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class KVBlocks:
         """
         self.capacity, self.dtype, self.block_size = capacity, dtype, block_size
         self.rows = rows
+        self.prompts = [0] * (rows + 1)
+        self.longest_shared: int | None = None
         columns = -(-capacity // block_size)
         blocks = rows * columns if positions is None else -(-positions // block_size)
         if blocks < columns:
@@ -124,7 +131,9 @@ class KVBlocks:
             self._take(row, lacking)
         return True
 
-    def begin(self, row: int, tokens: Sequence[int], length: int, spare: int = 0) -> int | None:
+    def begin(
+        self, row: int, tokens: Sequence[int], length: int, spare: int = 0, prompt: int = 0
+    ) -> int | None:
         """Give an empty row blocks: kept ones that hold what it begins with, and free ones.
 
         Args:
@@ -132,13 +141,15 @@ class KVBlocks:
             tokens: whose keys and values need not be computed again where they are known.
             length: positions to have blocks for.
             spare: blocks that must be left.
+            prompt: how many tokens of the row are its prompt.
 
         Returns:
             how many positions are computed already; None where there are not enough blocks,
             and nothing has changed.
         """
         assert not self._blocks[row]
-        known = self._index.match(tokens)
+        self.prompts[row] = prompt
+        known = self._index.match(tokens) if self._shares(row) else []
         lacking = max(0, self._columns(length) - len(known))
         idle = sum(not self.pool.owners(block) for block in known)
         if lacking > self.pool.available - idle - spare:
@@ -156,6 +167,8 @@ class KVBlocks:
             row: whose positions 0..len(tokens)-1 are computed and final.
             tokens: those at these positions.
         """
+        if not self._shares(row):
+            return
         full = self._blocks[row][: len(tokens) // self.block_size]
         unknown = [block for block in full if not self.pool.remembers(block)]
         broken = set(self._broken(unknown))
@@ -208,6 +221,9 @@ class KVBlocks:
             total += part[at].flatten(1).sum(dim=1, dtype=torch.float32)
         sums = total.tolist()
         return [b for b, one in zip(blocks, sums, strict=True) if not math.isfinite(one)]
+
+    def _shares(self, row: int) -> bool:
+        return self.longest_shared is None or self.prompts[row] <= self.longest_shared
 
     def _columns(self, length: int) -> int:
         return -(-min(length, self.capacity) // self.block_size)

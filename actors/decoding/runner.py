@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.actors.decoding import paged
 from paceline.actors.decoding.attention import StepContext
 from paceline.actors.decoding.decoders import Decoder, make_decoder, unservable, vocab_rows
+from paceline.actors.decoding.dynamic_rope import dynamic_length
 from paceline.actors.decoding.fused import FusedDecoder
 from paceline.actors.decoding.graphs import CudaCapture, GraphedDecoder
 from paceline.actors.decoding.grid import Grid
@@ -99,6 +100,7 @@ class ModelRunner:
         size = kv_block_size(config, dtype, self.device)
         where = dtype, self.device
         self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)
+        self.kv.longest_shared = dynamic_length(config)
 
     @property
     def replays(self) -> bool:

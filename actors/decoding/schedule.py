@@ -74,7 +74,8 @@ class Schedule:
             row = self.rows.add(sequence.request_id)
             known = sequence.tokens[:-1] if self._prefix_cache else ()
             spare = sum(map(self._grows, self.running.values()))
-            computed = self._kv.begin(row, known, self._needed(sequence), spare)
+            prompt = len(sequence.request.prompt_token_ids)
+            computed = self._kv.begin(row, known, self._needed(sequence), spare, prompt)
             if computed is None:
                 self.rows.release(sequence.request_id)
                 self._refused = state
