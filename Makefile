@@ -66,14 +66,14 @@ $(STAMPS)/packages: $(STAMPS)/torch pyproject.toml
 # DeepSpeed's communication op for CPUs, once: a trainer must not compile while it serves.
 $(STAMPS)/ops: $(STAMPS)/packages
 	@echo "paceline: building DeepSpeed's CPU op (about a minute, once)"
-	@$(PY) -m paceline.actors.training.ops
+	@$(PY) -m paceline.actors.training.deepspeed_setup
 	@touch $@
 
 demo: setup
-	@$(PY) -m paceline.deploy.cli demo $(ARGS)
+	@$(PY) -m paceline.deploy.cli.main demo $(ARGS)
 
 serve: setup
-	@exec $(PY) -m paceline.deploy.cli serve $(ARGS)
+	@exec $(PY) -m paceline.deploy.cli.main serve $(ARGS)
 
 # A trained draft per topic for the benchmarks; kept in out/bench/experts while nothing changed.
 experts: setup

@@ -33,15 +33,15 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay import record as records_format
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.batches import make_batch, micro_batches, usable
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.evaluation import score_records
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.training.expert_evaluation import score_records
+from paceline.actors.training.settings import DistillerSettings
 
 _ROWS, _MICRO_BATCH, _MAX_LENGTH, _HELD_OUT = 16, 8, 512, 0.25
 _VARIANTS = ("full", *(f"lora-{rank}@0.005" for rank in (4, 8, 16, 32)))

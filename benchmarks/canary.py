@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.actors.weights.canary import Canary, CanarySettings, Verdict
-from paceline.actors.weights.evidence import DraftOutcome
+from paceline.actors.weights.draft_outcomes import DraftOutcome
 
 _STABLE, _CANDIDATE = 1, 2
 _SPREAD = 0.15  # standard deviation of a request's acceptance about its draft's

@@ -34,7 +34,7 @@ from served import Served, load_engine
 from tqdm import tqdm
 from transformers.utils import logging
 
-from paceline.actors.decoding.loading import (
+from paceline.actors.engine.model_loader import (
     load_causal_lm,
     load_tokenizer,
     resolve_device,

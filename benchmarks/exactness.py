@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from measure import geometric_mean
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.loading import load_causal_lm
-from paceline.actors.decoding.numerics import INVARIANT
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import Numerics, TargetSettings
-from paceline.deploy.config import MODELS_DIR
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.engine.numerics import INVARIANT
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import Numerics, TargetSettings
+from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from paceline.deploy.config import MODELS_DIR
+from paceline.deploy.config.config import MODELS_DIR
 
 TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
 _FACTS = "recipe.json"

@@ -23,16 +23,16 @@ from rich.console import Console
 from tqdm import tqdm
 from transformers.utils import logging
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import DRAFT_OFF, GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.batches import make_batch, micro_batches, usable
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.evaluation import score_records
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.training.expert_evaluation import score_records
+from paceline.actors.training.settings import DistillerSettings
 
 _ROWS, _MICRO_BATCH, _MAX_LENGTH = 16, 8, 512
 _HELD_OUT, _SAMPLED, _TEMPERATURE = 0.15, 0.3, 0.8

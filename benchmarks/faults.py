@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.deploy import app
-from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.config.config import PacelineConfig, load_config
 
 _OUT = Path("out") / "bench" / "faults.json"
 _BACK_S = 300.0

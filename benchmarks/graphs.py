@@ -21,10 +21,10 @@ import machine
 from expert_cache import DRAFT, TARGET, experts_dir
 from rich.console import Console
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 MAX_TOKENS = 64

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import TOPICS
 
 _OUT = Path("out") / "bench" / "idle.json"

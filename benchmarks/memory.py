@@ -22,11 +22,11 @@ import machine
 import torch
 from transformers import AutoConfig, StaticCache
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.deploy.config import MODELS_DIR
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
+from paceline.deploy.config.config import MODELS_DIR
 
 _MIB = 2**20
 _SEED = 7

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.actors.decoding import engine as engine_module
-from paceline.actors.decoding.drafting import Drafting
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.engine import engine as engine_module
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.speculation.drafting import Drafting
 
 PREFILL, DRAFT, PROPOSE = "prefill", "draft forwards", "propose, rest"
 VERIFY, SAMPLE, EMIT, REST = "verify forward", "sample", "emit", "rest"

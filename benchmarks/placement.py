@@ -30,18 +30,17 @@ from rich.console import Console
 from rich.table import Table
 from served import Served
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.loading import load_tokenizer
-from paceline.actors.decoding.pool.build import build_server
-from paceline.actors.decoding.pool.link import ExpertLink, connect
-from paceline.actors.decoding.pool.proposer import PoolProposer
-from paceline.actors.decoding.pool.server import Lease
-from paceline.actors.decoding.pool.settings import ExpertSettings
-from paceline.actors.decoding.pool.wire import Ping
-from paceline.actors.decoding.proposer import DraftRow
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.actors.decoding.verification import Proposal
-from paceline.deploy.config import MODELS_DIR
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pool.build import build_server
+from paceline.actors.speculation.pool.connection import ExpertLink, connect
+from paceline.actors.speculation.pool.messages import Lease, Ping
+from paceline.actors.speculation.pool.proposer import PoolProposer
+from paceline.actors.speculation.pool.settings import ExpertSettings
+from paceline.actors.speculation.proposer import DraftRow
+from paceline.actors.speculation.rejection_sampler import Proposal
+from paceline.deploy.config.config import MODELS_DIR
 
 PLAIN, COLOCATED, POOL, AHEAD = "plain", "colocated", "pool", "pool, ahead"
 _START_S, _CONNECT_S, _ROUND_S = 120.0, 10.0, 1.0

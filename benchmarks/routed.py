@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from prompts import Prompt
 
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import (
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import (
     FAILED,
     GenerationRequest,
     SamplingParams,

@@ -29,16 +29,16 @@ from rich.table import Table
 from routed import Routed, Runner, mean_length
 from transformers.utils import logging
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.record import encode as encode_record
-from paceline.actors.routing.classifier import TopicClassifier
-from paceline.actors.routing.policy import GENERAL, route
-from paceline.actors.training.jury import Jury
-from paceline.actors.training.scoring import ScorerSettings, Scoring
-from paceline.deploy.config import MODELS_DIR, PacelineConfig
-from paceline.deploy.preflight import router_confidence
+from paceline.actors.router.classifier import TopicClassifier
+from paceline.actors.router.policy import GENERAL, route
+from paceline.actors.training.expert_evaluation import Jury
+from paceline.actors.training.scorer import ScorerSettings, Scoring
+from paceline.deploy.config.config import MODELS_DIR, PacelineConfig
+from paceline.deploy.config.preflight import router_confidence
 
 PLAIN = "off"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from prompts import Prompt
 from runs import Drafted, Run
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import FINISH_ERROR, GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import FINISH_ERROR, GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
 
 
 def load_engine(

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.deploy import app
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 
 _OUT = Path("out") / "bench" / "soak.json"
 _MIB = 2.0**20

@@ -21,11 +21,11 @@ from typing import Any
 import machine
 import torch
 
-from paceline.actors.decoding.costs import grid_points, profile
-from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
-from paceline.actors.decoding.profiling import stepper
-from paceline.actors.decoding.runner import ModelRunner
-from paceline.deploy.config import MODELS_DIR
+from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.speculation.costs import grid_points, profile
+from paceline.actors.speculation.profiling import stepper
+from paceline.deploy.config.config import MODELS_DIR
 
 TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
 

@@ -16,18 +16,18 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from paceline.cluster import session
+from paceline.cluster.autoscaling import replica_options
+from paceline.cluster.placement import actor_options, surge_percent
 from paceline.deploy import experts, learning
-from paceline.deploy.added import with_added
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.api.status import LearningActors
+from paceline.deploy.config.added_topics import with_added
+from paceline.deploy.config.config import PacelineConfig
+from paceline.deploy.config.preflight import check
+from paceline.deploy.config.replica_settings import ingress_settings, target_settings
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.keeper import TopicKeeper
 from paceline.deploy.monitoring.front import MeteredIngress
-from paceline.deploy.placement import actor_options, surge_percent
-from paceline.deploy.preflight import check
-from paceline.deploy.replica_settings import ingress_settings, target_settings
-from paceline.deploy.scaling_policy import replica_options
 from paceline.deploy.signals import kept, undisturbed
-from paceline.deploy.status import LearningActors
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ APPLICATION = "paceline"
 _UNBOUNDED = 100_000
 # By name: the driver then need not import torch and transformers, seconds of one core each.
 _TARGET_CLASS: Any = "paceline.deploy.monitoring.target.MeteredTarget"
-_ROUTER_CLASS: Any = "paceline.actors.routing.router.TopicRouter"
-_REPLICA_CHOICE = "paceline.deploy.replicas.ReplicaChoice"
+_ROUTER_CLASS: Any = "paceline.actors.router.router.TopicRouter"
+_REPLICA_CHOICE = "paceline.cluster.replica_choice.ReplicaChoice"
 _ANSWER_S = 60.0
 _STOP_S = 15.0
 # Of target and ingress on one machine, where they end because all does; and where one replica of

@@ -10,13 +10,13 @@ from typing import Any
 
 from ray import serve
 
+from paceline.cluster.placement import actor_options
+from paceline.deploy.api.auth import key_digests
 from paceline.deploy.app import build_app
-from paceline.deploy.auth import key_digests
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.config.config import PacelineConfig
+from paceline.deploy.config.preflight import check_parts
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.learning import named_actors
-from paceline.deploy.placement import actor_options
-from paceline.deploy.preflight import check_parts
 from paceline.deploy.steward import Steward
 
 _RECKONED = ("target", "trainer")

@@ -7,15 +7,15 @@ from typing import Any
 
 from ray import serve
 
-from paceline.actors.decoding.pool.settings import ExpertSettings
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.deploy.config import PacelineConfig
-from paceline.deploy.placement import actor_options
-from paceline.deploy.scaling_policy import replica_options
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pool.settings import ExpertSettings
+from paceline.cluster.autoscaling import replica_options
+from paceline.cluster.placement import actor_options
+from paceline.deploy.config.config import PacelineConfig
 
 _PREFIX = "expert-"
 # By name: the driver then need not import torch and transformers.
-_EXPERT_CLASS: Any = "paceline.actors.decoding.pool.replica.ExpertReplica"
+_EXPERT_CLASS: Any = "paceline.actors.speculation.pool.replica.ExpertReplica"
 # Leases are requests that last as long as their target; their number must not be capped.
 _UNBOUNDED = 100_000
 

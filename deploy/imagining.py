@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from paceline.actors.imagination.settings import ImaginationSettings
-from paceline.actors.imagination.template import TurnMarks, turn_marks
-from paceline.deploy.config import PacelineConfig
+from paceline.actors.training.synthetic.prompts import TurnMarks, turn_marks
+from paceline.actors.training.synthetic.settings import ImaginationSettings
+from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def target_handle() -> Any:
 
 
 def _marks(config: PacelineConfig) -> TurnMarks:
-    from paceline.actors.decoding.loading import load_tokenizer  # imports transformers
+    from paceline.actors.engine.model_loader import load_tokenizer  # imports transformers
 
     try:
         return turn_marks(load_tokenizer(str(config.target_path)))

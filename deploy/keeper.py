@@ -12,10 +12,10 @@ from typing import Any
 import ray
 from ray import serve
 
-from paceline.actors.weights.catalogue import TopicParts, TopicsView
+from paceline.actors.weights.topics import TopicParts, TopicsView
 from paceline.deploy import learning
-from paceline.deploy.added import with_topics
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.config.added_topics import with_topics
+from paceline.deploy.config.config import PacelineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,29 +14,29 @@ import ray
 from ray.exceptions import RayError
 from ray.util import metrics
 
-from paceline.actors.imagination.imaginer import Imaginer
 from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.permits import Tenant
 from paceline.actors.training.scorer import Scorer
-from paceline.actors.training.tenancy import Tenant
+from paceline.actors.training.synthetic.generator import Imaginer
 from paceline.actors.training.trainer import Trainer, lower_priority
-from paceline.actors.weights.fingerprint import fingerprints
-from paceline.cluster.leases import Fraction, LeaseSettings
-from paceline.cluster.named import NamedActor
+from paceline.actors.weights.state_folder import fingerprints
+from paceline.cluster.named_actor import NamedActor
+from paceline.cluster.pending_replicas import rooms
+from paceline.cluster.placement import actor_options, booked
+from paceline.cluster.rank_actors import hiring, node_address
+from paceline.cluster.scheduler.leases import Fraction, LeaseSettings
 from paceline.cluster.session import NAMESPACE
-from paceline.deploy.added import with_added
-from paceline.deploy.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
+from paceline.cluster.trainer_supervisor import TrainerKeeper
+from paceline.deploy.api.status import LearningActors
+from paceline.deploy.config.added_topics import with_added
+from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
 from paceline.deploy.imagining import imagined_here, target_handle
 from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
 from paceline.deploy.monitoring.sink import RaySink
-from paceline.deploy.pending import rooms
-from paceline.deploy.placement import actor_options, booked
-from paceline.deploy.ranks import hiring, node_address
 from paceline.deploy.scoring import make_jury, scores_experts
-from paceline.deploy.status import LearningActors
-from paceline.deploy.trainers import TrainerKeeper
 
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
@@ -240,11 +240,10 @@ def _fractions(config: PacelineConfig, name: str) -> tuple[Fraction, ...]:
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     """The part of the config that the trainer works by."""
-    from paceline.actors.decoding.loading import resolve_device  # imports torch
-    from paceline.actors.training.distiller_settings import DistillerSettings
+    from paceline.actors.engine.model_loader import resolve_device  # imports torch
     from paceline.actors.training.gate import GateSettings
-    from paceline.actors.training.schedule import ScheduleSettings, hope_of
-    from paceline.actors.training.settings import TrainerSettings
+    from paceline.actors.training.settings import DistillerSettings, TrainerSettings
+    from paceline.actors.training.topic_schedule import ScheduleSettings, hope_of
 
     micro_batch, accumulation = config.training.batches(resolve_device(config.target.device).type)
     return TrainerSettings(

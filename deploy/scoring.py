@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from paceline.actors.training.scorer_settings import ScorerSettings
-from paceline.actors.weights.fingerprint import fingerprints
-from paceline.deploy.config import PacelineConfig
+from paceline.actors.training.settings import ScorerSettings
+from paceline.actors.weights.state_folder import fingerprints
+from paceline.deploy.config.config import PacelineConfig
 
 if TYPE_CHECKING:
-    from paceline.actors.training.jury import Jury
+    from paceline.actors.training.expert_evaluation import Jury
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ def scores_experts(config: PacelineConfig) -> bool:
 
 def scorer_settings(config: PacelineConfig) -> ScorerSettings:
     """Settings of the scorer; reads the models' files for their fingerprints."""
-    from paceline.actors.decoding.loading import resolve_device  # imports torch
-    from paceline.actors.training.evaluation import records_per_forward
+    from paceline.actors.engine.model_loader import resolve_device  # imports torch
+    from paceline.actors.training.expert_evaluation import records_per_forward
 
     device = resolve_device(config.target.device).type
     micro_batch, _ = config.training.batches(device)
@@ -49,7 +49,7 @@ def make_jury(config: PacelineConfig) -> tuple[ScorerSettings, Jury] | None:
     """
     if not scores_experts(config):
         return None
-    from paceline.actors.training.jury import Jury
+    from paceline.actors.training.expert_evaluation import Jury
 
     try:
         settings = scorer_settings(config)

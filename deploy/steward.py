@@ -12,9 +12,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError
 
-from paceline.cluster.named import NamedActor
-from paceline.deploy.config import PacelineConfig
-from paceline.deploy.exposure import exposure, serves_on
+from paceline.cluster.named_actor import NamedActor
+from paceline.deploy.config.config import PacelineConfig
+from paceline.deploy.config.preflight import exposure, serves_on
 from paceline.deploy.learning import BOARD, keep_trainers, makers
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from engines import engine_of, request, run, served
 from torch import Tensor
 
-from paceline.actors.weights.flat import unflatten
+from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
 

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from tiny_models import tiny_llama, tiny_tokenizer
 
-from paceline.actors.decoding.attention import ATTENTION_NAME
-from paceline.actors.decoding.colocated import ColocatedProposer
-from paceline.actors.decoding.decoders import vocab_rows
-from paceline.actors.decoding.drafting import Drafting
-from paceline.actors.decoding.engine import Engine, EngineSettings, StepOutput
-from paceline.actors.decoding.experts import ExpertStack
-from paceline.actors.decoding.goodput import GoodputController
-from paceline.actors.decoding.medusa import HeadStack
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.engine.decoders import vocab_rows
+from paceline.actors.engine.engine import Engine, EngineSettings, StepOutput
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.speculation.colocated import ColocatedProposer
+from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.medusa import HeadStack
 
 TOKENIZER = tiny_tokenizer()
 MAX_LEN = 96

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from paceline.actors.decoding.request import GenerationChunk, GenerationRequest
-from paceline.actors.decoding.target import TargetReplica
-from paceline.cluster.board import LoadBoard
-from paceline.deploy.ingress import Ingress, IngressSettings
-from paceline.deploy.status import LearningActors
+from paceline.actors.engine.request import GenerationChunk, GenerationRequest
+from paceline.actors.engine.target import TargetReplica
+from paceline.cluster.scheduler.board import LoadBoard
+from paceline.deploy.api.ingress import Ingress, IngressSettings
+from paceline.deploy.api.status import LearningActors
 
 CONTEXT = 4096  # of the targets whose answers shall take long
 

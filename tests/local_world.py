@@ -12,13 +12,12 @@ from lessons import lesson
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.rounds import Rounds
-from paceline.actors.training.schedule import ScheduleSettings, Want, best
-from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.tenancy import Note, Turn
+from paceline.actors.training.permits import Note, Turn
+from paceline.actors.training.settings import DistillerSettings, TrainerSettings
+from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best
+from paceline.actors.training.training_loop import Rounds
 from paceline.actors.weights.canary import CanarySettings
-from paceline.actors.weights.flat import FlatWeights
+from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.registry import WeightRegistry
 
 TOPICS = ("sql", "general")

@@ -16,15 +16,16 @@ import torch
 from engines import DEVICE, MAX_LEN, TOKENIZER, served
 from tiny_models import tiny_llama
 
-from paceline.actors.decoding.drafting import Drafting
-from paceline.actors.decoding.engine import Engine, EngineSettings
-from paceline.actors.decoding.experts import ExpertStack
-from paceline.actors.decoding.pool.ahead import AheadPolicy, DraftAhead
-from paceline.actors.decoding.pool.drafter import SharedDrafter
-from paceline.actors.decoding.pool.link import connect
-from paceline.actors.decoding.pool.proposer import PoolProposer
-from paceline.actors.decoding.pool.server import ExpertServer, Lease
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.engine.engine import Engine, EngineSettings
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.pool.connection import connect
+from paceline.actors.speculation.pool.draft_ahead import AheadPolicy, DraftAhead
+from paceline.actors.speculation.pool.drafter import SharedDrafter
+from paceline.actors.speculation.pool.messages import Lease
+from paceline.actors.speculation.pool.proposer import PoolProposer
+from paceline.actors.speculation.pool.server import ExpertServer
 
 VOCAB = 300
 DRAFT_SEEDS = {"a": 2, "b": 3}  # those of engines.make_engine

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from paceline.actors.training import group
-from paceline.actors.training.crew import Crew, Member
+from paceline.actors.training import worker_group as group
+from paceline.actors.training.worker_group import Crew, Member
 
 TIMEOUT_S = 120.0
 _TESTS = Path(__file__).parent

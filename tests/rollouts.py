@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.model_runner import ModelRunner
 
 STEPS = 4
 

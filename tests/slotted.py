@@ -10,9 +10,9 @@ from engines import engine_of, request, run, served, tokens_of
 from tiny_models import tiny_llama
 from torch import Tensor
 
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.linear import StackedLinear
-from paceline.actors.weights.evidence import DraftOutcome
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.linear import StackedLinear
+from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.slots import in_canary
 
 SHARE = 0.5

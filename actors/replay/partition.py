@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.actors.replay.names import belongs
+from paceline.actors.replay.record import belongs
 
 Remover = Literal["fifo", "reservoir", "priority"]
 

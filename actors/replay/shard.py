@@ -4,22 +4,75 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.actors.replay.journal import Journal
-from paceline.actors.replay.names import is_imagined, source_of
 from paceline.actors.replay.partition import Entry
-from paceline.actors.replay.record import RecordError, RecordValueError, decode, is_held_out
+from paceline.actors.replay.record import (
+    RecordError,
+    RecordValueError,
+    decode,
+    is_held_out,
+    is_imagined,
+    source_of,
+)
 from paceline.actors.replay.table import ReplaySettings, ReplayTable, Split, rewrite_due
 
 logger = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<I")
+
+
+class Journal:
+    """Append-only, rewritten whole when records must go.
+
+    A record reaches the kernel with every append, so that it survives the death of the
+    process, not of the machine.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open or make the file; what a killed rewriting left goes."""
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._partial = self._path.with_name(f".{self._path.name}.partial")
+        self._partial.unlink(missing_ok=True)
+        self._file = self._path.open("ab")
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._file.tell()
+
+    def read(self) -> Iterator[bytes]:
+        """All whole records; what follows a torn one is left out."""
+        with self._path.open("rb") as file:
+            while len(header := file.read(_HEADER.size)) == _HEADER.size:
+                (length,) = _HEADER.unpack(header)
+                data = file.read(length)
+                if len(data) < length:
+                    break
+                yield data
+
+    def append(self, data: bytes) -> None:
+        """Add a record."""
+        self._file.write(_HEADER.pack(len(data)) + data)
+        self._file.flush()
+
+    def rewrite(self, records: Iterable[bytes]) -> None:
+        """Replace everything, atomically."""
+        with self._partial.open("wb") as file:
+            for data in records:
+                file.write(_HEADER.pack(len(data)) + data)
+        self._file.close()
+        self._partial.replace(self._path)
+        self._file = self._path.open("ab")
 
 
 class ReplayShard:

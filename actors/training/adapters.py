@@ -1,18 +1,16 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) on the linear layers of a draft.
-
-The wrapped weights stay as they are and get no gradient. What is trained is, per layer, the
-product of two thin matrices, which a forward hook adds to the layer's output; names and modules
-of the draft do not change, so that the merged weights are a state dict like any other.
-"""
+"""How a state dict is put into a draft."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from paceline.actors.weights.checkpoint import tied_names
 
 _DOWN, _UP = "adapter_down", "adapter_up"
 
@@ -111,3 +109,20 @@ class Adapters:
         self._hooks.clear()
         self._layers.clear()
         self._draft.requires_grad_(True)
+
+
+def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
+    """Copy weights into a draft, in place.
+
+    Raises:
+        ValueError: for names that the draft lacks or shapes that differ.
+    """
+    own = {name: weight for name, weight in draft.state_dict().items() if not is_adapter(name)}
+    tied = tied_names(draft)
+    missing = [name for name in own if name not in state and name not in tied]
+    wrong = [n for n, new in state.items() if n not in own or own[n].shape != new.shape]
+    if missing or wrong:
+        raise ValueError(f"weights do not fit the draft: missing {missing}, wrong {wrong}")
+    with torch.no_grad():
+        for name, new in state.items():
+            own[name].copy_(new)

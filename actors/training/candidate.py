@@ -12,17 +12,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.routing.policy import GENERAL
-from paceline.actors.training import moments
+from paceline.actors.router.policy import GENERAL
+from paceline.actors.training import optimizer_state as moments
 from paceline.actors.training.batches import make_batch, usable, within
-from paceline.actors.training.crew import Crew, SharedDistiller
 from paceline.actors.training.distiller import Distiller, MicroStep
-from paceline.actors.training.evaluation import records_per_forward, score_records
+from paceline.actors.training.expert_evaluation import records_per_forward, score_records
+from paceline.actors.training.learning_rate import Stride, outgrown
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, of_a_step
-from paceline.actors.training.stride import Stride, outgrown
-from paceline.actors.weights.flat import FlatWeights, flatten, unflatten
+from paceline.actors.training.worker_group import Crew, SharedDistiller
+from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
 

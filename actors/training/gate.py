@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.actors.weights.bounds import student_quantile
+from paceline.actors.weights.draft_outcomes import student_quantile
 
 NOT_FINITE = "the candidate's scores are not finite"
 TOO_FEW = "too few held-out records"

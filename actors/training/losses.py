@@ -1,23 +1,16 @@
-"""Losses over what replay keeps of the target: K token probabilities and one tail bucket.
-
-Everything is per position, in nats, computed in float32 (float64 where the logits are). The tail,
-all tokens that were not recorded, is one bucket of its own and never renormalised away: a draft
-that puts mass outside the recorded tokens pays for it. By the data processing inequality each
-divergence of the buckets is a lower bound of the one over the whole vocabulary, and equal to it
-at K = V.
-
-All but `hard_label` take the same four arguments: ``draft_logits`` float ``[N, V]``; ``top_ids``
-int64 ``[N, K]``, distinct within a row; ``top_logprobs`` float ``[N, K]``, the target's log p of
-these, -inf where it has none; ``tail_mass`` float ``[N]``, p of all other tokens. They return
-``[N]``, and gradients flow to the logits alone.
-"""
+"""The loss of a batch: which positions count, with which weight each, see ObjectiveSettings."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from paceline.actors.training.batches import Batch
+from paceline.actors.training.settings import ObjectiveSettings
 
 _LEAST = math.log(1e-7)  # least log of a tail's mass: no position may weigh without bound
 _NEVER = -100.0  # stands for log 0, so that nothing that is computed from it is infinite
@@ -176,3 +169,93 @@ def _buckets(
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+_DIVERGENCES = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss of a batch.
+
+    Attributes:
+        loss: scalar, with a gradient.
+        per_record: ``[B]`` mean loss over the emitted positions of each record, whatever they
+            weigh, without a gradient.
+        expected_acceptance: scalar, mean of its lower bound over the emitted positions, without
+            a gradient.
+    """
+
+    loss: Tensor
+    per_record: Tensor
+    expected_acceptance: Tensor
+
+
+def objective(
+    logits: Tensor, batch: Batch, settings: ObjectiveSettings, weights: Tensor | None = None
+) -> Objective:
+    """Weigh the positions of a batch and average their losses.
+
+    Args:
+        logits: float ``[N, V]``, the draft's at the batch's positions.
+        batch: the N positions.
+        settings: see ObjectiveSettings.
+        weights: float32 ``[N]``, where the batch is a part of one whose weights were shared out;
+            None: those of :func:`position_weights`.
+    """
+    values = position_losses(logits, batch, settings)
+    weights = position_weights([batch], settings) if weights is None else weights
+    loss = (weights * values).sum()
+    with torch.no_grad():
+        accepted = recorded_acceptance(logits, batch.top_ids, batch.top_logprobs)
+        emitted = (~batch.branch).to(values.dtype)
+        sums = values.new_zeros(batch.num_records)
+        counts = sums.index_add(0, batch.rows, emitted)
+        sums = sums.index_add(0, batch.rows, emitted * values.detach())
+        return Objective(loss, sums / counts, (accepted * emitted).sum() / emitted.sum())
+
+
+def position_losses(logits: Tensor, batch: Batch, settings: ObjectiveSettings) -> Tensor:
+    """The loss of every position, ``[N]``, before any weighting."""
+    if settings.loss == "hard_label":
+        return hard_label(logits, batch.output_ids)
+    target = (batch.top_ids, batch.top_logprobs, batch.tail_mass)
+    if settings.loss == "jsd":
+        return jsd(logits, *target, beta=settings.jsd_beta)
+    return _DIVERGENCES[settings.loss](logits, *target)
+
+
+def position_weights(batches: Sequence[Batch], settings: ObjectiveSettings) -> Tensor:
+    """Weight of every position of what a step learns from, float32 ``[N]``; they sum to 1.
+
+    Args:
+        batches: one after the other; how they are parted changes nothing.
+        settings: see ObjectiveSettings.
+    """
+    accepted = torch.cat([batch.accepted for batch in batches])
+    branch = torch.cat([batch.branch for batch in batches])
+    weight = _rejection_weights(accepted, branch, settings)
+    emitted = _shares(weight * ~branch)
+    proposed = _shares(weight * (branch | (accepted >= 0)))
+    share = {"target": 0.0, "student": 1.0, "mixed": settings.student_share}[settings.sampling]
+    total = _shares((1.0 - share) * emitted + share * proposed)
+    # without a single draft token nothing was rejected and nothing proposed
+    return torch.where(total.sum() > 0.0, total, _shares((~branch).float()))
+
+
+def _rejection_weights(accepted: Tensor, branch: Tensor, settings: ObjectiveSettings) -> Tensor:
+    rejected = (accepted == 0) & ~branch
+    if settings.weighting == "rejected_only":
+        return rejected.float()
+    factor = settings.rejection_weight if settings.weighting == "first_rejection" else 1.0
+    return torch.where(rejected, factor, 1.0)
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """The same, summing to 1; zeros stay zeros."""
+    return weights / weights.sum().clamp(min=1e-12)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.actors.decoding.medusa import MedusaHeads
+from paceline.actors.speculation.medusa import MedusaHeads
 
 _IGNORED = -100
 _ROWS = 8  # sequences of one forward of the target

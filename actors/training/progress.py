@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.actors.training.schedule import Rest
+from paceline.actors.training.topic_schedule import Rest
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end

@@ -3,11 +3,139 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.router.hedge import HedgeSettings
+from paceline.actors.training.deepspeed_setup import ZeroStage
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.gate import GateSettings
-from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.topic_schedule import ScheduleSettings
+
+Loss = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "lk_hybrid", "hard_label"]
+Weighting = Literal["uniform", "first_rejection", "rejected_only"]
+Sampling = Literal["target", "student", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSettings:
+    """What training minimises.
+
+    Attributes:
+        loss: per position, see losses.py; ``hard_label`` is fine-tuning on the emitted tokens.
+        jsd_beta: of ``jsd``, between 0 and 1.
+        weighting: ``uniform``; ``first_rejection`` counts a position whose draft token was
+            rejected ``rejection_weight`` times; ``rejected_only`` counts no others.
+        rejection_weight: above 0.
+        sampling: whose contexts, see above.
+        student_share: of the student's positions in ``mixed``, 0 to 1.
+    """
+
+    loss: Loss = "forward_kl"
+    jsd_beta: float = 0.5
+    weighting: Weighting = "uniform"
+    rejection_weight: float = 3.0
+    sampling: Sampling = "target"
+    student_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse words that are not known and numbers out of range."""
+        for name, known in (("loss", Loss), ("weighting", Weighting), ("sampling", Sampling)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}")
+        if not 0.0 < self.jsd_beta < 1.0 or not 0.0 <= self.student_share <= 1.0:
+            raise ValueError("jsd_beta and student_share lie between 0 and 1")
+        if self.rejection_weight <= 0.0:
+            raise ValueError("rejection_weight must be above 0")
+
+    @property
+    def needs_branches(self) -> bool:
+        """Whether positions behind rejected tokens are learnt from."""
+        return self.sampling != "target" and self.weighting != "rejected_only"
+
+
+@dataclass(frozen=True, slots=True)
+class DistillerSettings:
+    """How a draft is trained.
+
+    Attributes:
+        learning_rate: after the warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
+        rate_hold_steps: optimizer steps after which the rate falls as one over the steps, to a
+            tenth at least; 0 holds it for ever.
+        accumulation: micro-steps per optimizer step.
+        weight_decay: AdamW's, of matrices but the embedding. A stream begins with few records
+            that are learnt from again and again; weights that grew on them learn less from all that
+            comes later (Ash and Adams, arXiv 1910.08475), and decay lets them forget.
+        clip: largest norm of a gradient.
+        dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
+        device: ``auto`` is the GPU where there is one.
+        objective: what training minimises.
+        adapter: ``full`` trains every weight, ``lora`` low-rank adapters on the linear layers.
+        lora_rank: of an adapter.
+        lora_alpha: its scale times its rank.
+        lora_embeddings: whether embeddings, and a head tied to them, are adapted too.
+        zero_stage: see :func:`paceline.actors.training.deepspeed_setup.zero_stage`.
+        average_decay: of the running mean of the weights, which is what a candidate consists of;
+            0 takes the weights as the last step left them.
+    """
+
+    learning_rate: float = 1.5e-3
+    warmup_steps: int = 5
+    rate_hold_steps: int = 0
+    accumulation: int = 1
+    weight_decay: float = 0.3
+    clip: float = 1.0
+    dtype: str = "auto"
+    device: str = "auto"
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    adapter: Literal["full", "lora"] = "full"
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_embeddings: bool = False
+    zero_stage: ZeroStage = "auto"
+    average_decay: float = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSettings:
+    """How experts are scored; plain data that crosses process borders.
+
+    Attributes:
+        draft_paths: expert (topics and ``general``) to the folder of its initial weights.
+        marks: expert to the fingerprint of its initial weights and the target.
+        hedge: how scores become weights.
+        device: of the scoring; ``auto`` is the GPU where there is one.
+        dtype: of the scoring; ``auto`` is bfloat16 where the device computes in it.
+        micro_batch: records per forward.
+        max_length: tokens of a record at most.
+        draft_top_k: tokens that the served draft proposes from.
+        capacity_bytes: of records that wait in memory, for later versions to be scored on.
+        retention_s: how long one waits at most.
+        state_file: where gains outlive the process; None keeps nothing. No text is in it.
+        poll_s: pause between two questions for leave, seconds.
+        refresh_s: pause when all is scored, seconds: records gather meanwhile, and a weight copy
+            serves several.
+        rest_s: pause after an expert could not be scored, seconds.
+        timeout_s: longest wait for another actor, seconds.
+        low_priority: run at SCHED_IDLE or nice 19.
+    """
+
+    draft_paths: dict[str, str]
+    marks: dict[str, str]
+    hedge: HedgeSettings = field(default_factory=HedgeSettings)
+    device: str = "auto"
+    dtype: str = "auto"
+    micro_batch: int = 8
+    max_length: int = 512
+    draft_top_k: int = 64
+    capacity_bytes: int = 32 * 2**20
+    retention_s: float = 24 * 3600.0
+    state_file: str | None = None
+    poll_s: float = 0.02
+    refresh_s: float = 5.0
+    rest_s: float = 30.0
+    timeout_s: float = 10.0
+    low_priority: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.actors.training.batches import Batch
-from paceline.actors.training.objective import position_weights
-from paceline.actors.training.objective_settings import ObjectiveSettings
+from paceline.actors.training.losses import position_weights
+from paceline.actors.training.settings import ObjectiveSettings
 
 _PER_RECORD = ("input_ids", "mask", "position_ids")  # of a batch; all else is per position
 

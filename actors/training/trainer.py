@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
-from paceline.actors.training.tenancy import Tenant
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
+from paceline.actors.training.permits import Tenant
 
 if TYPE_CHECKING:
-    from paceline.actors.training.crew import Crew, Hand
-    from paceline.actors.training.group import Place
-    from paceline.actors.training.rounds import Rounds
     from paceline.actors.training.settings import TrainerSettings
+    from paceline.actors.training.training_loop import Rounds
+    from paceline.actors.training.worker_group import Crew, Hand, Place
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +100,8 @@ class Trainer:
         # The heavy imports happen here, at low priority and outside the constructor.
         import torch
 
-        from paceline.actors.training.rounds import Rounds
-        from paceline.actors.training.world import RayWorld
+        from paceline.actors.training.client import RayWorld
+        from paceline.actors.training.training_loop import Rounds
 
         torch.set_num_threads(self._settings.num_threads)
         shards, registry, board = self._handles
@@ -119,7 +118,7 @@ class Trainer:
     def _crew(self) -> Crew | None:
         if self._settings.ranks == 1 or self._hire is None:
             return None
-        from paceline.actors.training.crew import Crew
+        from paceline.actors.training.worker_group import Crew
 
         own = self._settings
         how = own.group_timeout_s, own.distiller.device

@@ -17,16 +17,14 @@ from typing import Any
 
 import ray
 
-from paceline.actors.weights.added import TopicDesk
-from paceline.actors.weights.admission import ASKED_FOR, Admission, NotNow
-from paceline.actors.weights.announcements import News
 from paceline.actors.weights.archive import WeightArchive
-from paceline.actors.weights.canary import CanarySettings
-from paceline.actors.weights.catalogue import AddedTopic, RouterHead
-from paceline.actors.weights.evidence import DraftOutcome
-from paceline.actors.weights.flat import FlatWeights
-from paceline.actors.weights.lock import hold
-from paceline.actors.weights.trials import Action, Step, Trials
+from paceline.actors.weights.canary import Action, CanarySettings, Step, Trials
+from paceline.actors.weights.cooldown import ASKED_FOR, Admission, NotNow
+from paceline.actors.weights.draft_outcomes import DraftOutcome
+from paceline.actors.weights.flat_weights import FlatWeights
+from paceline.actors.weights.notifications import News
+from paceline.actors.weights.state_folder import hold
+from paceline.actors.weights.topics import AddedTopic, RouterHead, TopicDesk
 from paceline.actors.weights.versions import VersionChanged
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from online.shifts import KINDS, ORDER, SYSTEMS, shift_unit
 from online.shifts import rehearsal_unit as shift_rehearsal_unit
 from online.store import Store
 from online.streams import rehearsal_unit, stream_unit
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
 PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts", "shift-rehearsals")

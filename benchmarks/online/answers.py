@@ -17,9 +17,9 @@ from expert_cache import base_hashes
 from online.rows import Question
 from online.serving import FROZEN, Served, Serving, serve
 from online.store import digest
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.replay.journal import Journal
+from paceline.actors.engine.engine import Engine
 from paceline.actors.replay.record import decode, encode
+from paceline.actors.replay.shard import Journal
 
 _PART = 128  # prompts between two of which the engine may be thrown away
 

@@ -18,8 +18,8 @@ from online.rows import Question, Questions
 from online.serving import FROZEN, ROWS, Served, Serving, make_engine
 from online.store import Store, digest
 from online.world import trainer_facts
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.loading import load_tokenizer, resolve_dtype
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_tokenizer, resolve_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from online import rows
 from online.bench import Bench, counts_of, packed
 from online.judging import MAX_LENGTH, Judge
 from online.serving import serve
-from paceline.actors.decoding.request import DRAFT_OFF
+from paceline.actors.engine.request import DRAFT_OFF
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.batches import make_batch, micro_batches
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.settings import DistillerSettings
 
 # What is learnt from offline: the whole train side, or no more than the stream had.
 WHOLE, SAME = "ceiling", "offline"

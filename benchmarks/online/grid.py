@@ -31,16 +31,16 @@ from online.grid_tables import markdown, summary
 from online.rows import label
 from online.store import Store
 from paceline.actors.training.batches import make_batch, micro_batches
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.evaluation import score_records
-from paceline.actors.training.objective_settings import (
+from paceline.actors.training.expert_evaluation import score_records
+from paceline.actors.training.settings import (
+    DistillerSettings,
     Loss,
     ObjectiveSettings,
     Sampling,
     Weighting,
 )
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
 
 _MICRO_BATCH, _MAX_LENGTH, _DRAFT_TOP_K = 8, 512, 64
 _QUICK = Sizes(train=160, test=48, max_tokens=64)

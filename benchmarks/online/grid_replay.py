@@ -13,11 +13,11 @@ from expert_cache import DRAFT, TARGET, base_hashes
 from online.rows import Question, label, load, mark_of
 from online.serving import FROZEN, ROWS, Serving, serve
 from online.store import digest
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.actors.replay.journal import Journal
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.replay.shard import Journal
+from paceline.actors.router.policy import GENERAL
 
 _TEMPERATURE = 0.8
 

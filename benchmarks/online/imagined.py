@@ -22,12 +22,12 @@ from online.learning import Imagining, Learning
 from online.serving import serve
 from online.streams import stream_settings
 from online.world import Learner, LocalWorld
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import FINISH_ERROR, GenerationRequest
-from paceline.actors.imagination.composer import Composer, Said
-from paceline.actors.imagination.settings import ImaginationSettings
-from paceline.actors.imagination.template import turn_marks
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import FINISH_ERROR, GenerationRequest
 from paceline.actors.replay.record import encode
+from paceline.actors.training.synthetic.generator import Composer, Said
+from paceline.actors.training.synthetic.prompts import turn_marks
+from paceline.actors.training.synthetic.settings import ImaginationSettings
 
 
 class EngineVoice:

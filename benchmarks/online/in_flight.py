@@ -47,12 +47,12 @@ from online.traces import (
 )
 from online.traffic_plan import ONLINE, OUTPUT_ROOM, PLAIN, VARIANTS
 from online.world import Learner
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.actors.routing.policy import GENERAL
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.router.policy import GENERAL
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
 _ROWS = 16

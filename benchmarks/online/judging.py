@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from paceline.actors.decoding.loading import resolve_dtype
+from paceline.actors.engine.model_loader import resolve_dtype
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import load_state, logits_at
-from paceline.actors.training.evaluation import acceptance
+from paceline.actors.training.expert_evaluation import acceptance
 from paceline.actors.training.losses import expected_acceptance
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 
 from online.serving import ROWS
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.gate import GateSettings
+from paceline.actors.training.settings import DistillerSettings
 
 NEVER = 1_000_000  # rejections in a row
 CAPACITY_MB = ReplaySettings().capacity_bytes // 2**20

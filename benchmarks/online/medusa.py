@@ -40,10 +40,10 @@ from online.rows import label
 from online.serving import Serving
 from online.store import Store
 from online.taught import ALL, School, Teaching
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.deploy.demo.prompts import TOPICS
 
 PLAIN = "plain"

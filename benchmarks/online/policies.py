@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.actors.routing.hedge import Hedge
-from paceline.actors.routing.policy import GENERAL, LeastConfidence, choose, route
+from paceline.actors.router.hedge import Hedge
+from paceline.actors.router.policy import GENERAL, LeastConfidence, choose, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Rule(_Fixed):
     """The classifier's likeliest topic, ``general`` where that is unsure."""
 
     def __init__(self, experts: Collection[str], min_confidence: LeastConfidence) -> None:
-        """See :func:`paceline.actors.routing.policy.choose`."""
+        """See :func:`paceline.actors.router.policy.choose`."""
         self._experts, self._min_confidence = experts, min_confidence
 
     def pick(self, case: Case) -> str:

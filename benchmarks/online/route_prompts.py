@@ -16,8 +16,8 @@ from online.answers import answers_of
 from online.bench import Bench
 from online.rows import Question, interleaved, label
 from online.serving import Served
-from paceline.actors.routing.classifier import TopicClassifier
-from paceline.deploy.config import MODELS_DIR
+from paceline.actors.router.classifier import TopicClassifier
+from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS
 
 UNPICKED = ("userprompts", "arena", "mtbench", "specbench")

@@ -44,14 +44,14 @@ from online.store import Store
 from online.world import Learner
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.selection import is_scored
-from paceline.actors.routing.policy import GENERAL, choose
+from paceline.actors.router.policy import GENERAL, choose
 from paceline.actors.training.batches import make_batch
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.distiller import load_state, logits_at
-from paceline.actors.training.ops import forbid_compiling, prepare_environment
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.config.config import PacelineConfig
+from paceline.deploy.config.preflight import router_confidence
+from paceline.deploy.config.sections import RouterConfig
 from paceline.deploy.demo.prompts import TOPICS
-from paceline.deploy.preflight import router_confidence
-from paceline.deploy.sections import RouterConfig
 
 ROUTER = RouterConfig()
 # Above it the stream's records are their likeliest topic's. It is part of the results' names, and

@@ -26,7 +26,7 @@ from online.policies import (
 )
 from online.route_prompts import ENGLISH, without_language
 from online.routes_plot import WHOLE
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.router.policy import GENERAL
 from paceline.deploy.demo.prompts import TOPICS
 
 SINGLE, EXPERTS, FROZEN = "single", "experts", "frozen"

@@ -25,7 +25,7 @@ from online.routes_figures import (
 from online.routes_plot import NAMES, WHOLE, draw
 from online.routes_section import routes as section
 from online.store import Store
-from paceline.actors.routing.policy import LeastConfidence
+from paceline.actors.router.policy import LeastConfidence
 
 
 def report(

@@ -11,12 +11,12 @@ from typing import Any
 from expert_cache import DRAFT, TARGET
 
 from online.rows import Question
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams, SpeculativeStats
-from paceline.actors.decoding.settings import TargetSettings
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import GenerationRequest, SamplingParams, SpeculativeStats
+from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.router.policy import GENERAL
 
 ROWS = 8  # requests at once
 FROZEN = GENERAL + "@0"

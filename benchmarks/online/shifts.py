@@ -18,7 +18,7 @@ from online.learning import Learning, tireless
 from online.rows import Question
 from online.serving import Served, serve
 from online.world import Learner
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.router.policy import GENERAL
 
 ORDER = ("math", "sql", "shell", "code")
 KINDS = ("abrupt", "mixed")

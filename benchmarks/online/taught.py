@@ -16,12 +16,11 @@ from torch import Tensor
 from online.bench import Bench
 from online.judging import MAX_LENGTH
 from online.rows import label
-from paceline.actors.decoding.loading import load_causal_lm, resolve_device, resolve_dtype
-from paceline.actors.decoding.medusa import HeadsConfig, MedusaHeads, save_heads
+from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.replay.record import ReplayRecord, is_held_out
+from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_heads
 from paceline.actors.training.batches import make_batch, micro_batches
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.medusa import (
     HeadLesson,
     HeadTraining,
@@ -29,6 +28,7 @@ from paceline.actors.training.medusa import (
     make_lesson,
     train_heads,
 )
+from paceline.actors.training.settings import DistillerSettings
 
 ALL = "all"
 

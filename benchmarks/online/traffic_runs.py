@@ -46,10 +46,10 @@ from online.traffic_plan import (
     planned,
 )
 from online.traffic_server import AT_ONCE, await_trainer, closed, status
-from paceline.actors.decoding.loading import load_tokenizer
+from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy import app
-from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.demo.prompts import TOPICS
 
 _IDLE = 12  # requests that tell what an idle server needs

@@ -22,14 +22,13 @@ from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
-from paceline.actors.training.distiller_settings import DistillerSettings
 from paceline.actors.training.gate import GateSettings
-from paceline.actors.training.rounds import RULES, Rounds
-from paceline.actors.training.schedule import ScheduleSettings, Want, best, hope_of
-from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.permits import Note, Turn
+from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.shares import Share
-from paceline.actors.training.tenancy import Note, Turn
-from paceline.actors.weights.flat import FlatWeights, unflatten
+from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best, hope_of
+from paceline.actors.training.training_loop import RULES, Rounds
+from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
 _PATHS = ("draft_paths", "optimizer_dir")

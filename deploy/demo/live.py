@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from paceline.deploy.cli.history import acceptances, outcome_words
 from paceline.deploy.demo.stats import Arm, Failure, Figures, Log, figures
-from paceline.deploy.history import acceptances, outcome_words
 
 WINDOW = 30
 TWIN_WINDOW = 10

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.actors.weights.history import read_all_decisions
-from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.deploy.config.preflight import check
 from paceline.deploy.demo import plot, summary
 from paceline.deploy.demo.live import View, failure_lines, progress_line, render
 from paceline.deploy.demo.prompts import TOPICS, split
@@ -28,7 +29,6 @@ from paceline.deploy.demo.script import Course, Plan, play
 from paceline.deploy.demo.stats import Log
 from paceline.deploy.demo.traffic import Client, Clock
 from paceline.deploy.errors import ConfigError, StartError
-from paceline.deploy.preflight import check
 from paceline.deploy.signals import interrupt_once, on_signals
 
 if TYPE_CHECKING:

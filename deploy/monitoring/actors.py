@@ -8,7 +8,7 @@ from typing import Any
 from ray.util import metrics
 
 from paceline.actors.replay.shard import ReplayShard
-from paceline.cluster.board import LoadBoard
+from paceline.cluster.scheduler.board import LoadBoard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import board_samples, shard_samples
 from paceline.deploy.monitoring.sink import RaySink

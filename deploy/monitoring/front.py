@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve import metrics
 
-from paceline.actors.decoding.meter import drained
-from paceline.deploy.ingress import Ingress
+from paceline.actors.engine.stats import drained
+from paceline.deploy.api.ingress import Ingress
 from paceline.deploy.monitoring.exporter import Exporter
 from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
 from paceline.deploy.monitoring.readings import IngressFigures, ingress_samples

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.deploy.api.parser import client_gone
 from paceline.deploy.errors import CLIENT_GONE
-from paceline.deploy.jobs import client_gone
 
 OK, CANCELLED = "ok", "cancelled"
 REFUSED, RATE_LIMITED, OVERLOADED = "refused", "rate_limited", "overloaded"

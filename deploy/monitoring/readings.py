@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.actors.decoding.meter import DraftCounts, EngineFigures, drained
+from paceline.actors.engine.stats import DraftCounts, EngineFigures, drained
 from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.deploy.monitoring.exporter import Sample
 from paceline.deploy.monitoring.outcomes import OUTCOMES

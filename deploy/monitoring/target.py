@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve import metrics
 
-from paceline.actors.decoding.target import TargetReplica
-from paceline.deploy.live import Live, LiveTarget
+from paceline.actors.engine.target import TargetReplica
+from paceline.deploy.config.live import Live, LiveTarget
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import pool_samples, target_samples
 from paceline.deploy.monitoring.sink import RaySink

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.router.policy import GENERAL
 
 TOPICS = ("math", "code", "sql", "shell")
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.router.policy import GENERAL
 from paceline.deploy.demo import prompts
 from paceline.deploy.recipes import data, router
 from paceline.deploy.recipes.answers import Answer, answer_rows, loops, prompt_ids_of

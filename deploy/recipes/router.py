@@ -23,7 +23,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from paceline.actors.routing.policy import GENERAL, UNNAMED
+from paceline.actors.router.policy import GENERAL, UNNAMED
 from paceline.deploy.recipes import checkpoints, data
 from paceline.deploy.recipes.router_data import router_examples
 

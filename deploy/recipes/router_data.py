@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.actors.routing.policy import GENERAL
+from paceline.actors.router.policy import GENERAL
 from paceline.deploy.recipes.data import Row
 from paceline.deploy.recipes.router_words import (
     CODE_FORMS,

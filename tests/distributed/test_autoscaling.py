@@ -21,7 +21,7 @@ from replies import answered
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -18,11 +18,11 @@ import torch
 from free_ports import find_port
 from waiting import wait_until
 
-from paceline.actors.decoding.loading import load_causal_lm
-from paceline.actors.weights.flat import flatten
+from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import MODELS_DIR, load_config
 from paceline.deploy.demo.prompts import generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]

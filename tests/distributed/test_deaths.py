@@ -17,7 +17,7 @@ from free_ports import find_port
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 
 # Failover, the pool and the learners' deaths have files of their own, part of every `make test`.
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]

@@ -14,10 +14,10 @@ import torch
 from clients import Load, Reply, bodies, until
 from free_ports import find_port
 
-from paceline.actors.decoding.native.library import kernels_for
+from paceline.actors.engine.native.library import kernels_for
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -26,16 +26,16 @@ from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller import DistillerSettings
-from paceline.actors.training.schedule import ScheduleSettings
+from paceline.actors.training.permits import Tenant
 from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.tenancy import Tenant
+from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.board import LoadBoard
-from paceline.cluster.leases import Fraction, LeaseSettings
+from paceline.cluster.pending_replicas import rooms
+from paceline.cluster.scheduler.board import LoadBoard
+from paceline.cluster.scheduler.leases import Fraction, LeaseSettings
 from paceline.cluster.session import ray_session, thread_environment
-from paceline.deploy.pending import rooms
-from paceline.deploy.trainers import TrainerKeeper
+from paceline.cluster.trainer_supervisor import TrainerKeeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -14,11 +14,10 @@ import ray
 from free_ports import find_port
 from waiting import eventually
 
-from paceline.actors.replay.names import belongs, source_of
-from paceline.actors.replay.record import ReplayRecord, decode
+from paceline.actors.replay.record import ReplayRecord, belongs, decode, source_of
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]

@@ -22,11 +22,11 @@ import ray
 import torch
 from waiting import wait_until
 
-from paceline.actors.decoding.loading import load_causal_lm
-from paceline.actors.weights.flat import flatten
+from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import MODELS_DIR, load_config
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]

@@ -21,7 +21,7 @@ import ray
 import yaml
 from free_ports import find_port
 
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.monitoring import dashboard, files
 

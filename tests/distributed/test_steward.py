@@ -15,8 +15,8 @@ from waiting import eventually
 
 from paceline.cluster.session import NAMESPACE, ray_session
 from paceline.deploy.cluster_app import build
-from paceline.deploy.config import load_config
-from paceline.deploy.exposure import serves_on
+from paceline.deploy.config.config import load_config
+from paceline.deploy.config.preflight import serves_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
 TRAINERS = {"paceline-trainer", "paceline-trainer-2"}
@@ -111,7 +111,7 @@ def test_a_trainer_that_ray_gives_up_on_is_made_anew_and_both_have_themselves_he
 
 
 def test_nothing_outlives_the_application(handle: Any, storage: Path) -> None:  # noqa: ARG001
-    from paceline.actors.weights.lock import is_locked
+    from paceline.actors.weights.state_folder import is_locked
 
     assert is_locked(storage / "weights")
     serve.delete("paceline")

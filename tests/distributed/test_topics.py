@@ -22,7 +22,7 @@ from waiting import eventually, wait_until
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import PacelineConfig, load_config
+from paceline.deploy.config.config import PacelineConfig, load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -18,13 +18,12 @@ from waiting import eventually
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.distiller_settings import DistillerSettings
-from paceline.actors.training.schedule import ScheduleSettings
-from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.settings import DistillerSettings, TrainerSettings
+from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
-from paceline.actors.weights.flat import unflatten
+from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.board import LoadBoard
+from paceline.cluster.scheduler.board import LoadBoard
 from paceline.cluster.session import ray_session, thread_environment
 
 pytestmark = pytest.mark.cluster

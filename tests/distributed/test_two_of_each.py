@@ -16,11 +16,11 @@ from clients import Load, Reply, RetryingLoad, bodies, until
 from free_ports import find_port
 from replies import answered
 
-from paceline.actors.decoding.loading import load_causal_lm
-from paceline.actors.weights.flat import flatten
+from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import MODELS_DIR, load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 

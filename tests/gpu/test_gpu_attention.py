@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from paceline.actors.decoding import paged
-from paceline.actors.decoding.attention import StepContext, attend
-from paceline.actors.decoding.kv import KVBlocks
+from paceline.actors.engine import paged_attention as paged
+from paceline.actors.engine.attention import StepContext, attend
+from paceline.actors.engine.kv_cache import KVBlocks
 
 CAPACITY, ROWS = 600, 3
 GPU = torch.device("cuda")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from engines import run, tokens_of
 
-from paceline.actors.decoding.build import build_engine
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.loading import load_causal_lm
-from paceline.actors.decoding.request import GenerationRequest, SamplingParams
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.deploy.config import MODELS_DIR
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
+from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 TOKENS, PER_TOPIC = 48, 4

@@ -7,10 +7,10 @@ import torch
 from rollouts import compare_rollout
 from tiny_models import tiny_llama
 
-from paceline.actors.decoding.attention import ATTENTION_NAME
-from paceline.actors.decoding.graphs import GraphedDecoder
-from paceline.actors.decoding.grid import Grid
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.engine.cuda_graphs import GraphedDecoder
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.model_runner import ModelRunner
 
 GPU = torch.device("cuda")
 

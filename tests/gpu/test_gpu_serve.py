@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config import load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]

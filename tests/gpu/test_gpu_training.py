@@ -11,7 +11,7 @@ from tiny_models import tiny_llama
 
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.distiller_settings import DistillerSettings
+from paceline.actors.training.settings import DistillerSettings
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 

@@ -19,7 +19,7 @@ def test_the_readme_is_wrapped_and_no_default_ends_in_a_blank() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     prose = [line for line in readme if not line.startswith("|")]
     assert [line for line in prose if len(line) > 100 and " " in line.strip()] == []
-    defaults = (ROOT / "deploy" / "configs" / "default.yaml").read_text(encoding="utf-8")
+    defaults = (ROOT / "deploy" / "config" / "default.yaml").read_text(encoding="utf-8")
     assert [line for line in defaults.splitlines() if line != line.rstrip()] == []
 
 

@@ -21,7 +21,7 @@ for package in (paceline.actors, paceline.cluster, paceline.deploy):
         importlib.import_module(found.name)
 home = pathlib.Path(paceline.deploy.__file__).parent
 print(len(names), home)
-for pattern in ("models/*/*", "configs/*", "monitoring/*", "ui/*"):
+for pattern in ("models/*/*", "config/*.yaml", "monitoring/*", "ui/*"):
     for path in sorted(home.glob(pattern)):
         print(path.relative_to(home).as_posix())
 """
@@ -60,7 +60,7 @@ def test_wheel_imports_and_carries_its_data(clean_python: Path, tmp_path: Path) 
         assert f"models/{model}/config.json" in data
         assert f"models/{model}/model.safetensors" in data
         assert f"models/{model}/README.md" in data
-    assert any(name.startswith("configs/") and name.endswith(".yaml") for name in data)
+    assert any(name.startswith("config/") and name.endswith(".yaml") for name in data)
     assert {"monitoring/alerts.yml", "monitoring/paceline.json"} <= set(data)
     page = {path.name for path in (ROOT / "deploy" / "ui").iterdir()}
     assert {f"ui/{name}" for name in page} <= set(data)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from paceline.cluster.broker import Broker
-from paceline.cluster.idle import IdleRule
-from paceline.cluster.leases import (
+from paceline.cluster.scheduler.idle import IdleRule
+from paceline.cluster.scheduler.leases import (
     Assign,
     Fraction,
     Free,
@@ -25,8 +24,7 @@ from paceline.cluster.leases import (
     Revoke,
     Stop,
 )
-from paceline.cluster.room import Demand, fits
-from paceline.cluster.topics import TopicBook
+from paceline.cluster.scheduler.policy import Broker, Demand, TopicBook, fits
 
 TOPICS = ("a", "b", "c")
 NAMES = ("t0", "t1", "t2")

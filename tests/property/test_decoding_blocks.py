@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.decoding.blocks import BlockPool
-from paceline.actors.decoding.kv import KVBlocks
-from paceline.actors.decoding.prefixes import PrefixIndex
+from paceline.actors.engine.kv_cache import BlockPool, KVBlocks, PrefixIndex
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["take", "share", "release", "remember"]), st.integers(0, 7)),

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_llama
 
-from paceline.actors.decoding.engine import Engine
-from paceline.actors.decoding.experts import ExpertStack
-from paceline.actors.decoding.kv import BLOCK_SIZE
-from paceline.actors.decoding.proposer import DraftRow
-from paceline.actors.decoding.request import SamplingParams
-from paceline.actors.decoding.runner import ModelRunner
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.kv_cache import BLOCK_SIZE
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.proposer import DraftRow
 
 WORDS = TOKENIZER.encode("SELECT name, age FROM people WHERE age > 30; Ann has 12 apples." * 4)
 LEAST = -(-MAX_LEN // BLOCK_SIZE)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.decoding.kv import RowTable
-from paceline.actors.decoding.prefill import prefill_shares
+from paceline.actors.engine.kv_cache import RowTable
+from paceline.actors.engine.scheduler import prefill_shares
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))

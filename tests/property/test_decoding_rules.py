@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.actors.decoding.drawing import draft_support
-from paceline.actors.decoding.request import SamplingParams
-from paceline.actors.decoding.rules import RulesAhead, count_tokens, ruled_logits
-from paceline.actors.decoding.sampling import batch_params, processed_probs
-from paceline.actors.decoding.verification import (
+from paceline.actors.engine.logits_processors import RulesAhead, count_tokens, ruled_logits
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.engine.sampling import batch_params, processed_probs
+from paceline.actors.speculation.draft_sampling import draft_support
+from paceline.actors.speculation.rejection_sampler import (
     Proposal,
     acceptance_probability,
     residual,

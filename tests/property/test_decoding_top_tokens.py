@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.actors.decoding import top_tokens
-from paceline.actors.decoding.top_tokens import (
+from paceline.actors.engine import top_tokens
+from paceline.actors.engine.top_tokens import (
     accept_greedy,
     most_probable,
     most_probable_into,

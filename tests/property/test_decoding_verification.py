@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from paceline.actors.decoding.noise import gumbel, stream_key
-from paceline.actors.decoding.request import SamplingParams
-from paceline.actors.decoding.sampling import batch_params, draw
-from paceline.actors.decoding.verification import (
+from paceline.actors.engine.gumbel import gumbel, stream_key
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.engine.sampling import batch_params, draw
+from paceline.actors.speculation.rejection_sampler import (
     Proposal,
     acceptance_probability,
     residual,

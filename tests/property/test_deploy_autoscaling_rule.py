@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.deploy.autoscaling import wanted_replicas
+from paceline.cluster.autoscaling import wanted_replicas
 
 LOADS = st.lists(st.floats(0.0, 8.0), max_size=6)
 OCCUPANCY = st.floats(0.05, 1.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.actors.routing.hedge import Hedge, HedgeSettings, prior, updated
+from paceline.actors.router.hedge import Hedge, HedgeSettings, prior, updated
 
 EXPERTS = ("general", "math", "code", "sql", "shell")
 GAINS = st.dictionaries(

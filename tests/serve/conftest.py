@@ -11,7 +11,7 @@ import pytest
 from free_ports import find_port
 from tiny_models import tiny_llama, tiny_tokenizer
 
-from paceline.deploy.config import MODELS_DIR, PacelineConfig, load_config
+from paceline.deploy.config.config import MODELS_DIR, PacelineConfig, load_config
 
 CONTEXT = 2048
 # Metrics are looked at: nobody shall wait ten seconds for them.

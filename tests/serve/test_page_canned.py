@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from free_ports import find_port
 from starlette.responses import JSONResponse, Response
 
-from paceline.deploy.page import add_page
+from paceline.deploy.api.page import add_page
 
 CHROMIUM = find_chromium()
 KEY = "sésame"

@@ -19,11 +19,11 @@ import torch
 import yaml
 from tiny_models import tiny_llama, tiny_tokenizer
 
-from paceline.deploy.config import PacelineConfig
+from paceline.deploy.config.config import PacelineConfig
 
 pytestmark = pytest.mark.cluster
 
-COMMAND = [sys.executable, "-m", "paceline.deploy.cli", "serve"]
+COMMAND = [sys.executable, "-m", "paceline.deploy.cli.main", "serve"]
 Write = Callable[..., Path]
 
 

@@ -5,7 +5,7 @@ import time
 import httpx
 import pytest
 
-from paceline.deploy.cli import main
+from paceline.deploy.cli.main import main
 
 pytestmark = pytest.mark.cluster
 

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from paceline.deploy.openapi import document
+from paceline.deploy.api.openapi import document
 
 pytestmark = pytest.mark.cluster
 

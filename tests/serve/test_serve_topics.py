@@ -13,8 +13,8 @@ import pytest
 from topic_examples import trips
 from waiting import wait_until
 
-from paceline.deploy.cli import main
-from paceline.deploy.config import MODELS_DIR
+from paceline.deploy.cli.main import main
+from paceline.deploy.config.config import MODELS_DIR
 
 pytestmark = [
     pytest.mark.cluster,

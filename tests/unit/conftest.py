@@ -11,8 +11,8 @@ from front_doors import CONTEXT
 from lessons import TINY_VOCAB
 from tiny_models import save_tiny, tiny_llama, tiny_tokenizer
 
-from paceline.actors.decoding.settings import TargetSettings
-from paceline.actors.decoding.target import TargetReplica
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.engine.target import TargetReplica
 
 
 @pytest.fixture(scope="session")

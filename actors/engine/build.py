@@ -1,0 +1,331 @@
+"""Build an engine from settings: models, rows, experts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from paceline.actors.engine.compatibility import context_length, read_config
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.intake import EngineSettings
+from paceline.actors.engine.kv_cache import NOBODYS, position_bytes
+from paceline.actors.engine.model_loader import (
+    load_causal_lm,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
+from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.colocated import ColocatedProposer
+from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
+from paceline.actors.speculation.pool.proposer import PoolProposer
+from paceline.actors.speculation.profiling import build_controller, warm_up
+from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
+from paceline.actors.weights.slots import candidate_of
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Bytes that the system, and the container where there is one, can still give.
+
+    Args:
+        meminfo: the kernel's figures; where they are missing, half of all memory counts as free.
+        cgroup: of this process, version 2.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        return min(free, max(0, limit - int((cgroup / "memory.current").read_text())))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """Memory of all drafts of an engine.
+
+    Attributes:
+        weights: bytes of all copies: every draft, its candidate's slot, a twin of each folder.
+        per_position: bytes of keys and values for one position of every architecture. Drafts of
+            one share them.
+    """
+
+    weights: int = 0
+    per_position: int = 0
+
+
+def draft_memory(settings: TargetSettings, dtype: torch.dtype) -> DraftMemory:
+    """Of the drafts that an engine loads beside its target.
+
+    Args:
+        settings: names their folders; in a pool they are elsewhere, and take nothing here.
+        dtype: that they are loaded in.
+
+    Raises:
+        OSError: for a folder that cannot be read.
+    """
+    if settings.placement == "pool":
+        return DraftMemory()
+    slots = 2 if settings.canary_share > 0.0 else 1
+    weights, shapes = 0, set()
+    for path, drafts in Counter(settings.drafts.values()).items():
+        weights += (drafts * slots + 1) * _elements(Path(path)) * dtype.itemsize
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        shapes.add(tuple(kv_shapes(config)))
+    return DraftMemory(weights, sum(position_bytes(each, dtype) for each in shapes))
+
+
+def _elements(folder: Path) -> int:
+    """Numbers in a folder's safetensors files, of which the headers alone are read."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(n).get_shape()) for n in file.keys())  # noqa: SIM118
+    return total
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer, by the generation config and the tokenizer."""
+    declared = model.generation_config.eos_token_id
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+_MIB = 2**20
+_GPU_SHARE = 0.6  # of its free memory less the drafts' weights, for keys and values of all
+_CPU_SHARE = 0.4
+_NOT_ARCHITECTURE = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+)
+
+
+def kv_positions(
+    settings: TargetSettings, config: Any, dtype: torch.dtype, device: torch.device, length: int
+) -> int:
+    """Positions that the target's key/value memory has room for, over all requests.
+
+    Args:
+        settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, but
+            at most a share of the memory that is free now. On a GPU that is what the drafts, which
+            are loaded later, will leave, and each position counts with theirs.
+        config: the target's.
+        dtype: of keys and values.
+        device: where they live.
+        length: most positions of a request.
+
+    Raises:
+        ValueError: where a single request would not fit.
+    """
+    size = kv_block_size(config, dtype, device)
+    block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
+    blocks = settings.max_num_seqs * columns
+    if settings.kv_cache_mb is not None:
+        blocks = settings.kv_cache_mb * _MIB // block - NOBODYS
+    elif device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        drafts = draft_memory(settings, dtype)
+        each = block + size * drafts.per_position
+        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - NOBODYS)
+    else:  # the system gives memory as it is written: one request may always try
+        blocks = max(columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - NOBODYS))
+    if blocks < columns:
+        least = math.ceil((columns + NOBODYS) * block / _MIB)
+        raise ValueError(
+            f"target.kv_cache_mb: there is room for {max(blocks, 0) * size} positions, and one "
+            f"request may have {length}: give at least {least}, or a smaller target.max_model_len"
+        )
+    return blocks * size
+
+
+def build_stacks(
+    settings: TargetSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    positions: int | None = None,
+) -> list[ExpertStack]:
+    """One stack per architecture; beside the drafts, their ``@0`` twins of fixed weights.
+
+    With a canary, every draft has a candidate's slot too: weights alone, since rows are shared.
+    Drafts that start from the same folder share one twin. Every stack has key/value memory for
+    ``positions`` positions, None for every request's full context. Each proposes from the target's
+    vocabulary, however its own is padded.
+    """
+    vocab_size = int(read_config(settings.model_path, "target")["vocab_size"])
+    twins: dict[str, str] = {}
+    for name, path in settings.drafts.items():
+        twins.setdefault(path, name + INITIAL_SUFFIX)
+    members: dict[str, list[tuple[str, Any]]] = {}
+    for name, path in [*settings.drafts.items(), *((twin, path) for path, twin in twins.items())]:
+        model = load_causal_lm(path, dtype, device)
+        facts = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
+        members.setdefault(json.dumps(facts, sort_keys=True, default=str), []).append((name, model))
+    stacks = []
+    for experts in members.values():
+        names, models = zip(*experts, *_candidates(settings, experts), strict=True)
+        runner = ModelRunner(
+            models,
+            settings.max_num_seqs,
+            max_model_len,
+            positions,
+            graph_tokens=_graph_tokens(settings),
+            vocab_size=vocab_size,
+        )
+        if settings.warm_up:
+            warm_up(runner)
+        stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
+        for name, path in settings.drafts.items():
+            if twins[path] in names:
+                stack.alias(name + INITIAL_SUFFIX, twins[path])
+        stacks.append(stack)
+    return stacks
+
+
+def _candidates(
+    settings: TargetSettings, experts: Sequence[tuple[str, Any]]
+) -> list[tuple[str, Any]]:
+    """A copy of every expert's model, under its candidate's name."""
+    if settings.canary_share <= 0.0:
+        return []
+    return [
+        (candidate_of(name), copy.deepcopy(model))
+        for name, model in experts
+        if name in settings.drafts
+    ]
+
+
+def build_heads(settings: TargetSettings, runner: ModelRunner) -> list[HeadStack]:
+    """The Medusa heads on the target that ``runner`` runs.
+
+    Raises:
+        ValueError: for heads of another shape, a name that a draft has, a pool, or a target whose
+            hidden states cannot be read.
+        OSError: for a folder that cannot be read.
+    """
+    if not settings.heads:
+        return []
+    if settings.placement == "pool" or settings.heads.keys() & settings.drafts.keys():
+        raise ValueError("heads must be colocated, and none may have a draft's name")
+    check_hidden(runner)
+    output = runner.models[0].get_output_embeddings().weight
+    return [HeadStack(name, *load_heads(Path(p)), output) for name, p in settings.heads.items()]
+
+
+def _graph_tokens(settings: TargetSettings) -> int:
+    """Tokens per row of the forwards worth a graph: a round's, but for what a request asks for."""
+    return settings.max_speculative_tokens + 1 if settings.cuda_graphs else 0
+
+
+def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
+    """Whether the target's bits depend on the batch: ``invariant`` or ``varying``.
+
+    Raises:
+        ValueError: where they do and must not.
+    """
+    torch.set_num_threads(settings.num_threads)
+    if batch_invariant(runner):
+        return INVARIANT
+    if settings.numerics == INVARIANT:
+        model = runner.models[0]
+        raise ValueError(
+            f"target.numerics: invariant cannot be had for {model.config.model_type} in "
+            f"{model.dtype} on {runner.device}: a token's logits depend on what else is computed; "
+            "set auto"
+        )
+    return VARYING
+
+
+def build_engine(
+    settings: TargetSettings, pool: PoolProposer | None = None
+) -> tuple[Engine, Any, dict[str, Any]]:
+    """Load the models and put the engine together.
+
+    Args:
+        settings: see TargetSettings.
+        pool: proposes where the drafts are placed in a pool; None loads them here.
+
+    Returns:
+        the engine, the target's tokenizer, and facts for ``describe``.
+
+    Raises:
+        ValueError: for an unknown dtype, key/value memory for less than one request, or
+            numerics that cannot be had.
+        OSError: for a model folder that cannot be read.
+    """
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    tokenizer = load_tokenizer(settings.model_path)
+    target = load_causal_lm(settings.model_path, dtype, device)
+    max_model_len = context_length(target.config.to_dict(), settings.max_model_len)
+    positions = kv_positions(settings, target.config, dtype, device, max_model_len)
+    runner = ModelRunner(
+        [target],
+        settings.max_num_seqs,
+        max_model_len,
+        positions,
+        invariant=settings.numerics == INVARIANT,
+        graph_tokens=_graph_tokens(settings),
+    )
+    numerics = _numerics(settings, runner)
+    if settings.warm_up:
+        warm_up(runner)
+    seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
+    generator = torch.Generator(device=device).manual_seed(seed)
+    stacks = (
+        [] if pool is not None else build_stacks(settings, dtype, device, max_model_len, positions)
+    )
+    heads = build_heads(settings, runner)
+    proposer: Proposer = pool or ColocatedProposer(
+        [*stacks, *heads], settings.draft_top_k, generator
+    )
+    controller = build_controller(settings, runner, stacks, pool, heads)
+    engine = Engine(
+        runner=runner,
+        drafting=Drafting(proposer, controller, device, time.perf_counter),
+        tokenizer=tokenizer,
+        settings=EngineSettings(
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=max_model_len,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            replay_top_k=settings.replay_top_k,
+            replay_branches=settings.replay_branches,
+            prefill_chunk=settings.prefill_chunk,
+            eos_token_ids=eos_token_ids(target, tokenizer),
+            prefix_cache=settings.prefix_cache,
+            max_speculative_tokens=settings.max_speculative_tokens,
+            canary_share=settings.canary_share,
+        ),
+        generator=generator,
+        now=time.time,
+    )
+    facts = {
+        "model_type": target.config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "max_model_len": max_model_len,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "numerics": numerics,
+        "kv_block_size": runner.kv.block_size,
+    }
+    return engine, tokenizer, facts

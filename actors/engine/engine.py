@@ -1,0 +1,373 @@
+"""The engine: continuous batching over rounds of propose, verify, emit.
+
+Single-threaded and free of Ray: requests come in by :meth:`Engine.add`, weights by
+:meth:`Engine.swap`, and :meth:`Engine.step` runs one round and returns what it emitted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.actors.engine.intake import EngineSettings, take_in
+from paceline.actors.engine.logits_processors import count_tokens
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.recorder import RoundLog
+from paceline.actors.engine.request import (
+    FAILED,
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_FAULT,
+    FINISH_NOT_FINITE,
+    FINISH_REFUSED,
+    GenerationChunk,
+    GenerationRequest,
+    TokenLogprob,
+    TokenOrigin,
+)
+from paceline.actors.engine.sampling import LatestBatch, token_logprobs
+from paceline.actors.engine.scheduler import Schedule, prefill_shares
+from paceline.actors.engine.sequence import Sequence
+from paceline.actors.engine.token_sources import token_origins
+from paceline.actors.engine.transfer import device_tensor
+from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.pending_updates import Changes
+from paceline.actors.speculation.rejection_sampler import Proposal, Verdict, not_finite, verify
+from paceline.actors.weights.draft_outcomes import DraftOutcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one request got from a round; ``record`` comes with the last chunk."""
+
+    request_id: str
+    chunk: GenerationChunk
+    record: ReplayRecord | None = None
+    outcome: DraftOutcome | None = None
+
+
+class Engine:
+    """Decodes up to ``max_num_seqs`` requests at once."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafting: Drafting,
+        tokenizer: Any,
+        settings: EngineSettings,
+        generator: torch.Generator,
+        now: Callable[[], float],
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            runner: the target with its key/value memory.
+            drafting: where draft tokens come from, and how many.
+            tokenizer: a transformers fast tokenizer, for text and stop strings.
+            settings: limits.
+            generator: randomness of unseeded requests.
+            now: unix time in seconds, for records.
+        """
+        self._runner = runner
+        self._drafting = drafting
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._generator = generator
+        self._log = self._new_log()
+        self._params = LatestBatch(runner.device)
+        self._now = now
+        self._schedule = Schedule(
+            kv=runner.kv,
+            rows=settings.max_num_seqs,
+            max_speculative_tokens=settings.max_speculative_tokens,
+            prefix_cache=settings.prefix_cache,
+            on_release=drafting.release,
+        )
+        self._rows = self._schedule.rows
+        self._running = self._schedule.running
+        self._waiting = self._schedule.waiting
+        self._ended: list[Sequence] = []
+        self._changes = Changes()
+
+    @property
+    def draft_failures(self) -> int:
+        """Rounds that went on without speculation because a draft failed."""
+        return self._drafting.failures
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for one, or for memory."""
+        return len(self._waiting)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave up its key/value memory, to begin anew."""
+        return self._schedule.preemptions
+
+    @property
+    def kv_blocks(self) -> tuple[int, int]:
+        """(all, available) blocks of the target's key/value memory."""
+        pool = self._runner.kv.pool
+        return pool.size, pool.available
+
+    @property
+    def drafting(self) -> Drafting:
+        """Who drafts; others read its counts."""
+        return self._drafting
+
+    @property
+    def admitted(self) -> list[str]:
+        """Requests that got a row in the latest round, some not for the first time."""
+        return self._schedule.admitted
+
+    @property
+    def has_work(self) -> bool:
+        """True where :meth:`step` has something to do."""
+        return bool(self._running or self._waiting or self._ended or self._changes)
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft that a request may name, with its weight_version."""
+        return self._drafting.drafts()
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request; one that has output already goes on from there.
+
+        Raises:
+            ValueError: for one that cannot be served, see :func:`take_in`.
+        """
+        drafts = self._drafting.drafts()
+        size = self._runner.vocab_size
+        sequence = take_in(request, self._settings, self._tokenizer, drafts, size)
+        (self._waiting if sequence.finish_reason is None else self._ended).append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, running or waiting, and free what it holds; unknown ids are fine."""
+        if request_id in self._running:
+            self._running[request_id].finish_reason = FINISH_ABORT
+            self._release(request_id)
+        for sequence in [s for s in self._waiting if s.request_id == request_id]:
+            self._waiting.remove(sequence)
+        self._ended = [s for s in self._ended if s.request_id != request_id]
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
+        """Queue new weights of a slot, None to empty a candidate's, for between two rounds."""
+        self._changes.add(lambda: self._drafting.swap(expert, weight_version, state))
+
+    def enlist(self, expert: str, like: str) -> None:
+        """Queue a further expert, a copy of another's initial weights, for between the rounds."""
+        self._changes.add(lambda: self._drafting.enlist(expert, like))
+
+    def step(self) -> list[StepOutput]:
+        """Run one round; returns what every request got."""
+        ended, self._ended = self._ended, []
+        outputs = [StepOutput(s.request_id, s.chunk()) for s in ended]
+        self._changes.carry_out(busy=bool(self._running))
+        self._drafting.mend()
+        self._schedule.grow()
+        self._schedule.admit()
+        self._prefill()
+        ready = [s for s in self._running.values() if s.prefilled]
+        if not ready:
+            return outputs
+        return outputs + self._decode(ready, [s for s in self._running.values() if not s.prefilled])
+
+    def fail_all(self) -> list[StepOutput]:
+        """End every request, after a fault of the target itself; those that wait have no part."""
+        outputs = []
+        for sequence in [*self._running.values(), *self._waiting]:
+            running = sequence.request_id in self._running
+            sequence.finish_reason = FINISH_FAULT if running else FINISH_REFUSED
+            outputs.append(StepOutput(sequence.request_id, sequence.chunk()))
+        self._forget_records()
+        for request_id in list(self._running):
+            self._release(request_id)
+        self._runner.kv.forget_all()
+        self._waiting.clear()
+        return outputs
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Leave a request's full blocks to those that begin like it."""
+        self._schedule.keep(sequence)
+
+    def _prefill(self) -> None:
+        """Compute at most ``prefill_chunk`` prompt tokens, so that no round takes long."""
+        reading = [s for s in self._running.values() if not s.prefilled]
+        if not reading:
+            return
+        lacking = [len(s.tokens) - 1 - s.num_computed for s in reading]
+        shares = prefill_shares(lacking, self._settings.prefill_chunk)
+        for sequence, share in zip(reading, shares, strict=True):
+            if share:
+                start, row = sequence.num_computed, self._rows.row(sequence.request_id)
+                sequence.hidden = self._runner.prefill(
+                    row,
+                    sequence.tokens[start : start + share],
+                    start,
+                    hidden=self._drafting.reads_hidden((sequence,)),
+                )
+                sequence.num_computed += share
+            if sequence.prefilled:
+                self._keep(sequence)
+
+    def _release(self, request_id: str) -> None:
+        self._schedule.release(request_id)
+
+    @torch.inference_mode()
+    def _decode(self, batch: list[Sequence], coming: list[Sequence]) -> list[StepOutput]:
+        proposal = self._drafting.propose(batch, coming)
+        device = self._runner.device
+        now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
+        state = device_tensor(now, device)
+        tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
+        positions = state[:, 1:2] + _steps(tokens.shape[1], device)
+        span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
+        rows = [self._rows.row(s.request_id) for s in batch]
+        hidden = None
+        if self._drafting.reads_hidden(batch):
+            logits, hidden = self._runner.forward_hidden(rows, tokens, positions, span)
+        else:
+            logits = self._runner.forward(rows, tokens, positions, span)
+        params, counts = self._params.of([s.request.sampling for s in batch]), None
+        if params.rules is not None:
+            histories = [(s.tokens, s.num_output) for s in batch]
+            counts = count_tokens(params.rules, histories, logits.shape[-1], device)
+        verdict = verify(logits, proposal, params, state[:, 2], self._generator, counts)
+        if hidden is not None:
+            self._drafting.saw(batch, hidden, verdict.num_accepted)
+        wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
+        return self._emit(batch, proposal, verdict, logits, wanted)
+
+    def _emit(
+        self,
+        batch: list[Sequence],
+        proposal: Proposal,
+        verdict: Verdict,
+        logits: Tensor,
+        wanted: list[int | None] | None,
+    ) -> list[StepOutput]:
+        drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
+        accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
+        lost = self._stop_broken(batch, drafted, accepted, not_finite(logits))
+        self._record(batch, proposal, verdict, logits, lost)
+        emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
+        logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
+        origins = token_origins(batch, proposal, verdict, logits, emitted)
+        for i, sequence in enumerate(batch):
+            if i in lost:
+                drafted[i] = accepted[i] = 0
+                continue
+            own = logprobs[i] if logprobs else []
+            self._accept(sequence, drafted[i], accepted[i], emitted[i], own, origins[i])
+        outputs = [StepOutput(s.request_id, s.chunk(), self._close(s), s.news()) for s in batch]
+        self._drafting.finished(batch, drafted, accepted)
+        return outputs
+
+    def _stop_broken(
+        self,
+        batch: list[Sequence],
+        drafted: list[int],
+        accepted: list[int],
+        broken: list[list[bool]] | None,
+    ) -> set[int]:
+        """End each request whose own logits are not finite; returns the rows that emit nothing.
+
+        A drafted token may be the cause: attention multiplies a masked NaN by 0. A row that is
+        broken from its first position on is computed again without drafts before it fails.
+        """
+        lost = set()
+        for i, flags in enumerate(broken or ()):
+            if not any(flags[: accepted[i] + 1]):
+                continue
+            lost.add(i)
+            batch[i].last_round = (0, 0)
+            if flags[0] and drafted[i]:
+                batch[i].num_speculative_tokens = 0
+                continue
+            logger.error("request %s ends: its logits are not finite", batch[i].request_id)
+            batch[i].finish_reason = FINISH_NOT_FINITE
+        return lost
+
+    def _record(
+        self,
+        batch: list[Sequence],
+        proposal: Proposal,
+        verdict: Verdict,
+        logits: Tensor,
+        lost: set[int],
+    ) -> None:
+        """Log the round; where that fails, its requests leave no record and go on."""
+        recorders = [None if i in lost else s.recorder for i, s in enumerate(batch)]
+        try:
+            self._log.add(recorders, proposal, verdict, logits)
+        except Exception:
+            logger.exception("the records of a round are lost")
+            self._forget_records()
+
+    def _new_log(self) -> RoundLog:
+        settings = self._settings
+        return RoundLog(settings.replay_top_k, branches=settings.replay_branches)
+
+    def _forget_records(self) -> None:
+        """No running request has a whole record any more."""
+        self._log = self._new_log()
+        for sequence in self._running.values():
+            sequence.recorder = None
+
+    def _accept(
+        self,
+        sequence: Sequence,
+        drafted: int,
+        accepted: int,
+        emitted: list[int],
+        logprobs: list[TokenLogprob],
+        origins: list[TokenOrigin],
+    ) -> None:
+        """Take a row's tokens; what fails for one request alone ends that request alone."""
+        try:
+            eos = self._settings.eos_token_ids
+            sequence.accept(drafted, accepted, emitted, eos, logprobs, origins)
+        except Exception:
+            logger.exception("request %s ends with an error", sequence.request_id)
+            sequence.finish_reason = FINISH_ERROR
+
+    def _close(self, sequence: Sequence) -> ReplayRecord | None:
+        """Free a finished request; returns its record where one is kept."""
+        if sequence.finish_reason is None:
+            return None
+        failed = sequence.finish_reason in FAILED
+        if not failed:
+            self._keep(sequence)
+            self._drafting.ended(sequence)
+        self._schedule.release(sequence.request_id, wipe=failed)
+        if sequence.recorder is None or failed:
+            return None
+        try:
+            self._log.flush()
+            request = sequence.request
+            created = self._now() if request.created is None else request.created
+            return sequence.recorder.finish(
+                request, sequence.output, sequence.weight_version, created
+            )
+        except Exception:
+            logger.exception("the record of request %s is lost", sequence.request_id)
+            self._forget_records()
+            return None
+
+
+@lru_cache(maxsize=64)
+def _steps(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)

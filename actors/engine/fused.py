@@ -1,0 +1,364 @@
+"""Llama-like models as a few large operations: the fast path of the decoding loop.
+
+At batch 1 transformers' modules spend most of a small model's forward in Python. Here several
+experts of one architecture run together, in fused layers (``fused_layers.py``); on CPUs, C++
+kernels do what lies between the products. The arithmetic is transformers' own: ``decoders.py``
+checks it at every start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.actors.engine.attention import StepContext, attend
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.linear import StackedLinear, filled, fuse, moving, stack
+from paceline.actors.engine.native.library import Kernels, kernels_for
+from paceline.actors.engine.vocabulary import known_ids, resize_logits
+
+
+class Norm:
+    """RMS norm of E experts, weight ``[E, 1, size]``."""
+
+    def __init__(self, norms: Sequence[Any]) -> None:
+        self.weight = stack([norm.weight for norm in norms])[:, None]
+        self.size = int(self.weight.shape[-1])
+        self.eps = float(norms[0].variance_epsilon)
+
+    def __call__(self, x: Tensor, grid: Grid) -> Tensor:
+        """``[E', N, size]`` or ``[E', N, heads, size]`` to the same."""
+        weight = grid.select(self.weight)
+        if x.dim() > weight.dim():
+            weight = weight[:, None]
+        # Not rms_norm's own weight: transformers rounds before it multiplies by it.
+        return functional.rms_norm(x, (x.shape[-1],), None, self.eps) * weight
+
+    def after(
+        self, x: Tensor, delta: Tensor | None, grid: Grid, kernels: Kernels | None
+    ) -> tuple[Tensor, Tensor]:
+        """``x + delta`` and its norm, ``[E', N, size]`` each; ``x`` may be changed in place."""
+        if kernels is None:
+            x = x if delta is None else x + delta
+            return x, self(x, grid)
+        parts = [
+            kernels.add_norm(
+                x[i], None if delta is None else delta[i], self.weight[expert], self.eps
+            )
+            for i, expert in enumerate(grid.experts)
+        ]
+        return x, parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
+class _Attention:
+    """Self-attention of one layer of E experts."""
+
+    def __init__(self, modules: Sequence[Any], window: int | None) -> None:
+        first = modules[0]
+        self._qkv = fuse([(m.q_proj, m.k_proj, m.v_proj) for m in modules])
+        self._output = fuse([(m.o_proj,) for m in modules])
+        self.linears = (self._qkv, self._output)
+        self._norms = None
+        if hasattr(first, "q_norm"):
+            self._norms = Norm([m.q_norm for m in modules]), Norm([m.k_norm for m in modules])
+        self._layer = int(first.layer_idx)
+        self._head_dim = int(first.head_dim)
+        self._scaling = float(first.scaling)
+        self._window = window
+        queries = first.q_proj.weight.shape[0] // self._head_dim
+        keys = first.k_proj.weight.shape[0] // self._head_dim
+        self._heads = (queries, keys)
+
+    def __call__(
+        self, x: Tensor, step: StepContext, grid: Grid, rotary: Rotary, kernels: Kernels | None
+    ) -> Tensor:
+        """``[E', N, H]`` to the same; stores the new tokens' keys and values.
+
+        What lies behind a grid's tokens is filling.
+        """
+        qkv = self._qkv(x, grid)
+        if self._norms is not None:
+            q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
+            parts = (self._norms[0](q, grid), self._norms[1](k, grid), v)
+            qkv = torch.cat(parts, dim=2).flatten(2)
+        tokens = grid.tokens(step.positions)
+        qkv = grid.to_rows(qkv[:, :tokens])
+        if kernels is not None:
+            mixed = kernels.attend(
+                qkv,
+                (rotary.cos, rotary.sin),
+                step.rows,
+                step.positions,
+                step.kv.tables,
+                step.span,
+                (step.kv.keys[self._layer], step.kv.values[self._layer]),
+                self._heads,
+                self._scaling,
+                self._window,
+            )
+        else:
+            mixed = self._attend(qkv, step, rotary)
+        return self._output(fill(grid.from_rows(mixed), x.shape[1]), grid)
+
+    def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
+        """``[B, T, (heads + 2 * kv_heads) * dim]`` to ``[B, T, heads * dim]``."""
+        heads = qkv.view(*qkv.shape[:2], -1, self._head_dim)
+        turned = rotary.turn(heads[:, :, : sum(self._heads)], step)
+        q, k = (part.transpose(1, 2) for part in torch.split(turned, [*self._heads], dim=2))
+        v = heads[:, :, sum(self._heads) :].transpose(1, 2)
+        return attend(step, self._layer, q, k, v, self._scaling, self._window).flatten(2)
+
+    def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys = self._heads
+        q, k, v = torch.split(heads, [queries, keys, keys], dim=2)
+        return q, k, v
+
+
+class Layer:
+    """One decoder layer of E experts."""
+
+    def __init__(self, layers: Sequence[Any], window: int | None) -> None:
+        self._attention = _Attention([layer.self_attn for layer in layers], window)
+        self._before_attention = Norm([layer.input_layernorm for layer in layers])
+        self._before_mlp = Norm([layer.post_attention_layernorm for layer in layers])
+        self._gate_up = fuse([(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers])
+        self._down = fuse([(layer.mlp.down_proj,) for layer in layers])
+        self._activation = layers[0].mlp.act_fn
+        self._window = window
+        self.linears = (*self._attention.linears, self._gate_up, self._down)
+
+    def grown(self, layers: Sequence[Any], count: int) -> Layer:
+        """The layer of these experts, of which the first ``count`` are this one's."""
+        grown = Layer(layers, self._window)
+        for linear, earlier in zip(grown.linears, self.linears, strict=True):
+            linear.follow(earlier, count)
+        return grown
+
+    def __call__(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        step: StepContext,
+        grid: Grid,
+        rotary: Rotary,
+        kernels: Kernels | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream ``[E', N, H]`` after attention, and what the MLP adds to it.
+
+        Args:
+            x: the stream; may be changed in place.
+            delta: what the layer before adds to it.
+            step: rows and positions.
+            grid: which expert runs which row.
+            rotary: its tables.
+            kernels: the CPU's, where there are any.
+        """
+        x, normed = self._before_attention.after(x, delta, grid, kernels)
+        mixed = self._attention(normed, step, grid, rotary, kernels)
+        x, normed = self._before_mlp.after(x, mixed, grid, kernels)
+        gate_up = self._gate_up(normed, grid)
+        if kernels is not None:
+            return x, self._down(kernels.silu_mul(gate_up), grid)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return x, self._down(self._activation(gate) * up, grid)
+
+
+class Rotary:
+    """Rotary tables of the positions 0..capacity-1, ``[capacity, dim]`` in the models' dtype."""
+
+    def __init__(self, module: Any, like: Tensor, capacity: int) -> None:
+        positions = torch.arange(capacity, device=like.device)[None]
+        cos: Tensor
+        sin: Tensor
+        cos, sin = module(like, positions)
+        # The sign of the rotated half goes into the table.
+        half = sin.shape[-1] // 2
+        self.cos = cos[0].contiguous()
+        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
+
+    def turn(self, x: Tensor, step: StepContext) -> Tensor:
+        """``[B, T, heads, dim]`` at the step's positions."""
+        if step.angles is None:
+            at = step.positions
+            step.angles = self.cos[at][:, :, None], self.sin[at][:, :, None]
+        cos, sin = step.angles
+        return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def fill(x: Tensor, size: int) -> Tensor:
+    """``[E', N, H]`` with rows of zeros behind, ``size`` in all."""
+    return x if x.shape[1] == size else functional.pad(x, (0, 0, 0, size - x.shape[1]))
+
+
+_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+def can_fuse(config: Any) -> bool:
+    """Whether a transformers config names an architecture that this module computes."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return config.model_type in _FAMILIES and rope.get("rope_type", "default") in _STATIC_ROPE
+
+
+class FusedDecoder:
+    """E models of one architecture, run together over the engine's rows.
+
+    Attributes:
+        vocab_size: V, logits per token: the models' own number unless set to the target's.
+    """
+
+    def __init__(self, models: Sequence[Any], capacity: int, *, invariant: bool = False) -> None:
+        """Fuse the weights; the models' parameters become views into the fused ones.
+
+        Args:
+            models: causal LMs of one config for which :func:`can_fuse` holds.
+            capacity: positions per row.
+            invariant: float32 products on CPUs shall not depend on how many rows there are.
+        """
+        bodies = [model.model for model in models]
+        self._count = len(models)
+        self._vocab, hidden = bodies[0].embed_tokens.weight.shape
+        self.vocab_size = self._vocab
+        self._tied = models[0].lm_head.weight is bodies[0].embed_tokens.weight
+        embeddings = stack([body.embed_tokens.weight for body in bodies])
+        self._embeddings = embeddings.view(-1, hidden)
+        self._head = self._make_head(models, embeddings)
+        self._norm = Norm([body.norm for body in bodies])
+        self._layers = [
+            Layer(layers, layer_window(models[0].config, i))
+            for i, layers in enumerate(zip(*(body.layers for body in bodies), strict=True))
+        ]
+        self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
+        silu = models[0].config.hidden_act in ("silu", "swish")
+        self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
+        for linear in self._linears():
+            linear.invariant = invariant
+        self.refresh()
+
+    @property
+    def count(self) -> int:
+        """Models, E."""
+        return self._count
+
+    def nbytes(self) -> int:
+        """Bytes of all their weights."""
+        linears = sum(linear.weight.nbytes for linear in self._linears())
+        return linears + (0 if self._tied else self._embeddings.nbytes)
+
+    @property
+    def packed(self) -> bool:
+        """Whether products are oneDNN's, which makes code for every size, see ``filled``."""
+        return self._head.packed
+
+    def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
+        return StackedLinear(embeddings) if self._tied else fuse([(m.lm_head,) for m in models])
+
+    def _linears(self) -> Iterator[StackedLinear]:
+        yield self._head
+        for layer in self._layers:
+            yield from layer.linears
+
+    def refresh(self, expert: int | None = None) -> None:
+        """Take note that the parameters (of one expert, or all) have changed."""
+        for linear in self._linears():
+            linear.pack(expert)
+
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """Take further models in, a layer at a time.
+
+        Between two parts the present models may run, which keep their places; the further ones
+        may when all is done. At most one layer's weights are there twice. Where that is too much
+        for the memory, all is as before: the layers that have grown are made smaller again.
+
+        Args:
+            models: the present ones, then the further ones.
+        """
+        try:
+            for i in range(len(self._layers)):
+                self._resize(i, models)
+                yield
+            with moving(models):
+                embeddings = stack([model.model.embed_tokens.weight for model in models])
+                head = self._make_head(models, embeddings)
+                head.follow(self._head, self._count)
+                norm = Norm([model.model.norm for model in models])
+        except Exception:
+            self._shrink(models[: self._count])
+            raise
+        self._embeddings, self._head, self._norm = embeddings.view(-1, norm.size), head, norm
+        self._count = len(models)
+
+    def _resize(self, i: int, models: Sequence[Any]) -> None:
+        layers = [model.model.layers[i] for model in models]
+        with moving(layers):
+            self._layers[i] = self._layers[i].grown(layers, self._count)
+
+    def _shrink(self, models: Sequence[Any]) -> None:
+        """Give back what further models took; a layer that cannot be made anew keeps it."""
+        for i in range(len(self._layers)):
+            with suppress(RuntimeError, MemoryError):
+                self._resize(i, models)
+
+    def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
+        """Compute T new tokens of B rows and store their keys and values.
+
+        Args:
+            token_ids: int64 ``[B, T]``.
+            step: rows and positions.
+            grid: which expert runs which row.
+            keep: logits of the last ``keep`` tokens only; 0 is all.
+
+        Returns:
+            ``[B, T or keep, V]`` in the models' dtype.
+        """
+        return self._logits(self._hidden(token_ids, step, grid, keep), grid)
+
+    def with_hidden(
+        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same logits, and the normed hidden states ``[B, T or keep, H]`` they come from."""
+        hidden = self._hidden(token_ids, step, grid, keep)
+        return self._logits(hidden, grid), grid.to_rows(hidden)
+
+    def _logits(self, hidden: Tensor, grid: Grid) -> Tensor:
+        """``[E', R*T, H]`` to ``[B, T, V]``."""
+        tokens = hidden.shape[1]
+        logits = self._head(fill(hidden, self._size(tokens)), grid)[:, :tokens]
+        return resize_logits(grid.to_rows(logits), self.vocab_size)
+
+    def _size(self, tokens: int) -> int:
+        return filled(tokens) if self.packed else tokens
+
+    def _hidden(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
+        """What the head reads, ``[E', R*(T or keep), H]``."""
+        if self.vocab_size > self._vocab:
+            token_ids = known_ids(token_ids, self._vocab)
+        ids = grid.offset(token_ids, self._vocab)
+        tokens = ids.shape[1]
+        size = self._size(tokens)
+        if size > tokens:
+            ids = functional.pad(ids, (0, size - tokens))
+        x = functional.embedding(ids, self._embeddings)
+        delta: Tensor | None = None
+        for layer in self._layers:
+            x, delta = layer(x, delta, step, grid, self._rotary, self._kernels)
+        if delta is not None:
+            delta = grid.last(delta[:, :tokens], keep)
+        x = grid.last(x[:, :tokens], keep)
+        return self._norm.after(x, delta, grid, self._kernels)[1]
+
+
+def layer_window(config: Any, layer: int) -> int | None:
+    """How far back a layer looks, None for everything."""
+    if config.model_type == "llama":  # a stray key means nothing to it
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return None
+    return window

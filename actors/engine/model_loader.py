@@ -1,0 +1,66 @@
+"""Load a causal LM from a folder in the dtype and on the device that suit the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.weights.checkpoint import read_causal_lm
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is the GPU where there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 where the device computes in it natively, else float32.
+
+    Raises:
+        ValueError: for a name that is none of auto, bfloat16, float16, float32.
+    """
+    if dtype != "auto":
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, not {dtype!r}")
+        return _DTYPES[dtype]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported()
+    else:
+        native = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    attention: str = ATTENTION_NAME,
+) -> Any:
+    """A transformers causal LM in eval mode, see :func:`read_causal_lm`.
+
+    Args:
+        path: model folder.
+        dtype: of the weights.
+        device: where they go.
+        attention: attention implementation; the engine's own unless told otherwise.
+
+    Raises:
+        ModelError: a tensor is missing or of another shape.
+        OSError: there is no model.
+    """
+    model = read_causal_lm(path, dtype=dtype, attn_implementation=attention)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The fast tokenizer of a model folder, read locally."""
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)

@@ -1,0 +1,277 @@
+"""Models with their key/value memory: one forward over a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.actors.engine import paged_attention as paged
+from paceline.actors.engine.attention import StepContext
+from paceline.actors.engine.cuda_graphs import CudaCapture, GraphedDecoder
+from paceline.actors.engine.decoders import Decoder, make_decoder, unservable, vocab_rows
+from paceline.actors.engine.dynamic_rope import dynamic_length
+from paceline.actors.engine.fused import FusedDecoder
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.transfer import device_tensor
+from paceline.actors.weights.checkpoint import tied_names
+
+
+def kv_shapes(config: Any) -> list[tuple[int, int]]:
+    """Per layer (key/value heads, head dimension) from a transformers config.
+
+    Raises:
+        ValueError: where the config names none, or keys and values differ in size.
+    """
+    if getattr(config, "text_config", None) is not None:
+        raise unservable(config, "it reads more than text")
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise unservable(config, "its config gives no attention heads, so no keys and values")
+    if getattr(config, "kv_lora_rank", None):
+        raise unservable(config, "its keys and values (latent attention) differ in size")
+    return [_kv_shape(layer) for layer in config.per_layer_config]
+
+
+def _kv_shape(config: Any) -> tuple[int, int]:
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def kv_block_size(config: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Positions of a block of a model's key/value memory.
+
+    Args:
+        config: transformers' config.
+        dtype: of keys and values.
+        device: where they live.
+    """
+    return paged.block_size(device, dtype, int(config.num_attention_heads), *kv_shapes(config)[0])
+
+
+class ModelRunner:
+    """Runs E models of one architecture for up to ``rows`` requests at once.
+
+    The target is one model; the experts of a draft architecture are several that share rows.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        rows: int,
+        max_model_len: int,
+        kv_positions: int | None = None,
+        *,
+        invariant: bool = False,
+        graph_tokens: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
+
+        Args:
+            models: causal LMs of one config, dtype and device, with the engine's attention.
+            rows: most requests at once.
+            max_model_len: most positions of a request.
+            kv_positions: how many there is memory for, over all requests; None is enough for
+                ``rows`` times ``max_model_len``.
+            invariant: see FusedDecoder.
+            graph_tokens: on GPUs, forwards of at most so many tokens per row are replayed from
+                CUDA graphs; only what is run fused.
+            vocab_size: V, of the tokens that come and of the logits; None is the models' own.
+
+        Raises:
+            ValueError: for a model that cannot be served, or memory for less than one request.
+        """
+        self.models = list(models)
+        self.device: torch.device = self.models[0].device
+        self.max_model_len = max_model_len
+        config, dtype = self.models[0].config, self.models[0].dtype
+        shapes = kv_shapes(config)
+        decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
+        self.vocab_size = vocab_rows(self.models[0]) if vocab_size is None else vocab_size
+        decoder.vocab_size = self.vocab_size
+        self.decoder: Decoder = decoder
+        if graph_tokens and self.device.type == "cuda" and isinstance(decoder, FusedDecoder):
+            self.decoder = GraphedDecoder(decoder, CudaCapture(), graph_tokens)
+        size = kv_block_size(config, dtype, self.device)
+        where = dtype, self.device
+        self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)
+        self.kv.longest_shared = dynamic_length(config)
+
+    @property
+    def replays(self) -> bool:
+        """Whether short forwards are replayed from CUDA graphs, see :meth:`rollout`."""
+        return isinstance(self.decoder, GraphedDecoder)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        keep: int = 0,
+        grid: Grid | None = None,
+    ) -> Tensor:
+        """Compute T new tokens of B rows and store their keys and values.
+
+        Rows must have blocks for their own tokens (``kv.reserve``); what padding stores behind
+        them is lost.
+
+        Args:
+            rows: the rows, B of them.
+            token_ids: int64 ``[B, T]``.
+            positions: int64 ``[B, T]``, position of every token in its sequence.
+            span: 1 + the largest position that any row reads.
+            keep: logits of the last ``keep`` tokens only; 0 is all.
+            grid: which model runs which row; None is the first for all.
+
+        Returns:
+            logits ``[B, T or keep, V]`` in the models' dtype.
+        """
+        step = self._step(rows, positions, span)
+        return self.decoder(token_ids, step, grid or _one_model(len(rows), self.device), keep)
+
+    @torch.inference_mode()
+    def rollout(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        steps: int,
+        grid: Grid,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Draft the most probable tokens, all steps in one replay of a CUDA graph.
+
+        Args:
+            rows: the rows, B of them.
+            token_ids: int64 ``[B, 2]``, their last tokens.
+            positions: int64 ``[B, 2]``.
+            span: 1 + the largest position that any row reads at the last step.
+            steps: k.
+            grid: which model runs which row.
+
+        Returns:
+            tokens int64 and their probabilities float32, ``[B, k]`` each; None where nothing is
+            replayed.
+        """
+        if not isinstance(self.decoder, GraphedDecoder):
+            return None
+        return self.decoder.rollout(token_ids, self._step(rows, positions, span), grid, steps)
+
+    @torch.inference_mode()
+    def forward_hidden(
+        self, rows: Sequence[int], token_ids: Tensor, positions: Tensor, span: int, keep: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`forward` of the first model.
+
+        Returns:
+            its logits, and the hidden states ``[B, T or keep, H]`` that its head read.
+        """
+        step = self._step(rows, positions, span)
+        return self.decoder.with_hidden(token_ids, step, _one_model(len(rows), self.device), keep)
+
+    def _step(self, rows: Sequence[int], positions: Tensor, span: int) -> StepContext:
+        self.kv.sync()
+        return StepContext.at(self.kv, _index(tuple(rows), self.device), positions, span)
+
+    def prefill(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        start: int,
+        expert: int = 0,
+        *,
+        hidden: bool = False,
+    ) -> Tensor | None:
+        """Store keys and values of consecutive tokens of one row, from position ``start``.
+
+        The row must have blocks for them, see :meth:`forward`.
+
+        Returns:
+            the hidden state ``[H]`` of the last of them where ``hidden`` asks the first model
+            for it.
+        """
+        if not token_ids:
+            return None
+        tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
+        end = start + len(token_ids)
+        positions = torch.arange(start, end, device=self.device)[None]
+        if hidden:
+            return self.forward_hidden([row], tokens, positions, end, keep=1)[1][0, -1]
+        grid = Grid([expert], self.device)
+        self.forward([row], tokens, positions, span=end, keep=1, grid=grid)
+        return None
+
+    def read(
+        self,
+        rows: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        experts: Sequence[int],
+    ) -> None:
+        """:meth:`prefill` of several rows at once, each padded to the longest.
+
+        Args:
+            rows: B of them.
+            token_ids: per row its consecutive tokens, at least one.
+            starts: per row the position of its first one.
+            experts: per row the model that reads it.
+        """
+        longest = max(map(len, token_ids))
+        padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in token_ids]
+        first = device_tensor(list(starts), self.device)
+        positions = first[:, None] + torch.arange(longest, device=self.device)
+        grid = Grid(experts, self.device)
+        tokens = device_tensor(padded, self.device)
+        self.forward(rows, tokens, positions, max(starts) + longest, keep=1, grid=grid)
+
+    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+        """Take further models in, a part at a time; forwards may run in between.
+
+        They share rows, keys' and values' memory with the present ones, come after them, and may
+        run once all parts are done. Advance it in ``torch.inference_mode``.
+
+        Args:
+            models: of the present ones' config, dtype and device, with the engine's attention.
+        """
+        everyone = [*self.models, *models]
+        yield from self.decoder.grow(everyone)
+        self.models = everyone
+
+    @torch.inference_mode()
+    def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:
+        """Copy new weights over a model's present ones, in place.
+
+        Raises:
+            ValueError: where a name or shape differs; nothing has been copied then.
+        """
+        model = self.models[expert]
+        own = model.state_dict()
+        tied = tied_names(model)
+        missing = [name for name in own if name not in state and name not in tied]
+        unknown = [name for name in state if name not in own]
+        if missing or unknown:
+            raise ValueError(f"weights differ in names: missing {missing}, unknown {unknown}")
+        wrong = [name for name, new in state.items() if new.shape != own[name].shape]
+        if wrong:
+            raise ValueError(f"weights differ in shape: {wrong}")
+        for name, new in state.items():
+            own[name].copy_(new)
+        self.decoder.refresh(expert)
+
+
+# A batch stays the same for many rounds: what describes it is made once.
+@lru_cache(maxsize=256)
+def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=256)
+def _one_model(rows: int, device: torch.device) -> Grid:
+    return Grid([0] * rows, device)

@@ -1,0 +1,88 @@
+"""The most probable tokens of a distribution, from its logits: one of them, or K."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.actors.engine.native.library import kernels_for
+
+
+def most_probable(logits: Tensor) -> Tensor:
+    """Index of the largest entry along the last axis, the first of equal ones.
+
+    Args:
+        logits: float ``[..., V]``.
+
+    Returns:
+        int64 ``[...]``.
+    """
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is None:
+        return logits.argmax(dim=-1)
+    ids = torch.empty(logits.shape[:-1], dtype=torch.int64)
+    kernels.top_one(logits, ids)
+    return ids
+
+
+def most_probable_into(logits: Tensor, ids: Tensor, probs: Tensor) -> None:
+    """The same, written to ``ids``; to ``probs`` goes that entry's softmax at T = 1.
+
+    Args:
+        logits: float ``[..., V]``.
+        ids: int64 ``[...]``, contiguous.
+        probs: float32 ``[...]``, contiguous.
+    """
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None:
+        kernels.top_one(logits, ids, probs)
+        return
+    scores = logits.float()
+    top, at = scores.max(dim=-1)
+    ids.copy_(at)
+    probs.copy_((top - scores.logsumexp(dim=-1)).exp())
+
+
+def top_logits(logits: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The K largest logits, descending.
+
+    Args:
+        logits: float ``[..., V]``.
+        size: K; V where that is less.
+
+    Returns:
+        float32 values and int64 ids ``[..., K]``; float32 ``[...]``, the log of the sum of all
+        exponentials.
+    """
+    size = min(size, logits.shape[-1])
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None:
+        return kernels.top_k(logits, size)
+    scores = logits.float()
+    values, ids = scores.topk(size, dim=-1)
+    return values, ids, scores.logsumexp(dim=-1)
+
+
+def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy verification of B rows: a draft token is accepted where it is the most probable one.
+
+    Args:
+        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token.
+        drafts: int64 ``[B, k]``.
+        num_drafted: int64 ``[B]``; positions at and after it are padding.
+
+    Returns:
+        accepted tokens, and the most probable token after them, int64 ``[B]`` each.
+    """
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None:
+        return kernels.accept(logits, drafts, num_drafted)
+    tokens, k = most_probable(logits), drafts.shape[1]
+    inside = torch.arange(k, device=drafts.device) < num_drafted[:, None]
+    accepted = leading_true((tokens[:, :k] == drafts) & inside)
+    return accepted, tokens.gather(-1, accepted[:, None]).squeeze(-1)
+
+
+def leading_true(flags: Tensor) -> Tensor:
+    """Number of leading True along the last axis; bool ``[B, k]`` to int64 ``[B]``."""
+    return flags.to(torch.int64).cumprod(dim=-1).sum(dim=-1)

@@ -1,0 +1,223 @@
+"""Which expert drafts best for a topic, by measured acceptance: discounted Hedge. Pure.
+
+Per topic every expert has a weight; they sum to 1 and start as a prior. A *row* holds what the
+experts would have had accepted of one and the same answer, each scored on it: full information,
+so that an expert which does not serve is judged as well as one that does. A row moves weights by
+
+    w_e  <-  prior_e^(1 - discount) * (w_e * exp(rate * gain_e))^discount,  normalised
+
+which is Hedge (Freund and Schapire 1997) over gains that are forgotten geometrically: the
+discounted regret of the weighted mixture against any expert e is at most
+ln(1 / prior_e) / rate + rate / 8 * (sum of the discounts), whatever the gains, by Hoeffding's
+lemma and Jensen's inequality (compare Chernov and Zhdanov, arXiv 1005.1918). An expert that a row
+does not know keeps its weight, the others share out theirs ("specialists", Freund et al. 1997).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.actors.router.policy import GENERAL
+
+STATE_VERSION = 1
+_LEAST = 1e-100  # what no weight falls below: a chain of partly known rows could get to 0
+
+
+@dataclass(frozen=True, slots=True)
+class HedgeSettings:
+    """How fast evidence counts, and what is believed without any.
+
+    Attributes:
+        rate: of learning, per unit of acceptance.
+        discount: of what is known, by each further row, in (0, 1).
+        window: rows that are kept per topic.
+        own: prior weight of the topic's own expert.
+        general: prior weight of the generalist; the other experts share the rest.
+    """
+
+    rate: float = 2.0
+    discount: float = 0.97
+    window: int = 64
+    own: float = 0.6
+    general: float = 0.3
+
+
+def prior(topic: str, experts: Iterable[str], settings: HedgeSettings) -> dict[str, float]:
+    """Weights without evidence; they sum to 1.
+
+    Args:
+        topic: its own expert, if there is one, is favoured mildly over ``general``.
+        experts: all of them, ``general`` included.
+        settings: see HedgeSettings.
+    """
+    names = list(experts)
+    own = topic if topic in names else GENERAL
+    others = [name for name in names if name not in (own, GENERAL)]
+    rest = max(1.0 - settings.own - settings.general, 0.0)
+    raw = dict.fromkeys(names, rest / max(len(others), 1))
+    raw[GENERAL] = settings.general
+    raw[own] = settings.own if own != GENERAL else settings.own + settings.general
+    total = math.fsum(raw.values())
+    return {name: value / total for name, value in raw.items()}
+
+
+def updated(
+    weights: Mapping[str, float],
+    start: Mapping[str, float],
+    gains: Mapping[str, float],
+    settings: HedgeSettings,
+) -> dict[str, float]:
+    """The weights after one row.
+
+    Args:
+        weights: of all experts, positive, summing to 1.
+        start: the prior, of the same experts.
+        gains: expert to acceptance in [0, 1]; one that is left out or not finite says nothing
+            of its expert, and of unknown experts nothing is taken.
+        settings: see HedgeSettings.
+    """
+    known = {e: g for e, g in gains.items() if e in weights and math.isfinite(g)}
+    if len(known) < 2:  # nothing to compare
+        return dict(weights)
+    kept = settings.discount
+    logs = {
+        expert: (1.0 - kept) * math.log(start[expert])
+        + kept * (math.log(weights[expert]) + settings.rate * min(max(gain, 0.0), 1.0))
+        for expert, gain in known.items()
+    }
+    mass = math.fsum(weights[expert] for expert in known)
+    highest = max(logs.values())
+    raw = {expert: math.exp(value - highest) for expert, value in logs.items()}
+    total = math.fsum(raw.values())
+    moved = {expert: max(mass * value / total, _LEAST) for expert, value in raw.items()}
+    return {**weights, **moved}
+
+
+class Hedge:
+    """The weights of all topics, from the last rows of each.
+
+    The weights follow from prior and rows alone, so that gains may come in any order, late ones
+    too, and a new version of an expert is judged by the same answers as the others.
+    """
+
+    def __init__(self, experts: Iterable[str], settings: HedgeSettings | None = None) -> None:
+        """Start at the prior, every expert at version 0.
+
+        Args:
+            experts: all of them, ``general`` included; each is a topic too.
+            settings: see HedgeSettings.
+        """
+        self.settings = settings or HedgeSettings()
+        self.versions = dict.fromkeys(experts, 0)
+        self._rows: dict[str, OrderedDict[str, dict[str, float]]] = {
+            topic: OrderedDict() for topic in self.versions
+        }
+
+    def enlist(self, expert: str) -> None:
+        """Take a further expert, and its topic, at the prior; one that is known is fine.
+
+        The other topics' rows do not know it, and leave it its prior weight there.
+        """
+        self.versions.setdefault(expert, 0)
+        self._rows.setdefault(expert, OrderedDict())
+
+    def open(self, topic: str, key: str) -> list[str]:
+        """Add an empty row to a topic; the keys of those that had to go for it.
+
+        Raises:
+            KeyError: for an unknown topic.
+        """
+        rows = self._rows[topic]
+        rows.setdefault(key, {})
+        return [rows.popitem(last=False)[0] for _ in range(len(rows) - self.settings.window)]
+
+    def drop(self, topic: str, key: str) -> None:
+        """Forget a row."""
+        self._rows[topic].pop(key, None)
+
+    def serve(self, expert: str, version: int) -> bool:
+        """Note an expert's weight_version; another one than before puts it back to the prior.
+
+        Returns:
+            whether it is another one.
+        """
+        if expert not in self.versions or self.versions[expert] == version:
+            return False
+        self.versions[expert] = version
+        for rows in self._rows.values():
+            for gains in rows.values():
+                gains.pop(expert, None)
+        return True
+
+    def note(self, topic: str, key: str, expert: str, gain: float) -> None:
+        """Enter an expert's acceptance into a row; what is not finite, or has no row, is not."""
+        row = self._rows[topic].get(key) if topic in self._rows else None
+        if row is not None and expert in self.versions and math.isfinite(gain):
+            row[expert] = gain
+
+    def weights(self, topic: str) -> dict[str, float]:
+        """Expert to weight; they sum to 1."""
+        start = prior(topic, self.versions, self.settings)
+        weights = dict(start)
+        for gains in self._rows[topic].values():
+            weights = updated(weights, start, gains, self.settings)
+        return weights
+
+    def table(self) -> dict[str, Any]:
+        """What choosing needs and people want to see, as plain data.
+
+        ``weights`` by topic and expert, of the topics with at least one row that compares
+        experts; ``acceptance`` the mean of the rows, likewise; ``rows`` by topic; ``versions``
+        of the experts that were scored.
+        """
+        measured = [t for t, rows in self._rows.items() if any(len(r) > 1 for r in rows.values())]
+        return {
+            "weights": {topic: self.weights(topic) for topic in measured},
+            "acceptance": {topic: self._means(topic) for topic in measured},
+            "rows": {topic: len(rows) for topic, rows in self._rows.items()},
+            "versions": dict(self.versions),
+        }
+
+    def _means(self, topic: str) -> dict[str, float]:
+        rows = self._rows[topic].values()
+        known = {e: [row[e] for row in rows if e in row] for e in self.versions}
+        return {e: math.fsum(gains) / len(gains) for e, gains in known.items() if gains}
+
+    def export(self) -> dict[str, Any]:
+        """The state as plain data, for :meth:`restore`."""
+        rows = {
+            topic: [[key, dict(gains)] for key, gains in rows.items() if gains]
+            for topic, rows in self._rows.items()
+        }
+        return {"state": STATE_VERSION, "versions": dict(self.versions), "rows": rows}
+
+    def restore(self, data: Any) -> None:
+        """Take a state in place of this one; topics and experts that are not here are left out.
+
+        Raises:
+            ValueError: for what is no state of this version; nothing has changed then.
+        """
+        try:
+            if data["state"] != STATE_VERSION:
+                raise ValueError(f"hedge: state {data['state']!r}, this code reads {STATE_VERSION}")
+            versions = {str(e): int(v) for e, v in data["versions"].items()}
+            rows = {
+                str(topic): [
+                    (str(key), {str(e): float(g) for e, g in gains.items()}) for key, gains in own
+                ]
+                for topic, own in data["rows"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"hedge: no state ({error!r})") from error
+        for expert in self.versions:
+            self.versions[expert] = versions.get(expert, 0)
+        for topic, own in self._rows.items():
+            own.clear()
+            for key, gains in rows.get(topic, [])[-self.settings.window :]:
+                self.open(topic, key)
+                for expert, gain in gains.items():
+                    self.note(topic, key, expert, gain)

@@ -1,0 +1,1 @@
+"""How draft tokens are made, how many, and which of them are accepted."""

@@ -1,0 +1,193 @@
+"""The in-process proposer: the experts beside the target, one stack per architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
+from paceline.actors.speculation.rejection_sampler import Proposal
+from paceline.actors.weights.slots import expert_of
+
+
+def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
+    """Put the proposals of several experts into one, padded to the longest.
+
+    Args:
+        parts: (indices into the batch, proposal for these rows), covering every row once.
+        rows: B.
+    """
+    if len(parts) == 1 and parts[0][0] == list(range(rows)):
+        return parts[0][1]
+    steps = max(part.token_ids.shape[1] for _, part in parts)
+    support = max(part.support_ids.shape[2] for _, part in parts)
+    device = parts[0][1].token_ids.device
+    merged = Proposal(
+        token_ids=torch.zeros(rows, steps, dtype=torch.int64, device=device),
+        num_drafted=torch.zeros(rows, dtype=torch.int64, device=device),
+        token_probs=torch.zeros(rows, steps, device=device),
+        support_ids=torch.zeros(rows, steps, support, dtype=torch.int64, device=device),
+        support_probs=torch.zeros(rows, steps, support, device=device),
+    )
+    for indices, part in parts:
+        at = torch.tensor(indices, device=device)
+        length, width = part.support_ids.shape[1:]
+        merged.token_ids[at, :length] = part.token_ids
+        merged.num_drafted[at] = part.num_drafted
+        merged.token_probs[at, :length] = part.token_probs
+        merged.support_ids[at, :length, :width] = part.support_ids
+        merged.support_probs[at, :length, :width] = part.support_probs
+    return merged
+
+
+class DraftStack(Protocol):
+    """Drafts that propose together: experts of one architecture, or heads on the target."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether they need DraftRow.hidden."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Every draft with its weight_version."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Every draft that there may be: also those without weights, which a trial fills."""
+        ...
+
+    @property
+    def faulty(self) -> frozenset[str]:
+        """Drafts whose probabilities ended in the latest call, and their tokens with them."""
+        ...
+
+    @property
+    def reads(self) -> Reads:
+        """What the latest call of :meth:`propose` read."""
+        ...
+
+    def version(self, draft: str) -> int:
+        """The weight_version that a draft proposes with."""
+        ...
+
+    def lacks(self, request_id: str, length: int) -> int:
+        """Tokens of a sequence that are to be read before drafting; unknown ones are fine."""
+        ...
+
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot; one that is not here is fine."""
+        ...
+
+    def propose(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        """Draft for rows of these drafts from at most ``support`` tokens per position."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Free what a sequence held; unknown ones are fine."""
+        ...
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Take new weights; a ValueError where they do not fit."""
+        ...
+
+
+class ColocatedProposer:
+    """All drafts in the target's process, those of one architecture in one stack."""
+
+    waited_in_vain = False
+
+    def __init__(
+        self, stacks: Sequence[DraftStack], support: int, generator: torch.Generator
+    ) -> None:
+        """Take the experts.
+
+        Args:
+            stacks: no name twice; one that ends in ``@0`` keeps its initial weights for ever.
+            support: the most tokens that a draft's distribution may hold.
+            generator: randomness of unseeded drafts.
+        """
+        self._stacks = {name: stack for stack in stacks for name in (*stack.names, *stack.versions)}
+        self._support = support
+        self._generator = generator
+        self._stack_of: dict[str, DraftStack] = {}
+        self.hidden_drafts = frozenset(
+            name for stack in stacks if stack.reads_hidden for name in stack.versions
+        )
+        self.reads = Reads()
+        self.faulty: frozenset[str] = frozenset()
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        """Draft tokens for every row, batched per stack."""
+        groups: dict[int, tuple[DraftStack, list[int]]] = {}
+        for index, row in enumerate(rows):
+            stack = self._stack_of[row.request_id] = self._stacks[row.draft]
+            groups.setdefault(id(stack), (stack, []))[1].append(index)
+        parts = []
+        self.faulty, self.reads = frozenset(), Reads()
+        for stack, indices in groups.values():
+            batch = [rows[i] for i in indices]
+            parts.append((indices, stack.propose(batch, self._support, self._generator)))
+            self.faulty |= stack.faulty
+        own = [stack.reads for stack, _ in groups.values()]
+        self.reads = Reads(sum(r.requests for r in own), sum(r.tokens for r in own))
+        return merge(parts, len(rows))
+
+    def lacks(self, request_id: str, draft: str, length: int) -> int:
+        """See Proposer."""
+        return self._stacks[draft].lacks(request_id, length)
+
+    def release(self, request_id: str) -> None:
+        """Free what a sequence held."""
+        stack = self._stack_of.pop(request_id, None)
+        if stack is not None:
+            stack.release(request_id)
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:
+        """See Proposer."""
+        stack = self._stacks[like]
+        if expert in self._stacks:
+            return
+        if not isinstance(stack, ExpertStack):
+            raise ValueError(f"{expert} cannot be a copy of the heads {like}")
+        yield from stack.enlist(expert, like)
+        names = [n for n in (*stack.names, *stack.versions) if expert_of(n) == expert]
+        # A new dictionary: other threads may be reading the old one.
+        self._stacks = {**self._stacks, **dict.fromkeys(names, stack)}
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Put new weights in place of an expert's present ones.
+
+        Raises:
+            KeyError: for an expert that is not here.
+            ValueError: for weights of another shape.
+        """
+        if expert.endswith(INITIAL_SUFFIX):
+            raise ValueError(f"{expert} keeps its initial weights")
+        self._stacks[expert].swap(expert, weight_version, state)
+
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot; one that is not here is fine."""
+        stack = self._stacks.get(candidate)
+        if stack is not None:
+            stack.withdraw(candidate)
+
+    def version(self, draft: str) -> int:
+        """The weight_version that a draft proposes with."""
+        return self._stacks[draft].version(draft)
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft with its weight_version; a candidate only where there is one."""
+        return {
+            name: version
+            for name, stack in self._stacks.items()
+            if (version := stack.versions.get(name)) is not None
+        }

@@ -1,0 +1,96 @@
+"""What a draft proposes from, and the token that it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.actors.engine.gumbel import gumbel, stream_key
+from paceline.actors.engine.logits_processors import RulesAhead
+from paceline.actors.engine.sampling import SamplingBatch, draw, keep_mask
+from paceline.actors.engine.top_tokens import top_logits
+from paceline.actors.engine.transfer import device_tensor
+
+
+def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor]:
+    """The truncated distribution that a draft proposes from.
+
+    Args:
+        logits: float ``[B, V]``, after the rows' rules.
+        batch: sampling parameters of the B rows.
+        size: S, the most tokens that may be proposed.
+
+    Returns:
+        ids int64 ``[B, S]`` in descending order of probability and float32 ``[B, S]`` that
+        sum to 1. A greedy row, which takes the first, has its T = 1 distribution without filters.
+    """
+    top, ids, _ = top_logits(logits, size)
+    probs = torch.softmax(top / batch.temperature[:, None], dim=-1)
+    if batch.any_filter:
+        kept = keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
+        probs = probs * (kept | batch.greedy[:, None])
+        probs = probs / probs.sum(-1, keepdim=True)
+    return ids, probs
+
+
+def pick_tokens(
+    ids: Tensor,
+    probs: Tensor,
+    batch: SamplingBatch,
+    output_positions: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """Column of the token that each row proposes, int64 ``[B]``.
+
+    Greedy rows take the first; seeded rows add the very noise that verification adds;
+    unseeded rows draw.
+    """
+    columns = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
+    if batch.any_unseeded:
+        if batch.all_unseeded:
+            return draw(probs, generator)
+        rows = batch.unseeded_rows
+        columns[rows] = draw(probs[rows], generator)
+    if batch.any_seeded:
+        rows = batch.seeded_rows
+        keys = stream_key(batch.seeds[rows], output_positions[rows], batch.choices[rows])
+        noise = gumbel(keys, ids[rows])
+        columns[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
+    return columns
+
+
+def draw_drafts(
+    forward: Callable[[Tensor | None], Tensor],
+    steps: int,
+    histories: Sequence[tuple[Sequence[int], int]],
+    batch: SamplingBatch,
+    support: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, ...]:
+    """Draft k tokens for B rows by their own sampling, one after the other.
+
+    Args:
+        forward: one call per step: int64 ``[B, 1]`` drafted before it (None at first) to float
+            ``[B, 1, V]``.
+        steps: k.
+        histories: per row all its tokens, and how many of them, the last ones, are output.
+        batch: sampling parameters of the B rows.
+        support: S, the most tokens that a draft's distribution may hold.
+        generator: randomness of the unseeded rows.
+
+    Returns:
+        tokens int64 and q of them float32, ``[B, k]`` each; the support int64 and q of it
+        float32, ``[B, k, S]`` each.
+    """
+    outputs = device_tensor([count for _, count in histories], batch.temperature.device)
+    ahead, tokens = RulesAhead(batch.rules, histories, outputs), None
+    drafted: list[tuple[Tensor, ...]] = []
+    for step in range(steps):
+        ids, probs = draft_support(ahead.apply(forward(tokens)[:, -1]), batch, support)
+        column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
+        tokens = ids.gather(1, column)
+        ahead.took(tokens[:, 0])
+        drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
+    return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))

@@ -1,0 +1,291 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): drafts that are read off the target's hidden state.
+
+Head i sees the final hidden state h from which the target's head made the latest token, and
+predicts the token i + 1 positions behind that one:
+
+    q_i = softmax(U_i (h + SiLU(W_i h)))
+
+There is no model to run and no memory of its own: a round's drafts cost one product per head, and
+each head knows nothing of what the heads before it proposed. The paper arranges several guesses
+per head in a tree; here, as with every other draft, a round verifies one chain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.linear import StackedLinear
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.sampling import LatestBatch
+from paceline.actors.engine.top_tokens import most_probable_into
+from paceline.actors.engine.transfer import device_tensor
+from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.draft_sampling import draw_drafts
+from paceline.actors.speculation.proposer import DraftRow
+from paceline.actors.speculation.rejection_sampler import Proposal, sound
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_SLACK = 0.1  # of the logits' deviation: rounding in half precision
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """The shape of K heads.
+
+    Attributes:
+        num_heads: K, the most tokens that they draft in a round.
+        hidden_size: H, the target's.
+        vocab_size: V, the target's.
+        own_output: whether every head has an output matrix U_i of its own, as in the paper:
+            K * V * H parameters, about as many per head as the target's embedding. Else all of
+            them use the target's, and only the K * H * H of the residual blocks are their own.
+    """
+
+    num_heads: int
+    hidden_size: int
+    vocab_size: int
+    own_output: bool = True
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the heads' state."""
+        heads, hidden = self.num_heads, self.hidden_size
+        own = {"output": (heads, self.vocab_size, hidden)} if self.own_output else {}
+        return {"residual": (heads, hidden, hidden), **own}
+
+
+class MedusaHeads(nn.Module):
+    """The heads as they are trained."""
+
+    def __init__(self, config: HeadsConfig, target_output: Tensor) -> None:
+        """Begin where every head says what the target's own head says.
+
+        Args:
+            config: their shape.
+            target_output: ``[V, H]``, the matrix of the target's head; it is never trained.
+        """
+        super().__init__()
+        self.config = config
+        shape = config.shapes()["residual"]
+        self.residual = nn.Parameter(torch.zeros(shape, device=target_output.device))
+        start = target_output.detach().float()
+        self.output: Tensor
+        if config.own_output:
+            self.output = nn.Parameter(start.expand(config.num_heads, -1, -1).clone())
+        else:
+            self.register_buffer("output", start.expand(config.num_heads, -1, -1), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Float32 hidden states ``[N, H]`` to logits ``[K, N, V]``."""
+        turned = functional.silu(hidden @ self.residual.transpose(1, 2)) + hidden
+        return turned @ self.output.transpose(1, 2)
+
+
+def save_heads(folder: Path, config: HeadsConfig, state: Mapping[str, Tensor]) -> None:
+    """Write heads as ``config.json`` and safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"model_type": "medusa_heads", **asdict(config)}
+    (folder / _CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def load_heads(folder: Path) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    """Read what :func:`save_heads` wrote.
+
+    Raises:
+        ValueError: for a folder of something else, or tensors of other shapes.
+        OSError: for one that cannot be read.
+    """
+    facts: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    if facts.pop("model_type", None) != "medusa_heads":
+        raise ValueError(f"{folder} holds no Medusa heads")
+    try:
+        config = HeadsConfig(**facts)
+    except TypeError as error:
+        raise ValueError(f"{folder / _CONFIG}: {error}") from error
+    state = load_file(folder / _WEIGHTS)
+    _check_state(config, state)
+    return config, state
+
+
+def _check_state(config: HeadsConfig, state: Mapping[str, Tensor]) -> None:
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if found != config.shapes():
+        raise ValueError(f"heads have tensors {found}, not {config.shapes()}")
+
+
+class HeadStack:
+    """The heads of one draft as they are served, in the target's dtype.
+
+    They live in the target's process, and propose for every row whose hidden state is known.
+    """
+
+    reads_hidden = True
+    reads = Reads()  # the target has read the prompt
+
+    def __init__(
+        self, name: str, config: HeadsConfig, state: Mapping[str, Tensor], target_output: Tensor
+    ) -> None:
+        """Take the weights.
+
+        Args:
+            name: of the draft.
+            config: the heads' shape.
+            state: as :func:`load_heads` gives it; copied.
+            target_output: ``[V, H]``, the matrix of the target's head.
+
+        Raises:
+            ValueError: where the heads are not of this target's shape.
+        """
+        if target_output.shape != (config.vocab_size, config.hidden_size):
+            raise ValueError(
+                f"heads {name}: made for {config.vocab_size} tokens and hidden states of "
+                f"{config.hidden_size}, the target's head is {tuple(target_output.shape)}"
+            )
+        _check_state(config, state)
+        self.config = config
+        self.names = (name,)
+        self.versions = {name: 0}
+        self.faulty: frozenset[str] = frozenset()
+        self.device, self.dtype = target_output.device, target_output.dtype
+
+        def linear(weight: Tensor) -> StackedLinear:
+            return StackedLinear(weight.to(self.device, target_output.dtype, copy=True))
+
+        self._residual = linear(state["residual"])
+        self._output = linear(state["output"] if config.own_output else target_output[None])
+        self._pack()
+        self._heads = [Grid(range(k), self.device) for k in range(1, config.num_heads + 1)]
+        self._shared = Grid([0], self.device)
+        self._params = LatestBatch(self.device)
+
+    def _pack(self) -> None:
+        self._residual.pack()
+        self._output.pack()
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, steps: int) -> Tensor:
+        """What the first ``steps`` heads say: ``[B, H]`` to ``[steps, B, V]``."""
+        grid = self._heads[steps - 1]
+        states = hidden.expand(steps, -1, -1)
+        turned = functional.silu(self._residual(states, grid)) + states
+        if self.config.own_output:
+            return self._output(turned, grid)
+        flat = self._output(turned.view(1, -1, self.config.hidden_size), self._shared)
+        return flat.view(steps, len(hidden), -1)
+
+    @torch.inference_mode()
+    def propose(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        """Draft for rows of these heads; those without a hidden state draft nothing."""
+        self.faulty = frozenset()
+        ready = [i for i, row in enumerate(rows) if row.hidden is not None]
+        if not ready:
+            return Proposal.empty(len(rows), self.device)
+        drafts = self._draft([rows[i] for i in ready], support, generator)
+        drafts, cut = sound(drafts)
+        if cut is not None:
+            self.faulty = frozenset(self.versions)
+        return drafts.spread(ready, len(rows))
+
+    def _draft(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        steps = min(self.config.num_heads, max(row.num_draft_tokens for row in rows))
+        hidden = torch.stack([row.hidden for row in rows if row.hidden is not None])
+        logits = self.logits(hidden, steps)
+        batch = self._params.of([row.sampling for row in rows])
+        if batch.all_greedy and batch.rules is None:
+            ids = torch.empty(steps, len(rows), dtype=torch.int64, device=self.device)
+            probs = torch.empty(steps, len(rows), device=self.device)
+            most_probable_into(logits, ids, probs)
+            parts = (ids.T, probs.T, ids.T[..., None], probs.T[..., None])
+        else:
+            following: Iterator[Tensor] = iter(logits)
+            histories = [(row.tokens, row.num_output) for row in rows]
+            chosen = draw_drafts(
+                lambda _: next(following)[:, None], steps, histories, batch, support, generator
+            )
+            parts = (chosen[0], chosen[1], chosen[2], chosen[3])
+        counts = [min(row.num_draft_tokens, steps) for row in rows]
+        token_ids, token_probs, support_ids, support_probs = parts
+        return Proposal(
+            token_ids, device_tensor(counts, self.device), token_probs, support_ids, support_probs
+        )
+
+    def release(self, request_id: str) -> None:
+        """Nothing to do: all that is known of a sequence comes with it."""
+
+    def lacks(self, request_id: str, length: int) -> int:  # noqa: ARG002 - the protocol's
+        """Nothing: the target reads."""
+        return 0
+
+    def version(self, draft: str) -> int:
+        """The weight_version that these heads propose with."""
+        return self.versions[draft]
+
+    def withdraw(self, candidate: str) -> None:
+        """Nothing to do: heads are not tried beside others."""
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Take new weights.
+
+        Raises:
+            ValueError: for weights of another shape.
+        """
+        _check_state(self.config, state)
+        self._residual.weight.copy_(state["residual"])
+        if self.config.own_output:
+            self._output.weight.copy_(state["output"])
+        self._pack()
+        self.versions[expert] = weight_version
+
+
+@torch.inference_mode()
+def check_hidden(runner: ModelRunner) -> None:
+    """Refuse a target whose head's input cannot be read, or is not what its logits come from.
+
+    Args:
+        runner: nothing must run in it.
+
+    Raises:
+        ValueError: names the architecture.
+    """
+    kind = runner.models[0].config.model_type
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
+    runner.kv.reserve(0, 1)
+    try:
+        logits, hidden = runner.forward_hidden([0], zero, zero, span=1)
+        rebuilt = runner.models[0].get_output_embeddings()(hidden)
+    except (AttributeError, IndexError, RuntimeError) as fault:
+        raise ValueError(
+            f"models of type {kind} show no hidden states to heads: {fault}"
+        ) from fault
+    finally:
+        runner.kv.release(0)
+    # What bounds or scales the logits afterwards leaves the most probable token where it is.
+    best = logits.flatten()[rebuilt.argmax()].float()
+    if float(logits.max() - best) > _SLACK * float(logits.float().std()):
+        raise ValueError(f"models of type {kind} do not make their logits from hidden states alone")
+
+
+def head_stepper(heads: HeadStack) -> Callable[[int, int], None]:
+    """``run(rows, _)``: one head for so many rows, for the controller's costs."""
+    hidden = heads.config.hidden_size
+
+    def run(rows: int, _: int) -> None:
+        states = torch.zeros(rows, hidden, dtype=heads.dtype, device=heads.device)
+        heads.logits(states, 1).float().topk(1).indices.tolist()  # waits for the device
+
+    return run

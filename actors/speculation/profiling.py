@@ -1,0 +1,150 @@
+"""The controller over costs that are profiled here and now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.actors.engine.fused import FusedDecoder
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.linear import filled
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.costs import (
+    DraftCosts,
+    ReadingCosts,
+    StepCosts,
+    grid_points,
+    profile,
+)
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.medusa import HeadStack, head_stepper
+from paceline.actors.speculation.pool.profile import profile_pool
+from paceline.actors.speculation.pool.proposer import PoolProposer
+from paceline.actors.weights.slots import is_candidate
+
+_PROFILED_CONTEXT = 128
+_WARM = 256  # tokens of a forward
+_PROFILED_PROMPT = 64
+_ROLLOUT = 4  # draft steps that are profiled together where they are replayed together
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Compute once at every size that products have: on CPUs the first time takes long."""
+    decoder = runner.decoder
+    if not (isinstance(decoder, FusedDecoder) and decoder.packed):
+        return
+    for tokens in sorted({filled(n) for n in range(1, min(_WARM, runner.max_model_len) + 1)}):
+        fits = min(tokens, runner.max_model_len)
+        runner.kv.reserve(0, fits)
+        ids = torch.zeros(1, fits, dtype=torch.int64)
+        runner.forward([0], ids, torch.arange(fits)[None], fits)
+    runner.kv.release(0)
+
+
+def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
+    """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
+
+    def run(rows: int, tokens: int, experts: int) -> None:
+        for row in range(rows):  # where memory is short, some read the block of nobody
+            runner.kv.reserve(row, context + tokens)
+        positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
+        grid = Grid([i % experts for i in range(rows)], runner.device)
+        logits = runner.forward(range(rows), ids, positions, context + tokens, grid=grid)
+        logits.float().topk(1).indices.tolist()  # waits for the device
+
+    return run
+
+
+def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], None]:
+    """``run(rows, experts)``: ``_ROLLOUT`` draft steps at once behind ``context`` positions."""
+
+    def run(rows: int, experts: int) -> None:
+        for row in range(rows):
+            runner.kv.reserve(row, context + 1 + _ROLLOUT)
+        positions = (context + torch.arange(2, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, 2, dtype=torch.int64, device=runner.device)
+        grid = Grid([i % experts for i in range(rows)], runner.device)
+        span = context + 1 + _ROLLOUT
+        drafted = runner.rollout(range(rows), ids, positions, span, _ROLLOUT, grid)
+        if drafted is None:  # not even now: each step is a forward
+            forward = stepper(runner, context)
+            for _ in range(_ROLLOUT):
+                forward(rows, 1, experts)
+        else:
+            drafted[0].tolist()  # waits for the device
+
+    return run
+
+
+def profile_draft(
+    draft: ModelRunner, context: int, rows: Sequence[int], experts: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """Seconds of one draft step by (rows, experts)."""
+    if not draft.replays:
+        run = stepper(draft, context)
+        return profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
+    several = rollout_stepper(draft, context)
+    times = profile(several, rows, experts, time.perf_counter)
+    return {at: seconds / _ROLLOUT for at, seconds in times.items()}
+
+
+def build_controller(
+    settings: TargetSettings,
+    runner: ModelRunner,
+    stacks: Sequence[ExpertStack],
+    pool: PoolProposer | None = None,
+    heads: Sequence[HeadStack] = (),
+) -> GoodputController | None:
+    """The controller over costs profiled here and now; None where k is fixed.
+
+    Drafts of several architectures are taken to cost what those of the first do, heads only where
+    there is nothing else. Those of a pool are asked through it: their costs include the way there
+    and back.
+    """
+    if settings.num_speculative_tokens is not None or not (stacks or pool or heads):
+        return None
+    rows = grid_points(settings.max_num_seqs)
+    most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
+    tokens = sorted({1, 2, (most + 2) // 2, most + 1})
+    start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1]))
+    run = stepper(runner, start)
+    target_costs = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter)
+    for row in range(settings.max_num_seqs):
+        runner.kv.release(row)
+    if pool is not None:
+        draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
+        costs = DraftCosts(draft_costs)
+        return GoodputController(StepCosts(target_costs), costs, most)
+    if not stacks:
+        head_costs = profile(head_stepper(heads[0]), rows, [1], time.perf_counter)
+        costs = DraftCosts(head_costs)
+        return GoodputController(StepCosts(target_costs), costs, most)
+    draft = stacks[0].runner
+    served = sum(not is_candidate(name) for name in stacks[0].names)
+    experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
+    draft_costs = profile_draft(draft, start, rows, experts)
+    reading = _reading(draft)
+    for row in range(settings.max_num_seqs):
+        draft.kv.release(row)
+    costs = DraftCosts(draft_costs, reading)
+    return GoodputController(StepCosts(target_costs), costs, most)
+
+
+def _reading(draft: ModelRunner) -> ReadingCosts:
+    """What reading costs, from prompts of two lengths."""
+    few, many = 1, max(2, min(_PROFILED_PROMPT, draft.max_model_len - 1))
+    draft.kv.reserve(0, many)
+
+    def run(_: int, tokens: int) -> None:
+        draft.prefill(0, [0] * tokens, 0)
+        if draft.device.type == "cuda":
+            torch.cuda.synchronize(draft.device)
+
+    times = profile(run, [1], [few, many], time.perf_counter)
+    token_s = max(times[1, many] - times[1, few], 0.0) / (many - few)
+    return ReadingCosts(max(times[1, few] - few * token_s, 0.0), token_s)

@@ -1,0 +1,104 @@
+"""Proposers: where draft tokens come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.rejection_sampler import Proposal
+
+INITIAL_SUFFIX = "@0"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """One sequence that wants draft tokens.
+
+    Attributes:
+        request_id: names the sequence in the proposer's own state.
+        draft: the expert, or an expert's initial weights (``sql@0``).
+        tokens: all tokens so far, prompt and output; the proposer never changes them.
+        num_output: how many of them are output.
+        num_draft_tokens: how many to propose, at least 1.
+        sampling: the request's sampling parameters.
+        hidden: for a draft that reads them, the target's final hidden state ``[H]`` from which
+            the latest token came; None where it is not known, as after a cached prompt.
+    """
+
+    request_id: str
+    draft: str
+    tokens: Sequence[int]
+    num_output: int
+    num_draft_tokens: int
+    sampling: SamplingParams
+    hidden: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Proposes tokens for a batch; it may be slow, wrong or fail, and never changes an answer."""
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether the latest round waited for drafts that never came: its time says nothing."""
+        ...
+
+    @property
+    def reads(self) -> Reads:
+        """The reading that the latest round's time went to, beside drafting."""
+        ...
+
+    @property
+    def faulty(self) -> frozenset[str]:
+        """Drafts whose probabilities ended in the latest round, and their tokens with them."""
+        ...
+
+    @property
+    def hidden_drafts(self) -> frozenset[str]:
+        """The drafts that read the target's hidden states; a round without them gathers none."""
+        ...
+
+    def lacks(self, request_id: str, draft: str, length: int) -> int:
+        """Tokens of a sequence of ``length`` that a draft reads in a round before it can draft."""
+        ...
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        """Draft tokens for every row, in the rows' order, padded to the longest."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a sequence; unknown ones are fine."""
+        ...
+
+    def enlist(self, expert: str, like: str) -> Iterator[None]:
+        """Take a further expert in, a part at a time; one that is here already is fine.
+
+        Args:
+            expert: its name.
+            like: the expert whose initial weights it begins with.
+
+        Raises:
+            KeyError: there is no ``like``.
+            ValueError: that one has no weights to be copied.
+        """
+        ...
+
+    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Put new weights in place of those in an expert's slot, stable or candidate."""
+        ...
+
+    def withdraw(self, candidate: str) -> None:
+        """Empty a candidate's slot: its sequences go on with the stable weights."""
+        ...
+
+    def version(self, draft: str) -> int:
+        """The weight_version that a draft would propose with now."""
+        ...
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft that a request may name, with its weight_version."""
+        ...

@@ -1,0 +1,258 @@
+"""Verification: which draft tokens the target accepts, and the token that it adds.
+
+Greedy and seeded rows know the target's token at every position (argmax, or argmax under
+Gumbel noise): a draft token is accepted where it is that very token. Unseeded rows use
+speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318): accept with
+probability min(1, p/q); after a rejection draw the recovered token from
+norm(max(0, p - q)); after full acceptance draw the bonus token from p. All three leave the
+target's output law as it is, for any draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from paceline.actors.engine.gumbel import gumbel, stream_key
+from paceline.actors.engine.logits_processors import TokenCounts, ruled_logits
+from paceline.actors.engine.sampling import SamplingBatch, draw, processed_probs
+from paceline.actors.engine.top_tokens import accept_greedy, leading_true, most_probable
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens of B rows, k positions, support of S tokens.
+
+    Attributes:
+        token_ids: int64 ``[B, k]``.
+        num_drafted: int64 ``[B]``; positions at and after it are padding.
+        token_probs: float32 ``[B, k]``, q of the draft token under the request's sampling.
+        support_ids: int64 ``[B, k, S]``; the tokens with q > 0.
+        support_probs: float32 ``[B, k, S]``, sums to 1 where drafted.
+    """
+
+    token_ids: Tensor
+    num_drafted: Tensor
+    token_probs: Tensor
+    support_ids: Tensor
+    support_probs: Tensor
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def empty(rows: int, device: torch.device) -> Proposal:
+        """A proposal of nothing: the round is plain decoding. Shared, never changed."""
+        integers = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        floats = torch.zeros(rows, 0, dtype=torch.float32, device=device)
+        return Proposal(
+            token_ids=integers,
+            num_drafted=torch.zeros(rows, dtype=torch.int64, device=device),
+            token_probs=floats,
+            support_ids=integers.unsqueeze(-1),
+            support_probs=floats.unsqueeze(-1),
+        )
+
+    def spread(self, indices: Sequence[int], rows: int) -> Proposal:
+        """The same as a proposal for ``rows`` rows, of which the others draft nothing.
+
+        Args:
+            indices: where its own rows stand among them.
+            rows: B.
+        """
+        if list(indices) == list(range(rows)):
+            return self
+        at = torch.tensor(indices, device=self.token_ids.device)
+
+        def widen(part: Tensor) -> Tensor:
+            return part.new_zeros(rows, *part.shape[1:]).index_copy_(0, at, part)
+
+        return Proposal(
+            token_ids=widen(self.token_ids),
+            num_drafted=widen(self.num_drafted),
+            token_probs=widen(self.token_probs),
+            support_ids=widen(self.support_ids),
+            support_probs=widen(self.support_probs),
+        )
+
+    def cut(self, lengths: Tensor) -> Proposal:
+        """The same with at most int64 ``[B]`` ``lengths`` tokens per row; zeros behind them."""
+        kept = torch.minimum(self.num_drafted, lengths)
+        behind = torch.arange(self.token_ids.shape[1], device=kept.device) >= kept[:, None]
+        return Proposal(
+            token_ids=self.token_ids.masked_fill(behind, 0),
+            num_drafted=kept,
+            token_probs=self.token_probs.masked_fill(behind, 0.0),
+            support_ids=self.support_ids.masked_fill(behind[..., None], 0),
+            support_probs=self.support_probs.masked_fill(behind[..., None], 0.0),
+        )
+
+
+def sound(proposal: Proposal) -> tuple[Proposal, Tensor | None]:
+    """Take away what was drafted without probabilities: verification would leave its law.
+
+    A row ends where they end, and keeps what it has before: whether there are any at a position
+    hangs on the tokens before it, not on the one drawn there. To drop the whole row would throw
+    away a first token because of which one it is, and the others would come too often.
+
+    Args:
+        proposal: of B rows.
+
+    Returns:
+        the proposal, and bool ``[B]`` of the rows that were cut, None where none was.
+    """
+    # One copy to the host, and no arithmetic: a small tensor's sum costs more than its list.
+    if all(map(math.isfinite, chain.from_iterable(proposal.token_probs.tolist()))):
+        return proposal, None
+    lengths = proposal.token_probs.isfinite().cumprod(dim=1).sum(dim=1)
+    cut = lengths < proposal.num_drafted
+    return proposal.cut(lengths), cut if bool(cut.any()) else None
+
+
+def not_finite(logits: Tensor) -> list[list[bool]] | None:
+    """Positions whose logits give no distribution: a NaN, +inf, or nothing but -inf.
+
+    Args:
+        logits: float ``[B, T, V]``.
+
+    Returns:
+        per row T flags; None if there is no such position, by far the cheaper answer.
+    """
+    if math.isfinite(logits.sum().item()):
+        return None
+    broken = ~logits.amax(dim=-1).isfinite()  # amax propagates NaN
+    return broken.tolist() if bool(broken.any()) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided for B rows.
+
+    Attributes:
+        num_accepted: int64 ``[B]``.
+        final_tokens: int64 ``[B]``: the recovered token, or the bonus token where every
+            drafted token was accepted.
+        probs: float32 ``[B, k + 1, V]`` processed target distribution, None where every
+            row is greedy and nothing needed it.
+    """
+
+    num_accepted: Tensor
+    final_tokens: Tensor
+    probs: Tensor | None
+
+
+def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """min(1, p/q) elementwise, 0 where p is 0 (Leviathan et al., algorithm 1)."""
+    return torch.where(
+        target_probs >= draft_probs,
+        (target_probs > 0).to(target_probs.dtype),
+        target_probs / draft_probs,
+    )
+
+
+def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -> Tensor:
+    """Unnormalised max(0, p - q) with q given on its support.
+
+    Where p equals q to the last bit the residual is empty; a rejection then has probability
+    0 in exact arithmetic, and p itself is returned so that rounding cannot draw nonsense.
+
+    Args:
+        target_probs: float32 ``[R, V]``.
+        support_ids: int64 ``[R, S]``.
+        support_probs: float32 ``[R, S]``.
+
+    Returns:
+        float32 ``[R, V]``.
+    """
+    difference = target_probs.scatter_add(-1, support_ids, -support_probs).clamp_(min=0.0)
+    empty = difference.sum(-1, keepdim=True) <= 0.0
+    return torch.where(empty, target_probs, difference)
+
+
+def _determined_tokens(
+    logits: Tensor, probs: Tensor, batch: SamplingBatch, output_positions: Tensor
+) -> Tensor:
+    """The target's own token at every position, for greedy and seeded rows; int64 ``[B, T]``."""
+    tokens = most_probable(logits)
+    if not batch.any_seeded:
+        return tokens
+    rows = batch.seeded_rows
+    steps, vocab = logits.shape[1:]
+    positions = output_positions[rows, None] + torch.arange(steps, device=logits.device)
+    keys = stream_key(batch.seeds[rows, None], positions, batch.choices[rows, None])
+    noise = gumbel(keys, torch.arange(vocab, device=logits.device))
+    tokens[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
+    return tokens
+
+
+def _rejection_sample(
+    probs: Tensor, proposal: Proposal, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling of R unseeded rows: accepted counts and final tokens, ``[R]`` each."""
+    rows, drafted = proposal.token_ids.shape
+    index = torch.arange(rows, device=probs.device)
+    if drafted == 0:
+        return torch.zeros_like(index), draw(probs[:, 0], generator)
+    p_draft = probs[:, :drafted].gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1)
+    uniform = torch.rand(
+        (rows, drafted), generator=generator, device=probs.device, dtype=torch.float64
+    )
+    inside = torch.arange(drafted, device=probs.device) < proposal.num_drafted[:, None]
+    # q = 0 cannot be drafted; padding must not divide by it.
+    q_draft = torch.where(inside, proposal.token_probs, torch.ones_like(proposal.token_probs))
+    accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
+    num_accepted = leading_true(accepted)
+    at = probs[index, num_accepted]
+    rejected = num_accepted < proposal.num_drafted
+    last = num_accepted.clamp(max=drafted - 1)
+    recovered = residual(at, proposal.support_ids[index, last], proposal.support_probs[index, last])
+    weights = torch.where(rejected[:, None], recovered, at)
+    return num_accepted, draw(weights, generator)
+
+
+def verify(
+    logits: Tensor,
+    proposal: Proposal,
+    batch: SamplingBatch,
+    output_positions: Tensor,
+    generator: torch.Generator,
+    counts: TokenCounts | None = None,
+) -> Verdict:
+    """Accept a prefix of every row's draft tokens and add one token.
+
+    Args:
+        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token. They
+            are not changed.
+        proposal: the draft tokens, k positions.
+        batch: sampling parameters of the B rows.
+        output_positions: int64 ``[B]``, index of the next output token of each row.
+        generator: randomness of the unseeded rows.
+        counts: of the batch's penalised rows; None where there are none.
+    """
+    logits = ruled_logits(logits, batch.rules, output_positions, counts, proposal.token_ids)
+    if batch.all_greedy:
+        taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)
+        return Verdict(num_accepted=taken, final_tokens=final, probs=None)
+    drafted = proposal.token_ids.shape[1]
+    probs = processed_probs(logits, batch)
+    if batch.all_unseeded:
+        return Verdict(*_rejection_sample(probs, proposal, generator), probs=probs)
+    tokens = _determined_tokens(logits, probs, batch, output_positions)
+    inside = torch.arange(drafted, device=logits.device) < proposal.num_drafted[:, None]
+    num_accepted = leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
+    final = tokens.gather(-1, num_accepted[:, None]).squeeze(-1)
+    if batch.any_unseeded:
+        rows = batch.unseeded_rows
+        subset = Proposal(
+            token_ids=proposal.token_ids[rows],
+            num_drafted=proposal.num_drafted[rows],
+            token_probs=proposal.token_probs[rows],
+            support_ids=proposal.support_ids[rows],
+            support_probs=proposal.support_probs[rows],
+        )
+        num_accepted[rows], final[rows] = _rejection_sample(probs[rows], subset, generator)
+    return Verdict(num_accepted=num_accepted, final_tokens=final, probs=probs)

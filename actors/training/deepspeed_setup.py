@@ -1,0 +1,184 @@
+"""What DeepSpeed needs around it: five environment variables, and one C++ op built once.
+
+    python -m paceline.actors.training.deepspeed_setup
+
+builds the op (a minute of CPU). A trainer never compiles: it takes the built op, or goes
+without, which with a single rank costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.actors.engine.model_loader import resolve_dtype
+
+ZeroStage = Literal["auto", 0, 1, 2, 3]
+
+# Elements of a communication bucket: DeepSpeed's own default allocates a gigabyte.
+_BUCKET = 2**23
+
+
+def training_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """As the target resolves it, less float16, which would need a loss scale."""
+    if dtype == "auto":
+        return resolve_dtype(dtype, device)
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+
+
+def zero_stage(wanted: ZeroStage | int, dtype: torch.dtype) -> int:
+    """The stage to train under; ``auto`` is 1 for bfloat16 and 0 for float32.
+
+    Raises:
+        ValueError: for a stage that cannot work, with the reason.
+    """
+    if wanted == "auto":
+        return 1 if dtype == torch.bfloat16 else 0
+    if wanted not in (0, 1, 2):
+        raise ValueError(
+            f"stage {wanted} splits the weights themselves among the ranks, but every round hands "
+            "a draft out whole; use 2"
+        )
+    return int(wanted)
+
+
+def engine_config(
+    *, accumulation: int, clip: float, dtype: torch.dtype, stage: int
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Args:
+        accumulation: micro-steps per optimizer step.
+        clip: largest norm of a gradient.
+        dtype: of the weights, bfloat16 or float32.
+        stage: of ZeRO, see :func:`zero_stage`.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # batches are made by hand: this only must be there
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+
+
+logger = logging.getLogger(__name__)
+
+_OP = "deepspeed_shm_comm"
+_LOCK = "lock"
+
+
+def extensions_dir() -> Path:
+    """Where the op lies: ``PACELINE_OPS_DIR``, else beside the interpreter's environment."""
+    chosen = os.environ.get("PACELINE_OPS_DIR")
+    return Path(chosen) if chosen else Path(sys.prefix) / "var" / "paceline" / "torch_extensions"
+
+
+def prepare_environment(device: str = "auto") -> None:
+    """Set what DeepSpeed reads before it is imported; a process calls this once, early.
+
+    The rank variables keep it from asking MPI; the address is a free port on loopback.
+
+    Args:
+        device: of the training; DeepSpeed, left to itself, takes the GPU where there is one.
+    """
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
+    os.environ.setdefault("DS_BUILD_OPS", "0")
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    # ninja is a wheel in the environment: it must be found by name, whoever started us.
+    here = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    if here not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([here, path])
+    import torch
+
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    os.environ["DS_ACCELERATOR"] = found if device == "auto" else device.partition(":")[0]
+
+
+def clear_stale_locks() -> int:
+    """Remove locks that a killed build left, on which torch would wait for ever; how many.
+
+    Only for a moment when no build is running: the set-up calls it before it builds. A trainer
+    needs it not: it never compiles, and takes a locked op for one that is not there.
+    """
+    stale = list(extensions_dir().glob(f"**/{_LOCK}"))
+    for lock in stale:
+        lock.unlink(missing_ok=True)
+    return len(stale)
+
+
+def op_is_built() -> bool:
+    """Whether the op's library is there and no build of it is under way or was cut short."""
+    folder = extensions_dir() / _OP
+    return (folder / f"{_OP}.so").is_file() and not (folder / _LOCK).exists()
+
+
+def forbid_compiling() -> None:
+    """Have DeepSpeed go without the op where it has not been built.
+
+    Loading it would then compile for a minute in the midst of serving. DeepSpeed asks this
+    table which ops suit the machine, and falls back to plain gloo without it.
+    """
+    import deepspeed.ops
+
+    if not op_is_built():
+        logger.warning("DeepSpeed's %s is not built: training goes without it", _OP)
+        deepspeed.ops.__compatible_ops__[_OP] = False
+
+
+def build_cpu_ops() -> float:
+    """Build DeepSpeed's shared-memory communication op; seconds that it took.
+
+    Raises:
+        RuntimeError: without a C++ compiler, or where compiling fails.
+    """
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        raise RuntimeError("a C++ compiler (c++ or g++) is needed to build DeepSpeed's op")
+    prepare_environment("cpu")
+    extensions_dir().mkdir(parents=True, exist_ok=True)
+    clear_stale_locks()
+    started = time.monotonic()
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()
+    return time.monotonic() - started
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    """Build, and say how long it took."""
+    try:
+        seconds = build_cpu_ops()
+    except RuntimeError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        return 1
+    sys.stdout.write(f"paceline: DeepSpeed's op is ready ({seconds:.0f} s)\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

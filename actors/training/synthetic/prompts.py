@@ -1,0 +1,174 @@
+"""Prompts that begin like a stored one and go on as the target makes them up. Pure.
+
+A draft that has seen a thousand prompts hundreds of times learns no more from them; the target
+knows many more like them. What a language model writes where a user would write is much like what
+users write (Magpie, Xu et al., arXiv 2406.08464); here the beginning of a stored prompt keeps it
+to its topic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
+from paceline.actors.replay.record import ReplayRecord, imagined
+
+_TEXTS = ("apples?", "7 Zebras run!")  # nothing in common, at neither end
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarks:
+    """Token ids around a user's text.
+
+    Attributes:
+        opening: what stands right before it, in a first turn and in later ones.
+        cue: what stands behind the last one; an answer follows.
+    """
+
+    opening: tuple[int, ...]
+    cue: tuple[int, ...]
+
+
+def turn_marks(tokenizer: Any) -> TurnMarks:
+    """The marks of a tokenizer's chat template.
+
+    Args:
+        tokenizer: of transformers.
+
+    Raises:
+        ValueError: there is no template, or it ends a user's text by ordinary words, which a
+            user's text may hold.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the target's tokenizer has no chat template")
+    firsts = [_templated(tokenizer, [text]) for text in _TEXTS]
+    seconds = [_templated(tokenizer, ["why", "so", text]) for text in _TEXTS]
+    cue = _common_end(*firsts)
+    opening = _common_end(_common_start(*firsts), _common_start(*seconds))
+    if not cue or not opening:
+        raise ValueError("the chat template does not mark a user's text")
+    if cue[0] not in tokenizer.added_tokens_decoder:
+        word = tokenizer.decode([cue[0]])
+        raise ValueError(f"the chat template ends a user's text by an ordinary token, {word!r}")
+    return TurnMarks(tuple(opening), tuple(cue))
+
+
+def _templated(tokenizer: Any, turns: Sequence[str]) -> list[int]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return [int(i) for i in ids]
+
+
+def _common_start(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a for a, _ in takewhile(lambda p: p[0] == p[1], zip(first, second, strict=False))]
+
+
+def _common_end(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return _common_start(first[::-1], second[::-1])[::-1]
+
+
+SHORTEST, LONGEST = 2, 8  # tokens of the stored text that are kept
+_LEAST_ADDED = 2  # tokens; a text that ends at once is none
+
+
+def beginning(
+    prompt: Sequence[int], marks: TurnMarks, rng: np.random.Generator
+) -> tuple[int, ...] | None:
+    """A prompt up to some token of its last user's text.
+
+    Args:
+        prompt: token ids.
+        marks: of the target's chat template.
+        rng: where to cut, after 2 to 8 tokens of the text, and before its last one.
+
+    Returns:
+        None for a prompt that is not templated, or whose last text is shorter than 2 tokens.
+    """
+    ids, end = list(prompt), len(prompt) - len(marks.cue)
+    if end < 0 or tuple(ids[end:]) != marks.cue:
+        return None
+    width = len(marks.opening)
+    starts = (i for i in range(end, width - 1, -1) if tuple(ids[i - width : i]) == marks.opening)
+    start = next(starts, None)
+    if start is None or end - start < SHORTEST:
+        return None
+    kept = int(rng.integers(SHORTEST, LONGEST + 1))
+    return tuple(ids[: start + min(kept, end - start - 1)])
+
+
+def to_imagine(
+    source: ReplayRecord, kept: tuple[int, ...], marks: TurnMarks, mark: str
+) -> GenerationRequest:
+    """Asks the target to go on with a user's text; leaves no record.
+
+    Prompt and answer together may be as long as the stored ones were.
+
+    Args:
+        source: the stored record.
+        kept: what :func:`beginning` gave of its prompt.
+        marks: of the target's chat template.
+        mark: see :func:`paceline.actors.replay.record.imagined`.
+    """
+    room = len(source.prompt_token_ids) + len(source.output_token_ids) - len(kept) - len(marks.cue)
+    sampling = SamplingParams(max(room, 1), temperature=1.0, stop_token_ids=marks.cue[:1])
+    return GenerationRequest(
+        request_id=imagined(source.request_id, mark) + "?",
+        prompt_token_ids=kept,
+        sampling=sampling,
+        topic=source.topic,
+        draft=DRAFT_OFF,
+        store=False,
+        background=True,
+    )
+
+
+def imagined_prompt(
+    kept: tuple[int, ...], said: Sequence[int], marks: TurnMarks
+) -> tuple[int, ...] | None:
+    """The whole prompt; None where the target did not come to the text's end, or added nothing.
+
+    Args:
+        kept: the beginning.
+        said: tokens that the target went on with, the one that ended it included.
+        marks: of the chat template.
+    """
+    if len(said) <= _LEAST_ADDED or said[-1] != marks.cue[0]:
+        return None
+    return (*kept, *said[:-1], *marks.cue)
+
+
+def to_answer(source: ReplayRecord, prompt: tuple[int, ...], mark: str) -> GenerationRequest | None:
+    """Asks the target to answer an imagined prompt as it answered the stored one; is recorded.
+
+    The record expires when the stored one does: its prompt begins with words of the same user.
+
+    Args:
+        source: the stored record.
+        prompt: the imagined one.
+        mark: as before.
+
+    Returns:
+        None where there is no room for an answer.
+    """
+    whole = len(source.prompt_token_ids) + len(source.output_token_ids)
+    room = min(len(source.output_token_ids), whole - len(prompt))
+    if room < 1 or list(prompt) == source.prompt_token_ids.tolist():
+        return None
+    sampling = SamplingParams(
+        room, temperature=source.temperature, top_p=source.top_p, top_k=source.top_k
+    )
+    return GenerationRequest(
+        request_id=imagined(source.request_id, mark),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        topic=source.topic,
+        draft=DRAFT_OFF,
+        background=True,
+        created=source.created,
+    )

@@ -1,0 +1,114 @@
+"""What a process of each role asks Ray for, and where what must outlive a host lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from paceline.cluster.section import Section
+
+_OF_RAY = frozenset({"memory", "object_store_memory"})
+
+# Of what one process books at most this much, a host is thought to have as much again.
+_LITTLE = 0.1
+
+Amounts = dict[str, Annotated[float, Field(ge=0.0)]]
+Surge = Literal["auto", "on", "off"]
+
+
+class PlacementConfig(Section):
+    """Per role, the Ray resources of one of its processes: ``{GPU: 0.7, serving: 0.01}``.
+
+    ``CPU`` and ``GPU`` are Ray's own, every other name is one that the hosts were started with.
+    Without ``CPU`` none is booked. Without ``GPU`` the parts of target and trainer are reckoned
+    from the GPUs that are there on one machine, and nothing on a cluster; an expert's is
+    ``drafts.num_gpus``. ``learning`` are shards, registry, board and what keeps them; ``router``
+    is for one that is a deployment.
+
+    Where the application is deployed anew on a cluster, ``surge`` starts the new replicas of
+    target, router and ingress before the old ones end, for which there must be room for both;
+    ``auto`` does where a process books no more than a tenth of anything. Otherwise the old ones
+    end first, a fifth of them at a time, one at least.
+    """
+
+    target: Amounts = Field(default_factory=dict)
+    experts: Amounts = Field(default_factory=dict)
+    router: Amounts = Field(default_factory=dict)
+    ingress: Amounts = Field(default_factory=dict)
+    learning: Amounts = Field(default_factory=dict)
+    trainer: Amounts = Field(default_factory=dict)
+    surge: Surge = "auto"
+
+    @field_validator("surge", mode="before")
+    @classmethod
+    def _yaml_switch(cls, switch: object) -> object:
+        return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
+
+    @field_validator("target", "experts", "router", "ingress", "learning", "trainer")
+    @classmethod
+    def _bookable(cls, amounts: dict[str, float]) -> dict[str, float]:
+        if refused := sorted(_OF_RAY & amounts.keys()):
+            raise ValueError(f"{refused[0]} cannot be booked here")
+        return amounts
+
+    @field_validator("experts")
+    @classmethod
+    def _one_place(cls, amounts: dict[str, float]) -> dict[str, float]:
+        if "GPU" in amounts:
+            raise ValueError("the GPU of an expert is drafts.num_gpus")
+        return amounts
+
+    @property
+    def trainer_is_apart(self) -> bool:
+        """Whether no host has room for both target and trainer, by what they ask for."""
+        target, trainer = _custom(self.target), _custom(self.trainer)
+        return bool(target and trainer) and target.isdisjoint(trainer)
+
+
+class WeightsConfig(Section):
+    """``storage`` is a folder that every host sees: versions, replay and optimizer lie there.
+
+    It takes the place of ``state_dir``, which is a folder of one machine.
+    """
+
+    storage: str | None = None
+
+
+def actor_options(amounts: Mapping[str, float], num_gpus: float = 0.0) -> dict[str, Any]:
+    """Ray's actor options for a role.
+
+    Args:
+        amounts: resource to amount.
+        num_gpus: where the amounts name no GPU.
+    """
+    options: dict[str, Any] = {
+        "num_cpus": amounts.get("CPU", 0),
+        "num_gpus": amounts.get("GPU", num_gpus),
+    }
+    if own := {name: amounts[name] for name in sorted(_custom(amounts))}:
+        options["resources"] = own
+    return options
+
+
+def booked(options: Mapping[str, Any]) -> dict[str, float]:
+    """Resource to the amount that Ray books by these actor options, without zeros."""
+    amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
+    amounts |= options.get("resources", {})
+    return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+
+
+def surge_percent(surge: Surge, options: Mapping[str, Any]) -> int:
+    """Serve's ``max_surge_percent``: replicas of a new version that start beside all old ones.
+
+    Args:
+        surge: see PlacementConfig.
+        options: of :func:`actor_options`.
+    """
+    fits = all(amount <= _LITTLE for amount in booked(options).values())
+    return 100 if surge == "on" or (surge == "auto" and fits) else 0
+
+
+def _custom(amounts: Mapping[str, float]) -> set[str]:
+    return {name for name, amount in amounts.items() if name not in ("CPU", "GPU") and amount > 0}

@@ -1,0 +1,193 @@
+"""The API in OpenAPI's words, made of the models that read requests and write answers.
+
+The routes read raw bodies (one reader gives every refusal OpenAI's shape), so FastAPI cannot
+derive this. What checks beyond types is written down here by the field's name.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from paceline.deploy.api.requests import (
+    INT32_MAX,
+    MAX_BIASES,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    NEUTRAL,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from paceline.deploy.api.responses import Envelope, ErrorAnswer, ModelCard, ModelList
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/{model}"
+_NULL: Schema = {"type": "null"}
+_FLAG: Schema = {"anyOf": [{"type": "boolean"}, _NULL]}
+_STRING: Schema = {"type": "string"}
+_EVENT: Schema = {
+    "type": "object",
+    "description": "One event: data is a chunk of the answer in JSON, an error, or [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TOKENS: Schema = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+    "minItems": 1,
+}
+_BIAS: Schema = {
+    "type": "object",
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_BIASES,
+}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
+# Fields whose checks are code.
+_FIELDS: dict[str, Schema] = {
+    "prompt": {"anyOf": [_STRING, _list_of(_STRING), _TOKENS, _list_of(_TOKENS)]},
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]},
+    "logit_bias": {"anyOf": [_BIAS, _NULL]},
+    "ignore_eos": _FLAG,
+    "return_token_ids": _FLAG,
+    "return_token_origins": _FLAG,
+    "include_usage": _FLAG,
+    "include_obfuscation": _FLAG,
+    "draft": {"anyOf": [_STRING, _NULL]},
+    "speculative": {"anyOf": [{"$ref": _REF.format(model="Speculative")}, _NULL]},
+}
+_NOT_SERVED = "Known, and served at these values only."
+_ERRORS = {
+    "400": "The request is wrong; `param` names the field.",
+    "401": "This server has API keys, and the request shows none of them.",
+    "404": "There is no such model.",
+    "413": "The body is too large.",
+    "429": "This client has too much under way.",
+    "500": "The server failed on this request.",
+    "503": "The server is overloaded, or a part of it is not available.",
+    "504": "The answer took longer than the server gives a request.",
+}
+_LATER = ("429", "503", "504")
+_KEYS: Schema = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, where the server has any.",
+    }
+}
+
+
+def document(model_name: str) -> Schema:
+    """The OpenAPI 3.1 document of a server.
+
+    Args:
+        model_name: what requests send as ``model``.
+    """
+    kinds: list[tuple[type[BaseModel], Any]] = [
+        (CompletionRequest, "validation"),
+        (ChatCompletionRequest, "validation"),
+        *((kind, "serialization") for kind in (Envelope, ErrorAnswer, ModelCard, ModelList)),
+    ]
+    _, definitions = models_json_schema(kinds, ref_template=_REF)
+    schemas: dict[str, Schema] = definitions["$defs"]
+    for name in ("CompletionRequest", "ChatCompletionRequest", "StreamOptions", "Speculative"):
+        _describe_checks(schemas[name])
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        schemas[name]["properties"]["model"] = {"type": "string", "enum": [model_name]}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Paceline", "version": _version()},
+        "paths": _paths(model_name),
+        "components": {"schemas": schemas, "securitySchemes": _KEYS},
+        "security": [{}, {"bearer": []}],
+    }
+
+
+def _version() -> str:
+    try:
+        return version("paceline")
+    except PackageNotFoundError:  # run from a source tree
+        return "0"
+
+
+def _describe_checks(schema: Schema) -> None:
+    for field in schema.get("properties", {}):
+        if field in NEUTRAL:
+            schema["properties"][field] = {
+                "enum": list(NEUTRAL[field]),
+                "description": _NOT_SERVED,
+            }
+        elif field in _FIELDS:
+            schema["properties"][field] = _FIELDS[field]
+
+
+def _json(model: str) -> Schema:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+
+
+def _failures(*codes: str) -> Schema:
+    answers: Schema = {}
+    for code in codes:
+        answers[code] = {"description": _ERRORS[code], "content": _json("ErrorAnswer")}
+        if code in _LATER:
+            answers[code]["headers"] = {
+                "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
+            }
+    return answers
+
+
+def _get(summary: str, content: Schema, *codes: str, **more: Any) -> Schema:
+    responses = {"200": {"description": summary, "content": content}} | _failures(*codes)
+    return {"get": {"summary": summary, "responses": responses} | more}
+
+
+def _post(summary: str, model: str) -> Schema:
+    content = _json("Envelope") | {"text/event-stream": {"schema": _EVENT}}
+    responses = {"200": {"description": "The answer, whole or as events.", "content": content}}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": _json(model)},
+            "responses": responses | _failures(*_ERRORS),
+        }
+    }
+
+
+def _paths(model_name: str) -> Schema:
+    anything: Schema = {"application/json": {"schema": {"type": "object"}}}
+    model = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "schema": _STRING,
+        "example": model_name,
+    }
+    return {
+        "/v1/completions": _post("Complete prompts.", "CompletionRequest"),
+        "/v1/chat/completions": _post("Answer a conversation.", "ChatCompletionRequest"),
+        "/v1/models": _get("The models that are served.", _json("ModelList"), "401"),
+        "/v1/models/{model}": _get(
+            "A model.", _json("ModelCard"), "401", "404", parameters=[model]
+        ),
+        "/health": _get("The target answers.", anything, "503"),
+        "/v1/paceline/status": _get("What every part is doing.", anything, "401"),
+        "/v1/paceline/topics": _get("The topics, and which parts know them.", anything, "401"),
+        "/v1/paceline/live": _get(
+            "What went through this replica of the ingress in the last minutes.",
+            anything,
+            "400",
+            "401",
+            parameters=[{"name": "since", "in": "query", "schema": {"type": "number"}}],
+        ),
+    }

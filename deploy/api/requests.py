@@ -1,0 +1,309 @@
+"""Chat requests with OpenAI's field names; see :mod:`paceline.deploy.api.requests`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MAX = 2**31 - 1
+MAX_PROMPTS = 128
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 128
+MAX_BIASES = 1024
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+
+CONTEXT = "context"  # in pydantic's validation context: the model's context length
+TOO_LONG = "context_length_exceeded"
+
+# Fields that OpenAI knows and Paceline serves at these values only.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "service_tier": (None, "auto", "default"),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+
+class RequestModel(BaseModel):
+    """A part of a request: every field is known, and of its own type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _or(default: Any) -> BeforeValidator:
+    """Clients that write all their fields send null for those that are not set."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+Flag = Annotated[bool, _or(False)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+
+
+class StreamOptions(RequestModel):
+    """What a stream carries besides the text."""
+
+    include_usage: Flag = False
+    include_obfuscation: Flag = False
+
+
+class Speculative(RequestModel):
+    """Paceline's extension: which draft proposes, and how many tokens a round.
+
+    ``draft`` is ``auto``, an expert (``sql``, ``general``), its first weights (``sql@0``) or
+    ``off``.
+    """
+
+    draft: Annotated[str, _or("auto")] = "auto"
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
+
+
+class GenerationOptions(RequestModel):
+    """Fields that both endpoints share; ``Any`` marks those of which `NEUTRAL` alone is served."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = (
+        None
+    )
+    logit_bias: dict[int, float] | None = None
+    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: (
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKENS)
+        ]
+        | None
+    ) = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    ignore_eos: Flag = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculative: Annotated[Speculative, _or(Speculative())] = Field(default_factory=Speculative)
+    store: bool | None = None
+    return_token_ids: Flag = False
+    return_token_origins: Flag = False
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Any = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop(cls, stop: Any) -> Any:
+        strings = [stop] if isinstance(stop, str) else stop
+        if strings is None:
+            return None
+        if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+            raise ValueError("must be a string or a list of strings, none of them empty")
+        if len(strings) > MAX_STOPS:
+            raise ValueError(f"must be at most {MAX_STOPS} strings")
+        if max(map(len, strings), default=0) > MAX_STOP_CHARS:
+            raise ValueError(f"must be strings of at most {MAX_STOP_CHARS} characters")
+        return strings
+
+    @field_validator("logit_bias", mode="plain")
+    @classmethod
+    def _logit_bias(cls, bias: Any) -> dict[int, float] | None:
+        if bias is None:
+            return None
+        if not isinstance(bias, dict) or not all(map(_is_bias, bias.items())):
+            raise ValueError("must map token ids to numbers from -100 to 100")
+        if len(bias) > MAX_BIASES:
+            raise ValueError(f"must be at most {MAX_BIASES} tokens")
+        return {int(token): float(value) for token, value in bias.items()}
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers every prompt gets."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives are reported beside every token; None: not even its own."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
+
+
+def _is_bias(item: tuple[Any, Any]) -> bool:
+    token, value = item
+    # "007" and "7" would be one token twice.
+    known = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 9
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and str(int(token)) == token and number and abs(value) <= 100
+
+
+def too_long(context: int, prompt_tokens: int) -> str:
+    """What is said of a prompt that leaves no room for a token."""
+    return (
+        f"This model's maximum context length is {context} tokens, with at least one for "
+        f"the answer; the prompt has {prompt_tokens}."
+    )
+
+
+def _is_tokens(value: Any, context: int | None) -> bool:
+    """Whether it is a list of token ids; one that cannot be served is not walked through."""
+    if not (isinstance(value, list) and value and type(value[0]) is int):
+        return False
+    if context is not None and len(value) >= context:
+        raise PydanticCustomError(TOO_LONG, "{text}", {"text": too_long(context, len(value))})
+    return all(type(item) is int and 0 <= item < 2**31 for item in value)
+
+
+def _is_prompts(value: list[Any], context: int | None) -> bool:
+    """Whether it is a list of texts, or of lists of token ids."""
+    if isinstance(value[0], str):
+        return all(isinstance(item, str) for item in value)
+    return all(_is_tokens(item, context) for item in value)
+
+
+class CompletionRequest(GenerationOptions):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: Any = None
+    echo: Any = False
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompt(cls, prompt: Any, info: ValidationInfo) -> Any:
+        if isinstance(prompt, str):
+            return prompt
+        context = (info.context or {}).get(CONTEXT)
+        several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        if several and len(prompt) > MAX_PROMPTS:
+            raise ValueError(f"must be at most {MAX_PROMPTS} prompts")
+        if not (_is_prompts(prompt, context) if several else _is_tokens(prompt, context)):
+            raise ValueError(
+                "must be a string, a list of strings, a list of token ids "
+                "or a list of lists of token ids, none of the lists empty"
+            )
+        return prompt
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of is not None and "n" in info.data and best_of != (info.data["n"] or 1):
+            raise ValueError("must be equal to n: no choice is thrown away")
+        return best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationOptions."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, in order."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TextPart(RequestModel):
+    """A text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(RequestModel):
+    """One message of a conversation.
+
+    An assistant's message may come back as the client got it: with the fields that are empty in
+    every answer of this server, so long as they are empty.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise ValueError("must be a string or a list of text parts")
+        return content
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatCompletionRequest(GenerationOptions):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
+        if top is not None and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs to be true")
+        return top
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationOptions."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,180 @@
+"""Typed configuration: YAML in, a frozen model out, errors of one line that name the key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from paceline.cluster.placement import PlacementConfig, WeightsConfig
+from paceline.cluster.section import Section
+from paceline.deploy.config.sections import (
+    EMBEDDED,
+    AuthConfig,
+    DraftsConfig,
+    IngressConfig,
+    OperationsConfig,
+    RayConfig,
+    ReplayConfig,
+    RouterConfig,
+    TargetConfig,
+    TopicsConfig,
+    TrainingConfig,
+    UiConfig,
+)
+from paceline.deploy.errors import ConfigError
+
+WEIGHTS_FOLDER = "weights"  # below the state folder: versions and decisions
+MODELS_DIR = Path(__file__).parents[1] / "models"
+
+
+class PacelineConfig(Section):
+    """Everything that ``paceline serve`` can be told."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    model_name: Annotated[str, Field(min_length=1)] = "paceline"
+    state_dir: str | None = None
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    drafts: DraftsConfig = Field(default_factory=DraftsConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    topics: TopicsConfig = Field(default_factory=TopicsConfig)
+    operations: OperationsConfig = Field(default_factory=OperationsConfig)
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
+    auth: AuthConfig = Field(default_factory=AuthConfig)
+    ui: UiConfig = Field(default_factory=UiConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+    @property
+    def target_path(self) -> Path:
+        """Folder of the target."""
+        return _resolve(self.target.path, "target")
+
+    @property
+    def router_path(self) -> Path:
+        """Folder of the topic classifier."""
+        return _resolve(self.router.path, "router")
+
+    @property
+    def draft_paths(self) -> dict[str, Path]:
+        """Expert to the folder of its initial weights."""
+        return {
+            expert: _resolve(self.drafts.paths.get(expert, self.drafts.general), "draft-general")
+            for expert in self.drafts.experts
+        }
+
+    @property
+    def state_path(self) -> Path:
+        """Where weight versions and gate decisions outlive a restart."""
+        chosen = self.weights.storage or self.state_dir
+        if chosen is not None:
+            return Path(chosen).expanduser().absolute()
+        home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(home).expanduser() / "paceline"
+
+
+def default_threads(cores: int) -> int:
+    """Threads of the target on a machine of so many cores: half, the rest is for all else."""
+    return max(1, cores // 2)
+
+
+def _resolve(path: str, embedded: str) -> Path:
+    return MODELS_DIR / embedded if path == EMBEDDED else Path(path).expanduser().absolute()
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> PacelineConfig:
+    """Read a YAML file and lay overrides over it.
+
+    Args:
+        path: YAML file; None takes every default.
+        overrides: dotted key to value (``{"target.dtype": "float32"}``); they win.
+
+    Raises:
+        ConfigError: one line that names the file or the key.
+    """
+    data = {} if path is None else _read_yaml(Path(path))
+    for key, value in (overrides or {}).items():
+        _set(data, key.split("."), value)
+    try:
+        return PacelineConfig.model_validate(data)
+    except ValidationError as error:
+        source = "config" if path is None else f"config {path}"
+        raise ConfigError(f"{source}: {explain(error, PacelineConfig)}") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text"
+        raise ConfigError(f"config {path}: {reason}") from error
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-01 is no date
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config {path}: not YAML ({reason})") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config {path}: must be a mapping of keys to values")
+    return data
+
+
+def _set(data: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = data.get(key)
+        if not isinstance(inner, dict):
+            inner = {} if inner is None else {"": inner}  # a scalar stays wrong, and is named
+            data[key] = inner
+        data = inner
+    data[keys[-1]] = value
+
+
+def explain(error: ValidationError, model: type[Section]) -> str:
+    """The first problem of a pydantic error in one line that names the key.
+
+    Args:
+        error: of validating a ``model``.
+        model: whose keys a misspelt one is compared with.
+    """
+    errors = error.errors()
+    loc = _key(errors[0]["loc"])
+    branches = [each for each in errors if _key(each["loc"]) == loc]
+    if errors[0]["type"] == "extra_forbidden":
+        reason = "no such key" + _suggestion(loc, model)
+    else:
+        reasons = [each["msg"].removeprefix("Value error, ") for each in branches]
+        reason = ", or ".join(each[:1].lower() + each[1:] for each in reasons)
+    more = len({_key(each["loc"]) for each in errors}) - 1
+    name = ".".join(str(part) for part in loc) or "(top level)"
+    return f"{name}: {reason}" + (f" (and {more} more)" if more else "")
+
+
+def _key(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A key's place, without the branch of a union: a word, or a number within limits."""
+    is_branch = bool(loc) and str(loc[-1]).startswith(("literal[", "constrained-"))
+    return loc[:-1] if is_branch else loc
+
+
+def _suggestion(loc: tuple[int | str, ...], model: Any) -> str:
+    """The known key that a misspelt one was probably meant to be."""
+    from difflib import get_close_matches
+
+    for part in loc[:-1]:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            return ""
+        model = field.annotation
+    names = list(getattr(model, "model_fields", {}))
+    close = get_close_matches(str(loc[-1]), names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,307 @@
+"""What is refused before any process starts: quick, and without Ray."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from paceline.actors.engine.compatibility import (
+    check_models,
+    context_length,
+    read_config,
+)
+from paceline.actors.router.policy import GENERAL, UNNAMED, LeastConfidence
+from paceline.actors.weights.checkpoint import ModelError, check_tensors
+from paceline.actors.weights.state_folder import is_locked
+from paceline.cluster.session import LOOPBACK
+from paceline.deploy.api.auth import is_loopback, key_digests
+from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
+from paceline.deploy.errors import ConfigError
+from paceline.deploy.imagining import imagination_settings
+from paceline.deploy.planner.configs import read_shape
+
+logger = logging.getLogger(__name__)
+
+
+def exposure(host: str, variable: str | None, *, keyed: bool) -> str | None:
+    """One line where other machines can reach the server without a key, else None.
+
+    Args:
+        host: address that it listens on.
+        variable: of the environment, which holds the API keys; None: none does.
+        keyed: whether there are keys.
+    """
+    if keyed or is_loopback(host):
+        return None
+    cure = f"set {variable}" if variable else "name a variable with keys in auth.api_keys_env"
+    return (
+        f"host {host} can be reached from other machines and no API key is asked for: {cure}, or "
+        "listen on 127.0.0.1"
+    )
+
+
+def serves_on() -> str | None:
+    """The address that Serve's proxies listen on; None where Serve does not tell.
+
+    On a cluster it is in Serve's own file, of which the application sees its part alone.
+    """
+    from ray.serve.context import _get_global_client  # there is no public way to ask
+
+    try:
+        host = _get_global_client().http_config.host
+    except Exception:
+        logger.warning("Serve does not tell its address", exc_info=True)
+        return None
+    return None if host is None else str(host)
+
+
+def check(config: PacelineConfig) -> None:
+    """Refuse models that do not fit together, and a device, folder or port that cannot be used.
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+    """
+    check_parts(config)
+    _check_device(config.target.device)
+    _check_pool(config)
+    _check_training(config)
+    _check_state(config.state_path)
+    _check_ports(config)
+
+
+def check_parts(config: PacelineConfig) -> None:
+    """Refuse models that do not fit together, on whichever host; the device is not looked at.
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+    """
+    try:
+        check_models(config.target_path, config.draft_paths, config.target.max_model_len)
+        check_tensors(config.target_path, "target")
+        drafts = {str(path): name for name, path in reversed(config.draft_paths.items())}
+        for path, name in drafts.items():
+            check_tensors(path, f"draft {name}")
+        known = set(router_labels(config))
+        router_confidence(config)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    topics = config.drafts.topics
+    if config.router.enabled and topics and known.isdisjoint(topics):
+        raise ConfigError(
+            f"router: it knows {', '.join(sorted(known))}, and none of drafts.topics "
+            f"({', '.join(topics)}); train one for them (paceline.deploy.recipes.router) or set "
+            "router.enabled to false"
+        )
+    _check_memory(config)
+    imagination_settings(config)
+
+
+def warnings(config: PacelineConfig) -> list[str]:
+    """What can be served, but not as one may think; one line each, for a checked config."""
+    found = _router_warnings(config) + _pool_warnings(config) + _rank_warnings(config)
+    return found + _exposure_warnings(config)
+
+
+def _exposure_warnings(config: PacelineConfig) -> list[str]:
+    variable = config.auth.api_keys_env
+    found = exposure(config.host, variable, keyed=bool(key_digests(variable, os.environ)))
+    return [] if found is None else [found]
+
+
+def _pool_warnings(config: PacelineConfig) -> list[str]:
+    drafts = config.drafts
+    processes, cores = drafts.pool_processes, os.cpu_count() or 1
+    if drafts.num_gpus or processes * drafts.num_threads < cores:
+        return []
+    return [
+        f"drafts.placement pool starts {processes} processes on {cores} cores: drafts that wait "
+        "for a core cost more than colocated ones"
+    ]
+
+
+def _rank_warnings(config: PacelineConfig) -> list[str]:
+    training, cores = config.training, os.cpu_count() or 1
+    wanted = training.ranks * training.num_threads
+    if config.placement.trainer_is_apart or not training.enabled:
+        return []
+    found = []
+    if training.ranks > 1 and wanted >= cores and _on_cpu(config):
+        found.append(
+            f"training.ranks: {training.ranks} processes step together on {cores} cores that "
+            "serving uses too: ranks that wait for a core slow one another down"
+        )
+    if training.trainers > 1 and wanted * training.trainers > cores and _on_cpu(config):
+        found.append(
+            f"training.trainers: {training.trainers} trainers take turns on {cores} cores, and "
+            "each of them keeps its drafts in memory"
+        )
+    return found
+
+
+def _router_warnings(config: PacelineConfig) -> list[str]:
+    if not config.router.enabled:
+        return []
+    missing = [topic for topic in config.drafts.topics if topic not in router_labels(config)]
+    if not missing:
+        return []
+    return [
+        f"the router does not know {', '.join(missing)}: such requests are another topic's "
+        "unless they name the expert themselves (speculative.draft)"
+    ]
+
+
+def router_labels(config: PacelineConfig) -> tuple[str, ...]:
+    """The topics that the router tells apart; none where it is off.
+
+    Raises:
+        ModelError: its folder or its config cannot be read.
+    """
+    if not config.router.enabled:
+        return ()
+    labels = read_config(config.router_path, "router").get("id2label")
+    if not isinstance(labels, dict):
+        raise ModelError(f"router: {config.router_path}/config.json names no topics (id2label)")
+    return tuple(str(label) for label in labels.values())
+
+
+def router_confidence(config: PacelineConfig) -> LeastConfidence:
+    """What the likeliest topic needs, see `policy.choose`.
+
+    Raises:
+        ModelError: the router's folder or its config cannot be read, or says what is no share.
+    """
+    given = config.router.min_confidence
+    if given != "auto":
+        return given
+    labels = router_labels(config)
+    own = read_config(config.router_path, "router").get("min_confidence") if labels else None
+    if own is None:
+        return UNNAMED
+    if isinstance(own, bool) or not isinstance(own, int | float) or not 0.0 <= own <= 1.0:
+        raise ModelError(
+            f"router: {config.router_path}/config.json: min_confidence must be a number from 0 to 1"
+        )
+    return {label: float(own) for label in labels if label != GENERAL}
+
+
+def _check_memory(config: PacelineConfig) -> None:
+    """A single request's keys and values fit; the start checks what a config file does not say."""
+    given, target = config.target.kv_cache_mb, config.target
+    if given is None:
+        return
+    try:
+        shape = read_shape(config.target_path)
+    except ConfigError:
+        return
+    length = context_length(read_config(config.target_path, "target"), target.max_model_len)
+    bytes_each = shape.kv_values_per_token * (4 if target.dtype == "float32" else 2)
+    blocks = math.ceil(length / 16) + 1  # one is for padding
+    needed = math.ceil(blocks * 16 * bytes_each / 2**20)
+    if given < needed:
+        raise ConfigError(
+            f"target.kv_cache_mb: {given} MiB do not hold one request of {length} tokens, which "
+            f"takes {needed}; give more, or a smaller target.max_model_len"
+        )
+
+
+def _check_device(device: str) -> None:
+    if not device.startswith("cuda"):
+        return
+    import torch  # a second of work that only this setting needs
+
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"target.device: {device} is not there ({torch.cuda.device_count()} GPUs are seen)"
+        )
+
+
+def _check_pool(config: PacelineConfig) -> None:
+    if config.drafts.placement == "pool" and sys.platform != "linux":
+        raise ConfigError("drafts.placement: pool needs Linux; colocated runs everywhere")
+    if config.drafts.placement != "pool" or not config.drafts.num_gpus:
+        return
+    if config.target.device == "cpu":
+        raise ConfigError(
+            "drafts.num_gpus: experts draft on target.device, which is cpu; set drafts.num_gpus "
+            "to 0 or another target.device"
+        )
+    import torch  # a second of work that only this setting needs
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"drafts.num_gpus: {config.drafts.num_gpus:g} of a GPU is asked for, and none is seen; "
+            "set it to 0"
+        )
+
+
+def _check_training(config: PacelineConfig) -> None:
+    training = config.training
+    if not training.enabled or (training.zero_stage == "auto" and training.ranks == 1):
+        return
+    import torch  # a second of work that only these settings need
+
+    from paceline.actors.engine.model_loader import resolve_device
+    from paceline.actors.training.deepspeed_setup import training_dtype, zero_stage
+
+    device = resolve_device(config.target.device)
+    try:
+        zero_stage(training.zero_stage, training_dtype("auto", device))
+    except ValueError as error:
+        raise ConfigError(f"training.zero_stage: {error}") from error
+    if device.type == "cuda" and training.ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"training.ranks: {training.ranks} ranks need a GPU each, and "
+            f"{torch.cuda.device_count()} are seen"
+        )
+
+
+def _on_cpu(config: PacelineConfig) -> bool:
+    if config.target.device == "cpu":
+        return True
+    import torch  # a second of work that only several ranks need
+
+    return not torch.cuda.is_available()
+
+
+def _check_state(folder: Path) -> None:
+    """The state folder can be made and written, and no other server writes it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"state_dir: cannot write to {folder} ({reason})") from error
+    try:
+        (folder / WEIGHTS_FOLDER).mkdir(exist_ok=True)
+        locked = is_locked(folder / WEIGHTS_FOLDER)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"state_dir: cannot use {folder / WEIGHTS_FOLDER} ({reason})") from error
+    if locked:
+        raise ConfigError(f"state_dir: {folder} is in use by another server")
+
+
+def _check_ports(config: PacelineConfig) -> None:
+    """Nobody listens on the ports that a start opens; all are held at once: two may be the same."""
+    wanted = [("port", config.host, config.port)]
+    if config.ray.dashboard:
+        wanted.append(("ray.dashboard_port", LOOPBACK, config.ray.dashboard_port))
+    with ExitStack() as held:
+        for key, host, port in wanted:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ConfigError(f"{key}: cannot listen on {host}:{port} ({reason})") from error

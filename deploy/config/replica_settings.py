@@ -1,0 +1,102 @@
+"""What replicas of the target and the front door work by, from the one configuration."""
+
+from __future__ import annotations
+
+import os
+
+from paceline.actors.engine.settings import TargetSettings
+from paceline.deploy.api.auth import key_digests
+from paceline.deploy.api.failover import FailoverPolicy
+from paceline.deploy.api.ingress import IngressSettings
+from paceline.deploy.api.topic_admin import TopicRules
+from paceline.deploy.config.config import PacelineConfig, default_threads
+from paceline.deploy.config.preflight import router_confidence
+from paceline.deploy.keeper import refusal
+
+
+def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> IngressSettings:
+    """The part of the config that a replica of the front door works by.
+
+    Args:
+        config: see PacelineConfig; API keys are read from this process' environment.
+        no_topics: why none can be added while it runs; None where that depends on the config.
+    """
+    confidence = router_confidence(config)
+    return IngressSettings(
+        model_name=config.model_name,
+        model_path=str(config.target_path),
+        max_model_len=config.target.max_model_len,
+        experts=config.drafts.experts,
+        router_timeout_s=config.router.timeout_s,
+        min_confidence=confidence,
+        max_in_flight=_in_flight(config),
+        failover=FailoverPolicy(
+            stall_timeout_s=config.target.stall_timeout_s,
+            give_up_after_s=config.target.give_up_after_s,
+        ),
+        max_per_client=_per_client(config),
+        request_timeout_s=config.target.request_timeout_s,
+        trial_share=config.training.trial_share,
+        topics=TopicRules(
+            mutable=config.topics.mutable,
+            refusal=no_topics or refusal(config),
+            min_confidence=confidence,
+        ),
+        key_digests=key_digests(config.auth.api_keys_env, os.environ),
+        own_router=_own_router(config),
+        page=config.ui.enabled,
+        operations=config.operations.enabled,
+    )
+
+
+def _own_router(config: PacelineConfig) -> tuple[str, int] | None:
+    """Folder and threads of the classifier that a replica of the front door runs itself."""
+    if not config.router.enabled or config.router.placement != "ingress":
+        return None
+    return str(config.router_path), config.router.num_threads
+
+
+def _in_flight(config: PacelineConfig) -> int:
+    """Sequences that one ingress replica lets in: its part of what the target takes."""
+    target = config.target
+    total = target.most_replicas * target.max_num_seqs + target.max_queued_requests
+    return -(-total // config.ingress.num_replicas)
+
+
+def _per_client(config: PacelineConfig) -> int | None:
+    """Sequences that one ingress replica lets in of one client: its part again."""
+    most = config.target.max_seqs_per_client
+    return None if most is None else -(-most // config.ingress.num_replicas)
+
+
+def target_settings(config: PacelineConfig) -> TargetSettings:
+    """The part of the config that a target replica works by."""
+    tokens = config.drafts.num_speculative_tokens
+    return TargetSettings(
+        model_path=str(config.target_path),
+        drafts={name: str(path) for name, path in config.draft_paths.items()},
+        dtype=config.target.dtype,
+        device=config.target.device,
+        num_threads=config.target.num_threads or default_threads(os.cpu_count() or 1),
+        max_num_seqs=config.target.max_num_seqs,
+        max_model_len=config.target.max_model_len,
+        kv_cache_mb=config.target.kv_cache_mb,
+        num_speculative_tokens=None if tokens == "auto" else tokens,
+        max_speculative_tokens=config.drafts.max_speculative_tokens,
+        draft_top_k=config.drafts.top_k,
+        replay_top_k=config.replay.top_k,
+        replay_branches=config.training.enabled and config.training.objective.needs_branches,
+        prefill_chunk=config.target.prefill_chunk,
+        prefix_cache=config.target.prefix_cache,
+        numerics=config.target.numerics,
+        cuda_graphs=config.target.cuda_graphs,
+        placement=config.drafts.placement,
+        round_timeout_ms=config.drafts.round_timeout_ms,
+        stall_timeout_s=config.target.stall_timeout_s,
+        stream_chunks_per_s=config.target.stream_chunks_per_s,
+        scored_share=config.router.sample_share,
+        held_out_fraction=config.replay.held_out_fraction,
+        max_records_per_s=config.replay.max_records_per_s,
+        canary_share=config.training.trial_share,
+        warm_up=True,
+    )

@@ -1,0 +1,125 @@
+"""The grid's cells, what its figures say, and that its replay holds what its cells learn from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from online.grid import QUICK_CELLS, REFERENCE, every_cell, parse
+from online.grid_replay import Replay, without_branches
+from online.grid_tables import interval, markdown, summary
+from replay_samples import make_record, with_branches
+from scipy import stats
+
+from paceline.actors.replay.record import encode
+from paceline.actors.training.settings import ObjectiveSettings
+
+
+def run(greedy: list[float], sampled: list[float]) -> dict[str, Any]:
+    return {"greedy": greedy, "sampled": sampled, "training_s": 2.0, "positions": 10}
+
+
+def runs(*gains: float) -> list[dict[str, Any]]:
+    """Three seeds over three records; a gain per record, a little noise per seed."""
+    return [
+        run([0.3 + g + n for g in gains], [0.5 + g + n for g in gains])
+        for n in (-0.001, 0.0, 0.001)
+    ]
+
+
+def test_every_cell_is_there_once_and_the_reference_is_what_the_product_does() -> None:
+    cells = every_cell()
+    assert len(set(cells)) == len(cells) == 6 * (2 * 3 + 1)
+    assert cells[0] == QUICK_CELLS[0] == REFERENCE
+    assert set(QUICK_CELLS) <= set(cells)
+    defaults = ObjectiveSettings()
+    assert (REFERENCE.loss, REFERENCE.sampling, REFERENCE.weighting) == (
+        defaults.loss,
+        defaults.sampling,
+        defaults.weighting,
+    )
+
+
+def test_cells_are_chosen_by_name_beside_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--quick"]).cells == list(QUICK_CELLS)
+    assert parse([]).cells == list(every_cell())
+    chosen = parse(["--cells", "jsd-target-uniform", "jsd-target-uniform"]).cells
+    assert [cell.name for cell in chosen] == [REFERENCE.name, "jsd-target-uniform"]
+    with pytest.raises(SystemExit):
+        parse(["--cells", "mse-target-uniform"])
+    assert "mse-target-uniform" in capsys.readouterr().err
+
+
+def test_interval_is_students() -> None:
+    values = [0.1, 0.3, 0.2, 0.6]
+    found = interval(values)
+    low, high = stats.t.interval(
+        0.95, len(values) - 1, loc=stats.tmean(values), scale=stats.sem(values)
+    )
+    assert found == pytest.approx({"mean": 0.3, "low": low, "high": high})
+    assert interval([0.4]) == {"mean": 0.4, "low": None, "high": None}
+
+
+def test_clearly_better_means_by_seeds_and_by_records() -> None:
+    before = {"greedy": [0.1, 0.1, 0.1], "sampled": [0.2, 0.2, 0.2]}
+    every = {
+        "base": runs(0.0, 0.0, 0.0),
+        "better": runs(0.1, 0.12, 0.11),
+        "worse": runs(-0.1, -0.12, -0.11),
+        "by_one_record": runs(0.0, 0.5, 0.0),
+        "by_one_seed": [run([0.3] * 3, [0.5] * 3)] * 2 + [run([0.9] * 3, [0.9] * 3)],
+    }
+    cells = summary(before, every, "base")["cells"]
+    verdicts = {name: cell["greedy"]["clearly"] for name, cell in cells.items()}
+    assert verdicts == {
+        "base": None,
+        "better": "better",
+        "worse": "worse",
+        "by_one_record": None,
+        "by_one_seed": None,
+    }
+    assert cells["better"]["sampled"]["gain_over_records"]["mean"] == pytest.approx(0.11)
+    assert cells["better"]["sampled"]["acceptance"]["mean"] == pytest.approx(0.61)
+
+
+def test_a_run_that_was_broken_off_is_compared_over_the_seeds_that_it_has() -> None:
+    every = {"base": runs(0.0, 0.0), "other": runs(0.1, 0.1)[:1]}
+    cell = summary({"greedy": [0.1], "sampled": [0.1]}, every, "base")["cells"]["other"]
+    assert cell["greedy"]["gain_over_seeds"] == {
+        "mean": pytest.approx(0.1),
+        "low": None,
+        "high": None,
+    }
+    assert cell["greedy"]["clearly"] is None
+
+
+def test_the_table_has_the_best_first() -> None:
+    every = {"base-target-uniform": runs(0.0, 0.01), "jsd-mixed-uniform": runs(0.2, 0.25)}
+    before = {"greedy": [0.1], "sampled": [0.2]}
+    record = with_branches(make_record(), [(1, (5, 6))])
+    facts = {"replay": Replay((record,), (record,)).facts()}
+    figures = {
+        "topics": {"sql": facts | summary(before, every, "base-target-uniform")},
+        "steps": 40,
+        "seeds": 3,
+        "data": "generated",
+        "learning_rate": 0.0015,
+    }
+    text = markdown(figures, "make bench-grid")
+    assert text.startswith("## ")
+    assert "make bench-grid" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[1:]] == [
+        "| jsd, mixed, uniform",
+        "| base, target, uniform",
+    ]
+    assert "0.525" in rows[1]
+
+
+def test_bytes_with_and_without_branches_are_those_on_the_wire() -> None:
+    record = with_branches(make_record(length=6), [(1, (5, 6)), (4, (7,))])
+    facts = Replay((record,), ()).facts()
+    assert facts["bytes_per_record_with_branches"] == len(encode(record))
+    assert facts["bytes_per_record"] == len(encode(without_branches(record)))
+    assert facts["positions_behind_rejected"] == 3
+    assert facts["positions_rejected"] == 2

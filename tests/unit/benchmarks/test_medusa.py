@@ -1,0 +1,62 @@
+"""Drafts against Medusa heads: counting by position and topic, through the real engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from cells import Cell, make_blocks
+from engines import TOKENIZER
+from online.medusa import PLAIN, draft_names, measure
+from online.medusa_tables import section
+from prompts import Prompt
+from runs import Drafted
+from served import Served
+from unit.speculation.test_medusa import SIZES, K, medusa_engine, random_state
+
+WORDS = TOKENIZER.encode("SELECT name, age FROM people WHERE age > 30", add_special_tokens=False)
+
+
+def test_a_position_is_tried_only_where_all_before_it_were_accepted() -> None:
+    drafted = Drafted(by_round=Counter({(3, 0): 5, (3, 1): 3, (3, 3): 2, (1, 1): 4, (1, 0): 1}))
+    # 15 rounds drafted a first token, 9 of them right; of the 5 that drafted on, 2 were.
+    assert drafted.position_rates() == pytest.approx([9 / 15, 2 / 5, 2 / 2])
+    assert Drafted().position_rates() == []
+
+
+@pytest.mark.full
+def test_every_variant_answers_alike_and_is_told_apart_by_topic() -> None:
+    engine = medusa_engine(random_state(SIZES, 3), k=K)
+    variants = [
+        Served(PLAIN, engine, 0),
+        Served("heads, k=2", engine, 2, lambda _: "a"),
+        Served("draft, k=3", engine, 3, lambda _: "b"),
+    ]
+    prompts = {
+        topic: [Prompt(10 * t + i, topic, tuple(WORDS[i : i + 5 + t])) for i in range(4)]
+        for t, topic in enumerate(("sql", "shell"))
+    }
+    figures = measure(Cell(1, 0.0), variants, make_blocks(prompts, 1, 2), 12)
+    assert engine.draft_failures == 0
+    for name, facts in figures["variants"].items():
+        assert facts["answers_that_differ"] == 0
+        k = 0 if name == PLAIN else int(name[-1])
+        assert len(facts["position_rates"]) == k
+        lengths = facts["mean_acceptance_length_by_topic"]
+        assert lengths.keys() == {"sql", "shell"}
+        assert all((length is None) == (k == 0) for length in lengths.values())
+    settings = {"teaching": {"answers": 9, "passes": 2}, "block": 2, "blocks": 3}
+    settings |= {"max_tokens": 8, "threads": 1}
+    text = section({"taught": {}, "cells": [figures], "settings": settings}, "make bench-medusa")
+    assert "6 test prompts a topic" in text
+    assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| heads")] == [
+        "| heads, k=2"
+    ] * 2
+
+
+def test_every_kind_has_a_draft_of_its_own_for_a_topic() -> None:
+    kinds = ("general", "one draft", "draft per topic", "one set of heads", "heads per topic")
+    names = {kind: draft_names(kind)("sql") for kind in kinds}
+    assert len(set(names.values())) == len(kinds)
+    assert names["draft per topic"] == "sql"
+    assert draft_names("one set of heads")("math") == names["one set of heads"]

@@ -1,0 +1,404 @@
+"""Answers: OpenAI's objects, vLLM's figures, server-sent events."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
+from tiny_models import tiny_tokenizer
+
+from paceline.actors.engine.request import (
+    GenerationChunk,
+    SpeculativeStats,
+    TokenLogprob,
+    TokenOrigin,
+)
+from paceline.deploy.api import answers
+from paceline.deploy.api.streaming import WAITING, EventStream, events, started, timed
+from paceline.deploy.api.token_names import TokenNames
+from paceline.deploy.errors import ApiError, internal
+
+STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
+NAMES = TokenNames(tiny_tokenizer())
+ANSWER = answers.Answer(
+    "id-1", 1700000000, "paceline", False, False, topics=["sql"], prompt_tokens=5, names=NAMES
+)
+CHAT = dataclasses.replace(ANSWER, chat=True, token_ids=True)
+LAST = GenerationChunk("b", (8, 9), "stop", STATS, num_cached_tokens=3)
+
+
+def test_a_whole_completion_has_openai_s_fields() -> None:
+    body = json.loads(answers.whole(ANSWER, [LAST]))
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "b", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert body["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 2.5,
+        "draft_acceptance_rate": 0.375,
+        "acceptance_histogram": [1, 1, 1, 1, 0],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 16,
+        "draft": "sql",
+        "weight_version": 3,
+        "topic": "sql",
+    }
+
+
+def test_a_whole_chat_answer_carries_token_ids_when_asked() -> None:
+    body = json.loads(answers.whole(CHAT, [LAST]))
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "b"}
+    assert body["choices"][0]["token_ids"] == [8, 9]
+
+
+def test_figures_of_several_choices_add_up() -> None:
+    other = SpeculativeStats("math", 1, 2, 4, 2, (1, 0, 1))
+    both = answers.metrics([(STATS, "sql"), (other, "math")])
+    assert both is not None
+    figures = both.speculative_decoding
+    assert figures.acceptance_histogram == [2, 1, 2, 1, 0]
+    assert figures.draft_acceptance_rate == 8 / 20
+    assert figures.mean_acceptance_length == 1 + 8 / 6
+    assert (figures.draft, figures.topic, figures.weight_version) == ("mixed", "mixed", None)
+
+
+def test_no_speculation_divides_by_nothing() -> None:
+    none = answers.metrics([(SpeculativeStats("off", 0), "sql")])
+    assert none is not None
+    assert none.speculative_decoding.mean_acceptance_length == 0.0
+    assert answers.metrics([]) is None
+
+
+ORIGINS = (
+    TokenOrigin("accepted", "sql", 3, 0.75, 0.5, None, 0),
+    TokenOrigin("recovered", "sql", 3, 0.25, 0.125, 7, 1),
+)
+
+
+@pytest.mark.parametrize("answer", [ANSWER, CHAT])
+def test_origins_are_told_where_they_were_asked_for(answer: answers.Answer) -> None:
+    told = dataclasses.replace(LAST, origins=ORIGINS)
+    (choice,) = json.loads(answers.whole(answer, [told]))["choices"]
+    assert choice["token_origins"] == [
+        {
+            "token": NAMES.name(8).text,
+            "text_offset": 0,
+            "origin": "accepted",
+            "draft": "sql",
+            "weight_version": 3,
+            "target_probability": 0.75,
+            "acceptance_probability": 0.5,
+            "rejected_token": None,
+        },
+        {
+            "token": NAMES.name(9).text,
+            "text_offset": 1,
+            "origin": "recovered",
+            "draft": "sql",
+            "weight_version": 3,
+            "target_probability": 0.25,
+            "acceptance_probability": 0.125,
+            "rejected_token": NAMES.name(7).text,
+        },
+    ]
+    (quiet,) = json.loads(answers.whole(answer, [LAST]))["choices"]
+    assert "token_origins" not in quiet
+
+
+def test_a_token_without_text_is_an_event_where_origins_are_asked_for() -> None:
+    async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
+        yield 0, GenerationChunk("", (8,), origins=ORIGINS[:1])
+        yield 0, dataclasses.replace(LAST, token_ids=(), origins=())
+
+    first, last = collect(ANSWER, pieces(), False)
+    assert len(first["choices"][0]["token_origins"]) == 1
+    assert last["choices"][0]["token_origins"] == []
+
+
+def collect(
+    answer: answers.Answer, pieces: AsyncIterator[tuple[int, GenerationChunk]], include_usage: bool
+) -> list[Any]:
+    async def run() -> list[bytes]:
+        return [event async for event in events(answer, pieces, include_usage)]
+
+    frames = asyncio.run(run())
+    assert all(frame.startswith(b"data: ") and frame.endswith(b"\n\n") for frame in frames)
+    assert frames[-1] == b"data: [DONE]\n\n"
+    return [json.loads(frame[6:]) for frame in frames[:-1]]
+
+
+async def two_pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
+    yield 0, GenerationChunk("a", (7,))
+    yield 0, LAST
+
+
+def test_a_stream_opens_with_the_role_and_ends_with_reason_figures_and_usage() -> None:
+    role, first, last, usage = collect(CHAT, two_pieces(), True)
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["choices"][0]["delta"] == {"content": "a"}
+    assert first["choices"][0]["token_ids"] == [7]
+    assert first["choices"][0]["finish_reason"] is None
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["metrics"]["speculative_decoding"]["weight_version"] == 3
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 8
+    assert all(event["object"] == "chat.completion.chunk" for event in (role, first, last, usage))
+
+
+def test_a_completion_stream_has_no_role_and_no_usage_unless_asked() -> None:
+    first, last = collect(ANSWER, two_pieces(), False)
+    assert first["choices"][0]["text"] == "a"
+    assert last["choices"][0]["text"] == "b"
+    assert "usage" not in last
+
+
+def test_a_late_failure_is_an_event() -> None:
+    async def broken() -> AsyncIterator[tuple[int, GenerationChunk]]:
+        yield 0, GenerationChunk("a", (7,))
+        raise internal("gone")
+
+    _, failure = collect(ANSWER, broken(), True)
+    assert failure["error"]["message"] == "gone"
+    assert failure["error"]["type"] == "server_error"
+
+
+def test_several_choices_count_their_prompt_once() -> None:
+    answer = dataclasses.replace(ANSWER, topics=["sql", "math"], prompt_tokens=9, num_choices=2)
+    tally = answers.Tally(answer)
+    for index, cached in enumerate([3, 5, 0, 4]):
+        tally.add(index, GenerationChunk("x", (7,)))
+        tally.add(index, dataclasses.replace(LAST, num_cached_tokens=cached, num_cut_tokens=2))
+    usage = tally.usage()
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (9, 20, 29)
+    assert usage.prompt_tokens_details.cached_tokens == 3 + 0
+    assert [answer.topic(index) for index in range(4)] == ["sql", "sql", "math", "math"]
+
+
+def with_logprobs(token_ids: tuple[int, ...], others: tuple[int, ...]) -> GenerationChunk:
+    top = tuple((other, -0.5 - i) for i, other in enumerate(others))
+    items = tuple(TokenLogprob(-1.5 - i, top, 4 + i) for i in range(len(token_ids)))
+    return GenerationChunk("ab", token_ids, "stop", STATS, logprobs=items)
+
+
+def test_logprobs_have_openai_s_chat_shape() -> None:
+    a, b, c = (NAMES._backend.token_to_id(letter) for letter in "abc")
+    body = json.loads(answers.whole(CHAT, [with_logprobs((a, b), (b, c))]))
+    first = body["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -1.5, [97])
+    assert first["top_logprobs"] == [
+        {"token": "b", "logprob": -0.5, "bytes": [98]},
+        {"token": "c", "logprob": -1.5, "bytes": [99]},
+    ]
+    assert body["choices"][0]["logprobs"]["refusal"] is None
+
+
+def test_logprobs_have_openai_s_completion_shape() -> None:
+    a, b, c = (NAMES._backend.token_to_id(letter) for letter in "abc")
+    body = json.loads(answers.whole(ANSWER, [with_logprobs((a, b), (b, c))]))
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.5, -2.5],
+        "top_logprobs": [{"b": -0.5, "c": -1.5, "a": -1.5}, {"b": -0.5, "c": -1.5}],
+        "text_offset": [4, 5],
+    }
+
+
+def test_the_impossible_has_openai_s_number() -> None:
+    never = GenerationChunk("", (7,), logprobs=(TokenLogprob(float("-inf")),))
+    for answer in (ANSWER, CHAT):
+        assert b"-9999.0" in answers.whole(answer, [dataclasses.replace(never, speculative=STATS)])
+
+
+@pytest.mark.parametrize("text", ["Zwölf Käse, naïve café ☕ 漢字", "SELECT name", "漢漢"])
+def test_names_and_bytes_of_tokens_join_to_the_text(text: str) -> None:
+    ids = tiny_tokenizer().encode(text, add_special_tokens=False)
+    names = [NAMES.name(token) for token in ids]
+    utf8 = [byte for name in names for byte in name.utf8 or ()]
+    assert bytes(utf8).decode() == text
+    for name in names:
+        if name.partial:
+            assert name.text == "".join(f"\\x{byte:02x}" for byte in name.utf8 or ())
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
+    ids = tiny_tokenizer().encode("☕", add_special_tokens=False)
+    items = tuple(TokenLogprob(-1.0) for _ in ids)
+    chunk = GenerationChunk("☕", tuple(ids), "stop", STATS, logprobs=items)
+    legacy = json.loads(answers.whole(ANSWER, [chunk]))["choices"][0]["logprobs"]["tokens"]
+    content = json.loads(answers.whole(CHAT, [chunk]))["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for item in content for byte in item["bytes"]).decode() == "☕"
+    if len(ids) > 1:
+        assert legacy[0].startswith("bytes:\\xe2")
+        assert content[0]["token"].startswith("\\xe2")
+
+
+def test_tokens_of_a_stream_come_with_their_logprobs_even_without_text() -> None:
+    async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
+        yield 0, GenerationChunk("", (7,), logprobs=(TokenLogprob(-1.0),))
+        yield 0, dataclasses.replace(LAST, logprobs=(TokenLogprob(-2.0), TokenLogprob(-3.0)))
+
+    first, last = collect(ANSWER, pieces(), False)
+    assert first["choices"][0]["logprobs"]["token_logprobs"] == [-1.0]
+    assert last["choices"][0]["logprobs"]["token_logprobs"] == [-2.0, -3.0]
+
+
+def test_a_stream_ends_at_its_deadline_and_what_feeds_it_is_closed() -> None:
+    closed = []
+
+    async def slow(
+        pause: float, before: float
+    ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        try:
+            await asyncio.sleep(before)
+            yield 0, GenerationChunk("a", (7,))
+            await asyncio.sleep(pause)
+            yield 0, LAST
+        finally:
+            closed.append(pause)
+
+    async def frames(pause: float, seconds: float, before: float = 0.0) -> list[bytes]:
+        deadline = asyncio.get_running_loop().time() + seconds
+        pieces = await started(timed(slow(pause, before), deadline))
+        return [event async for event in events(ANSWER, pieces, False)]
+
+    late = asyncio.run(frames(60, 0.05))
+    assert json.loads(late[-2][6:])["error"]["code"] == "request_timeout"
+    assert late[-1] == b"data: [DONE]\n\n"
+    in_time = asyncio.run(frames(0, 60))
+    assert json.loads(in_time[-2][6:])["choices"][0]["finish_reason"] == "stop"
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(frames(0, 0.05, before=60))
+    assert (caught.value.status, caught.value.headers()) == (504, {"Retry-After": "1"})
+    assert closed == [60, 0, 0]
+
+
+BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+@given(st.text(st.one_of(st.sampled_from(BREAKS), st.characters(codec="utf-8"))))
+def test_an_event_is_one_line_whatever_its_text(text: str) -> None:
+    piece = GenerationChunk(text, (7,))
+    told = [
+        answers.piece_event(ANSWER, 0, piece),
+        answers.piece_event(CHAT, 0, piece),
+        answers.error_event(internal(text)),
+    ]
+    found = []
+    for event in told:
+        line, blank = event.decode().split("\n\n")
+        assert (line.splitlines(), blank) == ([line], "")
+        found.append(json.loads(line.removeprefix("data: ")))
+    completion, chat, error = found
+    assert completion["choices"][0]["text"] == text
+    assert chat["choices"][0]["delta"].get("content", "") == text
+    assert error["error"]["message"] == text
+
+
+async def after(*seconds: float) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+    """A piece after each wait; the last one ends the answer."""
+    for pause in seconds[:-1]:
+        await asyncio.sleep(pause)
+        yield 0, GenerationChunk("a", (7,))
+    await asyncio.sleep(seconds[-1])
+    yield 0, LAST
+
+
+async def sent(
+    pieces: AsyncGenerator[tuple[int, GenerationChunk], None], leave_after_s: float | None = None
+) -> tuple[list[Message], int]:
+    """What a stream sends, with comments after 0.1 s of silence, and how often it was closed."""
+    messages, closed = [], []
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    async def receive() -> Message:
+        await asyncio.sleep(60 if leave_after_s is None else leave_after_s)
+        return {"type": "http.disconnect"}
+
+    begun = await started(pieces, 0.05)
+    stream = EventStream(events(ANSWER, begun, False), begun, lambda: closed.append(1), 0.1)
+    async with asyncio.timeout(20):
+        await stream({"type": "http"}, receive, send)
+    count = len(messages)
+    await asyncio.sleep(0.25)
+    assert len(messages) == count  # no comment comes after the end
+    return messages, len(closed)
+
+
+def test_headers_and_comments_come_while_a_stream_waits() -> None:
+    messages, closed = asyncio.run(sent(after(0.35, 0.35)))
+    head, first, *bodies, end = messages
+    assert (head["type"], head["status"]) == ("http.response.start", 200)
+    assert first["body"] == WAITING
+    assert not end["more_body"]
+    kinds = [body["body"] == WAITING for body in bodies]
+    assert kinds.count(False) == 3  # two pieces and [DONE]
+    one, two = (index for index, comment in enumerate(kinds[:-1]) if not comment)
+    assert one >= 1  # comments before the first piece
+    assert two > one + 1  # and between the two
+    assert closed == 1
+
+
+def test_a_stream_that_flows_has_no_comments() -> None:
+    messages, _ = asyncio.run(sent(after(*[0.0] * 20)))
+    assert WAITING not in [message.get("body") for message in messages]
+
+
+def test_what_fails_while_a_stream_waits_is_an_event_and_then_the_end() -> None:
+    async def failing() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        await asyncio.sleep(0.3)
+        raise internal("gone")
+        yield 0, LAST
+
+    messages, closed = asyncio.run(sent(failing()))
+    *_, failure, done, end = [message.get("body", b"") for message in messages]
+    assert json.loads(failure[6:])["error"]["message"] == "gone"
+    assert (done, end, closed) == (answers.DONE, b"", 1)
+
+
+@pytest.mark.parametrize("leave_after_s", [0.0, 0.2])
+def test_a_client_that_leaves_a_waiting_stream_ends_it(leave_after_s: float) -> None:
+    ended = []
+
+    async def waiting() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        try:
+            await asyncio.sleep(60)
+            yield 0, LAST
+        finally:
+            ended.append(1)
+
+    _, closed = asyncio.run(sent(waiting(), leave_after_s))
+    assert (ended, closed) == ([1], 1)
+
+
+def test_a_client_that_leaves_before_the_headers_ends_the_wait_too() -> None:
+    ended = []
+
+    async def waiting() -> AsyncGenerator[tuple[int, GenerationChunk], None]:
+        try:
+            await asyncio.sleep(60)
+            yield 0, LAST
+        finally:
+            ended.append(1)
+
+    async def leave() -> None:
+        task = asyncio.create_task(started(waiting(), 30))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert ended == [1]

@@ -1,0 +1,40 @@
+"""A front door tells the load board of requests as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.deploy.api.traffic import Arrivals
+
+
+class Board:
+    """Counts what it is told, as Ray's handle of an actor takes it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.told = 0
+        self._error = error
+
+    @property
+    def announce(self) -> Any:
+        return self
+
+    def remote(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self.told += 1
+
+
+def test_the_first_of_a_burst_is_told_and_the_next_after_a_while() -> None:
+    board, now = Board(), [100.0]
+    arrivals = Arrivals(board, lambda: now[0])
+    for at in (100.0, 100.001, 100.019, 100.021, 105.0):
+        now[0] = at
+        arrivals.tell()
+    assert board.told == 3
+
+
+@pytest.mark.parametrize("board", [None, Board(RuntimeError("no such actor"))])
+def test_a_board_that_is_not_there_costs_no_request(board: Any) -> None:
+    Arrivals(board, lambda: 0.0).tell()

@@ -1,0 +1,169 @@
+"""API keys: what they open, what is open without, and that they are told to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from front_doors import front_door
+from tiny_models import tiny_tokenizer
+
+from paceline.deploy.api.auth import check_key, key_digests
+from paceline.deploy.api.ingress import IngressSettings
+from paceline.deploy.cli.main import _banner
+from paceline.deploy.config.config import load_config
+from paceline.deploy.config.preflight import warnings
+from paceline.deploy.errors import ApiError
+
+KEYS = {"PACELINE_API_KEYS": "first-key, zweiter-schlüssel,"}
+DIGESTS = key_digests("PACELINE_API_KEYS", KEYS)
+
+
+class Nobody:
+    """A target that says it lives and is asked for nothing else here."""
+
+    async def describe(self, attempt: int = 0) -> dict[str, Any]:
+        return {"attempt": attempt}
+
+    def generate(self, *_: object) -> None:
+        raise AssertionError("a request came through")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and a context length: all that the ingress reads."""
+    path = tmp_path_factory.mktemp("target")
+    tiny_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text('{"max_position_embeddings": 64, "model_type": "llama"}')
+    return path
+
+
+def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: Any) -> list[Any]:
+    headers = {} if header is None else {"Authorization": header}
+
+    async def send() -> list[httpx.Response]:
+        async with front_door(Nobody(), folder, **({"page": True} | more)) as http:
+            return [await http.request(*each, headers=headers) for each in requests]
+
+    return asyncio.run(send())
+
+
+def test_keys_come_by_commas_and_only_their_digests_stay() -> None:
+    assert len(DIGESTS) == 2
+    assert all(len(digest) == 32 for digest in DIGESTS)
+    assert key_digests("PACELINE_API_KEYS", {}) == ()
+    assert key_digests("PACELINE_API_KEYS", {"PACELINE_API_KEYS": " , "}) == ()
+    assert key_digests(None, {"": "x", "None": "y"}) == ()
+    settings = IngressSettings("m", "f", None, (), 1.0, 0.5, 8, key_digests=DIGESTS)
+    assert str(DIGESTS[0]) not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    "header", ["Bearer first-key", "bearer  first-key ", "Bearer zweiter-schl\u00c3\u00bcssel"]
+)
+def test_every_key_opens(header: str) -> None:
+    """The last one as HTTP hands out the bytes of its UTF-8: one character each."""
+    check_key(header, DIGESTS)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", "first-key", "Basic first-key", "Bearer first-ke", "Bearer x,"],
+)
+def test_anything_else_does_not(header: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_key(header, DIGESTS)
+    assert caught.value.status == 401
+    assert "first-ke" not in str(caught.value)
+
+
+GUARDED = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/m"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/paceline/status"),
+    ("GET", "/v1/paceline/live"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("GET", "/uix"),
+    ("GET", "/health/"),
+]
+OPEN = [("GET", "/health"), ("GET", "/ui"), ("GET", "/ui/"), ("GET", "/ui/main.js")]
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong"])
+def test_without_a_key_nothing_but_health_and_the_page_is_there(
+    folder: Path, header: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for answer in ask(folder, *GUARDED, header=header, key_digests=DIGESTS):
+        assert answer.status_code == 401
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == "invalid_api_key"
+    for answer in ask(folder, *OPEN, header=header, key_digests=DIGESTS):
+        assert answer.status_code in (200, 307)
+    assert "wrong" not in caplog.text
+    assert "-key" not in caplog.text
+
+
+def test_with_a_key_all_is_as_without_keys(folder: Path) -> None:
+    asked = [*GUARDED, *OPEN]
+    guarded = ask(folder, *asked, header="Bearer first-key", key_digests=DIGESTS)
+    free = ask(folder, *asked, header=None)
+    assert [a.status_code for a in guarded] == [a.status_code for a in free]
+    assert 401 not in [a.status_code for a in free]
+    document = dict(zip(asked, guarded, strict=True))["GET", "/openapi.json"].json()
+    assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    assert "401" not in document["paths"]["/health"]["get"]["responses"]
+
+
+def test_the_page_can_be_left_out(folder: Path) -> None:
+    answers = ask(folder, ("GET", "/ui"), ("GET", "/ui/main.js"), header=None, page=False)
+    assert [answer.status_code for answer in answers] == [404, 404]
+
+
+def test_a_start_that_others_reach_without_keys_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said(**fields: Any) -> str:
+        changes = {"router.enabled": False, "drafts.topics": []} | fields
+        return " ".join(warnings(load_config(None, changes)))
+
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+    for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
+        assert said(host=host) == ""
+    for host in ("0.0.0.0", "::", "10.1.2.3", "model.example"):
+        assert "no API key" in said(host=host)
+        assert "PACELINE_API_KEYS" in said(host=host)
+    assert "auth.api_keys_env" in said(host="::", **{"auth.api_keys_env": None})
+    monkeypatch.setenv("PACELINE_API_KEYS", "secret-of-ours")
+    assert said(host="0.0.0.0") == ""
+    assert "no API key" in said(host="0.0.0.0", **{"auth.api_keys_env": "OTHER"})
+
+
+def test_the_banner_says_that_keys_are_asked_for_and_not_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Running:
+        base_url = "http://127.0.0.1:8000"
+        description: dict[str, Any] = {}  # noqa: RUF012
+        trainer = None
+
+    config = load_config()
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+    text = _banner(config, Running())  # type: ignore[arg-type]
+    assert "http://127.0.0.1:8000/ui/" in text
+    assert "Bearer" not in text
+    monkeypatch.setenv("PACELINE_API_KEYS", "secret-of-ours")
+    text = _banner(config, Running())  # type: ignore[arg-type]
+    assert "Authorization: Bearer KEY" in text
+    assert "secret-of-ours" not in text + config.model_dump_json()
+    without = load_config(None, {"ui.enabled": False})
+    assert ":8000/ui/" not in _banner(without, Running())  # type: ignore[arg-type]

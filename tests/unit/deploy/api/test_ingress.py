@@ -1,0 +1,235 @@
+"""The ingress over a real target in this process: deadlines, limits, what is freed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from front_doors import CONTEXT, BoardHandle, freed, front_door
+from tiny_models import save_tiny, tiny_tokenizer
+
+from paceline.actors.engine.target import TargetReplica
+from paceline.deploy.api import ingress
+from paceline.deploy.api import parser as translate
+from paceline.deploy.api.streaming import timed, until
+
+LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_takes_too_long_is_a_504_and_frees_what_it_held(
+    target: TargetReplica, target_folder: Path, n: int
+) -> None:
+    async def ask() -> httpx.Response:
+        async with front_door(target, target_folder, request_timeout_s=0.2) as http:
+            answer = await http.post("/v1/completions", json=LONG | {"n": n})
+            await freed(target)
+            return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 504
+    assert answer.headers["Retry-After"] == "1"
+    assert answer.json()["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_takes_too_long_ends_with_an_error_event(
+    target: TargetReplica, target_folder: Path, n: int
+) -> None:
+    async def ask() -> httpx.Response:
+        async with front_door(target, target_folder, request_timeout_s=1.0) as http:
+            answer = await http.post("/v1/completions", json=LONG | {"n": n, "stream": True})
+            await freed(target)
+            return answer
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200
+    *pieces, failure, done = [line[6:] for line in answer.text.splitlines() if line]
+    assert pieces
+    assert json.loads(failure)["error"]["code"] == "request_timeout"
+    assert done == "[DONE]"
+
+
+def test_a_client_has_its_share_and_comes_back_later(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
+        door = front_door(target, target_folder, request_timeout_s=0.5, max_per_client=2)
+        async with door as http:
+            long = asyncio.create_task(http.post("/v1/completions", json=LONG | {"n": 2}))
+            while not (await target.describe())["running"]:
+                await asyncio.sleep(0.005)
+            short = LONG | {"max_tokens": 1}
+            refused = await http.post("/v1/completions", json=short)
+            other = await http.post(
+                "/v1/completions", json=short, headers={"Authorization": "Bearer other"}
+            )
+            await long
+            later = await http.post("/v1/completions", json=short)
+            await freed(target)
+            return refused, other, later
+
+    refused, other, later = asyncio.run(ask())
+    assert refused.status_code == 429
+    assert refused.headers["Retry-After"] == "1"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert (other.status_code, later.status_code) == (200, 200)
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused(
+    target: TargetReplica, tmp_path: Path
+) -> None:
+    """A tokenizer that got a token, and embeddings that nobody resized."""
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path, 1, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+
+    async def ask() -> list[httpx.Response]:
+        async with front_door(target, tmp_path) as http:
+            chat = {"model": "m", "messages": [{"role": "user", "content": "a <new>"}]}
+            return [
+                await http.post("/v1/completions", json=LONG | {"prompt": "a <new>"}),
+                await http.post("/v1/chat/completions", json=chat),
+                await http.post("/v1/completions", json=LONG | {"max_tokens": 1}),
+            ]
+
+    *refused, served = asyncio.run(ask())
+    assert [r.status_code for r in refused] == [400, 400]
+    assert [r.json()["error"]["param"] for r in refused] == ["prompt", "messages"]
+    assert served.status_code == 200
+
+
+def test_a_long_body_is_read_on_another_thread(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    parse = translate.parse
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse(*arguments)
+
+    monkeypatch.setattr(translate, "parse", watched)
+
+    async def ask() -> list[int]:
+        async with front_door(target, target_folder) as http:
+            bodies = (LONG | {"max_tokens": 1}, LONG | {"prompt": [1] * 50_000})
+            return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
+
+    assert asyncio.run(ask()) == [200, 400]
+    assert threads == [True, False]
+
+
+def test_health_is_that_of_any_replica(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress, "_HEALTH_TIMEOUT_S", 0.05)
+
+    class Hung:
+        """Hangs as often as it is told to, and then another replica answers."""
+
+        def __init__(self, times: int) -> None:
+            self.times, self.attempts = times, list[int]()
+            self.generate = target.generate
+
+        async def describe(self, attempt: int = 0) -> dict[str, Any]:
+            self.attempts.append(attempt)
+            if attempt < self.times:
+                await asyncio.sleep(3600)
+            return {}
+
+    async def ask(replicas: Hung) -> int:
+        async with front_door(replicas, target_folder) as http:
+            return (await http.get("/health")).status_code
+
+    assert asyncio.run(ask(Hung(0))) == 200
+    assert asyncio.run(ask(Hung(1))) == 200
+    nobody = Hung(99)
+    assert asyncio.run(ask(nobody)) == 503
+    assert nobody.attempts == [0, 1, 2]
+
+
+def test_the_load_board_hears_of_a_request_before_the_target_does(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    board, leave = BoardHandle(), list[bool]()
+
+    class Watched:
+        describe = target.describe
+
+        def generate(self, *arguments: Any) -> Any:
+            leave.append(board.board.may_train())
+            return target.generate(*arguments)
+
+    async def ask() -> list[int]:
+        async with front_door(Watched(), target_folder, board=board) as http:
+            bodies = (LONG | {"n": "many"}, LONG | {"max_tokens": 2})
+            return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
+
+    assert board.board.may_train()
+    assert asyncio.run(ask()) == [400, 200]
+    assert leave == [False]
+    assert board.told == 1  # nothing of the one that was refused
+
+
+def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    board = BoardHandle()
+    short = LONG | {"max_tokens": 60, "stream": True}
+
+    async def ask() -> None:
+        async with front_door(target, target_folder, board=board) as http:
+            running = asyncio.create_task(http.post("/v1/completions", json=short))
+            while not (await target.describe())["running"]:
+                await asyncio.sleep(0.001)
+            board.board.drain(True)
+            deadline = time.monotonic() + 10
+            while (await http.get("/health")).status_code == 200:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            refused = await http.post("/v1/completions", json=LONG | {"max_tokens": 1})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["Retry-After"]) > 0
+            answer = await running
+            assert answer.status_code == 200
+            assert answer.text.rstrip().endswith("data: [DONE]")
+            board.board.drain(False)
+            while (await http.get("/health")).status_code == 503:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            again = await http.post("/v1/completions", json=LONG | {"max_tokens": 1})
+            assert again.status_code == 200
+
+    asyncio.run(ask())
+
+
+def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:
+    async def pieces() -> AsyncGenerator[Any, None]:
+        raise TimeoutError("not the deadline's")
+        yield
+
+    async def read() -> list[TimeoutError]:
+        later, caught = asyncio.get_running_loop().time() + 60, []
+        try:
+            await anext(timed(pieces(), later))
+        except TimeoutError as error:
+            caught.append(error)
+        try:
+            async with until(later):
+                raise TimeoutError("not the deadline's")
+        except TimeoutError as error:
+            caught.append(error)
+        return caught
+
+    assert [error.__cause__ for error in asyncio.run(read())] == [None, None]

@@ -1,0 +1,446 @@
+"""What operators do over HTTP, to real parts in this process, and the commands for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from replay_samples import make_record
+
+from paceline.actors.replay.record import encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.weights.canary import CanarySettings
+from paceline.actors.weights.flat_weights import flatten, unflatten
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.named_actor import NamedActor
+from paceline.cluster.scheduler.board import LoadBoard
+from paceline.deploy.api.admission import Drain
+from paceline.deploy.api.operations import Operations
+from paceline.deploy.cli import operations as operations_command
+from paceline.deploy.errors import ApiError, CallError, NoAnswerError
+
+TOPICS = ("sql", "general")
+
+
+class Remote:
+    """An actor's handle, of an object that lives here; a dead one answers with what Ray raises."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def called(*arguments: Any) -> Any:
+            if self.dead:
+                raise ConnectionError("the actor died")
+            return getattr(self.part, name)(*arguments)
+
+        return type("Method", (), {"remote": staticmethod(called)})
+
+
+class World:
+    """Registry, board and shards, and the endpoints over them."""
+
+    def __init__(self, folder: Path, *, enabled: bool = True, keyed: bool = False) -> None:
+        self.registry = WeightRegistry(
+            str(folder), TOPICS, "aa", keep_versions=9, put=lambda flat: flat
+        )
+        self.board = LoadBoard()
+        self.behind: dict[str, dict[str, int]] = {}  # of a replica, the versions that it has
+        settings = ReplaySettings(held_out_fraction=0.0)
+        self.shards = {
+            topic: ReplayShard(topic, settings, seed=0, clock=lambda: 1_000.0) for topic in TOPICS
+        }
+        self.handles: dict[str, Any] = {
+            "registry": Remote(self.registry),
+            "board": Remote(self.board),
+            **{topic: Remote(shard) for topic, shard in self.shards.items()},
+        }
+        self.drain = Drain(self.handles["board"])
+        self.api = FastAPI()
+        self.operations = Operations(
+            self.handles["registry"],
+            self.handles["board"],
+            self.shards_now,
+            self.drain,
+            enabled=enabled,
+            keyed=keyed,
+        )
+        self.operations.add_to(self.api)
+
+        async def answer(_: Request, error: Exception) -> JSONResponse:
+            assert isinstance(error, ApiError)
+            return JSONResponse(error.body(), error.status, error.headers())
+
+        self.api.add_exception_handler(ApiError, answer)
+
+    async def shards_now(self) -> dict[str, Any]:
+        return {topic: self.handles[topic] for topic in TOPICS}
+
+    def post(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Any:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.api, client=(client, 5))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                return await http.post(f"/v1/paceline/{path}", json=body, headers=headers)
+
+        return asyncio.run(send())
+
+    def publish(self, value: float) -> None:
+        self.registry.publish("sql", flatten({"w": torch.full((2,), value)}), {})
+
+    def served(self) -> float:
+        _, [flat] = self.registry.newest("sql")
+        return float(unflatten(flat)["w"][0])
+
+    def insert(self, *names: str) -> None:
+        for number, name in enumerate(names):
+            self.shards["sql"].insert(encode(make_record(request_id=name, prompt=(number, 1))))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_topic_goes_back_to_the_version_before_or_a_named_one(world: World) -> None:
+    for value in (1.0, 2.0, 3.0):
+        world.publish(value)
+    answer = world.post("rollback", {"topic": "sql"})
+    assert answer.json() == {"topic": "sql", "weight_version": 4}
+    assert world.served() == 2.0
+    assert world.post("rollback", {"topic": "sql", "version": 1}).json()["weight_version"] == 5
+    assert world.served() == 1.0
+    assert world.registry.history("sql")[-1]["outcome"] == "rolled_back"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"topic": "poetry"}, 404, "topic"),
+        ({"topic": "sql", "version": 9}, 409, "version"),
+        ({"topic": "sql", "version": -1}, 400, "version"),
+        ({"topic": "sql", "verison": 1}, 400, "verison"),
+        ({}, 400, "topic"),
+    ],
+)
+def test_a_wrong_rollback_changes_nothing_and_names_the_field(
+    world: World, body: Any, status: int, param: str
+) -> None:
+    world.publish(1.0)
+    answer = world.post("rollback", body)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+    assert world.registry.current()["sql"] == 1
+
+
+def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:
+    world.insert("cmpl-a-0", "cmpl-a-1", "cmpl-ab-0", "cmpl-b-0")
+    assert world.post("replay/purge", {"request_id": "cmpl-a"}).json() == {
+        "removed": {"sql": 2, "general": 0}
+    }
+    assert world.shards["sql"].stats()["records_train"] == 2
+    assert world.post("replay/purge", {"topic": "sql"}).json() == {"removed": {"sql": 2}}
+    assert world.post("replay/purge", {"topic": "art"}).status_code == 404
+
+
+def test_a_shard_that_is_dead_is_told_apart_from_one_that_is_empty(world: World) -> None:
+    world.insert("cmpl-a-0")
+    world.handles["general"].dead = True
+    assert world.post("replay/purge", {}).json() == {"removed": {"sql": 1, "general": None}}
+
+
+def test_draining_is_known_to_all_and_ends(world: World) -> None:
+    world.board.report("r", 2, 1)
+    answer = world.post("drain", {}).json()
+    assert answer == {"draining": True, "running": 2, "waiting": 1}
+    other = Drain(world.handles["board"])
+    asyncio.run(other.look())
+    for view in (world.drain, other):
+        with pytest.raises(ApiError) as refused:
+            view.check()
+        assert (refused.value.status, refused.value.headers()) == (503, {"Retry-After": "5"})
+    world.board.report("r", 0, 0)
+    assert not world.board.may_train()
+    world.handles["board"].dead = True
+    asyncio.run(other.look())
+    assert other.on  # what was last heard holds
+    world.handles["board"].dead = False
+    assert world.post("drain", {"on": False}).json()["draining"] is False
+    world.drain.check()
+
+
+def test_a_dead_part_is_a_503_that_does_not_say_what_was_done(world: World) -> None:
+    world.handles["registry"].dead = world.handles["board"].dead = True
+    for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
+        answer = world.post(path, body)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "unknown_outcome"
+
+
+def test_a_part_that_was_never_there_is_a_503_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(name: str, _: str) -> Any:
+        raise ValueError(f"Failed to look up actor with name '{name}'")
+
+    monkeypatch.setattr(ray, "get_actor", nobody)
+    world.operations._registry = world.operations._board = NamedActor("paceline-somebody")
+    world.handles |= {topic: NamedActor(f"paceline-shard-{topic}") for topic in TOPICS}
+    for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
+        answer = world.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert world.post("replay/purge", {}).json() == {"removed": {"sql": None, "general": None}}
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "keyed", "status"),
+    [
+        ("127.0.0.1", {}, False, 200),
+        ("::1", {}, False, 200),
+        ("10.0.0.9", {}, False, 403),
+        ("10.0.0.9", {}, True, 200),
+        ("127.0.0.1", {"x-forwarded-for": "10.0.0.9"}, False, 403),
+        ("127.0.0.1", {"origin": "http://elsewhere"}, False, 403),
+        ("127.0.0.1", {"origin": "http://elsewhere"}, True, 403),
+        ("127.0.0.1", {"content-type": "text/plain"}, False, 415),
+    ],
+)
+def test_operators_alone_are_heard(
+    tmp_path: Path, client: str, headers: dict[str, str], keyed: bool, status: int
+) -> None:
+    world = World(tmp_path, keyed=keyed)
+    answer = world.post("drain", {"on": True}, client, **headers)
+    assert answer.status_code == status
+    assert world.board.snapshot()["draining"] is (status == 200)
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    world = World(tmp_path, enabled=False)
+    world.insert("cmpl-a-0")
+    assert world.post("replay/purge", {}).status_code == 403
+    assert world.shards["sql"].stats()["records_train"] == 1
+
+
+@pytest.fixture
+def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """The commands' calls go to that world, whose target has two replicas."""
+    replicas = cycle(["one", "two"])
+
+    def call(_: str, method: str, path: str, body: Any = None) -> Any:
+        if (method, path) == ("GET", "/v1/paceline/status"):
+            name = next(replicas)
+            drafts = world.registry.current() | world.behind.get(name, {})
+            return {
+                "live_drafts": world.registry.live(),
+                "target": {"replica_id": name, "drafts": drafts},
+                "board": {"replicas": 2},
+            }
+        assert method == "POST"
+        answer = world.post(path.removeprefix("/v1/paceline/"), body)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            raise CallError(error["message"], error["code"])
+        return answer.json()
+
+    monkeypatch.setattr(operations_command, "call", call)
+    monkeypatch.setattr(operations_command, "_POLL_S", 0.0)
+    return world
+
+
+def test_the_commands_say_what_came_of_it(asked: World) -> None:
+    said: list[str] = []
+    say: Callable[[str], None] = said.append
+    asked.publish(1.0)
+    asked.publish(2.0)
+    operations_command.roll_back("u", "sql", None, say)
+    asked.insert("cmpl-a-0")
+    asked.handles["general"].dead = True
+    assert not operations_command.purge("u", None, None, say)
+    assert said == [
+        "sql: stable is version 3",
+        "sql: 1 removed",
+        "general: does not answer, try again",
+    ]
+    with pytest.raises(CallError, match="no topic art"):
+        operations_command.roll_back("u", "art", None, say)
+
+
+def test_a_rollback_succeeds_only_if_every_replica_takes_it(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations_command, "_TAKEN_S", 0.05)
+    for value in (1.0, 2.0):
+        asked.publish(value)
+    asked.behind["two"] = {"sql": 2}
+    said = list[str]()
+    with pytest.raises(CallError, match=r"version 3 is stable.*replica two has version 2;"):
+        operations_command.roll_back("u", "sql", None, said.append)
+    assert said == []
+    asked.behind.clear()
+    operations_command.roll_back("u", "sql", 1, said.append)
+    assert said == ["sql: stable is version 4"]
+
+
+@pytest.mark.parametrize("canary", [False, True])
+@pytest.mark.parametrize("lost", [NoAnswerError("reset"), CallError("?", "unknown_outcome")])
+def test_a_rollback_whose_answer_is_lost_is_done_once(
+    asked: World, monkeypatch: pytest.MonkeyPatch, lost: CallError, canary: bool
+) -> None:
+    for value in (1.0, 2.0, 3.0):
+        asked.publish(value)
+    if canary:
+        asked.registry._canary = CanarySettings()
+        asked.publish(4.0)
+    answered, losses, said = operations_command.call, [lost], list[str]()
+
+    def call(url: str, method: str, *rest: Any) -> Any:
+        answer = answered(url, method, *rest)
+        if method == "POST" and losses:
+            raise losses.pop()
+        return answer
+
+    monkeypatch.setattr(operations_command, "call", call)
+    operations_command.roll_back("u", "sql", None, said.append)
+    assert asked.served() == (3.0 if canary else 2.0)
+    stable = 3 if canary else 4
+    [line] = said
+    assert line.startswith(f"sql: stable is version {stable} (an answer was lost")
+    with pytest.raises(CallError, match="nothing was changed"):  # as the operator repeats it
+        operations_command.roll_back("u", "sql", None, said.append, expected=4 if canary else 3)
+    assert asked.registry.live()["sql"]["stable"] == stable
+
+
+def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked.publish(1.0)
+    asked.handles["registry"].dead = True
+    with pytest.raises(NoAnswerError, match="rollback sql --expect 1` goes back only if it was"):
+        operations_command.roll_back("u", "sql", None, print)
+    asked.handles["registry"].dead = False
+    answered = operations_command.call
+
+    def call(url: str, method: str, *rest: Any) -> Any:
+        if method == "POST" and asked.registry.current()["sql"] == 1:
+            asked.registry._canary = CanarySettings()
+            if asked.registry.live()["sql"]["candidate"] is None:
+                asked.publish(2.0)
+                raise NoAnswerError("reset before it came")
+        return answered(url, method, *rest)
+
+    monkeypatch.setattr(operations_command, "call", call)
+    with pytest.raises(CallError, match="version 2 is served, and not 1: nothing was changed"):
+        operations_command.roll_back("u", "sql", None, print)
+    assert asked.registry.live()["sql"]["candidate"] == 2
+
+
+def test_the_command_waits_until_nothing_is_under_way(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    asked.board.report("r", 1, 0)
+    monkeypatch.setattr(operations_command.time, "sleep", lambda _: asked.board.report("r", 0, 0))
+    assert operations_command.drain("u", said.append)
+    assert said[0] == "draining: 1 running, 0 waiting"
+    assert said.count("draining: 0 running, 0 waiting") == 4  # one look is not enough
+    assert said[-1].startswith("nothing is under way")
+    asked.board.report("r", 1, 0)
+    assert not operations_command.drain("u", said.append, wait_s=-1.0)
+    assert operations_command.drain("u", said.append, on=False)
+    assert not asked.board.snapshot()["draining"]
+
+
+def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
+    status = {
+        "target": {
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "numerics": "invariant",
+            "running": 1,
+            "waiting": 0,
+            "kv_blocks_total": 64,
+            "kv_blocks_available": 60,
+            "draft_failures": 0,
+        },
+        "board": {"may_train": False, "paused": False, "draining": False, "running": 1}
+        | {"replicas": 1, "waiting": 0},
+        "weight_versions": {"general": 0, "sql": 3},
+        "live_drafts": {"sql": {"requests": 9, "rounds": 40, "accepted": 30}},
+        "shards": {
+            "sql": {"records_train": 7, "records_held_out": 2},
+            "general": {"error": "Died"},
+        },
+        "trainer": {"error": "ActorDiedError"},
+        "decisions": [],
+    }
+    words = operations_command.status_words("http://x", status)
+    assert "4 of 64 blocks" in words
+    assert "training waits" in words
+    row = next(line for line in words.splitlines() if line.startswith("sql"))
+    assert row.split() == ["sql", "3", "0.75", "9", "9"]
+    assert "trainer   does not answer (ActorDiedError)" in words
+    assert len(words.splitlines()) <= 24
+    assert "leases" not in words  # this board tells of none
+    board = LoadBoard()
+    board.ask("paceline-trainer", "life", (), {"sql": 1.0})
+    assert board.check("paceline-trainer", "life") == "go"
+    busy = status | {"board": board.snapshot(), "further_trainers": {"t-2": {"state": "training"}}}
+    words = operations_command.status_words("http://x", busy)
+    assert "leases    1 working; 0 of 0 s idle used, 0 killed" in words
+    assert words.count("trainer   ") == 2
+    bare = operations_command.status_words("http://x", {"target": {"error": "TimeoutError"}})
+    assert "the target does not answer (TimeoutError)" in bare
+    assert "trainer   off" in bare
+
+
+def test_the_command_tells_a_board_again_that_was_away(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    asked.board.report("r", 1, 0)
+    steps = iter([("dead", True), ("dead", False), ("idle", None), *9 * [("", None)]])
+
+    def pass_time(_: float) -> None:
+        what, value = next(steps)
+        if what == "dead":
+            asked.handles["board"].dead = bool(value)
+            asked.board.drain(on=False)  # as one that was made anew
+        if what == "idle":
+            asked.board.report("r", 0, 0)
+
+    monkeypatch.setattr(operations_command.time, "sleep", pass_time)
+    assert operations_command.drain("u", said.append)
+    assert any("did not answer" in line for line in said)
+    assert asked.board.snapshot()["draining"]
+
+
+def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:
+    assert world.post("drain", {"on": True}, host="paceline.example").status_code == 403
+    assert world.post("drain", {"on": True}, host="localhost:8000").status_code == 200
+
+
+def test_what_a_remote_part_refuses_with_is_told_without_its_traceback(world: World) -> None:
+    class RefusedError(ValueError):
+        """As Ray raises it: the text is a traceback, the cause is behind it."""
+
+        cause = ValueError("sql: the weights of version 9 are not there")
+
+    def roll_back(*_: object) -> int:
+        raise RefusedError("ray::WeightRegistry.roll_back() (pid=7)\nTraceback ...")
+
+    world.handles["registry"].part = type("Part", (), {"roll_back": staticmethod(roll_back)})
+    answer = world.post("rollback", {"topic": "sql", "version": 9})
+    assert answer.status_code == 409
+    assert "Traceback" not in answer.json()["error"]["message"]
+    assert "version 9" in answer.json()["error"]["message"]

@@ -1,0 +1,67 @@
+"""Who counts as an operator."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import Request
+
+from paceline.deploy.api.auth import authorize
+from paceline.deploy.errors import ApiError
+
+JSON = {"host": "127.0.0.1:8000", "content-type": "application/json"}
+
+
+def call(client: str = "127.0.0.1", **headers: str) -> Request:
+    named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+    return Request(
+        {
+            "type": "http",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/paceline/drain",
+            "query_string": b"",
+            "client": (client, 1234),
+            "server": ("127.0.0.1", 8000),
+            "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+        }
+    )
+
+
+def test_the_machine_itself_may_and_so_may_a_key() -> None:
+    authorize(call(), "This", keyed=False)
+    authorize(call("203.0.113.9", host="example.org"), "This", keyed=True)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        call("203.0.113.9"),
+        call(host="example.org"),
+        call(x_forwarded_for="203.0.113.9"),
+        call(via="1.1 somebody"),
+    ],
+)
+def test_others_may_not(request_of: Request) -> None:
+    with pytest.raises(ApiError) as refused:
+        authorize(request_of, "This", keyed=False)
+    assert refused.value.status == 403
+
+
+def test_behind_ray_s_haproxy_everybody_looks_near_and_needs_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(ApiError):
+        authorize(call(), "This", keyed=False)
+    authorize(call(), "This", keyed=True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({"origin": "http://evil"}, 403), ({"content_type": "text/plain"}, 415)]
+)
+def test_what_a_web_page_could_send_is_refused_with_a_key_too(
+    headers: dict[str, str], status: int
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        authorize(call(**headers), "This", keyed=True)
+    assert refused.value.status == status

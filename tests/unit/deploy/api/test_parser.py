@@ -1,0 +1,486 @@
+"""Requests: what is served, what is refused, and which field is named."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from paceline.actors.router.policy import Route
+from paceline.deploy.api.parser import (
+    check_draft,
+    fit_limit,
+    generation_request,
+    max_tokens_of,
+    named_expert,
+    parse,
+    sampling_of,
+)
+from paceline.deploy.api.prompts import check_token_ids
+from paceline.deploy.api.requests import (
+    CONTEXT,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Speculative,
+)
+from paceline.deploy.errors import ApiError
+
+EXPERTS = ("general", "math", "sql")
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    body = {"model": "paceline", "prompt": "hi"} | fields
+    return parse(json.dumps(body).encode(), CompletionRequest, "paceline")
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "paceline", "messages": [USER]} | fields
+    return parse(json.dumps(body).encode(), ChatCompletionRequest, "paceline")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"model": 3}, "model", "invalid_type"),
+        ({"flavour": "mint"}, "flavour", "unknown_parameter"),
+        ({"speculative": {"drfat": "sql"}}, "speculative.drfat", "unknown_parameter"),
+        ({"speculative": {"draft": 3}}, "speculative.draft", "invalid_type"),
+        ({"speculative": "off"}, "speculative", "invalid_type"),
+        (
+            {"speculative": {"num_speculative_tokens": -1}},
+            "speculative.num_speculative_tokens",
+            "invalid_value",
+        ),
+        ({"max_tokens": -5}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
+        ({"max_tokens": True}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+        ({"temperature": -0.1}, "temperature", "invalid_value"),
+        ({"temperature": 2.1}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_type"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_p": 1.01}, "top_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"top_k": 2**31}, "top_k", "invalid_value"),
+        ({"top_k": "5"}, "top_k", "invalid_type"),
+        ({"top_k": True}, "top_k", "invalid_type"),
+        ({"max_tokens": 2**63}, "max_tokens", "invalid_value"),
+        ({"temperature": True}, "temperature", "invalid_type"),
+        ({"temperature": "1"}, "temperature", "invalid_type"),
+        ({"top_p": "1"}, "top_p", "invalid_type"),
+        ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+        ({"seed": 1.5}, "seed", "invalid_type"),
+        (
+            {"speculative": {"num_speculative_tokens": 33}},
+            "speculative.num_speculative_tokens",
+            "invalid_value",
+        ),
+        (
+            {"speculative": {"num_speculative_tokens": "4"}},
+            "speculative.num_speculative_tokens",
+            "invalid_type",
+        ),
+        ({"n": "1"}, "n", "invalid_type"),
+        ({"str": 1}, "str", "unknown_parameter"),
+        ({"a[0]": 1}, "a[0]", "unknown_parameter"),
+        ({"speculative": {"list[str]": 1}}, "speculative.list[str]", "unknown_parameter"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"seed": "lucky"}, "seed", "invalid_type"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"stop": ["a", 1]}, "stop", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ["a", "b" * 257]}, "stop", "invalid_value"),
+        ({"stream": "yes"}, "stream", "invalid_type"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        (
+            {"stream": True, "stream_options": {"include_costs": True}},
+            "stream_options.include_costs",
+            "unknown_parameter",
+        ),
+        ({"store": "no"}, "store", "invalid_type"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 129}, "n", "invalid_value"),
+        ({"n": True}, "n", "invalid_type"),
+        ({"n": 1.5}, "n", "invalid_type"),
+        ({"min_p": 1.1}, "min_p", "invalid_value"),
+        ({"min_p": -0.1}, "min_p", "invalid_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
+        ({"frequency_penalty": "1"}, "frequency_penalty", "invalid_type"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": -1}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": 1000}, "repetition_penalty", "invalid_value"),
+        ({"logit_bias": {"50": 101}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"50": True}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"50": "1"}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"the": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"007": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"²": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_value"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias", "invalid_value"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0", "invalid_value"),
+        ({"stop_token_ids": [True]}, "stop_token_ids.0", "invalid_type"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "invalid_type"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids", "invalid_value"),
+        ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+        ({"min_tokens": "3"}, "min_tokens", "invalid_type"),
+    ],
+)
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "param"),
+    [
+        (completion, {"prompt": []}, "prompt"),
+        (completion, {"prompt": None}, "prompt"),
+        (completion, {"prompt": 3}, "prompt"),
+        (completion, {"prompt": ["a", 1]}, "prompt"),
+        (completion, {"prompt": [[1], []]}, "prompt"),
+        (completion, {"prompt": [-1]}, "prompt"),
+        (completion, {"prompt": [True]}, "prompt"),
+        (completion, {"prompt": ["a"] * 129}, "prompt"),
+        (completion, {"echo": True}, "echo"),
+        (completion, {"suffix": "end"}, "suffix"),
+        (completion, {"best_of": 3}, "best_of"),
+        (completion, {"best_of": 3, "n": 2}, "best_of"),
+        (completion, {"best_of": 0}, "best_of"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        (completion, {"logprobs": -1}, "logprobs"),
+        (completion, {"messages": [USER]}, "messages"),
+        (chat, {"messages": []}, "messages"),
+        (chat, {"messages": "hi"}, "messages"),
+        (chat, {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (chat, {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        (chat, {"messages": [{"role": "clown", "content": "x"}]}, "messages.0.role"),
+        (chat, {"messages": [USER, {"content": "x"}]}, "messages.1.role"),
+        (chat, {"messages": [USER | {"mood": "good"}]}, "messages.0.mood"),
+        (chat, {"messages": [USER | {"str": "good"}]}, "messages.0.str"),
+        (chat, {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        (chat, {"messages": [USER | {"refusal": "no"}]}, "messages.0.refusal"),
+        (chat, {"messages": [USER | {"tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+        (chat, {"max_completion_tokens": 2**63}, "max_completion_tokens"),
+        (chat, {"max_completion_tokens": -1}, "max_completion_tokens"),
+        (chat, {"tools": [{"type": "function"}]}, "tools"),
+        (chat, {"response_format": {"type": "json_object"}}, "response_format"),
+        (chat, {"logprobs": 5}, "logprobs"),
+        (chat, {"top_logprobs": 3}, "top_logprobs"),
+        (chat, {"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+        (chat, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        (chat, {"best_of": 1}, "best_of"),
+        (chat, {"prompt": "hi"}, "prompt"),
+    ],
+)
+def test_a_bad_field_of_one_endpoint_is_named(ask: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_message_part_that_is_no_text_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "text": "x"}]}])
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("messages.0.content")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"model": }', b"\xff\xfe", b"null", b"[]", b"3", b'"text"']
+)
+def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body, CompletionRequest, "paceline")
+    assert caught.value.status == 400
+    assert caught.value.code in ("invalid_json", "invalid_type")
+    assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("missing", ["model", "prompt"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    body = {"model": "paceline", "prompt": "hi"}
+    del body[missing]
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps(body).encode(), CompletionRequest, "paceline")
+    assert (caught.value.param, caught.value.code) == (missing, "missing_required_parameter")
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(model="gpt-9")
+    assert caught.value.status == 404
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+def test_neutral_values_of_what_is_not_served_are_taken() -> None:
+    chat(n=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, logprobs=False,
+         tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=None,
+         user="u", metadata={"a": "b"}, service_tier="auto")  # fmt: skip
+    completion(n=None, echo=False, suffix=None, best_of=1, logprobs=None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("a", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1, 2], [3]], 2), ("", 1), (["", "a"], 2)],
+)
+def test_prompts_come_in_four_forms(prompt: Any, count: int) -> None:
+    assert len(completion(prompt=prompt).prompts) == count
+
+
+def test_content_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].text == "one two"
+
+
+def test_limits_have_openai_s_defaults() -> None:
+    assert max_tokens_of(completion()) == (None, "max_tokens")
+    assert max_tokens_of(completion(max_tokens=5)) == (5, "max_tokens")
+    assert max_tokens_of(chat()) == (None, "max_tokens")
+    assert max_tokens_of(chat(max_tokens=5)) == (5, "max_tokens")
+    both = chat(max_tokens=5, max_completion_tokens=7)
+    assert max_tokens_of(both) == (7, "max_completion_tokens")
+
+
+@given(
+    asked=st.none() | st.integers(1, 3000),
+    prompt=st.integers(1, 3000),
+    context=st.integers(1, 2000),
+)
+def test_a_limit_fits_or_the_right_field_is_named(
+    asked: int | None, prompt: int, context: int
+) -> None:
+    if prompt + (asked or 1) > context:
+        with pytest.raises(ApiError) as caught:
+            fit_limit(asked, "max_tokens", prompt, context, "messages")
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == ("messages" if prompt >= context else "max_tokens")
+    else:
+        limit = fit_limit(asked, "max_tokens", prompt, context, "messages")
+        assert 1 <= limit <= context - prompt
+        assert asked is None or limit == asked
+
+
+def test_a_default_limit_gives_way_to_a_small_room() -> None:
+    assert fit_limit(None, "max_tokens", 90, 100, "prompt", default=16) == 10
+    assert fit_limit(None, "max_tokens", 10, 100, "prompt", default=16) == 16
+    with pytest.raises(ApiError) as caught:
+        fit_limit(None, "max_tokens", 100, 100, "prompt", default=16)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 9e-6])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    assert sampling_of(completion(temperature=temperature), 9).greedy
+
+
+def test_a_usual_temperature_is_kept_and_a_tiny_top_p_stays_above_zero_in_float32() -> None:
+    assert sampling_of(completion(temperature=0.01), 9).temperature == 0.01
+    assert sampling_of(completion(top_p=1e-300), 9).top_p == 1e-6
+    assert sampling_of(completion(top_p=0.01), 9).top_p == 0.01
+
+
+@pytest.mark.parametrize(
+    "field",
+    sorted(
+        (ask, name)
+        for ask, kind in (("completion", CompletionRequest), ("chat", ChatCompletionRequest))
+        for name, facts in kind.model_fields.items()
+        if not facts.is_required()
+    ),
+    ids=".".join,
+)
+def test_null_is_the_default_of_every_optional_field(field: tuple[str, str]) -> None:
+    ask, name = field
+    given, bare = ({"completion": completion, "chat": chat}[ask](**f) for f in ({name: None}, {}))
+    assert sampling_of(given, 9) == sampling_of(bare, 9)
+    for same in ("speculative", "ignore_eos", "return_token_ids"):
+        assert getattr(given, same) == getattr(bare, same)
+
+
+def test_null_is_the_default_inside_objects_too() -> None:
+    asked = chat(
+        stream=True,
+        stream_options={"include_usage": None, "include_obfuscation": None},
+        speculative={"draft": None, "num_speculative_tokens": None},
+    )
+    assert asked.stream_options is not None
+    assert asked.stream_options.include_usage is False
+    assert asked.speculative == Speculative()
+
+
+def test_an_answer_s_message_may_come_back_as_the_client_dumped_it() -> None:
+    answer = {"role": "assistant", "content": "4", "refusal": None, "annotations": None,
+              "audio": None, "function_call": None, "tool_calls": None}  # fmt: skip
+    asked = chat(messages=[USER, answer, answer | {"annotations": [], "tool_calls": []}, USER])
+    assert [message.text for message in asked.messages] == ["hi", "4", "4", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "expert"),
+    [("law", "law"), ("general", "general"), ("auto", None), ("off", None), ("law@0", None)],
+)
+def test_only_an_expert_s_own_name_names_it(draft: str, expert: str | None) -> None:
+    assert named_expert(draft) == expert
+
+
+def test_sampling_takes_openai_s_defaults_and_words() -> None:
+    plain = sampling_of(completion(), 16)
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.seed) == (1.0, 1.0, 0, None)
+    assert plain.stop == ()
+    full = sampling_of(
+        completion(temperature=0, top_p=0.5, top_k=-1, seed=-3, stop="x", ignore_eos=True), 9
+    )
+    assert (full.temperature, full.top_p, full.top_k, full.seed) == (0.0, 0.5, 0, -3)
+    assert (full.stop, full.ignore_eos, full.max_tokens) == (("x",), True, 9)
+    assert full.greedy
+    assert sampling_of(completion(stop=["a", "b"]), 9).stop == ("a", "b")
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": -0.5,
+        "repetition_penalty": 1.2, "min_tokens": 3, "logit_bias": {"5": -100, "7": 2},
+        "stop_token_ids": [9, 8],
+    }  # fmt: skip
+    sampling = sampling_of(completion(**fields, logprobs=4, n=2, best_of=2), 9, choice=1)
+    assert sampling.penalised
+    assert sampling.logit_bias == ((5, -100.0), (7, 2.0))
+    assert (sampling.stop_token_ids, sampling.min_tokens) == ((9, 8), 3)
+    assert (sampling.min_p, sampling.logprobs, sampling.choice) == (0.1, 4, 1)
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    assert penalties == (1.2, 0.5, -0.5)
+    assert not sampling_of(completion(), 9).penalised
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 4}, 4),
+        ({"logprobs": None, "top_logprobs": None}, None),
+    ],
+)
+def test_chat_asks_for_logprobs_in_two_fields(fields: dict[str, Any], count: int | None) -> None:
+    assert sampling_of(chat(**fields), 9).logprobs == count
+
+
+def test_more_tokens_than_the_answer_may_have_are_refused() -> None:
+    with pytest.raises(ApiError) as caught:
+        sampling_of(completion(min_tokens=10), 9)
+    assert caught.value.param == "min_tokens"
+    assert sampling_of(completion(min_tokens=9), 9).min_tokens == 9
+
+
+def test_echo_is_off() -> None:
+    with pytest.raises(ApiError, match="echo is off"):
+        completion(echo=True)
+
+
+@pytest.mark.parametrize("draft", ["auto", "off", "sql", "sql@0", "general", "general@0"])
+def test_known_drafts_pass(draft: str) -> None:
+    check_draft(draft, EXPERTS)
+
+
+@pytest.mark.parametrize("draft", ["", "poetry", "sql@1", "off@0", "auto@0", "@0", "SQL"])
+def test_unknown_drafts_are_refused(draft: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_draft(draft, EXPERTS)
+    assert caught.value.param == "speculative.draft"
+
+
+def test_auto_takes_the_topic_s_expert_and_a_named_draft_keeps_the_topic() -> None:
+    sampling = sampling_of(completion(), 16)
+    sql = Route("sql", "code")
+    auto = generation_request("r", [1, 2], sampling, sql, Speculative(), True)
+    assert (auto.topic, auto.draft, auto.store) == ("sql", "code", True)
+    assert auto.num_speculative_tokens is None
+    frozen = Speculative(draft="general@0", num_speculative_tokens=3)
+    twin = generation_request("r", [1, 2], sampling, sql, frozen, False)
+    assert (twin.topic, twin.draft, twin.num_speculative_tokens) == ("sql", "general@0", 3)
+    assert not twin.store
+
+
+def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+    check_token_ids([0, 99], 100)
+    with pytest.raises(ApiError, match="100 is not below"):
+        check_token_ids([0, 100], 100)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    field=st.sampled_from(sorted(ChatCompletionRequest.model_fields)),
+    value=json_values,
+)
+def test_any_value_of_any_field_is_taken_or_refused_in_openai_s_shape(
+    field: str, value: Any
+) -> None:
+    refused = None
+    try:
+        chat(**{field: value})
+    except ApiError as error:
+        refused = error
+    if refused is not None and refused.code != "invalid_json":  # NaN is no JSON
+        assert refused.status in (400, 404)
+        assert (refused.param or "").split(".")[0] in (field, "stream_options")
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_get_past_the_parser_unrefused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body, ChatCompletionRequest, "paceline")
+    assert caught.value.status == 400
+
+
+def test_a_stop_string_may_be_so_long() -> None:
+    assert completion(stop="b" * 256).stop == ["b" * 256]
+
+
+class Unread(list[int]):
+    """A list that nobody may walk through."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("walked through")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_list_longer_than_the_context_is_refused_unread(several: bool) -> None:
+    tokens: list[Any] = Unread([1] * 10)
+    body = {"model": "m", "prompt": [tokens] if several else tokens}
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(body, context={CONTEXT: 10})
+    assert caught.value.errors()[0]["type"] == "context_length_exceeded"
+    with pytest.raises(ValidationError, match="walked through"):
+        CompletionRequest.model_validate(body, context={CONTEXT: 11})
+
+
+def test_a_prompt_of_too_many_tokens_is_named_as_one_of_too_much_text_is() -> None:
+    said = []
+    for fails in (
+        lambda: parse(b'{"model": "m", "prompt": [1, 2, 3]}', CompletionRequest, "m", 3),
+        lambda: fit_limit(None, "max_tokens", 3, 3, "prompt"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            fails()
+        said.append(caught.value.body())
+    assert said[0] == said[1]
+    assert said[0]["error"]["code"] == "context_length_exceeded"
+    assert said[0]["error"]["param"] == "prompt"

@@ -1,0 +1,274 @@
+"""From a router's probabilities and a measured table to the draft of a real request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from front_doors import Handle
+from tiny_models import save_tiny, tiny_tokenizer
+
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.engine.target import TargetReplica
+from paceline.actors.replay.record import ReplayRecord, decode
+from paceline.actors.router.policy import Route
+from paceline.actors.weights.slots import slot_for
+from paceline.deploy.api.ingress import Ingress, IngressSettings
+from paceline.deploy.api.routing import RouteTable, TopicFinder, tried
+from paceline.deploy.api.status import LearningActors
+from paceline.deploy.config.config import load_config
+from paceline.deploy.scoring import make_jury, scores_experts
+
+EXPERTS = ("general", "sql")
+AGAINST_SQL = {"weights": {"sql": {"sql": 0.1, "general": 0.9}}}
+
+
+def remote(**calls: Callable[..., Any]) -> Any:
+    """A handle of Ray's shape whose methods run here."""
+    return SimpleNamespace(**{n: SimpleNamespace(remote=call) for n, call in calls.items()})
+
+
+async def sure(_text: str) -> dict[str, float]:
+    return {"sql": 0.95, "general": 0.05}
+
+
+def answers(*said: Any) -> Callable[[], Awaitable[Any]]:
+    """One answer after the other, the last one for ever; an exception is raised."""
+    left = list(said)
+
+    async def answer() -> Any:
+        now = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    return answer
+
+
+async def until(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.001)
+
+
+def test_the_table_is_followed_and_its_source_may_die_for_a_while() -> None:
+    now = [0.0]
+    said = answers(
+        RuntimeError("not up"), {"weights": {"sql": "odd"}}, AGAINST_SQL, OSError("dead")
+    )
+    table = RouteTable(remote(table=said), lambda: now[0], every_s=0.0, stale_after_s=5.0)
+
+    async def follow() -> None:
+        assert table.weights() is None
+        await until(lambda: table.weights() is not None)
+        assert table.weights() == AGAINST_SQL["weights"]
+        now[0] = 5.5
+        assert table.weights() is None
+
+    asyncio.run(follow())
+
+
+def test_a_trial_gets_as_many_stable_requests_as_candidates_and_no_others() -> None:
+    lost, names = Route("sql", "general"), [f"chatcmpl-{n}-0" for n in range(2000)]
+    taken = [name for name in names if tried(lost, name, {"sql"}, 0.1).draft == "sql"]
+    assert all(tried(lost, name, {"sql"}, 0.1).topic == "sql" for name in names)
+    held = {"sql", "sql@candidate"}
+    slots = [slot_for("sql", name, 0.1, held) for name in taken]
+    assert len(taken) / len(names) == pytest.approx(0.2, abs=0.03)
+    assert slots.count("sql@candidate") / len(slots) == pytest.approx(0.5, abs=0.08)
+    for other in (Route("sql", "sql"), Route("math", "general")):
+        assert all(tried(other, name, {"sql"}, 0.1) == other for name in names)
+    assert all(tried(lost, name, {"sql"}, 0.0) == lost for name in names)
+
+
+def test_two_trials_at_once_give_both_slots_of_the_generalist_the_same_traffic() -> None:
+    """Sql's trial takes requests from general's: as many from its candidate as from the other."""
+    held = {"sql", "sql@candidate", "general", "general@candidate"}
+    topics: dict[str, list[str]] = {"general": [], "general@candidate": []}
+    for number in range(4000):
+        topic, name = ("sql", "general")[number % 2], f"chatcmpl-{number}-0"
+        route = tried(Route(topic, "general"), name, {"sql", "general"}, 0.1)
+        if route.draft == "general":
+            topics[slot_for("general", name, 0.1, held)].append(topic)
+    expected = 0.8 / 1.8  # a fifth of sql's requests is sql's own
+    for seen in topics.values():
+        assert seen.count("sql") / len(seen) == pytest.approx(expected, abs=0.06)
+
+
+def test_without_a_scorer_nothing_is_known_and_nothing_runs() -> None:
+    assert RouteTable(None, lambda: 0.0).weights() is None
+
+
+def test_routes_are_counted_by_topic_and_expert() -> None:
+    known: list[Any] = [None]
+    finder = TopicFinder(remote(classify=sure), EXPERTS, 1.0, 0.5, lambda: 0.0, lambda: known[0])
+    assert asyncio.run(finder.find("SELECT")) == Route("sql", "sql")
+    known[0] = AGAINST_SQL["weights"]
+    for _ in range(2):
+        assert asyncio.run(finder.find("SELECT")) == Route("sql", "general")
+    assert finder.counts() == {"sql": {"sql": 1, "general": 2}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("router.sample_share", 0),
+        ("router.enabled", False),
+        ("training.enabled", False),
+        ("drafts.topics", []),
+    ],
+)
+def test_scoring_is_on_where_there_is_a_choice_and_can_be_switched_off(
+    key: str, value: object
+) -> None:
+    assert scores_experts(load_config())
+    assert not scores_experts(load_config(None, {key: value}))
+
+
+def test_drafts_that_cannot_be_scored_leave_learning_alone(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = {"target.path": str(models["target"]), "drafts.topics": ["sql"]}
+    sound = load_config(None, paths | {"drafts.general": str(models["draft"])})
+    jury = make_jury(sound)
+    assert jury is not None
+    assert set(jury[0].draft_paths) == {"general", "sql"}
+    assert make_jury(load_config(None, paths | {"router.sample_share": 0})) is None
+    assert caplog.messages == []
+    assert make_jury(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
+    assert "cannot be scored" in caplog.text
+
+
+class Kept:
+    """The far side of shards and scorer: what a real target sends."""
+
+    def __init__(self) -> None:
+        self.shards: dict[str, list[ReplayRecord]] = {expert: [] for expert in EXPERTS}
+        self.left_out = dict.fromkeys(EXPERTS, 0)
+        self.offered: list[ReplayRecord] = []
+
+    def shard(self, topic: str) -> Any:
+        def insert(data: bytes, left_out: int) -> None:
+            self.shards[topic].append(decode(data))
+            self.left_out[topic] += left_out
+
+        return remote(insert=insert)
+
+    def scorer(self) -> Any:
+        return remote(
+            offer=lambda data: self.offered.append(decode(data)), table=answers(AGAINST_SQL)
+        )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    vocab = len(tiny_tokenizer())
+    return {
+        name: save_tiny(root / name, seed, vocab=vocab, layers=layers)
+        for name, seed, layers in (("target", 1, 2), ("draft", 2, 1))
+    }
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def target(
+    models: dict[str, Path], kept: Kept, request: pytest.FixtureRequest
+) -> Iterator[TargetReplica]:
+    settings = TargetSettings(
+        str(models["target"]),
+        dict.fromkeys(EXPERTS, str(models["draft"])),
+        dtype="float32",
+        num_threads=1,
+        max_num_seqs=4,
+        num_speculative_tokens=2,
+        scored_share=1.0,
+        max_records_per_s=getattr(request, "param", None),
+    )
+    shards = {expert: kept.shard(expert) for expert in EXPERTS}
+    replica = TargetReplica(settings, shards, scorer=kept.scorer())
+    yield replica
+    replica._loop.close()
+
+
+def test_replay_is_kept_by_topic_whoever_drafts(
+    target: TargetReplica, models: dict[str, Path], kept: Kept
+) -> None:
+    settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 8)
+    actors = LearningActors({}, None, None, None, scorer=kept.scorer())
+    ingress = Ingress(settings, Handle(target), remote(classify=sure), actors)
+    api = ingress.__serve_build_asgi_app__()
+    body = {"model": "m", "prompt": "SELECT", "max_tokens": 6, "ignore_eos": True}
+
+    async def ask() -> list[dict[str, Any]]:
+        door = httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
+        async with door as http:
+
+            async def post(**more: Any) -> dict[str, Any]:
+                answer = (await http.post("/v1/completions", json=body | more)).json()
+                figures: dict[str, Any] = answer["metrics"]["speculative_decoding"]
+                return figures
+
+            found = [await post()]  # before the table is there
+            await until(lambda: ingress._routes.weights() is not None)
+            found += [
+                await post(),
+                await post(speculative={"draft": "sql"}),
+                await post(speculative={"draft": "general@0"}),
+                await post(store=False),
+            ]
+            status = (await http.get("/v1/paceline/status")).json()
+        assert status["routing"] == AGAINST_SQL
+        assert status["routed"] == {"sql": {"sql": 1, "general": 3}}
+        return found
+
+    found = [(figures["topic"], figures["draft"]) for figures in asyncio.run(ask())]
+    drafts = ["sql", "general", "sql", "general@0", "general"]
+    assert found == [("sql", draft) for draft in drafts]
+    assert [record.expert for record in kept.shards["sql"]] == drafts[:-1]
+    assert kept.shards["general"] == []
+    assert [r.request_id for r in kept.offered] == [r.request_id for r in kept.shards["sql"]]
+    assert target._loop.draft_failures == 0
+
+
+@pytest.mark.parametrize("target", [1e-9], indirect=True)
+def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, kept: Kept) -> None:
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def ask(name: str, topic: str, *, store: bool = True, resumed: bool = False) -> int:
+        asked = GenerationRequest(
+            name,
+            (5, 6, 7),
+            sampling,
+            topic,
+            "sql",
+            store=store,
+            attempt=int(resumed),
+            output_token_ids=(8,) if resumed else (),
+        )
+        return sum([len(chunk.token_ids) async for chunk in target.generate(asked)])
+
+    async def flood() -> list[int]:
+        # Neither of the first two would be recorded anyway, and none may take another's place.
+        found = [await ask("private", "sql", store=False), await ask("r", "sql", resumed=True)]
+        found += [await ask(f"{topic}-{n}", topic) for topic in ("sql", "general") for n in "ab"]
+        return found
+
+    assert asyncio.run(flood()) == [4, 3, 4, 4, 4, 4]
+    target._allowance._clock = lambda: time.monotonic() + 1e10  # long after
+    assert asyncio.run(ask("sql-c", "sql")) == 4
+    asyncio.run(until(lambda: len(kept.shards["sql"]) == 2))  # it goes out behind the answer
+    assert [r.request_id for r in kept.shards["sql"]] == ["sql-a", "sql-c"]
+    assert kept.left_out["sql"] == 1
+    assert [r.request_id for r in kept.shards["general"]] == ["general-a"]

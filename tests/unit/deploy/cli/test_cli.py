@@ -1,0 +1,144 @@
+"""The command line: options, history, and exit codes before anything starts."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.deploy.cli.main import main
+
+FULL = Path("/dev/full")
+
+
+def write_history(folder: Path) -> None:
+    decisions = [
+        {"time": 20.0, "topic": "sql", "outcome": "published", "version": 1,
+         "served_expected_acceptance": 0.1, "candidate_expected_acceptance": 0.5},
+        {"time": 10.0, "topic": "math", "outcome": "rejected", "version": 0},
+    ]  # fmt: skip
+    file = folder / "abc" / "history.jsonl"
+    file.parent.mkdir(parents=True)
+    lines = [json.dumps(decision) for decision in decisions]
+    file.write_text("\n".join([*lines, '{"time": 30, "top']))
+
+
+def test_history_reads_the_decisions_from_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_history(tmp_path)
+    assert main(["history", "--state-dir", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[2] for row in rows[1:]] == ["math", "sql"]
+    assert rows[2].split()[3:] == ["published", "1", "0.100", "0.500"]
+    assert main(["history", "--state-dir", str(tmp_path), "--json", "--topic", "sql"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "published"
+
+
+def test_history_says_what_every_decision_rests_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = {"canary_requests": 8, "stable_requests": 70, "canary_acceptance": 0.61,
+            "stable_acceptance": 0.4, "difference_lower_bound": 0.1,
+            "difference_upper_bound": 0.32}  # fmt: skip
+    decisions = [
+        {"outcome": "published", "canary": True, "version": 3, "records": 12, "reason": "better",
+         "gain_lower_bound": 0.05, "gain_upper_bound": 0.2,
+         "served_expected_acceptance": 0.4, "candidate_expected_acceptance": 0.6},
+        {"outcome": "promoted", "version": 3} | live,
+        {"outcome": "rolled_back", "version": 4, "reason": "its drafts failed"},
+        {"outcome": "rolled_back", "version": 5, "reason": "asked for", "restored_from": 3},
+        {"outcome": "rejected", "version": 5, "gain_lower_bound": None, "records": 2},
+        {"outcome": "restored", "version": 6, "restored_from": 5},
+        {"outcome": "refused", "version": 6, "reason": "weights that are not finite"},
+        {"outcome": "drift", "version": 6, "acceptance_fast": 0.3, "acceptance_slow": 0.5,
+         "requests": 90},
+    ]  # fmt: skip
+    file = tmp_path / "history.jsonl"
+    file.write_text(
+        "\n".join(json.dumps({"time": i, "topic": "sql"} | d) for i, d in enumerate(decisions))
+    )
+    assert main(["history", "--state-dir", str(tmp_path)]) == 0
+    rows = [" ".join(row.split()[3:]) for row in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == [
+        "canary 3 0.400 0.600 gain +0.050 to +0.200, 12 records",
+        "promoted 3 0.400 0.610 difference +0.100 to +0.320, 8 canary requests, 70 stable requests",
+        "rolled_back 4 - - its drafts failed",
+        "rolled_back 5 - - weights of version 3, asked for",
+        "rejected 5 - - 2 records",
+        "restored 6 - - weights of version 5",
+        "refused 6 - - weights that are not finite",
+        "drift 6 0.500 0.300 90 requests",
+    ]
+    assert main(["history", "--state-dir", str(tmp_path), "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["outcome"] for line in lines] == [d["outcome"] for d in decisions]
+
+
+def test_history_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["history", "--state-dir", str(tmp_path)]) == 0
+    assert "No decision" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("prot: 9000", "prot: no such key"),
+        ("target: {path: /nowhere}", "no model folder at /nowhere"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_one_line_and_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], yaml: str, said: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(yaml)
+    assert main(["serve", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("paceline: ")
+    assert error.count("\n") == 1
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    name, number = capsys.readouterr().out.split()
+    assert (name, number) == ("paceline", metadata.version("paceline"))
+
+
+def test_an_unknown_option_is_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--dtype", "int4"])
+    assert caught.value.code == 2
+
+
+def as_process(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``as_process`` after some code, in a process of its own."""
+    text = f"import sys; from paceline.deploy.cli import main as cli; {code}; cli.as_process()"
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments], text=True, timeout=60, check=False, **options
+    )
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_command_from_its_end() -> None:
+    stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    done = as_process(stays, "history", "--state-dir", "/nowhere", capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "No decision has been taken yet.\n")
+
+
+def test_what_nobody_foresaw_ends_it_too_with_its_trace() -> None:
+    stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    done = as_process(f"{stays}; cli.main = lambda: 1 / 0", capture_output=True)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
+def test_output_that_could_not_be_written_is_a_failure() -> None:
+    with FULL.open("w") as full:
+        writes = "cli.main = lambda: sys.stdout.write('all of it') and 0"
+        assert as_process(writes, stdout=full, stderr=subprocess.DEVNULL).returncode == 1

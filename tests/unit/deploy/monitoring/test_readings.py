@@ -1,0 +1,277 @@
+"""Figures of real parts as samples: every metric of the catalogue comes out of one of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import request
+from lessons import lesson
+from unit.engine.test_stats import served
+from unit.weights.test_registry import weights
+
+from paceline.actors.engine.stats import RoundMeter
+from paceline.actors.replay.record import encode
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.router.hedge import Hedge
+from paceline.actors.speculation.pool.peer import Peer
+from paceline.actors.training.drift import DriftSettings
+from paceline.actors.training.progress import Progress
+from paceline.actors.training.topic_stats import Outlook
+from paceline.actors.weights.archive import outcome_of
+from paceline.actors.weights.canary import CanarySettings
+from paceline.actors.weights.draft_outcomes import DraftOutcome
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.scheduler.board import LoadBoard
+from paceline.deploy.monitoring import readings
+from paceline.deploy.monitoring.catalogue import BOARD, BY_NAME, METRICS, REGISTRY, SHARD, TARGET
+from paceline.deploy.monitoring.exporter import Sample
+
+GATE = {"candidate_expected_acceptance": 0.6, "served_expected_acceptance": 0.4}
+
+
+def by_labels(samples: Iterable[Sample], name: str) -> dict[tuple[str, ...], float]:
+    return {s.labels: s.value for s in samples if s.name == name}
+
+
+def check(samples: list[Sample], part: str, but: set[str] | None = None) -> None:
+    """The samples fit the catalogue, and all of the part's metrics are among them."""
+    for sample in samples:
+        metric = BY_NAME[sample.name]
+        assert metric.part == part
+        assert len(sample.labels) == len(metric.labels), sample
+        assert all(isinstance(label, str) and label for label in sample.labels), sample
+    expected = {metric.name for metric in METRICS if metric.part == part} - (but or set())
+    assert {sample.name for sample in samples} == expected
+
+
+def test_a_target_s_figures() -> None:
+    asked = [request(f"r{i}", [5 + i], ignore_eos=True) for i in range(3)]
+    _, figures = served(asked)
+    samples = list(readings.target_samples(figures))
+    controller_s = {"predicted_goodput", "num_speculative_tokens", "plain_decode_seconds"}
+    of_a_pool = {"expert_answers", "expert_connected"}
+    check(samples, TARGET, controller_s | of_a_pool)
+    drafts = by_labels(samples, "spec_decode_num_drafts")
+    assert drafts == {("sql", "a", "stable"): figures.rounds.counts["sql", "a"].drafts}
+    positions = by_labels(samples, "spec_decode_num_accepted_tokens_per_pos")
+    assert sorted(labels[3] for labels in positions) == ["0", "1", "2", "3"]
+    assert sum(positions.values()) == sum(
+        by_labels(samples, "spec_decode_num_accepted_tokens").values()
+    )
+    assert by_labels(samples, "version_num_drafts") == {("a", "0"): sum(drafts.values())}
+    assert by_labels(samples, "draft_weight_version") == {("a", "stable"): 0, ("b", "stable"): 0}
+    assert by_labels(samples, "kv_blocks")[("used",)] == 0
+    assert len([s for s in samples if s.name == "time_to_first_token_seconds"]) == 3
+    again = list(readings.target_samples(figures))
+    assert not [s for s in again if s.name == "time_to_first_token_seconds"]  # once each
+
+
+def test_a_version_that_was_promoted_goes_on_under_its_number() -> None:
+    meter = RoundMeter()
+    meter.row("sql", "sql@candidate", 1, 4, 2)
+    meter.row("sql", "sql", 0, 4, 1)
+    meter.row("sql", "sql", 1, 4, 3)  # promoted
+    held = list(readings._versions(meter.versions.items()))
+    drafts, accepted = (by_labels(held, f"version_num_{n}") for n in ("drafts", "accepted_tokens"))
+    assert drafts == {("sql", "0"): 1, ("sql", "1"): 2}
+    assert accepted == {("sql", "0"): 1, ("sql", "1"): 5}
+
+
+def test_experts_of_a_pool_by_what_came_of_their_questions() -> None:
+    samples = list(readings.pool_samples({"sql": Peer("sql").describe()}))
+    assert by_labels(samples, "expert_connected") == {("sql",): 0}
+    outcomes = by_labels(samples, "expert_answers")
+    assert outcomes == {
+        ("sql", "answered"): 0,
+        ("sql", "silent"): 0,
+        ("sql", "late"): 0,
+        ("sql", "lost"): 0,
+    }
+    assert {s.name for s in samples} <= set(BY_NAME)
+
+
+@pytest.mark.parametrize(
+    ("draft", "labels"),
+    [
+        ("sql", ("sql", "stable")),
+        ("sql@candidate", ("sql", "candidate")),
+        ("sql@0", ("sql", "initial")),
+    ],
+)
+def test_a_draft_s_name_as_labels(draft: str, labels: tuple[str, str]) -> None:
+    assert readings.slot_labels(draft) == labels
+
+
+def test_a_shard_s_figures_tell_what_went() -> None:
+    size = len(encode(lesson(0)))
+    shard = ReplayShard("sql", ReplaySettings(10 * size, 3600.0), seed=0, clock=lambda: 0.0)
+    for number in range(60):
+        shard.insert(encode(lesson(number)))
+    shard.insert(b"nonsense", 7)
+    samples = list(readings.shard_samples(shard.stats()))
+    check(samples, SHARD)
+    kept = sum(by_labels(samples, "replay_records").values())
+    evicted = by_labels(samples, "replay_evicted")["sql",]
+    assert by_labels(samples, "replay_inserted")["sql",] == 60 == kept + evicted
+    assert by_labels(samples, "replay_refused")["sql",] == 1
+    assert by_labels(samples, "replay_left_out")["sql",] == 7
+    used, room = by_labels(samples, "replay_bytes"), by_labels(samples, "replay_capacity_bytes")
+    assert all(0 < used[key] <= room[key] for key in used)
+
+
+@pytest.mark.parametrize("remover", ["fifo", "reservoir", "priority"])
+def test_every_record_is_kept_evicted_or_expired(remover: Any) -> None:
+    size, now = len(encode(lesson(0))), [0.0]
+    settings = ReplaySettings(10 * size, 100.0, remover=remover)
+    shard = ReplayShard("sql", settings, seed=0, clock=lambda: now[0])
+    for number in range(40):
+        shard.insert(encode(lesson(number)))
+    now[0] = 200.0
+    stats = shard.stats()
+    assert stats["records_train"] == stats["records_held_out"] == 0
+    assert stats["evicted_total"] > 0
+    assert stats["expired_total"] > 0
+    assert stats["evicted_total"] + stats["expired_total"] == 40
+
+
+def test_imagined_records_are_told_of_where_any_are_kept() -> None:
+    for per_record, splits in (
+        (0.0, {"train", "held_out"}),
+        (1.0, {"train", "held_out", "imagined"}),
+    ):
+        shard = ReplayShard("sql", ReplaySettings(imagined_per_record=per_record))
+        told = by_labels(list(readings.shard_samples(shard.stats())), "replay_capacity_bytes")
+        assert set(told) == {("sql", split) for split in splits}
+        assert min(told.values()) > 0
+
+
+def test_a_registry_s_figures(tmp_path: Path) -> None:
+    def start() -> WeightRegistry:
+        topics, canary = ("sql", "general"), CanarySettings()
+        return WeightRegistry(str(tmp_path), topics, "m", canary=canary, put=lambda x: x)
+
+    registry = start()
+    before = list(readings.registry_samples(registry.figures()))
+    updates = by_labels(before, "weight_updates")
+    assert set(updates.values()) == {0}  # there from the start: the first one is a rise
+    assert {labels[0] for labels in updates} == {"sql", "general"}
+    registry.publish("sql", weights(1.0), GATE)
+    registry.report([DraftOutcome("sql", 1, 0, 0, failed=True)])
+    registry.publish("sql", weights(2.0), GATE)
+    registry.report([DraftOutcome("sql", 2, 10, 5)])
+    registry.reject("general", GATE | {"candidate_expected_acceptance": None})
+    samples = list(readings.registry_samples(registry.figures()))
+    check(samples, REGISTRY)
+    updates = by_labels(samples, "weight_updates")
+    assert {k: v for k, v in updates.items() if v} == {
+        ("sql", "canary"): 2,
+        ("sql", "rolled_back"): 1,
+        ("general", "rejected"): 1,
+    }
+    versions = {("sql", "stable"): 0, ("sql", "candidate"): 2, ("general", "stable"): 0}
+    assert by_labels(samples, "weight_version") == versions
+    assert by_labels(samples, "canary_requests") == {("sql",): 1, ("general",): 0}
+    assert by_labels(samples, "expected_acceptance") == {
+        ("sql", "candidate"): 0.6,
+        ("sql", "served"): 0.4,
+        ("general", "served"): 0.4,
+    }
+
+
+def test_the_last_gate_survives_a_restart_and_counts_begin_anew(tmp_path: Path) -> None:
+    topics = ("sql",)
+    first = WeightRegistry(str(tmp_path / "a"), topics, "m", put=lambda x: x)
+    first.publish("sql", weights(1.0), GATE)
+    assert (
+        by_labels(readings.registry_samples(first.figures()), "weight_updates")[("sql", "deployed")]
+        == 1
+    )
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # the first one has the lock of its own
+    second = WeightRegistry(str(tmp_path / "b"), topics, "m", put=lambda x: x)
+    samples = list(readings.registry_samples(second.figures()))
+    assert by_labels(samples, "expected_acceptance")[("sql", "candidate")] == 0.6
+    assert by_labels(samples, "weight_version") == {("sql", "stable"): 1}
+    assert not any(by_labels(samples, "weight_updates").values())
+
+
+def test_outcomes_have_names_that_the_catalogue_s_reader_counts() -> None:
+    assert outcome_of({"outcome": "published", "canary": True}) == "canary"
+    assert outcome_of({"outcome": "published"}) == "deployed"
+    assert outcome_of({}) == "unknown"
+    sources = (Path(__file__).parents[4] / "actors").rglob("*.py")
+    written = (re.findall(r'"outcome": "([a-z_]+)"', p.read_text("utf-8")) for p in sources)
+    outcomes = {outcome for some in written for outcome in some}
+    assert outcomes >= {"published", "promoted", "rolled_back", "rejected"}
+    # Drift changes no weights, and has a gauge of its own; nor does a plateau.
+    counted = outcomes - {"drift", "plateau"}
+    assert {outcome_of({"outcome": o}) for o in counted} <= set(readings.UPDATES)
+
+
+def test_a_trainer_s_figures() -> None:
+    outlook = Outlook(("sql", "general"), DriftSettings(min_requests=1))
+    live = {"requests": 40, "rounds": 400, "accepted": 200}
+    outlook.update({"sql": live})
+    hedge = Hedge(("sql", "general"))
+    status = {
+        "state": "training",
+        "micro_steps": 7,
+        "training_s": 1.5,
+        "published": 2,
+        "rejected": 1,
+        "failures": 0,
+        "loss": 0.25,
+    }
+    table = hedge.table() | {"weights": {"sql": {"sql": 0.9, "general": 0.1}}}
+    samples = list(readings.trainer_samples(status, outlook.figures(), table))
+    check(samples, "trainer")
+    states = by_labels(samples, "trainer_state")
+    assert [state for (state,), value in states.items() if value] == ["training"]
+    acceptance = {("sql", "fast"): 0.5, ("sql", "slow"): 0.5}
+    assert by_labels(samples, "live_acceptance") == acceptance
+    assert by_labels(samples, "drifting") == {("sql",): 0, ("general",): 0}
+
+
+def test_every_state_that_rounds_name_has_a_label() -> None:
+    rounds = Path(__file__).parents[4] / "actors" / "training" / "training_loop.py"
+    named = set(re.findall(r'state="([^"]+)"', rounds.read_text(encoding="utf-8")))
+    assert named | {Progress().state} == set(readings.TRAINER_STATES)
+
+
+@pytest.mark.parametrize("state", ["no usable records to learn from", "anything else"])
+def test_a_trainer_that_has_not_begun_or_cannot_teach(state: str) -> None:
+    samples = list(readings.trainer_samples({"state": state, "failures": 0}, {}, {}))
+    states = by_labels(samples, "trainer_state")
+    assert [name for (name,), value in states.items() if value] == ["topic_unfit"]
+    assert by_labels(samples, "trainer_micro_steps") == {(): 0}
+
+
+def test_a_board_s_figures() -> None:
+    now = [100.0]
+    board = LoadBoard(0.1, clock=lambda: now[0])
+    board.report("r", 2, 0)
+    assert not board.may_train()
+    now[0] = 120.0
+    assert board.may_train()
+    board.ask("t", "life", (), {"sql": 1.0})
+    assert board.check("t", "life") == "go"
+    now[0] = 130.0
+    board.report("r", 1, 0)
+    now[0] = 130.5
+    assert board.check("t", "life") == "wait"
+    samples = list(readings.board_samples(board.snapshot(), board.yields()))
+    check(samples, BOARD)
+    values = {sample.name: sample.value for sample in samples}
+    assert values["training_leave_asked"] == 4
+    assert values["training_leave_granted"] == 2
+    assert values["training_leave"] == 0
+    assert values["training_yield_seconds"] == 0.5
+    assert by_labels(samples, "training_leases_ended")[("revoked",)] == 1
+    assert by_labels(samples, "training_leases")[("waiting",)] == 1
+    assert by_labels(samples, "idle_seconds")[("used",)] == 10.0
+    assert not list(board.yields())  # each is one observation

@@ -1,0 +1,236 @@
+"""The application for a cluster, its placement and the names of its actors; Ray does not run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from typing import Any
+
+import pytest
+import ray
+from waiting import wait_until
+
+from paceline.cluster import named_actor as named
+from paceline.cluster.named_actor import NamedActor, NotThereError
+from paceline.cluster.placement import actor_options
+from paceline.deploy import steward
+from paceline.deploy.cli.operations import status_words
+from paceline.deploy.cluster_app import build, for_cluster
+from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.deploy.errors import ConfigError
+from paceline.deploy.learning import makers, named_actors, occupied_above, trainer_names
+
+STORAGE = {"weights.storage": "/srv/somewhere"}
+
+
+def config(**overrides: Any) -> PacelineConfig:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config(None, STORAGE | dotted)
+
+
+def test_a_role_asks_for_what_its_placement_says() -> None:
+    assert actor_options({}) == {"num_cpus": 0, "num_gpus": 0}
+    assert actor_options({}, 0.25) == {"num_cpus": 0, "num_gpus": 0.25}
+    asked = actor_options({"CPU": 2, "GPU": 0.5, "serving": 1}, 0.25)
+    assert asked == {"num_cpus": 2, "num_gpus": 0.5, "resources": {"serving": 1}}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"target": {"memory": 1}}, "memory cannot be booked here"),
+        ({"experts": {"GPU": 0.1}}, "the GPU of an expert is drafts.num_gpus"),
+        ({"trainer": {"training": -1}}, "placement.trainer.training: "),
+        ({"trainr": {}}, "did you mean trainer?"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        load_config(None, {"placement": section})
+
+
+def test_a_trainer_on_hosts_of_its_own_minds_no_load_but_the_configured_one() -> None:
+    apart = config(
+        placement={"target": {"serving": 1}, "trainer": {"training": 1}},
+        training__max_occupancy=1.0,
+        target__max_num_seqs=8,
+        target__num_threads=4,
+    )
+    assert occupied_above(apart, cores=1) == 8
+    shared = {"target": {"serving": 0.5}, "trainer": {"serving": 0.1}}
+    one = config(placement=shared, target__num_threads=4, target__device="cpu")
+    assert not one.placement.trainer_is_apart
+
+
+@pytest.mark.parametrize(
+    ("cores", "chosen", "requests"),
+    [(2, "auto", 0), (3, "auto", 4), (8, "auto", 4), (2, 0.5, 8), (8, 0.0, 0)],
+)
+def test_on_one_machine_training_runs_beside_requests_only_where_a_core_is_left(
+    cores: int, chosen: Any, requests: int
+) -> None:
+    one = config(training__max_occupancy=chosen, target__max_num_seqs=16, target__device="cpu")
+    assert occupied_above(one, cores) == requests
+
+
+@pytest.mark.parametrize("storage", [None, "state", "./state"])
+def test_a_cluster_needs_storage_that_all_hosts_see(storage: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.storage: .* absolute path"):
+        for_cluster(load_config(None, {"weights.storage": storage}))
+
+
+def test_on_a_cluster_experts_listen_on_tcp_and_gpus_are_named() -> None:
+    given = for_cluster(config(placement={"target": {"GPU": 0.7}}))
+    assert given.drafts.across_nodes
+    assert given.placement.target == {"GPU": 0.7}
+    assert given.placement.trainer == {"GPU": 0.0}
+    assert str(given.state_path) == STORAGE["weights.storage"]
+
+
+def test_the_storage_takes_the_place_of_the_state_folder() -> None:
+    both = load_config(None, STORAGE | {"state_dir": "/else"})
+    assert str(both.state_path) == STORAGE["weights.storage"]
+
+
+@pytest.mark.parametrize("router", ["ingress", "deployment"])
+def test_the_application_is_built_without_actors_and_with_the_roles_places(router: str) -> None:
+    placement = {role: {f"for-{role}": 0.5} for role in ("target", "experts", "router", "ingress")}
+    placement |= {"learning": {"for-learning": 0.5}, "trainer": {"for-trainer": 0.5}}
+    pool = {"drafts__placement": "pool", "drafts__topics": ["sql"]}
+    built = deployments(build(config(placement=placement, router__placement=router, **pool)))
+    places = {name: options["resources"] for name, options in built.items()}
+    assert places == {
+        "ingress": {"for-ingress": 0.5},
+        "target": {"for-target": 0.5},
+        **({"router": {"for-router": 0.5}} if router == "deployment" else {}),
+        "steward": {"for-learning": 0.5},
+        "expert-general": {"for-experts": 0.5},
+        "expert-sql": {"for-experts": 0.5},
+    }
+
+
+def deployments(application: Any) -> dict[str, dict[str, Any]]:
+    """Every deployment of an application, with its actor options."""
+    return {found.name: found.ray_actor_options for found in built_of(application)}
+
+
+def built_of(application: Any) -> list[Any]:
+    from ray.serve._private.build_app import build_app
+
+    return list(build_app(application, name="paceline", default_runtime_env={}).deployments)
+
+
+class NoTrainers:
+    """What keeps none: the one of the steward would start Ray, from a thread without an end."""
+
+    def start(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, Any]:
+        return {"made": {}, "last_error": None}
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [("0.0.0.0", "", True), ("0.0.0.0", "sesame", False), ("127.0.0.1", "", False)],
+)
+def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    key: str,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("PACELINE_API_KEYS", key)
+    monkeypatch.setattr(steward, "serves_on", lambda: host)  # Serve does not run here
+    monkeypatch.setattr(steward, "makers", lambda _: {})
+    monkeypatch.setattr(steward, "keep_trainers", lambda *_: NoTrainers())
+    monkeypatch.setattr(steward, "_EVERY_S", 0.01)
+    bound = next(found for found in built_of(build(config())) if found.name == "steward")
+    monkeypatch.delenv("PACELINE_API_KEYS")  # on another host than where the application is built
+    kept = steward.Steward(*bound.init_args, **bound.init_kwargs)
+    begun = time.monotonic()
+    wait_until(lambda: kept._looked_at > begun, "a look", 10)
+    facts = asyncio.run(kept.describe())
+    words = status_words("u", {"target": {"error": "Died"}, "steward": facts})
+    said = [record.getMessage() for record in caplog.records if "API key" in record.getMessage()]
+    assert len(said) == (1 if warned else 0)
+    assert ("host 0.0.0.0 can be reached from other machines" in words) == warned
+
+
+def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
+    asked = config(drafts__topics=["sql"])
+    actors = named_actors(asked)
+    found = [*actors.shards.values(), actors.registry, actors.board]
+    assert [actor._name for actor in found] == list(makers(asked))
+    assert actors.scorer is actors.trainer
+    assert (actors.trainer._name, actors.further_trainers) == ("paceline-trainer", {})
+    assert named_actors(config(training__enabled=False)).trainer is None
+    three = config(training__trainers=3)
+    further = named_actors(three).further_trainers
+    assert [actor._name for actor in further.values()] == trainer_names(three)[1:]
+    assert list(further) == ["paceline-trainer-2", "paceline-trainer-3"]
+
+
+class Cluster:
+    """Ray's names: what stands behind one may change, or be gone."""
+
+    def __init__(self) -> None:
+        self.behind: dict[str, Any] = {}
+        self.asked = 0
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        assert namespace == "paceline"
+        self.asked += 1
+        if name not in self.behind:
+            raise ValueError(name)
+        return self.behind[name]
+
+
+class Handle:
+    def __init__(self, answer: str) -> None:
+        self.ping = self
+        self._answer = answer
+
+    def remote(self, *arguments: object) -> tuple[str, tuple[object, ...]]:
+        return self._answer, arguments
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    there = Cluster()
+    monkeypatch.setattr(ray, "get_actor", there.get_actor)
+    return there
+
+
+def test_an_actor_that_was_never_there_is_an_error_and_then_is_found(cluster: Cluster) -> None:
+    actor = NamedActor("registry")
+    with pytest.raises(NotThereError, match="registry"):
+        actor.ping.remote()
+    cluster.behind["registry"] = Handle("first")
+    assert actor.ping.remote(1) == ("first", (1,))
+    assert actor.ping.remote() == ("first", ())
+    assert cluster.asked == 2
+
+
+def test_an_actor_made_anew_is_found_and_one_that_is_gone_keeps_its_handle(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.behind["registry"] = Handle("first")
+    actor = NamedActor("registry")
+    actor.find()
+    monkeypatch.setattr(named, "_FRESH_S", 0.0)
+    del cluster.behind["registry"]
+    assert actor.ping.remote() == ("first", ())
+    cluster.behind["registry"] = Handle("second")
+    wait_until(lambda: actor.ping.remote()[0] == "second", "the new one", 10)
+
+
+def test_a_name_crosses_process_borders_alone(cluster: Cluster) -> None:
+    cluster.behind["registry"] = Handle("first")
+    actor = NamedActor("registry")
+    actor.find()
+    sent = copy.copy(actor)  # by the same rules as pickling
+    assert sent._handle is None
+    assert sent.ping.remote() == ("first", ())

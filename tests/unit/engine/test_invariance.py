@@ -1,0 +1,195 @@
+"""On CPUs with the kernels, a token's logits are the same bits in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import request, run, tokens_of
+from torch import Tensor
+
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.fused import FusedDecoder
+from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.linear import StackedLinear, packable
+from paceline.actors.engine.model_loader import load_causal_lm, resolve_dtype
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.numerics import batch_invariant
+from paceline.actors.engine.settings import TargetSettings
+
+MODELS = Path(__file__).parents[3] / "deploy" / "models"
+CPU = torch.device("cpu")
+LENGTH, ROWS, CAPACITY = 50, 8, 128
+
+WAYS = [
+    ("target", torch.bfloat16, False),
+    ("draft-general", torch.bfloat16, False),
+    ("target", torch.float32, True),
+    ("draft-general", torch.float32, True),
+]
+
+
+def skip_where_it_cannot_be(dtype: torch.dtype) -> None:
+    if kernels_for(CPU, dtype) is None or not packable(torch.zeros(1, dtype=dtype)):
+        pytest.skip("this CPU has no packed products or no compiler made the kernels")
+    if dtype == torch.bfloat16 != resolve_dtype("auto", CPU):
+        # what widens it there gives other bits, which the check at an engine's start sees
+        pytest.skip("this CPU does not compute in bfloat16")
+
+
+def made(name: str, dtype: torch.dtype, *, invariant: bool) -> ModelRunner:
+    skip_where_it_cannot_be(dtype)
+    model = load_causal_lm(MODELS / name, dtype)
+    runner = ModelRunner([model], ROWS, CAPACITY, invariant=invariant)
+    for length in (20, 60, CAPACITY):  # so that the rows' blocks lie apart
+        for row in (3, 1, 4, 0, 5, 2, 6, 7):
+            assert runner.kv.reserve(row, length)
+    return runner
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    name, dtype, invariant = request.param
+    return made(name, dtype, invariant=invariant)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def computed(runner: ModelRunner, tokens: Tensor, rows: list[int], steps: list[int]) -> Tensor:
+    """Logits of ``[B, LENGTH]`` tokens, so many at a time."""
+    parts, start = [], 0
+    for count in steps:
+        positions = torch.arange(start, start + count).expand(len(rows), -1)
+        part = tokens[:, start : start + count]
+        parts.append(runner.forward(rows, part, positions, start + count))
+        start += count
+    return torch.cat(parts, dim=1)
+
+
+def test_one_by_one_is_many_at_a_time_is_a_crowd(runner: ModelRunner) -> None:
+    assert isinstance(runner.decoder, FusedDecoder)
+    tokens = torch.randint(5, 4000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    alone = computed(runner, tokens[:1], [0], [1] * LENGTH)
+    for steps in ([LENGTH], [5] * 10, [7, 2, 1, 9, 3, 8, 20], [33, 17]):
+        assert torch.equal(computed(runner, tokens[:1], [3], steps), alone)
+        assert torch.equal(computed(runner, tokens, list(range(ROWS)), steps)[:1], alone)
+    scattered = computed(runner, tokens[[5, 0, 6]], [6, 1, 4], [10] * 5)
+    assert torch.equal(scattered[1:2], alone)
+
+
+def test_a_longer_neighbour_changes_nothing(runner: ModelRunner) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(5, 4000, (2, 6), generator=generator)
+    long = torch.randint(5, 4000, (1, 100), generator=generator)
+    runner.prefill(1, long[0].tolist(), 0)
+    alone = runner.forward([0], tokens[:1], torch.arange(6)[None], 6)
+    positions = torch.stack([torch.arange(6), torch.arange(100, 106)])
+    assert torch.equal(runner.forward([0, 1], tokens, positions, 106)[:1], alone)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes", [(4864, 896), (1536, 1536), (384, 1152)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_alone_is_the_row_among_others(
+    dtype: torch.dtype, sizes: tuple[int, int], threads: int
+) -> None:
+    """At some of these sizes oneDNN multiplies a lone bfloat16 row in another way."""
+    if not packable(torch.zeros(1, dtype=dtype)):
+        pytest.skip("this CPU has no packed products")
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(1, sizes[1], sizes[0], generator=generator).to(dtype)
+    linear = StackedLinear(weight)
+    linear.invariant = True
+    linear.pack()
+    rows = torch.randn(1, 9, sizes[0], generator=generator).to(dtype)
+    grid = Grid([0], CPU)
+    many = linear(rows, grid)
+    assert torch.equal(torch.cat([linear(rows[:, i : i + 1], grid) for i in range(9)], 1), many)
+    assert torch.equal(linear(rows[:, :4], grid), many[:, :4])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_answers_do_not_depend_on_speculation_neighbours_prefixes_or_a_second_try(
+    dtype: str,
+) -> None:
+    """Greedy text of the embedded models, whatever else is computed beside it."""
+    numeric = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    skip_where_it_cannot_be(numeric)
+    settings = TargetSettings(
+        str(MODELS / "target"),
+        {"general": str(MODELS / "draft-general")},
+        dtype=dtype,
+        num_threads=1,
+        max_num_seqs=6,
+        numerics="invariant",
+        # room for two of the six, so that some are put off and computed again
+        kv_cache_mb=numeric.itemsize,
+        max_model_len=96,
+        warm_up=False,
+    )
+    engine, tokenizer, facts = build_engine(settings)
+    assert facts["numerics"] == "invariant"
+    texts = [f"How many of the {n} users have ordered more than {n + 3} books?" for n in range(6)]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+    def answers(draft: str, k: int | None, *, together: bool) -> list[list[int]]:
+        asked = [
+            request(
+                f"{draft}-{k}-{together}-{n}",
+                prompt,
+                draft=draft,
+                max_tokens=32,
+                num_speculative_tokens=k,
+                ignore_eos=True,
+            )
+            for n, prompt in enumerate(prompts)
+        ]
+        groups = [asked] if together else [[one] for one in asked]
+        found = [run(engine, group) for group in groups]
+        return [
+            tokens_of(outputs[one.request_id])
+            for one in asked
+            for outputs in found
+            if one.request_id in outputs
+        ]
+
+    alone = answers("off", None, together=False)
+    assert answers("off", None, together=True) == alone
+    assert answers("general", 8, together=True) == alone
+    assert answers("general", 3, together=False) == alone
+    assert answers("general", None, together=True) == alone
+    assert engine.preemptions > 0
+
+
+def test_a_forward_that_is_large_enough_for_another_algorithm_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round of 8 rows with 9 tokens each has 72: bits that change there must be seen."""
+    runner = made("target", torch.float32, invariant=True)
+    for row in range(ROWS):
+        runner.kv.release(row)
+    assert batch_invariant(runner)
+    forward = runner.forward
+
+    def switching(rows: Any, tokens: Tensor, *rest: Any) -> Tensor:
+        logits: Tensor = forward(rows, tokens, *rest)
+        return logits if tokens.numel() < 72 else torch.nextafter(logits, logits + 1.0)
+
+    monkeypatch.setattr(runner, "forward", switching)
+    assert not batch_invariant(runner)

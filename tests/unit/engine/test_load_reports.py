@@ -1,0 +1,94 @@
+"""When a replica's load is told: begin and end of work at once, what is between seldom."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.actors.engine.target import LoadReporter
+
+
+class Board:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.told: list[tuple[float, int, int]] = []
+        self.fails = False
+        self.report = LoadReporter(self.take, lambda: self.now)
+
+    def take(self, running: int, waiting: int) -> None:
+        if self.fails:
+            raise ConnectionError
+        self.told.append((self.now, running, waiting))
+
+    def after(self, seconds: float, running: int, waiting: int = 0) -> None:
+        self.now += seconds
+        self.report(running, waiting)
+
+
+def test_the_first_request_and_the_last_one_s_end_are_told_at_once() -> None:
+    board = Board()
+    for running in (0, 1, 0, 2, 0):
+        board.after(0.001, running)
+    assert [running for _, running, _ in board.told] == [0, 1, 0, 2, 0]
+
+
+def test_changes_of_a_busy_replica_wait_and_the_last_one_is_told() -> None:
+    board = Board()
+    for running in (2, 3, 4, 3, 1):
+        board.after(0.01, running)
+    assert [running for _, running, _ in board.told] == [2]
+    board.after(0.2, 4)
+    assert board.told[-1][1:] == (4, 0)
+
+
+def test_a_burst_is_told_at_once() -> None:
+    """Beside a light load a trainer may have leave: it must lose it to sixteen requests."""
+    board = Board()
+    board.after(0.001, 1)
+    board.after(0.004, 1, 1)
+    board.after(0.004, 1, 15)
+    assert [told[1:] for told in board.told] == [(1, 0), (1, 15)]
+
+
+def test_a_request_that_was_told_of_as_waiting_is_told_of_as_running_at_once() -> None:
+    """Where a light load may run beside training, waiting is busy and one running is not."""
+    board = Board()
+    board.after(0.001, 0, 1)
+    board.after(0.004, 1)
+    board.after(0.004, 1, 1)
+    assert [told[1:] for told in board.told] == [(0, 1), (1, 0)]
+
+
+def test_what_does_not_change_is_told_once_a_second() -> None:
+    board = Board()
+    for _ in range(300):
+        board.after(0.01, 3)
+    assert len(board.told) == 3
+
+
+def test_a_board_that_cannot_be_told_harms_nobody() -> None:
+    board = Board()
+    board.fails = True
+    board.after(0.1, 1)
+    board.fails = False
+    board.after(0.1, 0)
+    assert [told[1:] for told in board.told] == [(0, 0)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4), st.integers(0, 3)), max_size=80))
+def test_whether_it_is_idle_or_has_twice_as_much_is_known(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    board = Board()
+    for ms, running, waiting in steps:
+        board.after(ms / 1e3, running, waiting)
+        told = sum(board.told[-1][1:])
+        assert bool(running + waiting) == bool(told)
+        assert running + waiting <= 2 * told
+    gaps = [b[0] - a[0] for a, b in zip(board.told, board.told[1:], strict=False)]
+    busy = [
+        gap
+        for gap, one, two in zip(gaps, board.told, board.told[1:], strict=False)
+        if one[1] and 0 < sum(two[1:]) <= 2 * sum(one[1:])
+    ]
+    assert all(gap >= 0.2 - 1e-9 for gap in busy)

@@ -1,0 +1,110 @@
+"""Prompts that go on from an earlier answer: less to compute, the same answer."""
+
+from __future__ import annotations
+
+from engines import TOKENIZER, make_engine, request, run, tokens_of
+
+from paceline.actors.engine.kv_cache import BLOCK_SIZE, PrefixIndex
+
+LONG = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. SELECT name FROM people;" * 2)[:40]
+
+
+def test_whole_blocks_are_found_as_far_as_they_are_alike() -> None:
+    index = PrefixIndex(2)
+    assert index.add([1, 2, 3, 4, 5], [7, 8]) == [7, 8]
+    assert index.match([1, 2, 3, 4, 5, 6]) == [7, 8]
+    assert index.match([1, 2, 3, 9]) == [7]
+    assert index.match([1]) == index.match([3, 4]) == index.match([]) == []
+    assert index.add([1, 2, 9, 9], [5, 6]) == [6]  # what 5 holds is known
+    assert index.match([1, 2, 9, 9]) == [7, 6]
+
+
+def test_what_followed_a_forgotten_block_is_not_found_behind_another() -> None:
+    index = PrefixIndex(2)
+    index.add([1, 2, 3, 4], [7, 8])
+    index.forget(7)
+    index.forget(7)
+    assert index.match([1, 2, 3, 4]) == []
+    index.add([5, 6], [7])
+    assert index.match([5, 6, 3, 4]) == [7]
+    index.add([1, 2, 3, 4], [9, 8])
+    assert index.match([1, 2, 3, 4]) == [9, 8]
+    assert len(index) == 3
+    index.forget_all()
+    assert index.match([5, 6]) == []
+
+
+def test_a_conversation_goes_on_where_it_was() -> None:
+    engine, plain = make_engine(), make_engine(prefix_cache=False)
+    history = list(LONG)
+    for turn in range(3):
+        asked = [
+            request(f"t{turn}", history, max_tokens=8, ignore_eos=True),
+            request(f"o{turn}", LONG[turn:], max_tokens=5 + turn, ignore_eos=True),
+        ]
+        found, expected = run(engine, asked), run(plain, asked)
+        for name, outputs in expected.items():
+            assert tokens_of(found[name]) == tokens_of(outputs)
+        cached = found[f"t{turn}"][-1].chunk.num_cached_tokens
+        computed = len(history) - 4 if turn else 0  # all but the last answer token and 7, 8, 9
+        assert cached == computed // BLOCK_SIZE * BLOCK_SIZE
+        assert cached > 0 or not turn
+        assert expected[f"t{turn}"][-1].chunk.num_cached_tokens == 0
+        history += [*tokens_of(found[f"t{turn}"]), 7, 8, 9]
+
+
+def test_a_request_that_must_not_be_stored_leaves_nothing_behind() -> None:
+    engine = make_engine()
+    run(engine, [request("r", LONG, store=False)])
+    assert run(engine, [request("s", LONG)])["s"][-1].chunk.num_cached_tokens == 0
+    again = run(engine, [request("t", LONG), request("u", LONG, store=False)])
+    assert [again[name][-1].chunk.num_cached_tokens for name in "tu"] == [32, 32]
+
+
+def test_one_that_is_not_recorded_leaves_its_keys_and_values_all_the_same() -> None:
+    engine = make_engine()
+    assert run(engine, [request("r", LONG, recorded=False)])["r"][-1].record is None
+    found = run(engine, [request("s", LONG)])["s"][-1]
+    assert found.record is not None
+    assert found.chunk.num_cached_tokens == 32
+
+
+def test_nothing_is_left_behind_by_a_target_that_failed() -> None:
+    engine = make_engine()
+    run(engine, [request("r", LONG)])
+    engine.add(request("s", LONG))
+    engine.step()
+    engine.fail_all()
+    assert run(engine, [request("t", LONG)])["t"][-1].chunk.num_cached_tokens == 0
+
+
+def test_running_requests_share_the_blocks_of_their_prompt() -> None:
+    engine = make_engine(prefill_chunk=64)
+    engine.add(request("first", LONG, max_tokens=30, ignore_eos=True))
+    engine.step()
+    free = engine.kv_blocks[1]
+    asked = [request(f"r{i}", [*LONG, i], max_tokens=4, ignore_eos=True) for i in range(3)]
+    for one in asked:
+        engine.add(one)
+    outputs = engine.step()
+    assert {o.chunk.num_cached_tokens for o in outputs if o.request_id != "first"} == {32}
+    assert free - engine.kv_blocks[1] == 3  # one more for each, three are shared by all
+    found, expected = run(engine), run(make_engine(prefix_cache=False), asked)
+    for output in reversed(outputs):
+        found.setdefault(output.request_id, []).insert(0, output)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert engine.kv_blocks == (24, 24)
+
+
+def test_kept_blocks_are_given_up_when_memory_is_needed() -> None:
+    engine, plain = make_engine(kv_positions=96), make_engine(prefix_cache=False)
+    asked = [request(f"r{i}", LONG[i:], max_tokens=4 + i, ignore_eos=True) for i in range(9)]
+    found, expected = run(engine, asked), run(plain, asked)
+    assert {n: tokens_of(o) for n, o in found.items()} == {
+        n: tokens_of(o) for n, o in expected.items()
+    }
+    last = run(engine, [request("again", LONG[8:])])["again"]
+    assert last[-1].chunk.num_cached_tokens == 16
+    first = run(engine, [request("first", LONG)])["first"]
+    assert first[-1].chunk.num_cached_tokens == 0

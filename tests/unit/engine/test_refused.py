@@ -1,0 +1,231 @@
+"""Weights that cannot be loaded and a controller that fails: what that costs, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from engines import make_engine, request, run, tokens_of
+from slotted import IDS, asked, outcomes, plain, short_of_memory, state, two_slots
+
+from paceline.actors.engine import engine as decoding
+from paceline.actors.engine.engine import Engine, StepOutput
+from paceline.actors.speculation.costs import DraftCosts, StepCosts
+from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.pending_updates import Mixtures
+
+
+def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slot holds a mixture: its requests draft nothing until whole weights come."""
+    engine = make_engine(target_seed=1, clock=lambda: 0.0)
+    engine.add(request("before", [3, 5, 7], max_tokens=30, ignore_eos=True))
+    outputs = [o for _ in range(4) for o in engine.step()]
+    with monkeypatch.context() as scarce:
+        short_of_memory(scarce)
+        engine.swap("a", 1, state(1))
+        outputs += engine.step()
+    assert engine.drafts()["a"] == 0
+    found = run(engine, [asked("answer-1"), asked("answer-2", draft="b")])
+    reference = run(make_engine(k=0), [request("x", [3, 5, 7], max_tokens=30, ignore_eos=True)])
+    assert tokens_of([*outputs, *found["before"]]) == tokens_of(reference["x"])
+    drafted = {name: parts[-1].chunk.speculative for name, parts in found.items()}
+    steps = {name: stats and stats.num_spec_steps for name, stats in drafted.items()}
+    assert steps["answer-1"] == 0
+    assert steps["answer-2"]
+    engine.swap("a", 2, {"lm_head.weight": torch.zeros(1)})  # does not fit: still a mixture
+    assert run(engine, [asked("answer-3")])["answer-3"][-1].chunk.speculative == drafted["answer-1"]
+    engine.swap("a", 3, state(1))
+    whole = run(engine, [asked("answer-4")])["answer-4"][-1].chunk.speculative
+    assert whole is not None
+    assert whole.num_spec_steps > 0
+
+
+def drafted(engine: Engine, name: str, **fields: Any) -> tuple[int, int]:
+    """Rounds in which a request was drafted for, and with which version at last."""
+    stats = run(engine, [asked(name, **fields)])[name][-1].chunk.speculative
+    assert stats is not None
+    return stats.num_spec_steps, stats.weight_version
+
+
+def spoil(engine: Engine, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a version of a loaded in part."""
+    with monkeypatch.context() as scarce:
+        short_of_memory(scarce)
+        engine.swap("a", version, state(1))
+        run(engine)
+
+
+def test_what_was_loaded_in_part_is_loaded_again_when_memory_may_be_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without another version, which may never come."""
+    now = [100.0]
+    engine = make_engine(target_seed=1, clock=lambda: now[0])
+    spoil(engine, 1, monkeypatch)
+    now[0] += 0.9
+    assert drafted(engine, IDS[0])[0] == 0
+    now[0] += 0.2
+    rounds, version = drafted(engine, IDS[1])
+    assert rounds > 0
+    assert version == engine.drafts()["a"] == 1
+    assert engine.draft_failures == 0
+
+
+def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, tried = [0.0], []
+    engine = make_engine(target_seed=1, clock=lambda: now[0])
+    spoil(engine, 1, monkeypatch)
+    engine.add(request("long", [3, 5, 7], max_tokens=80, ignore_eos=True))
+
+    def short(*_: Any) -> None:
+        tried.append(now[0])
+        raise RuntimeError("can't allocate memory")
+
+    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    monkeypatch.setattr(stack.runner, "load_weights", short)
+    for second in range(70):
+        now[0] = float(second)
+        assert engine.step()
+    assert tried == [1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
+
+
+def test_mixtures_wait_a_minute_at_most_and_newer_weights_take_the_place_of_older() -> None:
+    mixtures, error = Mixtures(), RuntimeError()
+    mixtures.note("a", 1, {}, error)
+    mixtures.note("b@candidate", 1, {}, error)
+    mixtures.note("c", 1, {}, ValueError("shape"))
+    assert [mixtures.spoil(name, {"a", "a@0", "b"}) for name in ("a", "a@0", "b", "c")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert mixtures.spoil("a@candidate", {"a"})  # empty: it drafts as the stable slot
+    assert mixtures.due(0.0) is None
+    for second in range(1, 1000):
+        found = mixtures.due(float(second))
+        if found is not None:
+            version = found[1]
+            mixtures.note("a", version + 1, {}, error)
+    assert version == 21
+    assert mixtures.next_s == 63.0 + 16 * 60.0  # six tries, then one a minute
+    mixtures.over("a")
+    assert not mixtures
+    assert mixtures.next_s is None
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_candidate_that_cannot_be_loaded_has_failed(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody drafts with it: without a word its trial would wait for ever."""
+    engine = two_slots()
+    with monkeypatch.context() as scarce:
+        if fits:
+            short_of_memory(scarce)
+        engine.swap("a@candidate", 8, state(1) if fits else {"lm_head.weight": torch.zeros(1)})
+        run(engine)
+    assert "a@candidate" not in engine.drafts()
+    found = outcomes(outputs := run(engine, [asked(name) for name in IDS]))
+    assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
+    failed = [outcome for outcome in found.values() if outcome and outcome.failed]
+    assert [(outcome.expert, outcome.weight_version) for outcome in failed] == [("a", 8)]
+    found = outcomes(run(engine, [asked(name) for name in IDS]))  # told once
+    assert not any(outcome and outcome.failed for outcome in found.values())
+
+
+def refused(engine: Engine, version: int) -> None:
+    """A candidate of a that does not fit."""
+    engine.swap("a@candidate", version, {"lm_head.weight": torch.zeros(1)})
+
+
+def failures(outputs: Iterable[StepOutput]) -> list[tuple[str, int]]:
+    return [(o.outcome.expert, o.outcome.weight_version) for o in outputs if failed(o)]
+
+
+def failed(output: StepOutput) -> bool:
+    return output.outcome is not None and output.outcome.failed
+
+
+def test_a_request_whose_outcome_tells_nothing_does_not_take_the_report_along() -> None:
+    engine = two_slots(initial=True)
+    refused(engine, 8)
+    engine.add(asked(IDS[0], draft="a@0"))
+    engine.add(asked(IDS[1], draft="off"))
+    engine.add(asked(IDS[2], draft="b"))
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert engine.num_running == 3
+    assert failures(outputs) == []
+    engine.add(asked(IDS[3]))
+    outputs = [output for _ in range(2) for output in engine.step()]
+    assert failures(outputs) == [("a", 8)]
+    assert engine.num_running == 4
+
+
+def test_a_request_that_has_told_of_a_failure_leaves_the_next_one_to_others() -> None:
+    engine = two_slots(max_num_seqs=2)
+    for version, name in ((8, IDS[0]), (9, IDS[1])):
+        refused(engine, version)
+        engine.add(asked(name))
+        outputs = [output for _ in range(2) for output in engine.step()]
+        assert failures(outputs) == [("a", version)]
+    assert engine.num_running == 2
+
+
+def test_a_report_is_not_lost_with_the_round_that_was_to_carry_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is short for weights, it may be for the target's forward too."""
+    engine = two_slots()
+    refused(engine, 8)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(decoding, "verify", lambda *_: 1 // 0)
+        engine.add(asked(IDS[0]))
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        assert failures(engine.fail_all()) == []
+    outputs = run(engine, [asked(IDS[1])])[IDS[1]]
+    assert failures(outputs)[0] == ("a", 8)
+
+
+@pytest.mark.parametrize("method", ["plan", "took", "ended", "swapped", "limit"])
+def test_a_controller_that_fails_costs_drafts_and_no_answer(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    engine = two_slots(k=None)
+    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
+    monkeypatch.setattr(controller, method, broken)
+    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
+    engine.drafting.limit(3, None)
+    outputs = run(engine, [asked(name) for name in IDS[:5]], draft_failures=True)
+    engine.swap("a", 9, state(4))
+    outputs |= run(engine, [asked(name) for name in IDS[5:]], draft_failures=True)
+    assert engine.draft_failures > 0
+    assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
+
+
+def test_a_controller_that_does_not_take_note_of_new_weights_ends_no_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that a proposer has taken by itself are noted in the midst of a round."""
+    engine = two_slots(k=None)
+    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
+    monkeypatch.setattr(controller, "swapped", lambda _: 1 // 0)
+    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
+    engine.add(asked(IDS[0]))
+    outputs = [output for _ in range(3) for output in engine.step()]
+    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    slot = next(iter(engine._running.values())).draft
+    stack.versions[slot] += 1
+    outputs += run(engine, draft_failures=True)[IDS[0]]
+    assert engine.draft_failures == 1
+    assert tokens_of(outputs) == plain(IDS[0])

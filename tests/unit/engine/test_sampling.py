@@ -1,0 +1,86 @@
+"""Processing of logits against transformers' own warpers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.engine.sampling import batch_params, draw, processed_probs
+
+CASES = [
+    (1.0, 1.0, 0, 0.0),
+    (0.7, 1.0, 0, 0.0),
+    (1.3, 0.9, 0, 0.0),
+    (1.0, 1.0, 5, 0.0),
+    (0.8, 0.5, 7, 0.0),
+    (1.0, 0.01, 0, 0.0),
+    (1.0, 1.0, 0, 0.1),
+    (1.5, 0.95, 20, 0.2),
+    (0.8, 1.0, 3, 0.01),
+    (1.0, 1.0, 0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k", "min_p"), CASES)
+def test_equals_transformers(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 3, 50, generator=generator) * 3
+    params = SamplingParams(1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    expected = torch.softmax(warpers(None, logits.reshape(-1, 50).clone()), -1).reshape(4, 3, 50)
+    torch.testing.assert_close(processed_probs(logits, batch_params([params] * 4, "cpu")), expected)
+
+
+def test_rows_keep_their_own_parameters() -> None:
+    logits = torch.randn(3, 1, 20, generator=torch.Generator().manual_seed(1))
+    params = [
+        SamplingParams(max_tokens=1, temperature=0.5),
+        SamplingParams(max_tokens=1, temperature=0.0),
+        SamplingParams(max_tokens=1, top_k=1),
+    ]
+    probs = processed_probs(logits, batch_params(params, "cpu"))
+    torch.testing.assert_close(probs[0, 0], torch.softmax(logits[0, 0] / 0.5, -1))
+    torch.testing.assert_close(probs[1, 0], torch.softmax(logits[1, 0], -1))
+    assert probs[2, 0].max() == 1.0
+
+
+def test_draw_never_draws_a_zero() -> None:
+    weights = torch.tensor([0.0, 1e-30, 0.0]).expand(1000, 3)
+    drawn = draw(weights, torch.Generator().manual_seed(0))
+    assert (drawn == 1).all()
+
+
+def test_a_rows_law_does_not_depend_on_its_neighbours_filters() -> None:
+    """Not by one bit: a seeded text must be the same in every batch."""
+    logits = torch.randn(3, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
+    free, cut = SamplingParams(1), SamplingParams(1, top_p=0.5, top_k=7, min_p=0.1)
+    alone = processed_probs(logits[:1], batch_params([free], "cpu"))
+    crowd = processed_probs(logits, batch_params([free, cut, cut], "cpu"))
+    assert torch.equal(crowd[:1], alone)
+    cut_alone = processed_probs(logits[1:2], batch_params([cut], "cpu"))
+    assert torch.equal(crowd[1:2], cut_alone)
+
+
+def test_what_filters_keep_is_the_same_bits_in_every_batch() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # with which a sum over one row adds in another order
+    logits = torch.randn(4, 1, 50_304, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9, seed=1)
+    crowd = processed_probs(logits, batch_params([params] * 4, "cpu"))
+    alone = [processed_probs(row[None], batch_params([params], "cpu"))[0] for row in logits]
+    torch.set_num_threads(threads)
+    assert torch.equal(torch.stack(alone), crowd)

@@ -1,0 +1,105 @@
+"""What a sequence counts of the rounds that gave its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import TOKENIZER, make_engine, request, run, tokens_of, twin_engine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.actors.engine.detokenizer import TextStream
+from paceline.actors.engine.request import GenerationRequest, stopped_by_id
+from paceline.actors.engine.sequence import Sequence
+
+EOS = frozenset({2})
+ROUND = st.tuples(st.lists(st.integers(2, 60), max_size=8), st.integers(0, 8), st.integers(2, 60))
+
+
+@given(
+    st.lists(ROUND, min_size=1, max_size=12),
+    st.sets(st.integers(3, 60), max_size=4),
+    st.lists(st.sampled_from(["a", "b", "e", " "]), max_size=2),
+    st.integers(1, 60),
+)
+def test_accepted_and_final_tokens_are_the_answer(
+    rounds: list[tuple[list[int], int, int]], ids: set[int], stops: list[str], limit: int
+) -> None:
+    """However an answer ends: a token of a draft is accepted where it is in the answer."""
+    asked = request(
+        "r", [5, 6], max_tokens=limit, stop_token_ids=tuple(sorted(ids)), stop=tuple(stops)
+    )
+    text = TextStream(TOKENIZER, asked.sampling.stop, prompt=(5, 6))
+    sequence = Sequence(asked, text, limit, None, weight_version=0, recorder=None)
+    from_drafts = finals = steps = told = played = cut = 0
+    for draft, wanted, final in rounds:
+        accepted = min(wanted, len(draft))
+        before = sequence.num_output
+        sequence.accept(len(draft), accepted, [*draft[:accepted], final], EOS)
+        taken = sequence.num_output - before
+        from_drafts += min(taken, accepted)
+        finals += taken > accepted
+        cut += taken <= accepted
+        played += 1
+        steps += bool(draft)
+        told += sum(accepted for _, accepted in sequence.chunk().rounds)
+        counted = sequence.last_round
+        assert counted == ((taken, taken) if taken <= accepted else (len(draft), accepted))
+        if sequence.finish_reason:
+            break
+    stats = sequence.stats()
+    assert stats.num_accepted_draft_tokens == from_drafts
+    assert from_drafts + finals == sequence.num_output
+    assert stats.num_accepted_draft_tokens <= stats.num_draft_tokens
+    histogram = stats.acceptance_histogram
+    assert sum(histogram) == stats.num_spec_steps == steps
+    assert sum(i * count for i, count in enumerate(histogram)) == from_drafts
+    assert told == from_drafts
+    assert stats.num_cut_rounds == cut <= (sequence.finish_reason is not None)
+    if steps == played:
+        assert steps * stats.mean_acceptance_length == pytest.approx(sequence.num_output)
+
+
+def test_what_an_end_cuts_is_counted_nowhere() -> None:
+    """A draft that is the target, stopped within its first round, by its second token."""
+    prompt = TOKENIZER.encode("SELECT name", add_special_tokens=False)
+
+    def asked(**more: Any) -> GenerationRequest:
+        return request("r", prompt, ignore_eos=True, **more)
+
+    first, second = tokens_of(run(twin_engine(k=8), [asked()])["r"])[:2]
+    assert first != second
+    engine = twin_engine(k=8)
+    outputs = run(engine, [asked(stop_token_ids=(second,))])["r"]
+    assert tokens_of(outputs) == [first, second]
+    stats = outputs[-1].chunk.speculative
+    assert stats is not None
+    assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (2, 2)
+    assert stats.mean_acceptance_length == 2.0
+    assert outputs[-1].chunk.rounds == ((2, 2),)
+    counts = engine.drafting.meter.counts["sql", "a"]
+    assert (counts.drafts, counts.draft_tokens, counts.accepted_tokens) == (1, 2, 2)
+    outcome = outputs[-1].outcome
+    assert outcome is not None
+    assert (outcome.rounds, outcome.accepted) == (1, 1)
+
+
+def test_a_special_tokens_text_stops_as_the_token_does() -> None:
+    """Here `</s>`, which the engine's settings and ``ignore_eos`` let pass."""
+    prompt = TOKENIZER.encode("SELECT name", add_special_tokens=False)
+    asked = request(
+        "r", prompt, ignore_eos=True, min_tokens=3, logit_bias=((2, 100.0),), stop=("</s>",)
+    )
+    outputs = run(make_engine(), [asked])["r"]
+    answer = tokens_of(outputs)
+    assert len(answer) == 4  # three that may not be it, and the token itself
+    assert answer[3] == 2 not in answer[:3]
+    assert outputs[-1].chunk.finish_reason == "stop"
+
+
+def test_a_special_token_that_the_target_lacks_is_no_stop_token() -> None:
+    asked = request("r", [5, 6], stop=("</s>", "<s>"), stop_token_ids=(9,))
+    found = stopped_by_id(asked, {1: "<s>", 2: "</s>", 300: "<s>", 7: "<x>"}, 300)
+    assert found.sampling.stop_token_ids == (9, 1, 2)
+    assert found.sampling.stop == asked.sampling.stop

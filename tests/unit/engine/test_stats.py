@@ -1,0 +1,170 @@
+"""What the engine counts, against what it tells its clients."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable
+
+from engines import make_engine, request
+from unit.speculation.test_goodput import A, World, controller, target_s
+
+from paceline.actors.engine.engine_loop import EngineLoop
+from paceline.actors.engine.request import (
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    GenerationChunk,
+    GenerationRequest,
+)
+from paceline.actors.engine.stats import EngineFigures, RequestMeter, RoundMeter
+
+WAIT_S = 20.0
+
+
+def served(wanted: Iterable[GenerationRequest]) -> tuple[list[GenerationChunk], EngineFigures]:
+    """Last chunks of the answers, and the figures when all is done; drafts like the target."""
+    loop = EngineLoop(make_engine(draft_seed=1, layers=1), num_threads=1)
+    try:
+        answers: list[queue.Queue[GenerationChunk]] = []
+        for one in wanted:
+            answers.append(queue.Queue())
+            loop.submit(one, answers[-1].put)
+        last = []
+        for answer in answers:
+            while (chunk := answer.get(timeout=WAIT_S)).finish_reason is None:
+                pass
+            last.append(chunk)
+        assert loop.draft_failures == 0
+        return last, loop.figures()
+    finally:
+        loop.close()
+
+
+def test_rounds_are_counted_as_the_answers_tell_them() -> None:
+    topics = ["sql", "sql", "code", "sql", "code", "sql"]
+    asked = [
+        request(f"r{i}", [5 + i, 7], topic=topic, ignore_eos=True, max_tokens=13)
+        for i, topic in enumerate(topics)
+    ]
+    chunks, figures = served(asked)
+    for topic in ("sql", "code"):
+        told = [c.speculative for c, own in zip(chunks, topics, strict=True) if own == topic]
+        assert all(told)
+        counts = figures.rounds.counts[topic, "a"]
+        assert counts.drafts == sum(s.num_spec_steps for s in told if s)
+        assert counts.draft_tokens == sum(s.num_draft_tokens for s in told if s)
+        assert counts.accepted_tokens == sum(s.num_accepted_draft_tokens for s in told if s)
+        assert counts.accepted_tokens == sum(counts.accepted_per_position()) > 0
+        beyond = [sum(s.acceptance_histogram[i + 1 :]) for s in told if s for i in range(4)]
+        assert [sum(beyond[i::4]) for i in range(4)] == counts.accepted_per_position()
+        assert counts.rounds >= counts.drafts
+    versions = figures.rounds.versions
+    assert list(versions) == [("a", 0)]
+    assert versions["a", 0].draft_tokens == sum(
+        c.draft_tokens for c in figures.rounds.counts.values()
+    )
+
+
+def test_tokens_and_waits_of_every_request_are_counted() -> None:
+    asked = [request(f"r{i}", [5 + i, 7, 9], ignore_eos=True, max_tokens=13) for i in range(6)]
+    _, figures = served(asked)
+    requests, rounds = figures.requests, figures.rounds
+    assert dict(requests.generation_tokens) == {"sql": 6 * 13}
+    assert dict(requests.prompt_tokens) == {"sql": 6 * 3}
+    assert len(requests.queue_s) == len(requests.first_token_s) == 6
+    assert max(requests.queue_s) <= max(requests.first_token_s)  # four rows, so two have waited
+    assert 1 <= len(requests.per_token_s) <= 6
+    assert rounds.tokens >= 6 * 13
+    assert 0.0 < rounds.drafting_s < rounds.seconds
+    assert (figures.running, figures.waiting) == (0, 0)
+    assert figures.kv_blocks_available == figures.kv_blocks
+    assert figures.predicted_goodput is None  # no controller: nobody knows
+    assert rounds.plain_s == 0.0
+
+
+def test_tokens_that_a_stop_string_cuts_off_were_generated_all_the_same() -> None:
+    whole, _ = served([request("r", [5, 7], ignore_eos=True, max_tokens=12)])
+    text = "".join(c.text for c in whole)
+    stop = text[-1:] or "x"
+    chunks, figures = served([request("r", [5, 7], ignore_eos=True, max_tokens=12, stop=(stop,))])
+    assert figures.requests.generation_tokens["sql"] >= chunks[0].num_cut_tokens
+
+
+def test_requests_that_want_no_drafts_are_no_speculation() -> None:
+    off = request("r", [5], draft="off", ignore_eos=True)
+    zero = request("s", [6], num_speculative_tokens=0, ignore_eos=True)
+    _, figures = served([off, zero])
+    assert figures.rounds.counts == {}
+    assert figures.requests.generation_tokens["sql"] == 40
+
+
+def test_only_the_latest_versions_of_a_slot_are_kept() -> None:
+    meter = RoundMeter()
+    for version in range(9):
+        meter.row("sql", "sql@candidate" if version % 2 else "sql", version, 4, 2)
+        meter.row("sql", "sql@0", 0, 4, 1)
+    meter.row("code", "code", 3, 4, 4)
+    assert [version for draft, version in meter.versions if draft == "sql"] == [4, 6, 8]
+    assert [v for draft, v in meter.versions if draft == "sql@candidate"] == [3, 5, 7]
+    assert meter.versions["sql@0", 0].drafts == 9
+    assert meter.versions["code", 3].accepted_tokens == 4
+    assert sum(c.drafts for (_, d), c in meter.counts.items() if d == "sql@0") == 9
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_times_of_a_request() -> None:
+    clock = Clock()
+    meter = RequestMeter(clock)
+    meter.came(request("r", [5, 6]), 10.0)
+    meter.begun(["r", "unknown"], 12.0)
+    clock.now = 13.0
+    meter.gave("r", 0, None)  # its prompt is read
+    meter.gave("r", 3, None)
+    meter.begun(["r"], 14.0)  # again: it gave up its memory
+    clock.now = 15.0
+    meter.gave("r", 4, FINISH_LENGTH)
+    assert list(meter.queue_s) == [2.0]
+    assert list(meter.first_token_s) == [3.0]
+    assert list(meter.per_token_s) == [0.5]
+    meter.gave("r", 1, FINISH_LENGTH)
+    assert meter.generation_tokens["sql"] == 7
+
+
+def test_failed_resumed_and_dropped_requests_say_nothing_of_waits() -> None:
+    clock = Clock()
+    meter = RequestMeter(clock)
+    meter.came(request("failed", [5]), 0.0)
+    meter.came(request("resumed", [5], output_token_ids=(6, 7), attempt=1), 0.0)
+    meter.came(request("dropped", [5]), 0.0)
+    meter.begun(["failed#0", "resumed#1"], 1.0)
+    meter.dropped("dropped")
+    meter.dropped("dropped")
+    meter.gave("failed", 1, None)
+    clock.now = 5.0
+    meter.gave("failed", 2, FINISH_ERROR)
+    meter.gave("resumed#1", 2, FINISH_LENGTH)
+    assert list(meter.per_token_s) == []
+    assert list(meter.first_token_s) == [0.0]
+    assert meter.prompt_tokens["sql"] == 2
+    assert meter.generation_tokens["sql"] == 5
+
+
+def test_the_controller_says_what_it_chose_and_expects() -> None:
+    fresh = controller()
+    assert fresh.predicted is None
+    assert fresh.plain_seconds(4, 12) == 3 * target_s(4, 1)
+    good, bad = World({A: 4}, {A: 0.9}), World({A: 4}, {A: 0.0})
+    good.run(400)
+    bad.run(400)
+    assert good.controller.chosen("a") >= 3
+    assert bad.controller.chosen("a") == 0
+    assert good.controller.predicted is not None
+    assert bad.controller.predicted is not None
+    plain = 4 / target_s(4, 1)
+    assert bad.controller.predicted < 1.1 * plain < good.controller.predicted

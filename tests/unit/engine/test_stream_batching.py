@@ -1,0 +1,260 @@
+"""What streams get together, and what goes out at once."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from engines import make_engine, request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.actors.engine.engine_loop import EngineLoop, Outbox, interval_s
+from paceline.actors.engine.request import (
+    FINISH_ERROR,
+    FINISH_FAULT,
+    FINISH_LENGTH,
+    GenerationChunk,
+)
+from paceline.actors.engine.sequence import Sequence
+from paceline.deploy.config.config import load_config
+from paceline.deploy.config.replica_settings import target_settings
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Client:
+    chunks: list[GenerationChunk] = field(default_factory=list)
+
+    def __call__(self, chunk: GenerationChunk) -> None:
+        self.chunks.append(chunk)
+
+    @property
+    def tokens(self) -> list[tuple[int, ...]]:
+        return [chunk.token_ids for chunk in self.chunks]
+
+
+def chunk(*tokens: int, reason: str | None = None) -> GenerationChunk:
+    text = "".join(f"<{token}>" for token in tokens)
+    return GenerationChunk(text, tokens, reason, rounds=((2, len(tokens) - 1),))
+
+
+def outbox(rate: float = 100.0) -> tuple[Outbox, Clock, list[str]]:
+    clock, lost = Clock(), list[str]()
+    return Outbox(rate, clock, lost.append), clock, lost
+
+
+def test_the_first_chunk_goes_at_once_the_next_with_those_that_come_soon_after() -> None:
+    box, clock, _ = outbox()
+    client = Client()
+    box.open("a", client)
+    for token in (1, 2, 3):
+        box.put("a", chunk(token))
+    assert client.tokens == [(1,)]
+    clock.now = 0.011
+    box.flush()
+    assert client.tokens == [(1,), (2, 3)]
+    assert client.chunks[-1].text == "<2><3>"
+    assert client.chunks[-1].rounds == ((2, 0), (2, 0))
+
+
+def test_the_last_chunk_brings_what_was_held() -> None:
+    box, _, _ = outbox()
+    client = Client()
+    box.open("a", client)
+    for each in (chunk(1), chunk(2), chunk(3, reason=FINISH_LENGTH)):
+        box.put("a", each)
+    assert client.tokens == [(1,), (2, 3)]
+    assert client.chunks[-1].finish_reason == FINISH_LENGTH
+    assert not len(box)
+
+
+@pytest.mark.parametrize("reason", [FINISH_FAULT, FINISH_ERROR])
+def test_a_failure_comes_by_itself(reason: str) -> None:
+    """The front door takes no token from a chunk that tells of a failure."""
+    box, _, _ = outbox()
+    client = Client()
+    box.open("a", client)
+    for each in (chunk(1), chunk(2), GenerationChunk("", (), reason)):
+        box.put("a", each)
+    assert client.tokens == [(1,), (2,), ()]
+    assert [c.finish_reason for c in client.chunks] == [None, None, reason]
+
+
+def test_without_a_limit_every_chunk_goes_at_once() -> None:
+    box, _, _ = outbox(0.0)
+    client, whole = Client(), Client()
+    box.open("a", client)
+    box.open("b", whole, whole=True)
+    for name in "ab":
+        for token in (1, 2):
+            box.put(name, chunk(token))
+    assert client.tokens == whole.tokens == [(1,), (2,)]
+
+
+def test_a_whole_answer_comes_together() -> None:
+    box, clock, _ = outbox()
+    client = Client()
+    box.open("a", client, whole=True)
+    for token in range(50):
+        clock.now += 0.01
+        box.put("a", chunk(token))
+    box.put("a", chunk(50, reason=FINISH_LENGTH))
+    assert client.tokens == [(0,), tuple(range(1, 51))]
+
+
+def test_whoever_takes_nothing_any_more_is_dropped_alone() -> None:
+    box, clock, lost = outbox()
+    client = Client()
+
+    def gone(_: GenerationChunk) -> None:
+        raise ConnectionError
+
+    box.open("gone", gone)
+    box.open("a", client)
+    box.put("gone", chunk(1))
+    box.put("gone", chunk(2))
+    box.put("a", chunk(1))
+    clock.now = 1.0
+    box.flush()
+    assert (lost, box.names, client.tokens) == (["gone"], ["a"], [(1,)])
+
+
+def test_what_is_dropped_gets_nothing_more() -> None:
+    box, clock, _ = outbox()
+    client = Client()
+    box.open("a", client)
+    box.put("a", chunk(1))
+    box.put("a", chunk(2))
+    box.close("a")
+    box.close("a")
+    box.put("a", chunk(3))
+    clock.now = 1.0
+    box.flush()
+    assert client.tokens == [(1,)]
+
+
+@pytest.mark.parametrize(("round_s", "every"), [(0.045, 1), (0.021, 2), (0.1, 1), (0.0041, 12)])
+def test_a_chunk_goes_at_the_nearest_round_s_end(round_s: float, every: int) -> None:
+    box, clock, _ = outbox(1.0)  # one stream has 50 ms
+    client = Client()
+    box.open("a", client)
+    for token in range(1 + 3 * every):
+        clock.now += round_s
+        box.put("a", chunk(token))
+        box.flush()
+    assert [len(tokens) for tokens in client.tokens] == [1, every, every, every]
+
+
+@given(
+    st.integers(1, 400),
+    st.floats(1.0, 5000.0),
+)
+def test_streams_share_the_limit_but_get_twenty_each(streams: int, rate: float) -> None:
+    least = interval_s(streams, rate)
+    assert 0.0 < least <= 0.05  # every stream twenty a second
+    assert least == 0.05 or streams / least == pytest.approx(rate)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 0.1)), max_size=60))
+def test_nothing_is_lost_or_reordered(rounds: list[tuple[int, float]]) -> None:
+    box, clock, _ = outbox()
+    clients = [Client() for _ in range(4)]
+    for i, client in enumerate(clients):
+        box.open(str(i), client, whole=i == 3)
+    said: list[list[int]] = [[], [], [], []]
+    for token, (who, pause) in enumerate(rounds):
+        clock.now += pause
+        box.put(str(who), chunk(token))
+        said[who].append(token)
+        box.flush()
+    for i in range(4):
+        box.put(str(i), chunk(1000, reason=FINISH_LENGTH))
+        assert [t for part in clients[i].tokens for t in part] == [*said[i], 1000]
+
+
+def test_the_engine_s_streams_say_the_same_held_or_not() -> None:
+    answers = []
+    for rate in (0.0, 30.0):
+        loop = EngineLoop(make_engine(), num_threads=1, chunks_per_s=rate)
+        try:
+            queues: list[queue.Queue[GenerationChunk]] = []
+            for i in range(5):
+                got: queue.Queue[GenerationChunk] = queue.Queue()
+                loop.submit(request(f"r{i}", [5 + i, 7], ignore_eos=True), got.put)
+                queues.append(got)
+            answers.append([_read(got) for got in queues])
+        finally:
+            loop.close()
+    (at_once, together) = answers
+    assert [tokens for tokens, _ in at_once] == [tokens for tokens, _ in together]
+    assert sum(count for _, count in together) < sum(count for _, count in at_once)
+
+
+def test_answers_that_are_wanted_whole_do_not_slow_streams() -> None:
+    box, clock, _ = outbox(100.0)
+    client = Client()
+    box.open("a", client)
+    for i in range(9):
+        box.open(f"whole {i}", Client(), whole=True)
+    box.put("a", chunk(1))
+    clock.now = 0.011
+    box.put("a", chunk(2))
+    assert client.tokens == [(1,), (2,)]
+    for i in range(9):
+        box.close(f"whole {i}")
+        box.close(f"whole {i}")
+    box.open("b", Client())
+    clock.now = 0.025
+    box.put("a", chunk(3))  # two streams now: 20 ms each
+    assert client.tokens == [(1,), (2,)]
+
+
+def test_a_fault_ends_streams_that_hold_tokens_after_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = EngineLoop(make_engine(), num_threads=1, chunks_per_s=0.001)
+    rounds, accept = iter(range(100)), Sequence.accept
+
+    def failing(self: Sequence, *args: Any) -> None:
+        accept(self, *args)
+        if next(rounds) == 3:
+            raise RuntimeError
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Sequence, "accept", failing)
+            got: queue.Queue[GenerationChunk] = queue.Queue()
+            loop.submit(request("r", [5, 7], ignore_eos=True), got.put)
+            parts = [got.get(timeout=20.0)]
+            while parts[-1].finish_reason is None:
+                parts.append(got.get(timeout=20.0))
+        assert [part.finish_reason for part in parts] == [None, None, FINISH_ERROR]
+        assert len(parts[1].token_ids) >= 2  # of the rounds between the first and the last
+    finally:
+        loop.close()
+
+
+def test_the_limit_is_the_config_s() -> None:
+    config = load_config(None, {"target.stream_chunks_per_s": 40.0})
+    assert target_settings(config).stream_chunks_per_s == 40.0
+    assert target_settings(load_config(None, {})).stream_chunks_per_s == 250.0
+
+
+def _read(got: queue.Queue[GenerationChunk]) -> tuple[tuple[int, ...], int]:
+    tokens: tuple[int, ...] = ()
+    count = 0
+    while True:
+        part = got.get(timeout=20.0)
+        tokens, count = tokens + part.token_ids, count + 1
+        if part.finish_reason is not None:
+            return tokens, count

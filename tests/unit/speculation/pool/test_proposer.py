@@ -1,0 +1,112 @@
+"""The target's side of a round: deadlines, connections, and what a round's time tells."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from engines import DEVICE, request, run
+from pools import make_proposer, pool_engine, serving
+
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.speculation.costs import DraftCosts, Reads, StepCosts
+from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.pool.connection import Channel, ExpertLink, connect
+from paceline.actors.speculation.pool.proposer import PoolProposer
+from paceline.actors.speculation.proposer import DraftRow
+
+
+def silent_link() -> tuple[ExpertLink, socket.socket]:
+    """A connection, and the expert's end of it that says nothing by itself."""
+    ours, theirs = socket.socketpair()
+    return ExpertLink(Channel(ours), 1, {"a": 0, "a@0": 0}), theirs
+
+
+def row(name: str, draft: str) -> DraftRow:
+    return DraftRow(name, draft, (1, 17, 33), 0, 4, SamplingParams(max_tokens=9, temperature=0.0))
+
+
+def test_a_round_ends_in_time_although_bytes_go_on_coming() -> None:
+    """One byte with every look at the clock, of a frame that is never whole."""
+    link, expert = silent_link()
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.01
+        expert.send(b"\0")
+        return now
+
+    expert.send((5000).to_bytes(4, "little"))
+    proposer = PoolProposer(["a"], device=DEVICE, vocab_size=300, round_timeout_s=0.1, clock=clock)
+    proposer.attach("a", link)
+    with expert:
+        assert proposer.propose([row("r", "a")]).num_drafted.tolist() == [0]
+        facts = proposer.describe()["a"]
+        assert (facts["silent"], facts["lost"], facts["circuit"]) == (1, 0, "open")
+        assert now < 1.0
+        link.close()
+
+
+def test_connections_do_not_pile_up_while_nothing_is_drafted() -> None:
+    proposer = make_proposer(("a", "b"))
+    links, ends = zip(*(silent_link() for _ in range(4)), strict=True)
+    for link in links[:3]:
+        proposer.attach("a", link)
+    proposer.attach("b", links[3])
+    assert [link.fileno() >= 0 for link in links] == [False, False, True, True]
+    proposer.propose([])
+    assert proposer._peers["a"].link is links[2]
+    assert proposer._peers["b"].link is links[3]
+    for closing in (*links, *ends):
+        closing.close()
+
+
+NO_READS = Reads()
+
+
+class NotedCosts(DraftCosts):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__({(1, 1): 0.01, (2, 2): 0.01, (1, 2): 0.01, (2, 1): 0.01})
+        self.seen: list[tuple[int, int, int]] = []
+
+    def observe(
+        self, rows: int, experts: int, steps: int, seconds: float, reads: Reads = NO_READS
+    ) -> None:
+        if steps:
+            self.seen.append((rows, experts, steps))
+        super().observe(rows, experts, steps, seconds, reads)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_step(
+    silent: bool,
+) -> None:
+    with serving() as servers:
+        proposer = make_proposer(timeout_s=10.0)
+        proposer.attach("a", connect(servers["a"].lease("t"), 10.0))
+        quiet, end = silent_link()
+        proposer.attach("b", quiet if silent else connect(servers["b"].lease("t"), 10.0))
+        engine = pool_engine(proposer)
+        costs = NotedCosts()
+        engine._drafting._choosing._controller = GoodputController(
+            StepCosts({(1, 1): 0.01}), costs, 4
+        )  # type: ignore[attr-defined]
+        if silent:
+            proposer._timeout_s = 0.5
+        asked = [
+            request(f"r{i}", (1, 17, 33, 60), draft="ab"[i], max_tokens=8, ignore_eos=True)
+            for i in range(2)
+        ]
+        outputs = run(engine, asked)
+        assert all(out[-1].chunk.finish_reason == "length" for out in outputs.values())
+        facts = proposer.describe()
+        assert facts["a"]["answered"] > 1
+        assert facts["b"]["silent"] == silent
+        # The round that waited is not among them; the others are, one by one.
+        assert len(costs.seen) == facts["a"]["answered"] - silent
+        assert not proposer.waited_in_vain
+        end.close()
+        quiet.close()

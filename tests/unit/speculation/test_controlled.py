@@ -1,0 +1,114 @@
+"""Engines that leave k to the controller, with a perfect draft and a hopeless one.
+
+A forward of the target takes a second and so does a round's drafting, by the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+
+from engines import engine_of, request, run, served, tokens_of
+from tiny_models import tiny_llama
+
+from paceline.actors.engine.engine import Engine
+from paceline.actors.speculation.costs import DraftCosts, StepCosts
+from paceline.actors.speculation.goodput import GoodputController, Use
+
+CAP, ROWS = 6, 4
+PERFECT, HOPELESS = "perfect", "hopeless"
+
+
+class Noting(GoodputController):
+    """Keeps what it planned."""
+
+    def __init__(self) -> None:
+        rows = (1, 2, ROWS)
+        target = StepCosts({(r, t): 1.0 for r in rows for t in (1, 2, CAP + 1)})
+        draft = DraftCosts({(r, e): 1.0 / CAP for r in rows for e in (1, 2)})
+        super().__init__(target, draft, CAP)
+        self.planned: list[Mapping[Use, int]] = []
+
+    def plan(
+        self,
+        rows: Mapping[Use, int],
+        others: int = 0,
+        unread: Callable[[], Mapping[Use, float]] = dict,
+        coming: Mapping[Use, int] | None = None,
+    ) -> Mapping[Use, int]:
+        self.planned.append(super().plan(rows, others, unread, coming))
+        return self.planned[-1]
+
+
+def made() -> tuple[Engine, Noting]:
+    """The perfect draft has the target's own weights, the hopeless one random others."""
+    controller = Noting()
+    target = served(tiny_llama(1, vocab=300))
+    drafts = {PERFECT: served(tiny_llama(1, vocab=300)), HOPELESS: served(tiny_llama(9, vocab=300))}
+    ticks = count()
+    engine = engine_of(
+        target,
+        [drafts],
+        k=None,
+        max_num_seqs=ROWS,
+        controller=controller,
+        clock=lambda: float(next(ticks)),
+    )
+    return engine, controller
+
+
+def answered(engine: Engine, drafts: Iterable[str], times: int) -> list[list[int]]:
+    """Greedy answers; each draft's requests one after the other, the drafts beside each other."""
+    found = []
+    for turn in range(times):
+        asked = [
+            request(f"{d}-{turn}", [5 + turn, 9, 40], draft=d, max_tokens=80, ignore_eos=True)
+            for d in drafts
+        ]
+        found += [tokens_of(outputs) for outputs in run(engine, asked).values()]
+    return found
+
+
+def test_a_perfect_draft_is_used_to_the_cap() -> None:
+    engine, controller = made()
+    answered(engine, [PERFECT], 6)
+    chosen = [plan[Use(PERFECT)] for plan in controller.planned]
+    assert max(chosen) == CAP
+    late = chosen[len(chosen) // 2 :]
+    assert sum(k == CAP for k in late) >= 0.9 * len(late)
+    assert len(chosen) < 6 * 80 / 4  # rounds, of which a plain token each would take 480
+
+
+def test_nobody_waits_for_a_draft_to_read_before_the_first_token() -> None:
+    engine, _ = made()
+    answered(engine, [PERFECT], 6)  # by now it pays to draft to the cap
+    outputs = run(engine, [request("late", [7, 9, 40], draft=PERFECT, max_tokens=80)])["late"]
+    gave = [(len(o.chunk.rounds), len(o.chunk.token_ids)) for o in outputs]
+    assert gave[0] == (0, 1)
+    assert gave[1] == (1, CAP + 1)
+
+
+def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
+    engine, controller = made()
+    answered(engine, [HOPELESS], 10)
+    chosen = [plan[Use(HOPELESS)] for plan in controller.planned]
+    assert max(chosen[:20]) > 0  # it had its chance
+    late = chosen[len(chosen) // 2 :]
+    assert sum(k > 0 for k in late) <= 0.1 * len(late)
+    assert max(late) <= 2  # what a probe drafts
+
+
+def test_each_draft_is_judged_by_itself_and_answers_are_the_targets() -> None:
+    engine, controller = made()
+    both = answered(engine, [PERFECT, HOPELESS], 4)
+    beside = [plan for plan in controller.planned if plan.keys() == {Use(PERFECT), Use(HOPELESS)}]
+    late = beside[len(beside) // 2 :]
+    assert sum(plan[Use(PERFECT)] == CAP for plan in late) >= 0.9 * len(late) > 10
+    # beside the other it drafts for nothing by this clock; by itself it would cost the round
+    began = len(controller.planned)
+    alone = answered(engine, [HOPELESS], 1)
+    chosen = [plan[Use(HOPELESS)] for plan in controller.planned[began:]]
+    assert sum(k > 0 for k in chosen) <= 0.1 * len(chosen)
+    plain = answered(made()[0], ["off"], 4)
+    assert both[::2] == both[1::2] == plain
+    assert alone == plain[:1]

@@ -1,0 +1,201 @@
+"""Two ranks in two processes, over gloo: they learn what one learns, and one may die."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lessons import lesson
+from local_world import filled, make_rounds, trainer_settings
+from rank_processes import TIMEOUT_S, as_rank_0, crew_of
+
+from paceline.actors.training import worker_group as group
+from paceline.actors.training.batches import make_batch
+from paceline.actors.training.distiller import Distiller, MicroStep
+from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
+from paceline.actors.training.shares import of_a_step, split
+from paceline.actors.training.worker_group import CrewLost, SharedDistiller
+
+# Records of unequal lengths, and fewer of them than ranks at the end.
+BATCHES = [
+    make_batch([lesson(n, length=4 + n) for n in range(7)], 64),
+    make_batch([lesson(n, length=20 - n) for n in range(4)], 64),
+    make_batch([lesson(9)], 64),
+    make_batch([lesson(n) for n in range(5)], 64),
+]
+VARIANTS = {
+    "stage 0": DistillerSettings(dtype="float32", device="cpu", zero_stage=0),
+    "stage 1": DistillerSettings(dtype="float32", device="cpu", zero_stage=1),
+    "stage 2": DistillerSettings(dtype="float32", device="cpu", zero_stage=2),
+    "adapters": DistillerSettings(dtype="float32", device="cpu", adapter="lora"),
+    "bfloat16": DistillerSettings(dtype="bfloat16", device="cpu"),
+    "bfloat16, stage 0": DistillerSettings(dtype="bfloat16", device="cpu", zero_stage=0),
+}
+
+
+def test_the_shares_are_the_whole() -> None:
+    for batch in BATCHES:
+        shares = split(of_a_step([batch], ObjectiveSettings())[0], 3)
+        assert sum(float(share.weights.sum()) for share in shares) == pytest.approx(1.0)
+        seen = [
+            (share.batch.input_ids[row].tolist(), int(column), int(token))
+            for share in shares
+            if len(share.places)
+            for row, column, token in zip(
+                share.batch.rows, share.batch.columns, share.batch.output_ids, strict=True
+            )
+        ]
+        expected = [
+            (batch.input_ids[row].tolist(), int(column), int(token))
+            for row, column, token in zip(batch.rows, batch.columns, batch.output_ids, strict=True)
+        ]
+        assert sorted(seen) == sorted(expected)
+        assert all(share.batch.num_records >= 1 for share in shares)
+
+
+def test_a_stage_that_cannot_work_is_refused_with_the_reason(draft: Path) -> None:
+    wrong = DistillerSettings(dtype="float32", device="cpu", zero_stage=3)
+    with pytest.raises(ValueError, match="stage 3 splits the weights themselves"):
+        Distiller(str(draft), wrong)
+
+
+def _lesson(distiller: Distiller) -> tuple[list[MicroStep], Any]:
+    """Some steps, a pause that keeps only weights and optimizer, and the steps after it."""
+    figures = [distiller.micro_step(batch) for batch in BATCHES[:2]]
+    distiller.scale_rate(0.5)
+    figures += [distiller.micro_step(batch) for batch in BATCHES[2:]]
+    weights, kept = distiller.state_dict(), distiller.optimizer_state()
+    distiller.scale_rate(1.0)
+    distiller.reset(weights)
+    distiller.resume(kept)  # its share of the rate among it
+    assert kept.rate_share == 0.5
+    figures += [distiller.micro_step(batch) for batch in BATCHES]
+    return figures, (distiller.optimizer_state().tensors, distiller.state_dict())
+
+
+def _alone_and_together(draft: str) -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = {}
+    group.join(group.Place(0, 1, "127.0.0.1", group.free_port(), "cpu"), TIMEOUT_S)
+    for name, settings in VARIANTS.items():
+        results[name] = [_lesson(Distiller(draft, settings))]
+    group.leave()
+    crew, _ = crew_of(2)
+    for name, settings in VARIANTS.items():
+        results[name].append(_lesson(SharedDistiller(name, draft, settings, crew)))
+    crew.disband()
+    return results
+
+
+def _failure_in_a_step(draft: str) -> tuple[str, bool]:
+    crew, _ = crew_of(2)
+    distiller = SharedDistiller("sql", draft, VARIANTS["stage 0"], crew)
+    whole = BATCHES[0]
+    distiller.micro_step(whole)
+    wrong = dataclasses.replace(whole, columns=whole.columns.clone())
+    wrong.columns[wrong.rows == 1] = 10_000  # of the second rank's share
+    began = time.monotonic()
+    try:
+        distiller.micro_step(wrong)
+    except CrewLost as error:
+        return str(error), time.monotonic() - began < TIMEOUT_S / 2
+    finally:
+        crew.disband()
+    return "it went on", False
+
+
+def _death_in_a_round(draft: str, folder: str) -> dict[str, Any]:
+    crew, hired = crew_of(2)
+    world = filled(Path(folder))
+    rounds = make_rounds(trainer_settings(Path(draft), ranks=2), world, crew=crew)
+    assert rounds.tick()
+    first = world.versions()
+    asked: list[int] = []
+
+    def leave() -> bool:
+        asked.append(1)
+        if len(asked) == 5:
+            hired[0].dismiss()
+        return True
+
+    world.leave = leave
+    reason = "the round went on without its second rank"
+    try:
+        rounds.tick()
+    except CrewLost as error:
+        reason = str(error)
+    lost = world.versions()
+    world.leave = lambda: True
+    while rounds.progress.published < 2 and rounds.progress.rounds < 20:
+        rounds.tick()
+    crew.disband()
+    return {
+        "first": first,
+        "lost": lost,
+        "last": world.versions(),
+        "asked": len(asked),
+        "reason": reason,
+        "alive": [hand.process.poll() is None for hand in hired],
+    }
+
+
+def _everything(draft: str, folder: str) -> tuple[Any, Any, Any]:
+    """All of it in one process, which leaves its group and joins another time after time."""
+    return (
+        _alone_and_together(draft),
+        _failure_in_a_step(draft),
+        _death_in_a_round(draft, folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def outcome(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    """What :func:`_everything` came to."""
+    found: tuple[Any, Any, Any] = as_rank_0(
+        _everything, str(draft), str(tmp_path_factory.mktemp("world"))
+    )
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_learn_what_one_learns(outcome: tuple[Any, ...], variant: str) -> None:
+    (alone, (state, weights)), (together, (other_state, other_weights)) = outcome[0][variant]
+    exact = "bfloat16" not in variant
+    tolerance = 1e-4 if exact else 0.05
+    for one, two in zip(alone, together, strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=tolerance)
+        assert two.expected_acceptance == pytest.approx(one.expected_acceptance, rel=tolerance)
+        assert two.positions == one.positions
+        assert two.record_losses == pytest.approx(one.record_losses, rel=tolerance)
+    assert alone[-1].loss < alone[3].loss
+    # what is kept of the optimizer does not depend on the ranks: moments are the gradients' trace
+    assert state.keys() == other_state.keys()
+    assert {name: t.shape for name, t in state.items()} == {
+        name: t.shape for name, t in other_state.items()
+    }
+    if exact:
+        for name in (name for name in state if "exp_avg" in name):
+            torch.testing.assert_close(other_state[name], state[name], rtol=1e-3, atol=1e-6)
+    assert weights.keys() == other_weights.keys()
+
+
+@pytest.mark.full
+def test_the_death_of_a_rank_costs_the_round_and_nothing_else(outcome: tuple[Any, ...]) -> None:
+    facts = outcome[2]
+    assert facts["reason"].startswith("another rank failed")
+    assert facts["asked"] == 5  # it raised in the very step
+    assert sum(facts["first"].values()) == 1
+    assert facts["lost"] == facts["first"]
+    assert sum(facts["last"].values()) == 2
+    assert facts["alive"] == [False, False]  # a second one was hired, and dismissed at the end
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_does_not_keep_the_others_waiting(outcome: tuple[Any, ...]) -> None:
+    reason, at_once = outcome[1]
+    assert reason.startswith("another rank failed")
+    assert at_once

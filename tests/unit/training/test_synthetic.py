@@ -1,0 +1,450 @@
+"""Imagined prompts: from a stored one's beginning, by the target, for the drafts to learn from."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import make_engine, request, run
+from hypothesis import given
+from hypothesis import strategies as st
+from replay_samples import make_record
+from tiny_models import save_tiny, tiny_tokenizer
+
+from paceline.actors.engine.engine_loop import EngineLoop
+from paceline.actors.engine.request import FINISH_YIELDED, GenerationChunk, GenerationRequest
+from paceline.actors.replay.record import (
+    ReplayRecord,
+    belongs,
+    decode,
+    encode,
+    imagined,
+    is_held_out,
+    is_imagined,
+    source_of,
+)
+from paceline.actors.replay.selection import is_scored
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.training.synthetic.generator import Composer, Said, lacking
+from paceline.actors.training.synthetic.prompts import (
+    TurnMarks,
+    beginning,
+    imagined_prompt,
+    to_answer,
+    to_imagine,
+    turn_marks,
+)
+from paceline.actors.training.synthetic.settings import ImaginationSettings
+from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.deploy.errors import ConfigError
+from paceline.deploy.imagining import imagination_settings
+
+MARKS = TurnMarks(opening=(3,), cue=(4,))
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+WAIT_S = 30.0
+
+
+def test_the_marks_of_the_embedded_form() -> None:
+    assert turn_marks(tiny_tokenizer()) == MARKS
+
+
+def test_the_marks_of_a_form_with_system_prompts_and_roles() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    marks = turn_marks(tokenizer)
+    assert tokenizer.decode(marks.cue) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(marks.opening).endswith("<|im_start|>user\n")
+    later = [("user", "hello there"), ("assistant", "yes"), ("user", "and what else is new")]
+    for turns in (later[2:], later):
+        chat = [{"role": role, "content": text} for role, text in turns]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        kept = beginning(ids, marks, np.random.default_rng(0))
+        assert kept is not None
+        before, _, text = tokenizer.decode(kept).rpartition("<|im_start|>user\n")
+        assert tokenizer.decode(ids).startswith(before)
+        assert text
+        assert "and what else is new".startswith(text)
+
+
+@pytest.mark.parametrize("template", [None, "", WORDS])
+def test_forms_without_marks_are_refused(template: str | None) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"chat template"):
+        turn_marks(tokenizer)
+
+
+@given(
+    st.lists(st.integers(5, 299), min_size=2, max_size=40),
+    st.lists(st.integers(5, 299), max_size=10),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_beginning_keeps_two_to_eight_tokens_of_the_last_text(
+    text: list[int], history: list[int], seed: int
+) -> None:
+    head = [1, 3, *history, 2, 3]
+    kept = beginning([*head, *text, 4], MARKS, np.random.default_rng(seed))
+    assert kept is not None
+    own = list(kept[len(head) :])
+    assert list(kept[: len(head)]) == head
+    assert own == text[: len(own)]
+    assert min(2, len(text) - 1) <= len(own) <= min(8, len(text) - 1)
+
+
+@pytest.mark.parametrize("prompt", [(), (5, 6, 7), (1, 3, 9, 4), (1, 5, 6, 7, 4), (1, 3, 5, 6, 7)])
+def test_what_is_no_templated_prompt_is_left_alone(prompt: tuple[int, ...]) -> None:
+    assert beginning(prompt, MARKS, np.random.default_rng(0)) is None
+
+
+def test_prompt_and_answer_stay_within_what_was_stored() -> None:
+    source = make_record(prompt=(1, 3, 7, 8, 9, 4), length=5, created=77.0, temperature=0.7)
+    asked = to_imagine(source, (1, 3, 7), MARKS, "m")
+    assert (asked.store, asked.background, asked.draft) == (False, True, "off")
+    longest = asked.sampling.max_tokens
+    assert 3 + longest + len(MARKS.cue) == 6 + 5
+    assert imagined_prompt((1, 3, 7), (10, 11, 4), MARKS) == (1, 3, 7, 10, 11, 4)
+    assert imagined_prompt((1, 3, 7), (10, 11, 2), MARKS) is None
+    assert imagined_prompt((1, 3, 7), (10, 4), MARKS) is None
+    answer = to_answer(source, (1, 3, 7, 10, 11, 12, 13, 4), "m")
+    assert answer is not None
+    assert (answer.sampling.max_tokens, answer.sampling.temperature) == (3, 0.7)
+    assert (answer.created, answer.topic, answer.store) == (77.0, "sql", True)
+    assert source_of(answer.request_id) == source.request_id
+    assert to_answer(source, (1, 3, 7, 8, 9, 4), "m") is None, "the stored prompt itself"
+    assert to_answer(source, (1, 3, *range(5, 13), 4), "m") is None, "no room for an answer"
+
+
+def test_names_lead_back_to_the_request() -> None:
+    name = imagined("chatcmpl-1-2", "7f")
+    assert is_imagined(name)
+    assert not is_imagined("chatcmpl-1-2")
+    assert source_of("chatcmpl-1-2") == "chatcmpl-1-2"
+    assert belongs(name, "chatcmpl-1-2")
+    assert belongs(name, "chatcmpl-1")
+    assert not belongs(name, "chatcmpl")
+    assert belongs(name, name)
+
+
+# --- what the shard does with them
+
+
+def shard_of(per_record: float = 1.0, **settings: Any) -> ReplayShard:
+    own = {"held_out_fraction": 0.3, "imagined_per_record": per_record} | settings
+    return ReplayShard("sql", ReplaySettings(**own), clock=lambda: 1_000.0, seed=0)
+
+
+def kept(shard: ReplayShard, split: Any) -> list[ReplayRecord]:
+    return [decode(data) for data in shard.sample(1_000, split)]
+
+
+def test_imagined_records_are_apart_and_never_judge() -> None:
+    shard = shard_of()
+    prompts = [(1, 3, n, n + 1, 4) for n in range(5, 105)]
+    judges = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
+    shard.insert(encode(make_record(request_id="real", prompt=prompts[0])))
+    for n, prompt in enumerate(prompts):
+        shard.insert(encode(make_record(request_id=imagined("real", str(n)), prompt=prompt)))
+    stats = shard.stats()
+    assert stats["records_imagined"] == len(prompts) - len(judges)
+    assert stats["records_train"] + stats["records_held_out"] == 1
+    assert {is_imagined(record.request_id) for record in kept(shard, "imagined")} == {True}
+    assert [r.request_id for s in ("train", "held_out") for r in kept(shard, s)] == ["real"]
+
+
+def test_a_purge_and_age_take_what_was_imagined_along() -> None:
+    shard = shard_of(held_out_fraction=0.0, retention_s=100.0)
+    for n in range(4):
+        for name in (f"r{n}", imagined(f"r{n}", "a"), imagined(f"r{n}", "b")):
+            old = 850.0 if n == 3 else 1_000.0
+            shard.insert(encode(make_record(request_id=name, created=old)))
+    assert shard.stats()["records_imagined"] == 6
+    assert shard.delete("r1") == 3
+    late = make_record(request_id=imagined("r1", "c"))  # under way meanwhile
+    shard.insert(encode(late))
+    assert {source_of(r.request_id) for r in kept(shard, "imagined")} == {"r0", "r2"}
+    assert shard.delete(None) == 6
+
+
+def test_imagined_records_have_what_the_traffic_leaves() -> None:
+    size = len(encode(make_record(request_id="r0000"))) + 64
+    shard = shard_of(3.0, held_out_fraction=0.0, capacity_bytes=40 * size)
+
+    def insert(name: str) -> dict[str, int]:
+        shard.insert(encode(make_record(request_id=name)))
+        stats = shard.stats()
+        assert stats["bytes"] <= stats["capacity_bytes"] == stats["capacity_bytes_train"]
+        assert stats["capacity_bytes_imagined"] == 40 * size - stats["bytes_train"]
+        return stats
+
+    for n in range(5):
+        insert(f"r{n:04}")
+    for n in range(200):
+        stats = insert(imagined("r0000", str(n)))
+    assert stats["records_train"] == 5
+    assert 25 <= stats["records_imagined"] <= 40
+    for n in range(5, 100):
+        before, stats = stats, insert(f"r{n:04}")
+        assert stats["records_train"] >= before["records_train"]
+        assert stats["records_imagined"] <= before["records_imagined"]
+    assert stats["records_train"] >= 38, "they make way for all that can be kept of the traffic"
+    assert stats["records_imagined"] <= 2
+
+
+def test_no_expert_is_scored_on_them() -> None:
+    record = make_record()
+    assert is_scored(record, 1.0, 0.0)
+    assert not is_scored(replace(record, request_id=imagined("r1", "m")), 1.0, 0.0)
+
+
+# --- the engine's thread
+
+
+@pytest.fixture
+def loop() -> Iterator[EngineLoop]:
+    loop = EngineLoop(make_engine(), num_threads=1)
+    yield loop
+    loop.close()
+
+
+def send(loop: EngineLoop, wanted: GenerationRequest) -> queue.Queue[GenerationChunk]:
+    chunks: queue.Queue[GenerationChunk] = queue.Queue()
+    loop.submit(wanted, chunks.put)
+    return chunks
+
+
+def whole(chunks: queue.Queue[GenerationChunk]) -> tuple[list[int], str]:
+    ids: list[int] = []
+    while True:
+        chunk = chunks.get(timeout=WAIT_S)
+        ids += chunk.token_ids
+        if chunk.finish_reason is not None:
+            return ids, chunk.finish_reason
+
+
+class Held:
+    """Takes a request's chunks and has the engine's thread stand still at the first of them."""
+
+    def __init__(self) -> None:
+        self.chunks: queue.Queue[GenerationChunk] = queue.Queue()
+        self._reached, self._go_on = threading.Event(), threading.Event()
+
+    def __call__(self, chunk: GenerationChunk) -> None:
+        self.chunks.put(chunk)
+        self._reached.set()
+        self._go_on.wait(WAIT_S)
+
+    def reached(self) -> bool:
+        return self._reached.wait(WAIT_S)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
+def in_background(name: str, **fields: Any) -> GenerationRequest:
+    asked = request(name, [5, 6], max_tokens=80, ignore_eos=True, draft="off", **fields)
+    return replace(asked, background=True)
+
+
+def test_what_runs_in_the_background_yields_to_a_request(loop: EngineLoop) -> None:
+    plain = [o.chunk for o in run(make_engine(), [request("r", [7, 8])])["r"]]
+    expected = [token for chunk in plain for token in chunk.token_ids]
+    first = Held()
+    loop.submit(in_background("b"), first)
+    assert first.reached(), "it runs while nobody is there"
+    assert loop.load() == (0, 0)
+    answer = send(loop, request("r", [7, 8]))
+    first.let_go()
+    assert whole(first.chunks)[1] == FINISH_YIELDED
+    assert whole(answer) == (expected, "length")
+    assert whole(send(loop, in_background("again")))[1] == "length"
+
+
+def test_nothing_begins_in_the_background_beside_a_request(loop: EngineLoop) -> None:
+    held = Held()
+    loop.submit(request("r", [7, 8], ignore_eos=True), held)
+    assert held.reached()
+    refused = send(loop, in_background("b"))
+    held.let_go()
+    assert whole(refused) == ([], FINISH_YIELDED)
+    assert whole(held.chunks)[1] == "length"
+
+
+def test_their_time_is_the_stored_one_s_and_requests_meters_do_not_see_them() -> None:
+    records: list[ReplayRecord] = []
+    loop = EngineLoop(make_engine(), num_threads=1, on_record=records.append)
+    try:
+        assert whole(send(loop, in_background("b", created=12.0)))[1] == "length"
+        assert whole(send(loop, request("r", [7, 8])))[1] == "length"
+        figures = loop.figures()
+        assert figures.requests.generation_tokens == {"sql": 20}
+        assert figures.rounds.tokens == 20
+    finally:
+        loop.close()
+    assert [record.request_id for record in records] == ["b", "r"]
+    assert records[0].created == 12.0
+    assert records[1].created == 1234.5, "the engine's own clock"
+
+
+# --- who imagines
+
+
+class Desk:
+    """A shard and the engine's loop, as the composer sees them; leave by ``idle``."""
+
+    def __init__(self, per_record: float) -> None:
+        self.shard = shard_of(per_record)
+        self.asked: list[GenerationRequest] = []
+        self.idle = True
+        self.stored = self.put_count = 0
+        engine = make_engine(vocab=16, target_seed=3)  # ends a text within some 16 tokens
+        self.loop = EngineLoop(engine, num_threads=1, on_record=lambda r: self.put(r))
+
+    def put(self, record: ReplayRecord) -> None:
+        self.shard.insert(encode(replace(record, created=1_000.0)))
+        self.put_count += is_imagined(record.request_id)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        return {"sql": self.shard.stats()}
+
+    def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
+        assert (topic, split) == ("sql", "train"), "nothing is imagined from what was, nor judges"
+        return [decode(data) for data in self.shard.sample(count, split)]
+
+    def may_train(self) -> bool:
+        return self.idle
+
+    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
+        self.asked += requests
+        answers = [whole(send(self.loop, each)) for each in requests]
+        kept = sum(
+            r.store and e in ("stop", "length") for r, (_, e) in zip(requests, answers, strict=True)
+        )
+        self.stored += kept
+        deadline = time.monotonic() + WAIT_S
+        while self.put_count < self.stored and time.monotonic() < deadline:
+            time.sleep(0.001)  # records come behind their last chunks
+        return [Said(tuple(ids), reason) for ids, reason in answers]
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk(per_record=0.5)
+    rng = np.random.default_rng(5)
+    for n in range(40):
+        text = tuple(int(i) for i in rng.integers(5, 16, size=12))
+        desk.put(make_record(request_id=f"r{n}", prompt=(1, 3, *text, 4), length=40, vocab=16))
+    yield desk
+    desk.loop.close()
+
+
+def settings(per_record: float = 0.5) -> ImaginationSettings:
+    return ImaginationSettings(MARKS, per_record, held_out_fraction=0.3, at_once=4, seed=0)
+
+
+def test_as_much_is_imagined_as_is_wanted_and_no_more(desk: Desk) -> None:
+    composer = Composer(settings())
+    wanted = desk.stats()["sql"]["records_train"] // 2
+    for _ in range(400):
+        composer.tick(desk, desk)
+    assert desk.stats()["sql"]["records_imagined"] == wanted == composer.counts["made"]
+    assert not composer.tick(desk, desk)
+    real = {r.request_id: r for r in kept(desk.shard, "train")}
+    for record in kept(desk.shard, "imagined"):
+        source = real[source_of(record.request_id)]
+        prompt, stored = record.prompt_token_ids.tolist(), source.prompt_token_ids.tolist()
+        assert prompt[:4] == stored[:4]
+        assert prompt[-1] == 4
+        assert prompt != stored
+        assert not is_held_out(record.prompt_token_ids, 0.3)
+        assert len(prompt) + len(record.output_token_ids) <= len(stored) + 40
+        assert record.expert == "off"
+
+
+def test_nothing_is_asked_without_leave_or_without_records(desk: Desk) -> None:
+    desk.idle = False
+    assert not Composer(settings()).tick(desk, desk)
+    assert desk.asked == []
+    assert lacking({}, settings()) == (None, 0)
+    room = {"bytes_imagined": 90, "capacity_bytes_imagined": 100}
+    few = {"records_train": 7, "records_imagined": 0} | room
+    assert lacking({"sql": few}, settings()) == (None, 0)
+    few = {"records_train": 100, "records_imagined": 49} | room
+    full = few | {"bytes_imagined": 96, "records_imagined": 10}
+    assert lacking({"sql": few, "math": full}, settings()) == ("sql", 1)
+    assert lacking({"sql": few}, settings(), {"sql": 3}) == (None, 0)
+    assert lacking({"sql": few, "math": few | {"records_imagined": 45}}, settings()) == ("math", 5)
+
+
+def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
+    held = Held()
+    desk.loop.submit(request("r", [7, 8], ignore_eos=True), held)
+    assert held.reached()
+    composer = Composer(settings())
+    ticking = threading.Thread(target=composer.tick, args=(desk, desk))
+    ticking.start()
+    while not desk.asked:
+        time.sleep(0.001)
+    time.sleep(0.05)  # its first request is in the loop's inbox
+    held.let_go()
+    ticking.join(WAIT_S)
+    assert whole(held.chunks)[1] == "length"
+    assert composer.counts["yielded"] > 0
+    assert composer.counts["made"] == desk.stats()["sql"]["records_imagined"]
+
+
+def test_a_topic_of_which_nothing_comes_does_not_keep_the_others_from_it(desk: Desk) -> None:
+    both, plain = desk.stats, desk.sample
+    much = {"records_train": 10_000, "records_imagined": 0}
+    much |= {"bytes_imagined": 0, "capacity_bytes_imagined": 1}
+    desk.stats = lambda: both() | {"untold": much}  # type: ignore[method-assign]
+    raw = make_record(prompt=(5, 6, 7))
+
+    def sample(topic: str, count: int, split: Any) -> list[ReplayRecord]:
+        return [raw] * count if topic == "untold" else plain(topic, count, split)
+
+    desk.sample = sample  # type: ignore[method-assign]
+    composer = Composer(settings())
+    for _ in range(100):
+        composer.tick(desk, desk)
+    assert composer.counts["made"] >= 10
+    assert composer.counts["unsuited"] <= 4 * 8, "it rests longer each time"
+
+
+# --- the config
+
+
+def config_of(folder: Path, **changes: Any) -> PacelineConfig:
+    save_tiny(folder, 1)
+    return load_config(None, {"target.path": str(folder)} | changes)
+
+
+def test_nothing_is_imagined_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert imagination_settings(config_of(tmp_path)) is None
+    asked = {"training.imagined_per_record": 2.0}
+    assert imagination_settings(config_of(tmp_path, **asked, **{"training.enabled": False})) is None
+    found = imagination_settings(config_of(tmp_path, **asked, **{"target.max_num_seqs": 2}))
+    assert found is not None
+    assert (found.marks, found.per_record, found.at_once) == (MARKS, 2.0, 2)
+
+
+def test_a_template_that_does_not_allow_it_is_refused_at_the_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"training.imagined_per_record": 2.0})
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = WORDS
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"training\.imagined_per_record: .* ordinary token"):
+        imagination_settings(config)

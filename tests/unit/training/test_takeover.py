@@ -1,0 +1,178 @@
+"""Two trainers, one board: a topic goes from one to the other with what was learnt, never stale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from lessons import lesson
+from local_world import LocalWorld, filled, make_rounds, trainer_settings
+
+from paceline.actors.replay.record import encode
+from paceline.actors.training.distiller import DistillerSettings
+from paceline.actors.training.learning_rate import Stride
+from paceline.actors.training.permits import Note, Turn
+from paceline.actors.training.progress import Ousted
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.topic_schedule import ScheduleSettings, Want
+from paceline.actors.training.training_loop import Rounds
+from paceline.cluster.scheduler.board import LoadBoard
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
+
+SCHEDULE = ScheduleSettings(min_train=4, min_held_out=3, min_new=0, max_rejections=10**9)
+
+
+class Guest(LocalWorld):
+    """A host's shards and registry, and a board that several trainers ask."""
+
+    def __init__(self, host: LocalWorld, board: LoadBoard, name: str) -> None:
+        self.shards, self.registry = host.shards, host.registry
+        self.board, self.name, self.life = board, name, "life"
+        self.turns: list[Turn] = []
+
+    def take(self, wanted: Sequence[Want]) -> Turn:
+        gains = {want.topic: want.gain for want in wanted}
+        self.turns.append(Turn(**self.board.ask(self.name, self.life, (), gains)))
+        return self.turns[-1]
+
+    def notes(self) -> dict[str, Note]:
+        return {topic: Note(**note) for topic, note in self.board.notes(self.name).items()}
+
+    def may_train(self) -> bool:
+        verdict = self.board.check(self.name, self.life)
+        if verdict == "stop":
+            raise Ousted
+        return verdict == "go"
+
+    def rest(self) -> None:
+        self.board.rest(self.name, self.life)
+
+    def give_back(self, note: Note | None) -> None:
+        self.board.release(self.name, self.life, dataclasses.asdict(note))
+
+
+def two(host: LocalWorld, settings: TrainerSettings) -> tuple[Rounds, Rounds, Guest, Guest]:
+    board = LoadBoard()
+    guests = Guest(host, board, "one"), Guest(host, board, "two")
+    return (*(make_rounds(settings, guest) for guest in guests), *guests)
+
+
+def only_sql(draft: Path, tmp_path: Path, **changes: object) -> TrainerSettings:
+    return trainer_settings(
+        draft,
+        ("sql",),
+        schedule=SCHEDULE,
+        optimizer_dir=str(tmp_path / "optimizer"),
+        **changes,
+    )
+
+
+def test_who_takes_a_topic_over_goes_on_from_what_was_published(
+    draft: Path, tmp_path: Path
+) -> None:
+    host = filled(tmp_path)
+    one, two_, first, second = two(host, only_sql(draft, tmp_path))
+    assert one.tick()
+    assert host.registry is not None
+    published = host.registry.history("sql")[-1]
+    assert (published["outcome"], published["version"]) == ("published", 1)
+    assert two_.tick()
+    assert second.turns[-1].anew
+    after = host.registry.history("sql")[-1]
+    assert after["served_expected_acceptance"] == pytest.approx(
+        published["candidate_expected_acceptance"], abs=0.02
+    )
+    assert two_.candidate("sql").steps > published["steps"]  # moments and masters came along
+    # and back again: what the first one has in memory is not the last any more
+    before = one.candidate("sql").version
+    assert one.tick()
+    assert first.turns[-1].anew
+    assert one.candidate("sql").version >= before
+    assert one.progress.published + one.progress.rejected == 2
+
+
+def test_unpublished_steps_of_another_are_not_mixed_with_stale_ones(
+    draft: Path, tmp_path: Path
+) -> None:
+    host = filled(tmp_path)
+    no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
+    one, two_, *_ = two(host, only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05))
+    assert one.tick()
+    steps = one.candidate("sql").steps
+    assert one.tick()
+    assert one.candidate("sql").steps > steps  # its own: it goes on
+    assert two_.tick()
+    assert one.tick()
+    assert one.candidate("sql").steps <= steps + 1  # another's since: from the served weights
+    assert host.registry is not None
+    assert set(host.registry.current().values()) == {0}
+
+
+def test_the_share_of_the_rate_goes_with_the_topic(draft: Path, tmp_path: Path) -> None:
+    host = filled(tmp_path)
+    no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
+    one, two_, *_ = two(host, only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05))
+    one.candidate("sql").step_by(Stride(1 / 9))
+    assert one.tick()
+    assert two_.tick()
+    assert two_.candidate("sql").stride.share == pytest.approx(1 / 9)
+
+
+def test_a_restarted_trainer_has_the_share_of_the_publication(draft: Path, tmp_path: Path) -> None:
+    host = filled(tmp_path)
+    settings = only_sql(draft, tmp_path)
+    first = make_rounds(settings, host)
+    first.candidate("sql").step_by(Stride(1 / 4))
+    assert first.tick()
+    assert first.progress.published == 1
+    again = make_rounds(dataclasses.replace(settings, round_seconds=0.05), host)
+    shares = []
+    learn = again.candidate("sql").practise
+
+    def noting(*arguments: object) -> object:
+        shares.append(again.candidate("sql").stride.share)
+        return learn(*arguments)  # type: ignore[arg-type]
+
+    again.candidate("sql").practise = noting  # type: ignore[method-assign, assignment]
+    assert again.tick()
+    assert shares[0] == 0.5  # a publication's are longer
+
+
+def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> None:
+    host = filled(tmp_path)
+    no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
+    schedule = dataclasses.replace(SCHEDULE, min_new=1, max_rejections=2, least_hope=0.015)
+    settings = only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05)
+    one, two_, *_ = two(host, dataclasses.replace(settings, schedule=schedule))
+    assert one.tick()
+    assert not two_.tick()  # there is nothing new since the other's round
+    host.shards["sql"].insert(encode(lesson(1_000)))
+    assert two_.tick()
+    assert two_.candidate("sql").rejections == 2
+    host.shards["sql"].insert(encode(lesson(1_001)))
+    assert not one.tick()
+    assert not two_.tick()
+
+
+def test_a_board_that_was_restarted_ends_the_round_and_no_more(draft: Path, tmp_path: Path) -> None:
+    host = filled(tmp_path)
+    one, _, guest, _ = two(host, only_sql(draft, tmp_path))
+    practise = one.candidate("sql").practise
+    calls: list[int] = []
+
+    def interrupted(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            guest.board = LoadBoard()
+        return practise(*arguments)  # type: ignore[arg-type]
+
+    one.candidate("sql").practise = interrupted  # type: ignore[method-assign,assignment]
+    assert not one.tick()
+    assert len(calls) == 3
+    assert one.progress.state == "waiting for a topic"
+    assert one.tick()
+    assert host.registry is not None
+    assert host.registry.history("sql")
