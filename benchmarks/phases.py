@@ -79,8 +79,8 @@ def watched(engine: Engine) -> Iterator[PhaseClock]:
         (Drafting, "propose", lambda _: PROPOSE),
         (ModelRunner, "prefill", lambda _: PREFILL),
         (ModelRunner, "forward", forward_of),
-        (engine_module, "verify", lambda _: SAMPLE),
-        (engine_module, "not_finite", lambda _: FINITE),
+        (engine_module, "rejection_sample", lambda _: SAMPLE),
+        (engine_module, "non_finite_positions", lambda _: FINITE),
     ]
     originals = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in names]
     for owner, attribute, name in names:

@@ -39,7 +39,12 @@ from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.drafting import Drafting
 from paceline.actors.speculation.pending_updates import Changes
-from paceline.actors.speculation.rejection_sampler import Proposal, Verdict, not_finite, verify
+from paceline.actors.speculation.rejection_sampler import (
+    Proposal,
+    RejectionSampleOutput,
+    non_finite_positions,
+    rejection_sample,
+)
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
 logger = logging.getLogger(__name__)
@@ -245,27 +250,27 @@ class Engine:
         if params.rules is not None:
             histories = [(s.tokens, s.num_output) for s in batch]
             counts = count_tokens(params.rules, histories, logits.shape[-1], device)
-        verdict = verify(logits, proposal, params, state[:, 2], self._generator, counts)
+        sampled = rejection_sample(logits, proposal, params, state[:, 2], self._generator, counts)
         if hidden is not None:
-            self._drafting.saw(batch, hidden, verdict.num_accepted)
+            self._drafting.saw(batch, hidden, sampled.num_accepted)
         wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
-        return self._emit(batch, proposal, verdict, logits, wanted)
+        return self._emit(batch, proposal, sampled, logits, wanted)
 
     def _emit(
         self,
         batch: list[Sequence],
         proposal: Proposal,
-        verdict: Verdict,
+        sampled: RejectionSampleOutput,
         logits: Tensor,
         wanted: list[int | None] | None,
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
-        accepted, final = verdict.num_accepted.tolist(), verdict.final_tokens.tolist()
-        lost = self._stop_broken(batch, drafted, accepted, not_finite(logits))
-        self._record(batch, proposal, verdict, logits, lost)
+        accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
+        lost = self._stop_broken(batch, drafted, accepted, non_finite_positions(logits))
+        self._record(batch, proposal, sampled, logits, lost)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
-        origins = token_origins(batch, proposal, verdict, logits, emitted)
+        origins = token_origins(batch, proposal, sampled, logits, emitted)
         for i, sequence in enumerate(batch):
             if i in lost:
                 drafted[i] = accepted[i] = 0
@@ -305,14 +310,14 @@ class Engine:
         self,
         batch: list[Sequence],
         proposal: Proposal,
-        verdict: Verdict,
+        sampled: RejectionSampleOutput,
         logits: Tensor,
         lost: set[int],
     ) -> None:
         """Log the round; where that fails, its requests leave no record and go on."""
         recorders = [None if i in lost else s.recorder for i, s in enumerate(batch)]
         try:
-            self._log.add(recorders, proposal, verdict, logits)
+            self._log.add(recorders, proposal, sampled, logits)
         except Exception:
             logger.exception("the records of a round are lost")
             self._forget_records()

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.top_tokens import top_logits
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.speculation.rejection_sampler import Proposal, Verdict
+from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
 
 _WAITING_LOGITS = 1 << 19
 
@@ -188,7 +188,7 @@ class RoundLog:
         self,
         recorders: Sequence[Recorder | None],
         proposal: Proposal,
-        verdict: Verdict,
+        sampled: RejectionSampleOutput,
         logits: Tensor,
     ) -> None:
         """Take a round.
@@ -196,15 +196,15 @@ class RoundLog:
         Args:
             recorders: of B rows, None where nothing of the request is kept.
             proposal: what was drafted for them.
-            verdict: what verification decided.
+            sampled: what rejection sampling accepted and added.
             logits: float ``[B, k + 1, V]``, not written to afterwards.
         """
         kept = [i for i, recorder in enumerate(recorders) if recorder is not None]
         if not kept:
             return
-        if bool(self._probs) != (verdict.probs is not None):
+        if bool(self._probs) != (sampled.probs is not None):
             self.flush()
-        accepted, drafted = verdict.num_accepted.tolist(), proposal.num_drafted.tolist()
+        accepted, drafted = sampled.num_accepted.tolist(), proposal.num_drafted.tolist()
         drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
         for i in kept:
             recorder, count = recorders[i], drafted[i]
@@ -212,8 +212,8 @@ class RoundLog:
             logged = (count if self._branches else accepted[i]) + 1
             # Views: what they look at is new in every round and stays theirs.
             self._logits.append(logits[i, :logged])
-            if verdict.probs is not None:
-                self._probs.append(verdict.probs[i, :logged])
+            if sampled.probs is not None:
+                self._probs.append(sampled.probs[i, :logged])
             self._waiting.append(
                 (recorder, drafts[i][:count], draft_probs[i][:count], accepted[i], logged)
             )

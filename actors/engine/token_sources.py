@@ -9,13 +9,17 @@ from torch import Tensor
 
 from paceline.actors.engine.request import Origin, SamplingParams, TokenOrigin
 from paceline.actors.engine.sequence import Sequence
-from paceline.actors.speculation.rejection_sampler import Proposal, Verdict, acceptance_probability
+from paceline.actors.speculation.rejection_sampler import (
+    Proposal,
+    RejectionSampleOutput,
+    acceptance_probability,
+)
 
 
 def token_origins(
     batch: Items[Sequence],
     proposal: Proposal,
-    verdict: Verdict,
+    sampled: RejectionSampleOutput,
     logits: Tensor,
     emitted: Items[Items[int]],
 ) -> list[list[TokenOrigin]]:
@@ -24,7 +28,7 @@ def token_origins(
     Args:
         batch: B sequences, before they take the round's tokens.
         proposal: what was drafted for them.
-        verdict: what verification decided.
+        sampled: what rejection sampling accepted and added.
         logits: float ``[B, k + 1, V]``, the target's as they came.
         emitted: per row the tokens that the round added, at most k + 1.
 
@@ -36,9 +40,9 @@ def token_origins(
     if not rows:
         return answers
     sure = iter(_target_probabilities(logits, rows, emitted))
-    chances = _acceptance_probabilities(proposal, verdict, rows)
+    chances = _acceptance_probabilities(proposal, sampled, rows)
     drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
-    accepted = verdict.num_accepted.tolist()
+    accepted = sampled.num_accepted.tolist()
     for at, i in enumerate(rows):
         own = chances[at] if chances and _tosses_coins(batch[i].request.sampling) else []
         proposed = drafts[i][: drafted[i]]
@@ -91,15 +95,15 @@ def _target_probabilities(
 
 
 def _acceptance_probabilities(
-    proposal: Proposal, verdict: Verdict, rows: Items[int]
+    proposal: Proposal, sampled: RejectionSampleOutput, rows: Items[int]
 ) -> list[list[float]] | None:
     """min(1, p/q) of every drafted token, as verification compared it with chance."""
     drafted = proposal.token_ids.shape[1]
-    if verdict.probs is None or drafted == 0:
+    if sampled.probs is None or drafted == 0:
         return None
-    at = torch.tensor(rows, device=verdict.probs.device)
+    at = torch.tensor(rows, device=sampled.probs.device)
     tokens = proposal.token_ids[at]
-    p_draft = verdict.probs[at, :drafted].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    p_draft = sampled.probs[at, :drafted].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     inside = torch.arange(drafted, device=at.device) < proposal.num_drafted[at, None]
     q_draft = proposal.token_probs[at]
     q_draft = torch.where(inside, q_draft, torch.ones_like(q_draft))

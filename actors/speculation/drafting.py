@@ -400,7 +400,7 @@ class Drafting:
         batch: Sequence[RunningSequence],
     ) -> Proposal:
         try:
-            proposal = self._proposer.propose(rows).spread(indices, len(batch))
+            proposal = self._proposer.propose(rows).scatter(indices, len(batch))
             self._next_rest = 1 if self._look_at_faults(rows, batch) else self._next_rest
             return proposal
         except Exception:

@@ -17,7 +17,7 @@ from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import Reads, read_together
 from paceline.actors.speculation.draft_sampling import draw_drafts
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
-from paceline.actors.speculation.rejection_sampler import Proposal, sound
+from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
 from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
 
 
@@ -310,7 +310,7 @@ class ExpertStack:
         if not ready:
             return Proposal.empty(len(rows), self.runner.device)
         drafts = self._draft([rows[i] for i in ready], support, generator)
-        return drafts.spread(ready, len(rows))
+        return drafts.scatter(ready, len(rows))
 
     def _draft(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
@@ -328,9 +328,11 @@ class ExpertStack:
             self._computed.drafted(row.request_id, len(row.tokens), own)
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
         proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
-        proposal, cut = sound(proposal)
-        if cut is not None:
-            self.faulty = self._discard([row for row, bad in zip(rows, cut, strict=True) if bad])
+        proposal, truncated = drop_non_finite(proposal)
+        if truncated is not None:
+            self.faulty = self._discard(
+                [row for row, bad in zip(rows, truncated, strict=True) if bad]
+            )
         return proposal
 
     def _discard(self, rows: Sequence[DraftRow]) -> frozenset[str]:

@@ -32,7 +32,7 @@ from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import Reads
 from paceline.actors.speculation.draft_sampling import draw_drafts
 from paceline.actors.speculation.proposer import DraftRow
-from paceline.actors.speculation.rejection_sampler import Proposal, sound
+from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _SLACK = 0.1  # of the logits' deviation: rounding in half precision
@@ -194,10 +194,10 @@ class HeadStack:
         if not ready:
             return Proposal.empty(len(rows), self.device)
         drafts = self._draft([rows[i] for i in ready], support, generator)
-        drafts, cut = sound(drafts)
-        if cut is not None:
+        drafts, truncated = drop_non_finite(drafts)
+        if truncated is not None:
             self.faulty = frozenset(self.versions)
-        return drafts.spread(ready, len(rows))
+        return drafts.scatter(ready, len(rows))
 
     def _draft(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator

@@ -1,11 +1,10 @@
-"""Verification: which draft tokens the target accepts, and the token that it adds.
+"""Rejection sampling: accept a prefix of the draft tokens and add one token of the target.
 
-Greedy and seeded rows know the target's token at every position (argmax, or argmax under
-Gumbel noise): a draft token is accepted where it is that very token. Unseeded rows use
-speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318): accept with
-probability min(1, p/q); after a rejection draw the recovered token from
-norm(max(0, p - q)); after full acceptance draw the bonus token from p. All three leave the
-target's output law as it is, for any draft.
+Greedy and seeded rows have one target token at every position (argmax, or argmax under Gumbel
+noise): a draft token is accepted if it equals that token. Unseeded rows use speculative sampling
+(Leviathan et al. 2211.17192, Chen et al. 2302.01318): accept with probability min(1, p/q); after
+a rejection draw the recovered token from norm(max(0, p - q)); after full acceptance draw the bonus
+token from p. All three keep the target's output distribution, for any draft.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Proposal:
     @staticmethod
     @lru_cache(maxsize=64)
     def empty(rows: int, device: torch.device) -> Proposal:
-        """A proposal of nothing: the round is plain decoding. Shared, never changed."""
+        """No draft tokens: the round is plain decoding. Shared, never changed."""
         integers = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         floats = torch.zeros(rows, 0, dtype=torch.float32, device=device)
         return Proposal(
@@ -57,11 +56,11 @@ class Proposal:
             support_probs=floats.unsqueeze(-1),
         )
 
-    def spread(self, indices: Sequence[int], rows: int) -> Proposal:
-        """The same as a proposal for ``rows`` rows, of which the others draft nothing.
+    def scatter(self, indices: Sequence[int], rows: int) -> Proposal:
+        """Widen to ``rows`` rows; the rows that are not in ``indices`` draft nothing.
 
         Args:
-            indices: where its own rows stand among them.
+            indices: the new index of each present row.
             rows: B.
         """
         if list(indices) == list(range(rows)):
@@ -79,8 +78,8 @@ class Proposal:
             support_probs=widen(self.support_probs),
         )
 
-    def cut(self, lengths: Tensor) -> Proposal:
-        """The same with at most int64 ``[B]`` ``lengths`` tokens per row; zeros behind them."""
+    def truncate(self, lengths: Tensor) -> Proposal:
+        """Keep at most int64 ``[B]`` ``lengths`` tokens per row; the rest becomes zeros."""
         kept = torch.minimum(self.num_drafted, lengths)
         behind = torch.arange(self.token_ids.shape[1], device=kept.device) >= kept[:, None]
         return Proposal(
@@ -92,35 +91,32 @@ class Proposal:
         )
 
 
-def sound(proposal: Proposal) -> tuple[Proposal, Tensor | None]:
-    """Take away what was drafted without probabilities: verification would leave its law.
+def drop_non_finite(proposal: Proposal) -> tuple[Proposal, Tensor | None]:
+    """Truncate each row before its first draft token without a finite probability.
 
-    A row ends where they end, and keeps what it has before: whether there are any at a position
-    hangs on the tokens before it, not on the one drawn there. To drop the whole row would throw
-    away a first token because of which one it is, and the others would come too often.
-
-    Args:
-        proposal: of B rows.
+    The tokens before it stay: whether a position has probabilities depends on the tokens before
+    it, not on the token drawn there. Dropping the whole row would reject a first token because of
+    its value, and bias the output distribution.
 
     Returns:
-        the proposal, and bool ``[B]`` of the rows that were cut, None where none was.
+        the proposal, and bool ``[B]`` of the truncated rows, None if there are none.
     """
     # One copy to the host, and no arithmetic: a small tensor's sum costs more than its list.
     if all(map(math.isfinite, chain.from_iterable(proposal.token_probs.tolist()))):
         return proposal, None
     lengths = proposal.token_probs.isfinite().cumprod(dim=1).sum(dim=1)
-    cut = lengths < proposal.num_drafted
-    return proposal.cut(lengths), cut if bool(cut.any()) else None
+    truncated = lengths < proposal.num_drafted
+    return proposal.truncate(lengths), truncated if bool(truncated.any()) else None
 
 
-def not_finite(logits: Tensor) -> list[list[bool]] | None:
-    """Positions whose logits give no distribution: a NaN, +inf, or nothing but -inf.
+def non_finite_positions(logits: Tensor) -> list[list[bool]] | None:
+    """Flag positions whose logits give no distribution: a NaN, +inf, or nothing but -inf.
 
     Args:
         logits: float ``[B, T, V]``.
 
     Returns:
-        per row T flags; None if there is no such position, by far the cheaper answer.
+        T flags per row; None if there is no such position, which is much cheaper.
     """
     if math.isfinite(logits.sum().item()):
         return None
@@ -129,15 +125,15 @@ def not_finite(logits: Tensor) -> list[list[bool]] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What verification decided for B rows.
+class RejectionSampleOutput:
+    """Accepted counts and added tokens of B rows.
 
     Attributes:
         num_accepted: int64 ``[B]``.
-        final_tokens: int64 ``[B]``: the recovered token, or the bonus token where every
-            drafted token was accepted.
-        probs: float32 ``[B, k + 1, V]`` processed target distribution, None where every
-            row is greedy and nothing needed it.
+        final_tokens: int64 ``[B]``: the recovered token, or the bonus token if every draft token
+            was accepted.
+        probs: float32 ``[B, k + 1, V]``, the processed target distribution; None if every row is
+            greedy.
     """
 
     num_accepted: Tensor
@@ -157,8 +153,8 @@ def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -> Tensor:
     """Unnormalised max(0, p - q) with q given on its support.
 
-    Where p equals q to the last bit the residual is empty; a rejection then has probability
-    0 in exact arithmetic, and p itself is returned so that rounding cannot draw nonsense.
+    If p equals q to the last bit the residual is empty. A rejection then has probability 0 in
+    exact arithmetic; p is returned so that rounding cannot draw a token outside of it.
 
     Args:
         target_probs: float32 ``[R, V]``.
@@ -173,10 +169,10 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
     return torch.where(empty, target_probs, difference)
 
 
-def _determined_tokens(
+def _deterministic_tokens(
     logits: Tensor, probs: Tensor, batch: SamplingBatch, output_positions: Tensor
 ) -> Tensor:
-    """The target's own token at every position, for greedy and seeded rows; int64 ``[B, T]``."""
+    """The target's token at every position of greedy and seeded rows, int64 ``[B, T]``."""
     tokens = most_probable(logits)
     if not batch.any_seeded:
         return tokens
@@ -189,7 +185,7 @@ def _determined_tokens(
     return tokens
 
 
-def _rejection_sample(
+def _sample_unseeded(
     probs: Tensor, proposal: Proposal, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Speculative sampling of R unseeded rows: accepted counts and final tokens, ``[R]`` each."""
@@ -214,34 +210,34 @@ def _rejection_sample(
     return num_accepted, draw(weights, generator)
 
 
-def verify(
+def rejection_sample(
     logits: Tensor,
     proposal: Proposal,
     batch: SamplingBatch,
     output_positions: Tensor,
     generator: torch.Generator,
     counts: TokenCounts | None = None,
-) -> Verdict:
+) -> RejectionSampleOutput:
     """Accept a prefix of every row's draft tokens and add one token.
 
     Args:
-        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token. They
-            are not changed.
+        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token. Not
+            changed.
         proposal: the draft tokens, k positions.
         batch: sampling parameters of the B rows.
         output_positions: int64 ``[B]``, index of the next output token of each row.
         generator: randomness of the unseeded rows.
-        counts: of the batch's penalised rows; None where there are none.
+        counts: token counts of the penalised rows; None if there are none.
     """
     logits = ruled_logits(logits, batch.rules, output_positions, counts, proposal.token_ids)
     if batch.all_greedy:
         taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)
-        return Verdict(num_accepted=taken, final_tokens=final, probs=None)
+        return RejectionSampleOutput(num_accepted=taken, final_tokens=final, probs=None)
     drafted = proposal.token_ids.shape[1]
     probs = processed_probs(logits, batch)
     if batch.all_unseeded:
-        return Verdict(*_rejection_sample(probs, proposal, generator), probs=probs)
-    tokens = _determined_tokens(logits, probs, batch, output_positions)
+        return RejectionSampleOutput(*_sample_unseeded(probs, proposal, generator), probs=probs)
+    tokens = _deterministic_tokens(logits, probs, batch, output_positions)
     inside = torch.arange(drafted, device=logits.device) < proposal.num_drafted[:, None]
     num_accepted = leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
     final = tokens.gather(-1, num_accepted[:, None]).squeeze(-1)
@@ -254,5 +250,5 @@ def verify(
             support_ids=proposal.support_ids[rows],
             support_probs=proposal.support_probs[rows],
         )
-        num_accepted[rows], final[rows] = _rejection_sample(probs[rows], subset, generator)
-    return Verdict(num_accepted=num_accepted, final_tokens=final, probs=probs)
+        num_accepted[rows], final[rows] = _sample_unseeded(probs[rows], subset, generator)
+    return RejectionSampleOutput(num_accepted=num_accepted, final_tokens=final, probs=probs)

@@ -19,8 +19,8 @@ from paceline.actors.speculation.draft_sampling import draft_support
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
     acceptance_probability,
+    rejection_sample,
     residual,
-    verify,
 )
 
 VOCAB, DRAFTED = 3, 2
@@ -214,7 +214,7 @@ def _assert_law(
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_verify_decides_by_the_processed_law(data: st.DataObject) -> None:
+def test_rejection_sampling_decides_by_the_processed_law(data: st.DataObject) -> None:
     """Greedy rows of every path: what is accepted and added is the one-by-one continuation."""
     params = data.draw(sampling(greedy=True))
     prompt, output = data.draw(histories)
@@ -228,13 +228,13 @@ def test_verify_decides_by_the_processed_law(data: st.DataObject) -> None:
     positions = torch.full((len(PATHS),), len(output))
     histories_ = [([*prompt, *output], len(output))] * len(PATHS)
     counts = count_tokens(batch.rules, histories_, VOCAB, CPU)
-    verdict = verify(logits, proposal, batch, positions, torch.Generator(), counts)
+    sampled = rejection_sample(logits, proposal, batch, positions, torch.Generator(), counts)
     p = block_laws(table, params, prompt, output)
     for row, path in enumerate(PATHS):
         own = [int(position.argmax()) for position in p[path]]
         accepted = next((i for i in range(DRAFTED) if own[i] != path[i]), DRAFTED)
-        assert int(verdict.num_accepted[row]) == accepted
-        assert int(verdict.final_tokens[row]) == own[accepted]
+        assert int(sampled.num_accepted[row]) == accepted
+        assert int(sampled.final_tokens[row]) == own[accepted]
 
 
 @pytest.mark.parametrize(

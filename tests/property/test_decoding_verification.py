@@ -17,8 +17,8 @@ from paceline.actors.engine.sampling import batch_params, draw
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
     acceptance_probability,
+    rejection_sample,
     residual,
-    verify,
 )
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-30, 1e-6), st.floats(0.01, 1.0))
@@ -111,7 +111,7 @@ def _chi_square(counts: Tensor, law: Tensor) -> float:
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_vectorised_verify_follows_the_law(seeded: bool, temperature: float) -> None:
+def test_vectorised_rejection_sampling_follows_the_law(seeded: bool, temperature: float) -> None:
     """50,000 rows of one round: the first emitted token, and the second given the first."""
     rows, vocab, k = 50_000, 8, 2
     generator = torch.Generator().manual_seed(7)
@@ -133,14 +133,16 @@ def test_vectorised_verify_follows_the_law(seeded: bool, temperature: float) -> 
         tokens = draw(probs.contiguous(), generator)
     proposal = Proposal(tokens, torch.full((rows,), k), q[tokens], ids, probs)
     logits = target.expand(rows, k + 1, vocab)
-    verdict = verify(logits, proposal, batch, torch.zeros(rows, dtype=torch.int64), generator)
+    sampled = rejection_sample(
+        logits, proposal, batch, torch.zeros(rows, dtype=torch.int64), generator
+    )
     law = torch.softmax(target / temperature, -1)
-    first = torch.where(verdict.num_accepted > 0, tokens[:, 0], verdict.final_tokens)
+    first = torch.where(sampled.num_accepted > 0, tokens[:, 0], sampled.final_tokens)
     assert _chi_square(torch.bincount(first, minlength=vocab), law) > 1e-3
-    more = verdict.num_accepted >= 1
-    second = torch.where(verdict.num_accepted > 1, tokens[:, 1], verdict.final_tokens)[more]
+    more = sampled.num_accepted >= 1
+    second = torch.where(sampled.num_accepted > 1, tokens[:, 1], sampled.final_tokens)[more]
     assert _chi_square(torch.bincount(second, minlength=vocab), law) > 1e-3
-    acceptance = float((verdict.num_accepted > 0).double().mean())
+    acceptance = float((sampled.num_accepted > 0).double().mean())
     alpha = float(torch.minimum(law, q).sum())
     if seeded:  # arXiv 2408.07978: at least alpha / (2 - alpha)
         assert acceptance > alpha / (2 - alpha) - 0.01
@@ -176,9 +178,11 @@ def test_a_greedy_row_accepts_the_argmax_alone() -> None:
         torch.ones(3, 2, 1),
     )
     generator = torch.Generator().manual_seed(0)
-    verdict = verify(logits, proposal, batch, torch.zeros(3, dtype=torch.int64), generator)
-    assert verdict.num_accepted.tolist() == [2, 1, 0]
-    assert verdict.final_tokens.tolist() == [2, 0, 1]
+    sampled = rejection_sample(
+        logits, proposal, batch, torch.zeros(3, dtype=torch.int64), generator
+    )
+    assert sampled.num_accepted.tolist() == [2, 1, 0]
+    assert sampled.final_tokens.tolist() == [2, 0, 1]
 
 
 def test_padding_is_never_accepted() -> None:
@@ -190,5 +194,7 @@ def test_padding_is_never_accepted() -> None:
         zeros, torch.tensor([1]), torch.ones(1, 2), zeros[..., None], torch.ones(1, 2, 1)
     )
     generator = torch.Generator().manual_seed(0)
-    verdict = verify(logits, proposal, batch, torch.zeros(1, dtype=torch.int64), generator)
-    assert verdict.num_accepted.tolist() == [1]
+    sampled = rejection_sample(
+        logits, proposal, batch, torch.zeros(1, dtype=torch.int64), generator
+    )
+    assert sampled.num_accepted.tolist() == [1]

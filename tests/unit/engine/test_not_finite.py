@@ -18,7 +18,7 @@ from paceline.actors.engine.decoders import ModuleDecoder
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.request import FINISH_NOT_FINITE
-from paceline.actors.speculation.rejection_sampler import not_finite
+from paceline.actors.speculation.rejection_sampler import non_finite_positions
 
 POISON = 7  # the token whose embedding is infinite, as activations are that overflow
 CLEAN = tuple(range(20, 44))  # longer than a block: a prefix of it is kept
@@ -219,5 +219,5 @@ def test_a_position_is_broken_if_it_gives_no_distribution(
 ) -> None:
     logits = torch.tensor(rows).to(dtype)
     expected = [[not math.isfinite(float(t.float().logsumexp(0))) for t in row] for row in logits]
-    found = not_finite(logits)
+    found = non_finite_positions(logits)
     assert (found or [[False] * 2 for _ in rows]) == expected

@@ -185,7 +185,7 @@ def test_a_report_is_not_lost_with_the_round_that_was_to_carry_it(
     engine = two_slots()
     refused(engine, 8)
     with monkeypatch.context() as scarce:
-        scarce.setattr(decoding, "verify", lambda *_: 1 // 0)
+        scarce.setattr(decoding, "rejection_sample", lambda *_: 1 // 0)
         engine.add(asked(IDS[0]))
         with pytest.raises(ZeroDivisionError):
             engine.step()

@@ -15,7 +15,7 @@ from paceline.actors.engine.engine import StepOutput
 from paceline.actors.engine.request import TokenOrigin, joined
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.engine.token_sources import token_origins
-from paceline.actors.speculation.rejection_sampler import Proposal, Verdict
+from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
 
 PROMPT = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. How many", add_special_tokens=False)
 
@@ -118,8 +118,8 @@ def test_min_of_one_and_p_over_q_of_the_drafted_token() -> None:
         support_ids=torch.tensor([[[0], [2]]]),
         support_probs=torch.tensor([[[0.4], [0.5]]]),
     )
-    verdict = Verdict(torch.tensor([1]), torch.tensor([1]), p.expand(1, 3, 4))
-    ((first, second),) = token_origins([sequence], proposal, verdict, logits, [[0, 1]])
+    sampled = RejectionSampleOutput(torch.tensor([1]), torch.tensor([1]), p.expand(1, 3, 4))
+    ((first, second),) = token_origins([sequence], proposal, sampled, logits, [[0, 1]])
     assert (first.origin, first.draft, first.weight_version) == ("accepted", "a@0", 7)
     assert (second.origin, second.rejected_token_id) == ("recovered", 2)
     assert first.acceptance_probability == 1.0

@@ -16,7 +16,11 @@ from paceline.actors.engine.sampling import LatestBatch
 from paceline.actors.engine.target import OutcomeReporter
 from paceline.actors.speculation.pool.drafter import SharedDrafter
 from paceline.actors.speculation.pool.server import ExpertServer
-from paceline.actors.speculation.rejection_sampler import Proposal, sound, verify
+from paceline.actors.speculation.rejection_sampler import (
+    Proposal,
+    drop_non_finite,
+    rejection_sample,
+)
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
 SAMPLED = {"temperature": 1.0}
@@ -233,15 +237,17 @@ def test_a_draft_that_breaks_behind_one_token_leaves_the_others_their_share() ->
             [torch.full((rows, 2), 0.5), torch.stack([broken, 0 * broken], dim=1)], dim=1
         ),
     )
-    kept, cut = sound(proposal)
+    kept, cut = drop_non_finite(proposal)
     assert cut is not None
     assert torch.equal(cut, first == x)
     assert torch.equal(kept.num_drafted, torch.where(first == x, 1, 2))
     assert bool(kept.support_probs.isfinite().all())
     logits = torch.zeros(rows, 3, 2)  # the target: both alike, everywhere
     params = LatestBatch(torch.device("cpu")).of([SamplingParams(4, temperature=1.0)] * rows)
-    verdict = verify(logits, kept, params, torch.zeros(rows, dtype=torch.int64), generator, None)
-    emitted = torch.where(verdict.num_accepted > 0, first, verdict.final_tokens)
+    sampled = rejection_sample(
+        logits, kept, params, torch.zeros(rows, dtype=torch.int64), generator, None
+    )
+    emitted = torch.where(sampled.num_accepted > 0, first, sampled.final_tokens)
     counts = {token: int((emitted == token).sum()) for token in law}
     assert chi_square(counts, law) > 1e-3
 
@@ -250,7 +256,7 @@ def test_padding_behind_a_short_row_breaks_nothing() -> None:
     probs = torch.tensor([[0.5, float("nan")], [0.5, 0.5]])
     ids = torch.zeros(2, 2, dtype=torch.int64)
     wide = probs[..., None].clone()
-    kept, cut = sound(Proposal(ids, torch.tensor([1, 2]), probs, ids[..., None], wide))
+    kept, cut = drop_non_finite(Proposal(ids, torch.tensor([1, 2]), probs, ids[..., None], wide))
     assert cut is None
     assert kept.num_drafted.tolist() == [1, 2]
     assert bool(kept.token_probs.isfinite().all())
