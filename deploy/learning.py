@@ -17,7 +17,7 @@ from ray.util import metrics
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.permits import Tenant
 from paceline.actors.training.scorer import Scorer
-from paceline.actors.training.synthetic.generator import Imaginer
+from paceline.actors.training.synthetic.generator import SyntheticPrompts
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.cluster.named_actor import NamedActor
@@ -31,12 +31,12 @@ from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
-from paceline.deploy.imagining import imagined_here, target_handle
 from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
 from paceline.deploy.monitoring.exporter import Exporter, Sample
 from paceline.deploy.monitoring.readings import trainer_samples
 from paceline.deploy.monitoring.sink import RaySink
 from paceline.deploy.scoring import make_jury, scores_experts
+from paceline.deploy.synthetic import synthetic_settings_of, target_handle
 
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
@@ -177,7 +177,7 @@ def replay_settings(config: PacelineConfig) -> ReplaySettings:
         remover=config.replay.remover,
         sampler=config.replay.sampler,
         held_out_fraction=config.replay.held_out_fraction,
-        imagined_per_record=config.training.imagined_per_record,
+        synthetic_per_record=config.training.imagined_per_record,
     )
 
 
@@ -274,7 +274,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
 
 
 class TrainerActor(Trainer):
-    """A trainer; beside the first one the scorer, which needs the same libraries, and the imaginer.
+    """A trainer; the first one also runs the scorer and makes synthetic prompts.
 
     It looks the others up by name whenever Ray starts it, and again now and then: handles among
     its arguments would be objects that a restart may not find, and Ray warns of it.
@@ -292,23 +292,25 @@ class TrainerActor(Trainer):
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
             jury = beside.submit(make_jury, config).result() if name == _TRAINER else None
-            imagined = beside.submit(imagined_here, config, name == _TRAINER).result()
+            synthetic = beside.submit(synthetic_settings_of, config, name == _TRAINER).result()
         hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
         tenant = Tenant(name, _fractions(config, name), alone=config.training.trainers == 1)
         super().__init__(settings, shards, registry, board, hire, node_address(), tenant)
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
-        self._imaginer: Imaginer | None = None
-        if imagined is not None:
-            self._imaginer = Imaginer(imagined, shards, registry, board, target_handle)
+        self._synthetic: SyntheticPrompts | None = None
+        if synthetic is not None:
+            self._synthetic = SyntheticPrompts(synthetic, shards, registry, board, target_handle)
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
     def _samples(self) -> Iterable[Sample]:
         return trainer_samples(self.status(), self.drifts(), self.table())
 
     def status(self) -> dict[str, Any]:
-        """See Trainer; where prompts are imagined, the counts of Imaginer as ``imagined``."""
+        """See Trainer; with synthetic prompts, their counts as ``synthetic``."""
         found = super().status()
-        return found if self._imaginer is None else found | {"imagined": self._imaginer.figures()}
+        return (
+            found if self._synthetic is None else found | {"synthetic": self._synthetic.figures()}
+        )
 
     def offer(self, data: bytes) -> None:
         """See Scorer."""

@@ -1,12 +1,11 @@
-"""The part of the config that imagined prompts go by."""
+"""Settings of synthetic prompts, from the config."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from paceline.actors.training.synthetic.prompts import TurnMarks, turn_marks
-from paceline.actors.training.synthetic.settings import ImaginationSettings
+from paceline.actors.training.synthetic.prompts import SyntheticSettings, TurnMarks, turn_marks
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.errors import ConfigError
 
@@ -15,15 +14,15 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 4
 
 
-def imagination_settings(config: PacelineConfig) -> ImaginationSettings | None:
-    """Settings of what imagines; None where nothing is to be imagined.
+def synthetic_settings(config: PacelineConfig) -> SyntheticSettings | None:
+    """Settings of synthetic prompts; None if there are to be none.
 
     Raises:
         ConfigError: the target's chat template does not allow it.
     """
     if not config.training.enabled or not config.training.imagined_per_record:
         return None
-    return ImaginationSettings(
+    return SyntheticSettings(
         marks=_marks(config),
         per_record=config.training.imagined_per_record,
         held_out_fraction=config.replay.held_out_fraction,
@@ -31,22 +30,22 @@ def imagination_settings(config: PacelineConfig) -> ImaginationSettings | None:
     )
 
 
-def imagined_here(config: PacelineConfig, first: bool) -> ImaginationSettings | None:
-    """The same in a trainer's process; None where it is not the first, or where it cannot be.
+def synthetic_settings_of(config: PacelineConfig, first: bool) -> SyntheticSettings | None:
+    """The same in a trainer's process; None if it is not the first, or cannot.
 
     Args:
         config: see PacelineConfig.
         first: of the trainers: the others leave it to that one.
     """
     try:
-        return imagination_settings(config) if first else None
+        return synthetic_settings(config) if first else None
     except ConfigError:
-        logger.warning("no prompts are imagined, learning goes on", exc_info=True)
+        logger.warning("no synthetic prompts are made, learning goes on", exc_info=True)
         return None
 
 
 def target_handle() -> Any:
-    """The deployment that answers what was imagined; raises where it is not there yet."""
+    """Handle of the target's deployment; raises before it is deployed."""
     from ray import serve  # late: what is refused before a start is told without Ray
 
     from paceline.deploy.app import APPLICATION  # it imports what imports this

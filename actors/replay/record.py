@@ -18,11 +18,11 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-_IMAGINED = "imagined:"
+_SYNTHETIC = "synthetic:"
 
 
 def belongs(record: str, answer: str) -> bool:
-    """Whether a record is an answer's, or was imagined from one of its prompts.
+    """Whether a record is of an answer, or of a synthetic prompt made from one.
 
     An answer's record has its name, or that and the number of a choice.
 
@@ -30,29 +30,29 @@ def belongs(record: str, answer: str) -> bool:
         record: its request_id.
         answer: as clients know it.
     """
-    source = source_of(record)
+    source = source_id(record)
     name, dash, number = source.rpartition("-")
     return answer in (record, source) or (bool(dash) and name == answer and number.isdecimal())
 
 
-def imagined(source: str, mark: str) -> str:
-    """Name of a record whose prompt was imagined from the beginning of another record's.
+def synthetic_id(source: str, mark: str) -> str:
+    """The request_id of a synthetic prompt.
 
     Args:
-        source: request_id of the latter.
-        mark: tells several of one source apart; without a colon.
+        source: request_id of the record that its beginning is from.
+        mark: unique among those of one source; without a colon.
     """
-    return f"{_IMAGINED}{mark}:{source}"
+    return f"{_SYNTHETIC}{mark}:{source}"
 
 
-def is_imagined(record: str) -> bool:
-    """Whether a record's prompt is nobody's request."""
-    return record.startswith(_IMAGINED)
+def is_synthetic(record: str) -> bool:
+    """Whether a record is of a synthetic prompt, by its request_id."""
+    return record.startswith(_SYNTHETIC)
 
 
-def source_of(record: str) -> str:
-    """The record that an imagined one began like; any other one's own name."""
-    return record.split(":", 2)[2] if is_imagined(record) and record.count(":") > 1 else record
+def source_id(record: str) -> str:
+    """The request_id that a synthetic record was made from; any other record's own."""
+    return record.split(":", 2)[2] if is_synthetic(record) and record.count(":") > 1 else record
 
 
 SCHEMA_VERSION = 2

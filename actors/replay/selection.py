@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from paceline.actors.replay.record import ReplayRecord, is_held_out, is_imagined
+from paceline.actors.replay.record import ReplayRecord, is_held_out, is_synthetic
 
 _BURST_S = 16.0  # of the rate; so much may come at once
 
@@ -68,7 +68,7 @@ def is_scored(record: ReplayRecord, share: float, held_out_fraction: float) -> b
     """Whether every expert is to be scored on this request's record.
 
     Only prompts are taken that judge drafts: an expert knows those that it has learnt from, and
-    would look better on them than it is. What was imagined tells nothing of the traffic.
+    would look better on them than it is. Synthetic prompts say nothing of the traffic.
 
     Args:
         record: of a request that may be kept.
@@ -76,7 +76,7 @@ def is_scored(record: ReplayRecord, share: float, held_out_fraction: float) -> b
         held_out_fraction: of prompts that judge, see :func:`is_held_out`. Where there are none,
             nothing is learnt either, and all prompts are taken from.
     """
-    if is_imagined(record.request_id):
+    if is_synthetic(record.request_id):
         return False
     among = share
     if held_out_fraction > 0.0:

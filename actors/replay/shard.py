@@ -20,8 +20,8 @@ from paceline.actors.replay.record import (
     RecordValueError,
     decode,
     is_held_out,
-    is_imagined,
-    source_of,
+    is_synthetic,
+    source_id,
 )
 from paceline.actors.replay.table import ReplaySettings, ReplayTable, Split, rewrite_due
 
@@ -120,7 +120,7 @@ class ReplayShard:
     def insert(self, data: bytes, left_out: int = 0) -> None:
         """Take an encoded record; bytes that are none are counted and dropped.
 
-        What was imagined from a record that is not here any more, purged perhaps, is dropped.
+        A synthetic record is dropped if its source is gone, purged perhaps.
 
         Args:
             data: the record.
@@ -187,7 +187,7 @@ class ReplayShard:
 
         Args:
             data: encoded.
-            alone: whether an imagined one may be here without its source.
+            alone: whether a synthetic one may be here without its source.
         """
         try:
             record = decode(data)
@@ -199,12 +199,12 @@ class ReplayShard:
         held_out = is_held_out(record.prompt_token_ids, self._settings.held_out_fraction)
         entry = Entry(record.request_id, record.created, bytes(data))
         split: Split = "held_out" if held_out else "train"
-        if is_imagined(record.request_id):
+        if is_synthetic(record.request_id):
             if held_out:  # a prompt that judges must not be learnt, whoever comes up with it
                 return None
-            if not (alone or self._table.has(source_of(record.request_id))):
+            if not (alone or self._table.has(source_id(record.request_id))):
                 return None
-            split = "imagined"
+            split = "synthetic"
         return entry if self._table.insert(entry, split, self._clock()) else None
 
     def _rewrite_when_due(self) -> None:

@@ -57,7 +57,7 @@ def priority_weights(
     return normal
 
 
-Split = Literal["train", "held_out", "imagined"]
+Split = Literal["train", "held_out", "synthetic"]
 Sampler = Literal["recency", "priority"]
 
 _SLACK_SHARE = 0.02
@@ -78,7 +78,7 @@ class ReplaySettings:
         sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
             split is always drawn by recency: what judges must not follow what was learnt.
         held_out_fraction: share of prompts (and of the capacity) that judges drafts.
-        imagined_per_record: records with imagined prompts that are wanted for each one to learn
+        synthetic_per_record: records of synthetic prompts that are wanted for each one to learn
             from; above 0 they may have what these leave of the capacity, and make way for them.
         recent_share: share of a sample that favours some records; the rest is uniform, so that
             none is forgotten.
@@ -90,7 +90,7 @@ class ReplaySettings:
     retention_s: float = 24 * 3600.0
     remover: Remover = "fifo"
     held_out_fraction: float = 0.2
-    imagined_per_record: float = 0.0
+    synthetic_per_record: float = 0.0
     recent_share: float = 0.5
     recent_half_life: float = 200.0
     sampler: Sampler = "recency"
@@ -106,8 +106,8 @@ class ReplaySettings:
             raise ValueError("priority_exponent must not be negative")
         if not 0.0 <= self.held_out_fraction <= 1.0 or not 0.0 <= self.recent_share <= 1.0:
             raise ValueError("held_out_fraction and recent_share lie between 0 and 1")
-        if not 0.0 <= self.imagined_per_record < math.inf:
-            raise ValueError("imagined_per_record must not be negative")
+        if not 0.0 <= self.synthetic_per_record < math.inf:
+            raise ValueError("synthetic_per_record must not be negative")
         if self.capacity_bytes <= 0 or self.retention_s <= 0 or self.recent_half_life <= 0:
             raise ValueError("capacity_bytes, retention_s and recent_half_life are positive")
 
@@ -134,7 +134,7 @@ def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:
 
 
 class ReplayTable:
-    """The splits of one topic: to learn from, to judge by, and what was imagined to learn from."""
+    """The splits of one topic: training, held out, and synthetic (for training)."""
 
     def __init__(self, settings: ReplaySettings) -> None:
         """Start empty."""
@@ -144,7 +144,7 @@ class ReplayTable:
         self._splits: dict[Split, Partition] = {
             "train": Partition(train, settings.remover),
             "held_out": Partition(held_out, settings.remover),
-            "imagined": Partition(0, settings.remover),
+            "synthetic": Partition(0, settings.remover),
         }
         self._share_out()
 
@@ -158,10 +158,10 @@ class ReplayTable:
         return kept
 
     def _share_out(self) -> None:
-        """Imagined records have the room that those of the traffic leave."""
-        if self._settings.imagined_per_record:
+        """Give synthetic records the room that those of the traffic leave."""
+        if self._settings.synthetic_per_record:
             train = self._splits["train"]
-            self._splits["imagined"].limit(train.capacity - train.bytes)
+            self._splits["synthetic"].limit(train.capacity - train.bytes)
 
     def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
         """At most ``n`` different records of a split, as the settings' sampler draws."""
@@ -177,7 +177,7 @@ class ReplayTable:
     def update_losses(self, losses: Mapping[str, float]) -> None:
         """Take the latest losses by request, in nats, of records to learn from."""
         self._splits["train"].update_losses(losses)
-        self._splits["imagined"].update_losses(losses)
+        self._splits["synthetic"].update_losses(losses)
 
     def delete(self, request_id: str | None) -> int:
         """Drop a request's records, or all; returns how many."""
@@ -217,7 +217,7 @@ class ReplayTable:
             "bytes": sum(part.bytes for part in parts),
             "capacity_bytes": self._settings.capacity_bytes,
             "inserted_total": sum(part.inserted for part in parts),
-            "inserted_imagined_total": self._splits["imagined"].inserted,
+            "inserted_synthetic_total": self._splits["synthetic"].inserted,
             "evicted_total": sum(part.evicted for part in parts),
             "expired_total": sum(part.expired for part in parts),
         }

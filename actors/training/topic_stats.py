@@ -187,14 +187,14 @@ def inserted(stats: Stats, topic: str) -> int:
 
 
 def requests(facts: Mapping[str, Any]) -> int:
-    """Requests that a shard has ever heard of, recorded or not; nobody asked for imagined ones."""
-    recorded = int(facts["inserted_total"]) - int(facts["inserted_imagined_total"])
+    """A topic's requests since the shard started, recorded or not, without synthetic ones."""
+    recorded = int(facts["inserted_total"]) - int(facts["inserted_synthetic_total"])
     return recorded + int(facts.get("left_out_total", 0))
 
 
 def to_learn_from(stats: Stats, topic: str) -> int:
-    """Records of a topic's traffic and imagined ones, all that does not judge."""
-    return total(stats, topic, "records_train") + total(stats, topic, "records_imagined")
+    """Training records of a topic, synthetic ones included."""
+    return total(stats, topic, "records_train") + total(stats, topic, "records_synthetic")
 
 
 def total(stats: Stats, topic: str, key: str) -> int:

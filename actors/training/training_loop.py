@@ -284,11 +284,11 @@ class Rounds:
             logger.info("%s: adapters on general's version %d", candidate.topic, newest[0])
 
     def _lesson(self, topic: str, stats: dict[str, dict[str, Any]]) -> list[ReplayRecord]:
-        """Records to learn from, imagined ones as large a part as they are of all."""
+        """Records to learn from, synthetic ones in their proportion."""
         count, have = self._settings.train_records, to_learn_from(stats, topic)
-        imagined = round(count * total(stats, topic, "records_imagined") / max(have, 1))
-        drawn = self._draw(topic, count - imagined, "train", stats)
-        return drawn + (self._draw(topic, imagined, "imagined", stats) if imagined else [])
+        synthetic = round(count * total(stats, topic, "records_synthetic") / max(have, 1))
+        drawn = self._draw(topic, count - synthetic, "train", stats)
+        return drawn + (self._draw(topic, synthetic, "synthetic", stats) if synthetic else [])
 
     def _draw(
         self, topic: str, count: int, split: str, stats: dict[str, dict[str, Any]]

@@ -25,9 +25,8 @@ from online.world import Learner, LocalWorld
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import FINISH_ERROR, GenerationRequest
 from paceline.actors.replay.record import encode
-from paceline.actors.training.synthetic.generator import Composer, Said
-from paceline.actors.training.synthetic.prompts import turn_marks
-from paceline.actors.training.synthetic.settings import ImaginationSettings
+from paceline.actors.training.synthetic.generator import Completion, SyntheticPromptGenerator
+from paceline.actors.training.synthetic.prompts import SyntheticSettings, turn_marks
 
 
 class EngineVoice:
@@ -38,8 +37,8 @@ class EngineVoice:
         self._engine, self._world, self._never = engine, world, never
         self.in_test = 0
 
-    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
-        """What the target says to each."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Answer each request."""
         tokens: dict[str, list[int]] = {request.run_id: [] for request in requests}
         reasons: dict[str, str] = {}
         for request in requests:
@@ -55,7 +54,7 @@ class EngineVoice:
                     reasons[output.request_id] = output.chunk.finish_reason
                 if output.record is not None:
                     self._world.shards[output.record.topic].insert(encode(output.record))
-        return [Said(tuple(tokens[r.run_id]), reasons[r.run_id]) for r in requests]
+        return [Completion(tuple(tokens[r.run_id]), reasons[r.run_id]) for r in requests]
 
 
 class Muse:
@@ -71,7 +70,7 @@ class Muse:
             amount: see Imagining.
         """
         names = map(str, itertools.count())
-        settings = ImaginationSettings(
+        settings = SyntheticSettings(
             turn_marks(bench.tokenizer),
             amount.per_record,
             learning.held_out_fraction,
@@ -82,18 +81,18 @@ class Muse:
         self._never = frozenset(q.token_ids for q in bench.questions(topic).test)
         self.in_test = 0
         self._most = 2 * amount.at_once  # turns in a row that bring nothing
-        self.composer = Composer(settings, mark=lambda: next(names))
+        self.generator = SyntheticPromptGenerator(settings, mark=lambda: next(names))
         self.amount = amount
         self.seconds = 0.0
 
     def __call__(self, world: LocalWorld) -> None:
         """Catch up."""
         began, vain = time.process_time(), 0
-        voice = EngineVoice(self._engine, world, self._never)
-        while vain < self._most and self.composer.lacks(world):
-            vain = 0 if self.composer.tick(world, voice) else vain + 1
+        target = EngineVoice(self._engine, world, self._never)
+        while vain < self._most and self.generator.lacks(world):
+            vain = 0 if self.generator.run_once(world, target) else vain + 1
         self.seconds += time.process_time() - began
-        self.in_test += voice.in_test
+        self.in_test += target.in_test
 
 
 def imagined_settings(
@@ -126,7 +125,7 @@ def run_imagined(
 
     Returns:
         ``checkpoints`` and ``learning`` as ``streams.run_stream``; ``test_online``: counts of the
-        test served with the last weights; ``imagined``: counts, see Composer, ``seconds``, and
+        test served with the last weights; ``imagined``: the generator's counts, ``seconds``, and
         prompts that were dropped because they are ``in_test``.
     """
     learning = imagining.of(learning)
@@ -143,7 +142,7 @@ def run_imagined(
             if done in bench.sizes.checkpoints or done == len(frozen):
                 checkpoints[str(done)] = found = look(bench.judge, learner, topic, tests)
                 mean = sum(found["acceptance"]) / len(tests)
-                made = muse.composer.counts["made"]
+                made = muse.generator.counts["made"]
                 bench.say(f"{topic}, {made} imagined: {done} requests, test acceptance {mean:.3f}")
         test = bench.questions(topic).test
         after = list(serve(engine, test, [topic] * len(test), bench.serving))
@@ -151,7 +150,7 @@ def run_imagined(
             "checkpoints": checkpoints,
             "test_online": packed(counts_of(after)),
             "learning": learner.facts(),
-            "imagined": dict(muse.composer.counts)
+            "imagined": dict(muse.generator.counts)
             | {"seconds": muse.seconds, "in_test": muse.in_test},
             "machine": machine.facts(),
         }

@@ -71,7 +71,7 @@ class LocalWorld:
         settings = ReplaySettings(
             capacity_bytes=capacity_mb * 2**20,
             held_out_fraction=learning.held_out_fraction,
-            imagined_per_record=imagined_per_record,
+            synthetic_per_record=imagined_per_record,
             recent_share=learning.recent_share,
         )
         self.shards = {  # answers from disk do not grow old

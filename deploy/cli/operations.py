@@ -218,7 +218,7 @@ def _drafts(status: Mapping[str, Any]) -> list[str]:
         rounds = own.get("rounds", 0)
         share = f"{own['accepted'] / rounds:.2f}" if rounds else "-"
         records = (
-            shard["records_train"] + shard["records_held_out"] + shard.get("records_imagined", 0)
+            shard["records_train"] + shard["records_held_out"] + shard.get("records_synthetic", 0)
             if "records_train" in shard
             else shard.get("error", "-")
         )
@@ -247,8 +247,8 @@ def _one_trainer(trainer: Mapping[str, Any]) -> list[str]:
         f"{trainer.get('published', 0)} published, {trainer.get('rejected', 0)} rejected, "
         f"{trainer.get('training_s', 0.0):.0f} s"
     ]
-    if imagined := trainer.get("imagined"):
-        lines.append(f"          {imagined['made']} imagined prompts answered")
+    if synthetic := trainer.get("synthetic"):
+        lines.append(f"          {synthetic['made']} synthetic prompts answered")
     if trainer.get("last_error"):
         lines.append(f"          {trainer['failures']} failures, last: {trainer['last_error']}")
     return lines

@@ -23,8 +23,8 @@ from paceline.cluster.session import LOOPBACK
 from paceline.deploy.api.auth import is_loopback, key_digests
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.imagining import imagination_settings
 from paceline.deploy.planner.configs import read_shape
+from paceline.deploy.synthetic import synthetic_settings
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def check_parts(config: PacelineConfig) -> None:
             "router.enabled to false"
         )
     _check_memory(config)
-    imagination_settings(config)
+    synthetic_settings(config)
 
 
 def warnings(config: PacelineConfig) -> list[str]:

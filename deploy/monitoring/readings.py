@@ -186,8 +186,8 @@ def registry_samples(figures: Mapping[str, Any]) -> Iterator[Sample]:
 def shard_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
     """Of ``ReplayShard.stats``."""
     topic = stats["topic"]
-    imagines = stats["capacity_bytes_imagined"] > 0
-    for split in ("train", "held_out", "imagined")[: 3 if imagines else 2]:
+    synthetic = stats["capacity_bytes_synthetic"] > 0
+    for split in ("train", "held_out", "synthetic")[: 3 if synthetic else 2]:
         for name in ("records", "bytes", "capacity_bytes"):
             yield Sample(f"replay_{name}", stats[f"{name}_{split}"], (topic, split))
     for name in ("inserted", "evicted", "expired", "refused", "left_out"):

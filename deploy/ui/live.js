@@ -183,16 +183,16 @@ export class Live {
 
   replay() {
     const shards = Object.entries(object(this.status.shards));
-    const most = Math.max(1, ...shards.map(([, own]) => ["train", "held_out", "imagined"].reduce((sum, split) => sum + (own[`records_${split}`] ?? 0), 0)));
+    const most = Math.max(1, ...shards.map(([, own]) => ["train", "held_out", "synthetic"].reduce((sum, split) => sum + (own[`records_${split}`] ?? 0), 0)));
     return shards.map(([topic, own]) => {
       if (own.error) return el("p", { class: "share" }, `${topic}: does not answer`);
       const parts = [
         { share: own.records_train / most, kind: "e1", name: "to learn from" },
         { share: own.records_held_out / most, kind: "e2", name: "held out" },
-        { share: (own.records_imagined ?? 0) / most, kind: "e3", name: "imagined" },
+        { share: (own.records_synthetic ?? 0) / most, kind: "e3", name: "synthetic" },
       ];
-      const imagined = own.records_imagined ? ` + ${count(own.records_imagined)} imagined` : "";
-      const words = `${count(own.records_train)} + ${count(own.records_held_out)} held out${imagined}, ${bytes(own.bytes)}`;
+      const synthetic = own.records_synthetic ? ` + ${count(own.records_synthetic)} synthetic` : "";
+      const words = `${count(own.records_train)} + ${count(own.records_held_out)} held out${synthetic}, ${bytes(own.bytes)}`;
       return el("div", { class: "share" },
         el("p", { class: "words" }, el("span", {}, topic), el("span", {}, words)),
         stackedBar(parts, `${topic}: ${words}`));

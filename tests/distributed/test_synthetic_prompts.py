@@ -1,4 +1,4 @@
-"""The embedded models: an idle target imagines prompts, answers them, and lets go for requests."""
+"""The embedded models: an idle target makes prompts up, answers them, and lets go for requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ray
 from free_ports import find_port
 from waiting import eventually
 
-from paceline.actors.replay.record import ReplayRecord, belongs, decode, source_of
+from paceline.actors.replay.record import ReplayRecord, belongs, decode, source_id
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import load_config
@@ -67,35 +67,35 @@ def stats(running: RunningApp) -> dict[str, int]:
     return found
 
 
-def imagined(running: RunningApp) -> list[ReplayRecord]:
-    drawn = ray.get(running.shards["sql"].sample.remote(1_000, "imagined"), timeout=10)
+def synthetic_records(running: RunningApp) -> list[ReplayRecord]:
+    drawn = ray.get(running.shards["sql"].sample.remote(1_000, "synthetic"), timeout=10)
     return [decode(data) for data in drawn]
 
 
-def test_an_idle_target_imagines_and_nobody_notices(running: RunningApp) -> None:
+def test_an_idle_target_makes_prompts_up_unnoticed(running: RunningApp) -> None:
     prompts = generate("sql", 40, seed=11)
     first = [ask(running, prompt) for prompt in prompts]
-    assert eventually(lambda: stats(running)["records_imagined"] >= 8)
+    assert eventually(lambda: stats(running)["records_synthetic"] >= 8)
     again = [ask(running, prompt) for prompt in prompts]
     for one, two in zip(first, again, strict=True):
         assert one["choices"][0]["token_ids"] == two["choices"][0]["token_ids"]
     names = [answer["id"] for answer in first + again]
-    records = imagined(running)
+    records = synthetic_records(running)
     assert all(any(belongs(r.request_id, name) for name in names) for r in records)
     assert {(record.topic, record.expert) for record in records} == {("sql", "off")}
     known = {tuple(r.prompt_token_ids.tolist()) for r in records}
     assert len(known) > len(records) // 2, "prompts differ from one another"
     assert np.mean([len(record.output_token_ids) for record in records]) > 4
     status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()
-    assert status["trainer"]["imagined"]["made"] > 0
+    assert status["trainer"]["synthetic"]["made"] > 0
     assert status["target"]["draft_failures"] == 0
 
 
 def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: RunningApp) -> None:
     def done() -> bool:
         found = stats(running)
-        assert found["records_imagined"] <= PER_RECORD * found["records_train"] + 4
-        return found["records_imagined"] >= PER_RECORD * found["records_train"] - 1
+        assert found["records_synthetic"] <= PER_RECORD * found["records_train"] + 4
+        return found["records_synthetic"] >= PER_RECORD * found["records_train"] - 1
 
     assert eventually(done)
     board = ray.get(running.board.snapshot.remote(), timeout=10)
@@ -103,17 +103,17 @@ def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: Running
     assert eventually(lambda: ray.get(running.registry.current.remote(), timeout=10)["sql"] >= 1)
 
 
-def test_a_purge_takes_what_was_imagined_from_a_request(running: RunningApp) -> None:
-    records = imagined(running)
-    source = source_of(records[0].request_id).removesuffix("-0")
+def test_a_purge_takes_a_request_s_synthetic_records(running: RunningApp) -> None:
+    records = synthetic_records(running)
+    source = source_id(records[0].request_id).removesuffix("-0")
     own = sum(belongs(record.request_id, source) for record in records)
     url = f"{running.base_url}/v1/paceline/replay/purge"
     answer = httpx.post(url, json={"request_id": source}, timeout=60).json()
     assert answer["removed"]["sql"] >= own + 1  # another may have come meanwhile
-    assert not any(belongs(record.request_id, source) for record in imagined(running))
+    assert not any(belongs(record.request_id, source) for record in synthetic_records(running))
 
 
-def test_a_killed_trainer_goes_on_imagining(running: RunningApp) -> None:
+def test_a_killed_trainer_goes_on_making_prompts_up(running: RunningApp) -> None:
     (trainer,) = running.trainers().values()
     pid = ray.get(trainer.status.remote(), timeout=10)["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -123,6 +123,6 @@ def test_a_killed_trainer_goes_on_imagining(running: RunningApp) -> None:
     def came_back() -> bool:
         (now,) = running.trainers().values()
         found = ray.get(now.status.remote(), timeout=10)
-        return bool(found["pid"] != pid and found.get("imagined", {}).get("made", 0) > 0)
+        return bool(found["pid"] != pid and found.get("synthetic", {}).get("made", 0) > 0)
 
     assert eventually(came_back)

@@ -1,4 +1,4 @@
-"""The thread that imagines, in the first trainer's process: it asks the target, and waits."""
+"""Synthetic prompts, made by the idle target from a thread of the first trainer's process."""
 
 from __future__ import annotations
 
@@ -26,157 +26,159 @@ from paceline.actors.engine.request import (
 )
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.synthetic.prompts import (
-    beginning,
-    imagined_prompt,
-    to_answer,
-    to_imagine,
+    SyntheticSettings,
+    answer_request,
+    cut_prompt,
+    prompt_request,
+    synthetic_prompt,
 )
-from paceline.actors.training.synthetic.settings import ImaginationSettings
 
-_WHOLE = (FINISH_STOP, FINISH_LENGTH)
-_LONGEST_REST = 256  # ticks
-_FULL = 0.95  # of the shard's part for imagined records
+logger = logging.getLogger(__name__)
+
+_COMPLETE = (FINISH_STOP, FINISH_LENGTH)
+_LONGEST_REST = 256  # calls of run_once
+_FULL = 0.95  # of the shard's capacity for synthetic records
+_RETRY_S = 1.0
+_PERMIT_POLL_S = 0.1
+_LONGEST_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What the target said to a request, and why it ended."""
+class Completion:
+    """The target's answer to a request."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
 
 
-class Sources(Protocol):
-    """Where stored records are, and leave."""
+class RecordSource(Protocol):
+    """Stored records, and the permit to compute."""
 
     def stats(self) -> Mapping[str, Mapping[str, Any]]:
-        """Topic to its shard's statistics, of those that answer."""
+        """Statistics of the shards that answer, by topic."""
 
     def sample(self, topic: str, count: int, split: str) -> Iterable[ReplayRecord]:
-        """At most so many records of a split."""
+        """At most ``count`` records of a split."""
 
     def may_train(self) -> bool:
         """Whether serving is idle."""
 
 
-class Voice(Protocol):
-    """The target; records of what it says go where it sends them."""
+class TargetClient(Protocol):
+    """The target; it sends the records of its answers to the shards itself."""
 
-    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
-        """What it says to each, in this order."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Answer each request, in this order."""
 
 
-class Composer:
-    """Imagines a few prompts at a time; :meth:`tick` for ever.
+class SyntheticPromptGenerator:
+    """Makes a few prompts at a time; call :meth:`run_once` for ever.
 
-    A topic of which nothing comes rests, longer each time, so that the others have their turn and
-    the target is not asked in vain for ever.
+    A topic that yields none rests, longer each time, so that the others have their turn and the
+    target is not asked in vain for ever.
 
-    ``counts``: prompts answered (``made``); texts ``unfinished``; stored prompts ``unsuited`` (not
-    templated, or too short); imagined ones ``refused`` (one that judges, or too long); requests
-    that ``yielded``.
+    Attributes:
+        counts: ``made``, prompts that were answered; ``unfinished``, texts without an end;
+            ``unsuited``, stored prompts that are not templated or too short; ``refused``, synthetic
+            ones that are held out or too long; ``yielded``, requests that gave way to traffic.
     """
 
     def __init__(
-        self, settings: ImaginationSettings, *, mark: Callable[[], str] = lambda: uuid.uuid4().hex
+        self, settings: SyntheticSettings, *, mark: Callable[[], str] = lambda: uuid.uuid4().hex
     ) -> None:
-        """Nothing is imagined yet.
-
-        Args:
-            settings: see ImaginationSettings.
-            mark: gives another name every time.
-        """
         self._settings = settings
         self._rng = np.random.default_rng(settings.seed)
-        self._mark = mark
-        self._vain: Counter[str] = Counter()  # ticks in a row, by topic
-        self._rests: dict[str, int] = {}  # ticks left
+        self._mark = mark  # unique on every call
+        self._failures: Counter[str] = Counter()  # calls in a row, by topic
+        self._rests: dict[str, int] = {}  # calls left
         self.counts: Counter[str] = Counter(made=0, unfinished=0, unsuited=0, refused=0, yielded=0)
 
-    def lacks(self, sources: Sources) -> bool:
-        """Whether any topic lacks imagined records."""
-        return lacking(sources.stats(), self._settings)[0] is not None
+    def lacks(self, source: RecordSource) -> bool:
+        """Whether any topic lacks synthetic records."""
+        return lacking(source.stats(), self._settings)[0] is not None
 
-    def tick(self, sources: Sources, voice: Voice) -> bool:
-        """Imagine for the topic that lacks most; False where nothing came of it."""
+    def run_once(self, source: RecordSource, target: TargetClient) -> bool:
+        """Make prompts for the topic that lacks most; False if none was made."""
         self._rests = {topic: left - 1 for topic, left in self._rests.items() if left > 1}
-        topic, lacks = lacking(sources.stats(), self._settings, self._rests)
-        if topic is None or not sources.may_train():
+        topic, lacks = lacking(source.stats(), self._settings, self._rests)
+        if topic is None or not source.may_train():
             return False
         yielded = self.counts["yielded"]
-        made = self._imagine(topic, min(lacks, self._settings.at_once), sources, voice)
+        made = self._make(topic, min(lacks, self._settings.at_once), source, target)
         self.counts["made"] += made
         if made:
-            del self._vain[topic]
+            del self._failures[topic]
         elif yielded == self.counts["yielded"]:
-            self._vain[topic] += 1
-            self._rests[topic] = min(2 ** self._vain[topic], _LONGEST_REST)
+            self._failures[topic] += 1
+            self._rests[topic] = min(2 ** self._failures[topic], _LONGEST_REST)
         return made > 0
 
-    def _imagine(self, topic: str, count: int, sources: Sources, voice: Voice) -> int:
-        """Prompts that were imagined and answered."""
-        begun = [
-            (source, kept, self._mark())
-            for source in sources.sample(topic, count, "train")
-            if (kept := self._cut(source)) is not None
+    def _make(self, topic: str, count: int, source: RecordSource, target: TargetClient) -> int:
+        """Prompts that were made and answered."""
+        marks = self._settings.marks
+        started = [
+            (record, start, self._mark())
+            for record in source.sample(topic, count, "train")
+            if (start := self._cut(record)) is not None
         ]
-        said = self._say(
-            voice, [to_imagine(s, kept, self._settings.marks, m) for s, kept, m in begun]
-        )
-        asked = []
-        for (source, kept, mark), words in zip(begun, said, strict=True):
-            if (request := self._question(source, kept, words, mark)) is not None:
-                asked.append(request)
-        if not asked or not sources.may_train():
+        texts = self._generate(target, [prompt_request(r, s, marks, m) for r, s, m in started])
+        requests = [
+            request
+            for (record, start, mark), text in zip(started, texts, strict=True)
+            if (request := self._to_answer(record, start, text, mark)) is not None
+        ]
+        if not requests or not source.may_train():
             return 0
-        return sum(answer.finish_reason in _WHOLE for answer in self._say(voice, asked))
+        return sum(a.finish_reason in _COMPLETE for a in self._generate(target, requests))
 
-    def _cut(self, source: ReplayRecord) -> tuple[int, ...] | None:
-        kept = beginning(source.prompt_token_ids.tolist(), self._settings.marks, self._rng)
-        self.counts["unsuited"] += kept is None
-        return kept
+    def _cut(self, record: ReplayRecord) -> tuple[int, ...] | None:
+        start = cut_prompt(record.prompt_token_ids.tolist(), self._settings.marks, self._rng)
+        self.counts["unsuited"] += start is None
+        return start
 
-    def _say(self, voice: Voice, requests: Sequence[GenerationRequest]) -> list[Said]:
-        said = voice.say(requests) if requests else []
-        self.counts["yielded"] += sum(each.finish_reason == FINISH_YIELDED for each in said)
-        return said
+    def _generate(
+        self, target: TargetClient, requests: Sequence[GenerationRequest]
+    ) -> list[Completion]:
+        completions = target.generate(requests) if requests else []
+        self.counts["yielded"] += sum(c.finish_reason == FINISH_YIELDED for c in completions)
+        return completions
 
-    def _question(
-        self, source: ReplayRecord, kept: tuple[int, ...], words: Said, mark: str
+    def _to_answer(
+        self, record: ReplayRecord, start: tuple[int, ...], text: Completion, mark: str
     ) -> GenerationRequest | None:
-        """The request that answers an imagined prompt, if it is one."""
-        if words.finish_reason not in _WHOLE:
+        """The request that answers a synthetic prompt, if the text makes one."""
+        if text.finish_reason not in _COMPLETE:
             return None
-        prompt = imagined_prompt(kept, words.token_ids, self._settings.marks)
+        prompt = synthetic_prompt(start, text.token_ids, self._settings.marks)
         if prompt is None:
             self.counts["unfinished"] += 1
             return None
         ids = np.asarray(prompt, dtype=np.int32)
-        judges = is_held_out(ids, self._settings.held_out_fraction)
-        request = None if judges else to_answer(source, prompt, mark)
+        held_out = is_held_out(ids, self._settings.held_out_fraction)
+        request = None if held_out else answer_request(record, prompt, mark)
         self.counts["refused"] += request is None
         return request
 
 
 def lacking(
     stats: Mapping[str, Mapping[str, Any]],
-    settings: ImaginationSettings,
+    settings: SyntheticSettings,
     resting: Container[str] = (),
 ) -> tuple[str | None, int]:
-    """The topic that lacks most imagined records, and how many; None where none lacks any.
+    """The topic that lacks most synthetic records, and how many; None if no topic lacks any.
 
     Args:
-        stats: topic to its shard's statistics. One whose part for imagined records is full lacks
+        stats: topic to its shard's statistics. A shard with no room for synthetic records lacks
             none, whatever their number.
-        settings: see ImaginationSettings.
+        settings: see SyntheticSettings.
         resting: topics to leave out.
     """
     missing = {
-        topic: int(settings.per_record * facts["records_train"]) - int(facts["records_imagined"])
+        topic: int(settings.per_record * facts["records_train"]) - int(facts["records_synthetic"])
         for topic, facts in stats.items()
         if topic not in resting
         and facts["records_train"] >= settings.least_records
-        and facts["bytes_imagined"] < _FULL * facts["capacity_bytes_imagined"]
+        and facts["bytes_synthetic"] < _FULL * facts["capacity_bytes_synthetic"]
     }
     topic = max(missing, key=lambda name: missing[name], default=None)
     if topic is None or missing[topic] <= 0:
@@ -184,34 +186,27 @@ def lacking(
     return topic, missing[topic]
 
 
-logger = logging.getLogger(__name__)
-
-_RETRY_S = 1.0
-_LEAVE_EVERY_S = 0.1
-_LONGEST_S = 120.0
-
-
-class ServedTarget:
-    """The target's deployment as a voice.
+class ServeTargetClient:
+    """The target's deployment.
 
     Serve's handles may want to live in a running event loop: they have one of their own here.
     """
 
-    def __init__(self, handle: Callable[[], Any], leave: Callable[[], bool]) -> None:
-        """Nothing is asked yet.
+    def __init__(self, find_handle: Callable[[], Any], permitted: Callable[[], bool]) -> None:
+        """Start the event loop.
 
         Args:
-            handle: gives the deployment's handle; raises where it is not deployed yet.
-            leave: whether serving is idle; asked again and again while anything is under way.
+            find_handle: returns the deployment's handle; raises before it is deployed.
+            permitted: whether serving is idle; polled while requests are in flight.
         """
-        self._find, self._leave = handle, leave
+        self._find_handle, self._permitted = find_handle, permitted
         self._handle: Any = None
         self._events = asyncio.new_event_loop()
-        name = "paceline-imagined"
+        name = "paceline-synthetic-requests"
         threading.Thread(target=self._events.run_forever, name=name, daemon=True).start()
 
-    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
-        """Ask for all at once, and drop all where leave is withdrawn, on whichever replica.
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Send all at once, and cancel all when the permit is withdrawn, on whichever replica.
 
         Raises:
             TimeoutError: it takes longer than any answer should.
@@ -220,38 +215,38 @@ class ServedTarget:
         answers = asyncio.run_coroutine_threadsafe(self._all(requests), self._events)
         deadline = time.monotonic() + _LONGEST_S
         while time.monotonic() < deadline:
-            done, _ = futures.wait([answers], _LEAVE_EVERY_S)
+            done, _ = futures.wait([answers], _PERMIT_POLL_S)
             if done:
                 return answers.result()
-            if not self._leave():
+            if not self._permitted():
                 answers.cancel()
-                return [Said((), FINISH_YIELDED)] * len(requests)
+                return [Completion((), FINISH_YIELDED)] * len(requests)
         answers.cancel()
         raise TimeoutError("the target does not answer")
 
-    async def _all(self, requests: Sequence[GenerationRequest]) -> list[Said]:
+    async def _all(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         if self._handle is None:
-            self._handle = self._find().options(stream=True)
-        async with asyncio.TaskGroup() as group:  # one that fails takes the others along
+            self._handle = self._find_handle().options(stream=True)
+        async with asyncio.TaskGroup() as group:  # one that fails cancels the others
             tasks = [group.create_task(self._one(request)) for request in requests]
         return [task.result() for task in tasks]
 
-    async def _one(self, request: GenerationRequest) -> Said:
+    async def _one(self, request: GenerationRequest) -> Completion:
         response = self._handle.generate.remote(request, True)
         try:
             chunks: list[GenerationChunk] = [chunk async for chunk in response]
         finally:
-            response.cancel()  # of one that has ended it does nothing
+            response.cancel()  # does nothing to a response that has ended
         whole = joined(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
-        return Said(whole.token_ids, whole.finish_reason or FINISH_ERROR)
+        return Completion(whole.token_ids, whole.finish_reason or FINISH_ERROR)
 
 
-class Imaginer:
-    """Imagines in a thread of its own, from construction to the process' end."""
+class SyntheticPrompts:
+    """Runs a generator in a thread of its own, from construction to the process' end."""
 
     def __init__(
         self,
-        settings: ImaginationSettings,
+        settings: SyntheticSettings,
         shards: Mapping[str, Any],
         registry: Any,
         board: Any,
@@ -260,24 +255,24 @@ class Imaginer:
         """Start the thread.
 
         Args:
-            settings: see ImaginationSettings.
+            settings: see SyntheticSettings.
             shards: topic to actor handle of its ReplayShard.
-            registry: actor handle of the WeightRegistry, which knows of added topics.
-            board: actor handle of the LoadBoard; None always gives leave.
-            target: see ServedTarget.
+            registry: actor handle of the WeightRegistry, for topics that are added later.
+            board: actor handle of the LoadBoard; None always permits.
+            target: ``find_handle`` of ServeTargetClient.
         """
         self._settings = settings
         self._handles = (dict(shards), registry, board)
-        self._composer = Composer(settings)
+        self._generator = SyntheticPromptGenerator(settings)
         self._target = target
         self._failures = 0
         self._error: str | None = None
-        threading.Thread(target=self._run, name="paceline-imaginer", daemon=True).start()
+        threading.Thread(target=self._run, name="paceline-synthetic", daemon=True).start()
 
     def figures(self) -> dict[str, Any]:
-        """Counts since the start, see Composer, ``failures``, and the last one's ``last_error``."""
+        """The generator's counts, ``failures``, and ``last_error`` (None without one)."""
         own = {"failures": self._failures, "last_error": self._error}
-        return dict(self._composer.counts) | own
+        return dict(self._generator.counts) | own
 
     def _run(self) -> None:
         from paceline.actors.training.trainer import lower_priority
@@ -287,14 +282,14 @@ class Imaginer:
 
         shards, registry, board = self._handles
         world = RayWorld(shards, registry, board, self._settings.timeout_s)
-        voice = ServedTarget(self._target, world.may_train)
+        target = ServeTargetClient(self._target, world.may_train)
         while True:
             try:
                 world.added()
-                if not self._composer.tick(world, voice):
+                if not self._generator.run_once(world, target):
                     time.sleep(self._settings.refresh_s)
             except Exception as error:
                 self._failures += 1
                 self._error = f"{type(error).__name__}: {error}"
-                logger.info("nothing was imagined, trying again", exc_info=True)
+                logger.info("no synthetic prompts were made, trying again", exc_info=True)
                 time.sleep(_RETRY_S)

@@ -1,9 +1,8 @@
-"""Prompts that begin like a stored one and go on as the target makes them up. Pure.
+"""Synthetic prompts: the beginning of a stored prompt, continued by the target. Pure.
 
 A draft that has seen a thousand prompts hundreds of times learns no more from them; the target
-knows many more like them. What a language model writes where a user would write is much like what
-users write (Magpie, Xu et al., arXiv 2406.08464); here the beginning of a stored prompt keeps it
-to its topic.
+knows many more like them. What a language model writes in a user's turn is much like what users
+write (Magpie, Xu et al., arXiv 2406.08464); the beginning of a stored prompt keeps it to its topic.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
-from paceline.actors.replay.record import ReplayRecord, imagined
+from paceline.actors.replay.record import ReplayRecord, synthetic_id
 
 _TEXTS = ("apples?", "7 Zebras run!")  # nothing in common, at neither end
+SHORTEST, LONGEST = 2, 8  # tokens of the stored text that are kept
+_MIN_ADDED = 2  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,37 @@ class TurnMarks:
     """Token ids around a user's text.
 
     Attributes:
-        opening: what stands right before it, in a first turn and in later ones.
-        cue: what stands behind the last one; an answer follows.
+        opening: right before it, in a first turn and in later ones.
+        cue: behind the last one; an answer follows.
     """
 
     opening: tuple[int, ...]
     cue: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticSettings:
+    """How many synthetic prompts are made; plain data that crosses process borders.
+
+    Attributes:
+        marks: of the target's chat template.
+        per_record: synthetic records to make for each training record.
+        held_out_fraction: of prompts; a synthetic prompt that is held out is not answered.
+        at_once: requests in flight at most.
+        least_records: training records of a topic before any synthetic one is made.
+        refresh_s: pause when there was nothing to do, seconds.
+        timeout_s: of calls to shards and board.
+        seed: None is unseeded.
+    """
+
+    marks: TurnMarks
+    per_record: float
+    held_out_fraction: float
+    at_once: int
+    least_records: int = 8
+    refresh_s: float = 1.0
+    timeout_s: float = 10.0
+    seed: int | None = None
 
 
 def turn_marks(tokenizer: Any) -> TurnMarks:
@@ -73,14 +99,10 @@ def _common_end(first: Sequence[int], second: Sequence[int]) -> list[int]:
     return _common_start(first[::-1], second[::-1])[::-1]
 
 
-SHORTEST, LONGEST = 2, 8  # tokens of the stored text that are kept
-_LEAST_ADDED = 2  # tokens; a text that ends at once is none
-
-
-def beginning(
+def cut_prompt(
     prompt: Sequence[int], marks: TurnMarks, rng: np.random.Generator
 ) -> tuple[int, ...] | None:
-    """A prompt up to some token of its last user's text.
+    """Cut a prompt in its last user's text.
 
     Args:
         prompt: token ids.
@@ -88,7 +110,7 @@ def beginning(
         rng: where to cut, after 2 to 8 tokens of the text, and before its last one.
 
     Returns:
-        None for a prompt that is not templated, or whose last text is shorter than 2 tokens.
+        None for a prompt that is not templated, or with a last text shorter than 2 tokens.
     """
     ids, end = list(prompt), len(prompt) - len(marks.cue)
     if end < 0 or tuple(ids[end:]) != marks.cue:
@@ -102,24 +124,24 @@ def beginning(
     return tuple(ids[: start + min(kept, end - start - 1)])
 
 
-def to_imagine(
-    source: ReplayRecord, kept: tuple[int, ...], marks: TurnMarks, mark: str
+def prompt_request(
+    source: ReplayRecord, start: tuple[int, ...], marks: TurnMarks, mark: str
 ) -> GenerationRequest:
-    """Asks the target to go on with a user's text; leaves no record.
+    """The request that continues a user's text; leaves no record.
 
     Prompt and answer together may be as long as the stored ones were.
 
     Args:
         source: the stored record.
-        kept: what :func:`beginning` gave of its prompt.
+        start: its prompt as :func:`cut_prompt` returned it.
         marks: of the target's chat template.
-        mark: see :func:`paceline.actors.replay.record.imagined`.
+        mark: see :func:`paceline.actors.replay.record.synthetic_id`.
     """
-    room = len(source.prompt_token_ids) + len(source.output_token_ids) - len(kept) - len(marks.cue)
+    room = len(source.prompt_token_ids) + len(source.output_token_ids) - len(start) - len(marks.cue)
     sampling = SamplingParams(max(room, 1), temperature=1.0, stop_token_ids=marks.cue[:1])
     return GenerationRequest(
-        request_id=imagined(source.request_id, mark) + "?",
-        prompt_token_ids=kept,
+        request_id=synthetic_id(source.request_id, mark) + "?",
+        prompt_token_ids=start,
         sampling=sampling,
         topic=source.topic,
         draft=DRAFT_OFF,
@@ -128,33 +150,35 @@ def to_imagine(
     )
 
 
-def imagined_prompt(
-    kept: tuple[int, ...], said: Sequence[int], marks: TurnMarks
+def synthetic_prompt(
+    start: tuple[int, ...], added: Sequence[int], marks: TurnMarks
 ) -> tuple[int, ...] | None:
-    """The whole prompt; None where the target did not come to the text's end, or added nothing.
+    """The whole prompt; None if the target did not end the text, or added nothing.
 
     Args:
-        kept: the beginning.
-        said: tokens that the target went on with, the one that ended it included.
+        start: as :func:`cut_prompt` returned it.
+        added: the target's tokens, the one that ended the text included.
         marks: of the chat template.
     """
-    if len(said) <= _LEAST_ADDED or said[-1] != marks.cue[0]:
+    if len(added) <= _MIN_ADDED or added[-1] != marks.cue[0]:
         return None
-    return (*kept, *said[:-1], *marks.cue)
+    return (*start, *added[:-1], *marks.cue)
 
 
-def to_answer(source: ReplayRecord, prompt: tuple[int, ...], mark: str) -> GenerationRequest | None:
-    """Asks the target to answer an imagined prompt as it answered the stored one; is recorded.
+def answer_request(
+    source: ReplayRecord, prompt: tuple[int, ...], mark: str
+) -> GenerationRequest | None:
+    """The request that answers a synthetic prompt as the stored one was answered; is recorded.
 
-    The record expires when the stored one does: its prompt begins with words of the same user.
+    The record expires with the stored one: its prompt begins with words of the same user.
 
     Args:
         source: the stored record.
-        prompt: the imagined one.
-        mark: as before.
+        prompt: the synthetic one.
+        mark: as in :func:`prompt_request`.
 
     Returns:
-        None where there is no room for an answer.
+        None if there is no room for an answer.
     """
     whole = len(source.prompt_token_ids) + len(source.output_token_ids)
     room = min(len(source.output_token_ids), whole - len(prompt))
@@ -164,7 +188,7 @@ def to_answer(source: ReplayRecord, prompt: tuple[int, ...], mark: str) -> Gener
         room, temperature=source.temperature, top_p=source.top_p, top_k=source.top_k
     )
     return GenerationRequest(
-        request_id=imagined(source.request_id, mark),
+        request_id=synthetic_id(source.request_id, mark),
         prompt_token_ids=prompt,
         sampling=sampling,
         topic=source.topic,

@@ -56,25 +56,25 @@ def test_a_burst_has_its_share_and_what_comes_when_it_has_expired_fills_its_room
     assert kept(76, range(53, 77)) > 0.95 * ROOM
 
 
-def test_imagined_records_make_way_by_lot_and_not_by_age() -> None:
-    table = reservoir(40, imagined_per_record=4.0)
+def test_synthetic_records_make_way_by_lot_and_not_by_age() -> None:
+    table = reservoir(40, synthetic_per_record=4.0)
     for number in range(40):
-        table.insert(Entry(f"i{number}", 0.0, bytes(RECORD)), "imagined", 0.0)
+        table.insert(Entry(f"i{number}", 0.0, bytes(RECORD)), "synthetic", 0.0)
     for number in range(25):  # records of the traffic, which want the room
         table.insert(Entry(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
-    kept = {entry.request_id for split, entry in table.entries() if split == "imagined"}
+    kept = {entry.request_id for split, entry in table.entries() if split == "synthetic"}
     best = sorted((f"i{number}" for number in range(40)), key=lot)[-15:]
     assert kept == set(best)
     assert table.stats(0.0)["evicted_total"] == 25
 
 
-def test_imagined_records_make_way_by_what_was_learnt_of_them() -> None:
-    settings = ReplaySettings(100, DAY, "priority", held_out_fraction=0.0, imagined_per_record=4.0)
+def test_synthetic_records_make_way_by_what_was_learnt_of_them() -> None:
+    settings = ReplaySettings(100, DAY, "priority", held_out_fraction=0.0, synthetic_per_record=4.0)
     table = ReplayTable(settings)
     for number in range(10):
-        table.insert(Entry(f"i{number}", 0.0, bytes(RECORD)), "imagined", 0.0)
+        table.insert(Entry(f"i{number}", 0.0, bytes(RECORD)), "synthetic", 0.0)
     table.update_losses({f"i{number}": float(number % 5) for number in range(10)})
     for number in range(4):
         table.insert(Entry(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
-    kept = {entry.request_id for split, entry in table.entries() if split == "imagined"}
+    kept = {entry.request_id for split, entry in table.entries() if split == "synthetic"}
     assert kept == {"i2", "i3", "i4", "i7", "i8", "i9"}

@@ -1,4 +1,4 @@
-"""Imagined prompts: from a stored one's beginning, by the target, for the drafts to learn from."""
+"""Synthetic prompts: the beginning of a stored one, continued by the target; drafts learn them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,31 @@ from paceline.actors.replay.record import (
     belongs,
     decode,
     encode,
-    imagined,
     is_held_out,
-    is_imagined,
-    source_of,
+    is_synthetic,
+    source_id,
+    synthetic_id,
 )
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
-from paceline.actors.training.synthetic.generator import Composer, Said, lacking
+from paceline.actors.training.synthetic.generator import (
+    Completion,
+    SyntheticPromptGenerator,
+    lacking,
+)
 from paceline.actors.training.synthetic.prompts import (
+    SyntheticSettings,
     TurnMarks,
-    beginning,
-    imagined_prompt,
-    to_answer,
-    to_imagine,
+    answer_request,
+    cut_prompt,
+    prompt_request,
+    synthetic_prompt,
     turn_marks,
 )
-from paceline.actors.training.synthetic.settings import ImaginationSettings
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.imagining import imagination_settings
+from paceline.deploy.synthetic import synthetic_settings
 
 MARKS = TurnMarks(opening=(3,), cue=(4,))
 CHATML = (
@@ -72,7 +76,7 @@ def test_the_marks_of_a_form_with_system_prompts_and_roles() -> None:
     for turns in (later[2:], later):
         chat = [{"role": role, "content": text} for role, text in turns]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        kept = beginning(ids, marks, np.random.default_rng(0))
+        kept = cut_prompt(ids, marks, np.random.default_rng(0))
         assert kept is not None
         before, _, text = tokenizer.decode(kept).rpartition("<|im_start|>user\n")
         assert tokenizer.decode(ids).startswith(before)
@@ -97,7 +101,7 @@ def test_a_beginning_keeps_two_to_eight_tokens_of_the_last_text(
     text: list[int], history: list[int], seed: int
 ) -> None:
     head = [1, 3, *history, 2, 3]
-    kept = beginning([*head, *text, 4], MARKS, np.random.default_rng(seed))
+    kept = cut_prompt([*head, *text, 4], MARKS, np.random.default_rng(seed))
     assert kept is not None
     own = list(kept[len(head) :])
     assert list(kept[: len(head)]) == head
@@ -107,32 +111,32 @@ def test_a_beginning_keeps_two_to_eight_tokens_of_the_last_text(
 
 @pytest.mark.parametrize("prompt", [(), (5, 6, 7), (1, 3, 9, 4), (1, 5, 6, 7, 4), (1, 3, 5, 6, 7)])
 def test_what_is_no_templated_prompt_is_left_alone(prompt: tuple[int, ...]) -> None:
-    assert beginning(prompt, MARKS, np.random.default_rng(0)) is None
+    assert cut_prompt(prompt, MARKS, np.random.default_rng(0)) is None
 
 
 def test_prompt_and_answer_stay_within_what_was_stored() -> None:
     source = make_record(prompt=(1, 3, 7, 8, 9, 4), length=5, created=77.0, temperature=0.7)
-    asked = to_imagine(source, (1, 3, 7), MARKS, "m")
+    asked = prompt_request(source, (1, 3, 7), MARKS, "m")
     assert (asked.store, asked.background, asked.draft) == (False, True, "off")
     longest = asked.sampling.max_tokens
     assert 3 + longest + len(MARKS.cue) == 6 + 5
-    assert imagined_prompt((1, 3, 7), (10, 11, 4), MARKS) == (1, 3, 7, 10, 11, 4)
-    assert imagined_prompt((1, 3, 7), (10, 11, 2), MARKS) is None
-    assert imagined_prompt((1, 3, 7), (10, 4), MARKS) is None
-    answer = to_answer(source, (1, 3, 7, 10, 11, 12, 13, 4), "m")
+    assert synthetic_prompt((1, 3, 7), (10, 11, 4), MARKS) == (1, 3, 7, 10, 11, 4)
+    assert synthetic_prompt((1, 3, 7), (10, 11, 2), MARKS) is None
+    assert synthetic_prompt((1, 3, 7), (10, 4), MARKS) is None
+    answer = answer_request(source, (1, 3, 7, 10, 11, 12, 13, 4), "m")
     assert answer is not None
     assert (answer.sampling.max_tokens, answer.sampling.temperature) == (3, 0.7)
     assert (answer.created, answer.topic, answer.store) == (77.0, "sql", True)
-    assert source_of(answer.request_id) == source.request_id
-    assert to_answer(source, (1, 3, 7, 8, 9, 4), "m") is None, "the stored prompt itself"
-    assert to_answer(source, (1, 3, *range(5, 13), 4), "m") is None, "no room for an answer"
+    assert source_id(answer.request_id) == source.request_id
+    assert answer_request(source, (1, 3, 7, 8, 9, 4), "m") is None, "the stored prompt itself"
+    assert answer_request(source, (1, 3, *range(5, 13), 4), "m") is None, "no room for an answer"
 
 
 def test_names_lead_back_to_the_request() -> None:
-    name = imagined("chatcmpl-1-2", "7f")
-    assert is_imagined(name)
-    assert not is_imagined("chatcmpl-1-2")
-    assert source_of("chatcmpl-1-2") == "chatcmpl-1-2"
+    name = synthetic_id("chatcmpl-1-2", "7f")
+    assert is_synthetic(name)
+    assert not is_synthetic("chatcmpl-1-2")
+    assert source_id("chatcmpl-1-2") == "chatcmpl-1-2"
     assert belongs(name, "chatcmpl-1-2")
     assert belongs(name, "chatcmpl-1")
     assert not belongs(name, "chatcmpl")
@@ -143,7 +147,7 @@ def test_names_lead_back_to_the_request() -> None:
 
 
 def shard_of(per_record: float = 1.0, **settings: Any) -> ReplayShard:
-    own = {"held_out_fraction": 0.3, "imagined_per_record": per_record} | settings
+    own = {"held_out_fraction": 0.3, "synthetic_per_record": per_record} | settings
     return ReplayShard("sql", ReplaySettings(**own), clock=lambda: 1_000.0, seed=0)
 
 
@@ -151,35 +155,35 @@ def kept(shard: ReplayShard, split: Any) -> list[ReplayRecord]:
     return [decode(data) for data in shard.sample(1_000, split)]
 
 
-def test_imagined_records_are_apart_and_never_judge() -> None:
+def test_synthetic_records_are_apart_and_never_judge() -> None:
     shard = shard_of()
     prompts = [(1, 3, n, n + 1, 4) for n in range(5, 105)]
     judges = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
     shard.insert(encode(make_record(request_id="real", prompt=prompts[0])))
     for n, prompt in enumerate(prompts):
-        shard.insert(encode(make_record(request_id=imagined("real", str(n)), prompt=prompt)))
+        shard.insert(encode(make_record(request_id=synthetic_id("real", str(n)), prompt=prompt)))
     stats = shard.stats()
-    assert stats["records_imagined"] == len(prompts) - len(judges)
+    assert stats["records_synthetic"] == len(prompts) - len(judges)
     assert stats["records_train"] + stats["records_held_out"] == 1
-    assert {is_imagined(record.request_id) for record in kept(shard, "imagined")} == {True}
+    assert {is_synthetic(record.request_id) for record in kept(shard, "synthetic")} == {True}
     assert [r.request_id for s in ("train", "held_out") for r in kept(shard, s)] == ["real"]
 
 
-def test_a_purge_and_age_take_what_was_imagined_along() -> None:
+def test_a_purge_and_age_take_their_synthetic_records_along() -> None:
     shard = shard_of(held_out_fraction=0.0, retention_s=100.0)
     for n in range(4):
-        for name in (f"r{n}", imagined(f"r{n}", "a"), imagined(f"r{n}", "b")):
+        for name in (f"r{n}", synthetic_id(f"r{n}", "a"), synthetic_id(f"r{n}", "b")):
             old = 850.0 if n == 3 else 1_000.0
             shard.insert(encode(make_record(request_id=name, created=old)))
-    assert shard.stats()["records_imagined"] == 6
+    assert shard.stats()["records_synthetic"] == 6
     assert shard.delete("r1") == 3
-    late = make_record(request_id=imagined("r1", "c"))  # under way meanwhile
+    late = make_record(request_id=synthetic_id("r1", "c"))  # under way meanwhile
     shard.insert(encode(late))
-    assert {source_of(r.request_id) for r in kept(shard, "imagined")} == {"r0", "r2"}
+    assert {source_id(r.request_id) for r in kept(shard, "synthetic")} == {"r0", "r2"}
     assert shard.delete(None) == 6
 
 
-def test_imagined_records_have_what_the_traffic_leaves() -> None:
+def test_synthetic_records_have_what_the_traffic_leaves() -> None:
     size = len(encode(make_record(request_id="r0000"))) + 64
     shard = shard_of(3.0, held_out_fraction=0.0, capacity_bytes=40 * size)
 
@@ -187,27 +191,27 @@ def test_imagined_records_have_what_the_traffic_leaves() -> None:
         shard.insert(encode(make_record(request_id=name)))
         stats = shard.stats()
         assert stats["bytes"] <= stats["capacity_bytes"] == stats["capacity_bytes_train"]
-        assert stats["capacity_bytes_imagined"] == 40 * size - stats["bytes_train"]
+        assert stats["capacity_bytes_synthetic"] == 40 * size - stats["bytes_train"]
         return stats
 
     for n in range(5):
         insert(f"r{n:04}")
     for n in range(200):
-        stats = insert(imagined("r0000", str(n)))
+        stats = insert(synthetic_id("r0000", str(n)))
     assert stats["records_train"] == 5
-    assert 25 <= stats["records_imagined"] <= 40
+    assert 25 <= stats["records_synthetic"] <= 40
     for n in range(5, 100):
         before, stats = stats, insert(f"r{n:04}")
         assert stats["records_train"] >= before["records_train"]
-        assert stats["records_imagined"] <= before["records_imagined"]
+        assert stats["records_synthetic"] <= before["records_synthetic"]
     assert stats["records_train"] >= 38, "they make way for all that can be kept of the traffic"
-    assert stats["records_imagined"] <= 2
+    assert stats["records_synthetic"] <= 2
 
 
 def test_no_expert_is_scored_on_them() -> None:
     record = make_record()
     assert is_scored(record, 1.0, 0.0)
-    assert not is_scored(replace(record, request_id=imagined("r1", "m")), 1.0, 0.0)
+    assert not is_scored(replace(record, request_id=synthetic_id("r1", "m")), 1.0, 0.0)
 
 
 # --- the engine's thread
@@ -299,11 +303,11 @@ def test_their_time_is_the_stored_one_s_and_requests_meters_do_not_see_them() ->
     assert records[1].created == 1234.5, "the engine's own clock"
 
 
-# --- who imagines
+# --- the generator
 
 
 class Desk:
-    """A shard and the engine's loop, as the composer sees them; leave by ``idle``."""
+    """A shard and the engine's loop, as the generator sees them; permitted by ``idle``."""
 
     def __init__(self, per_record: float) -> None:
         self.shard = shard_of(per_record)
@@ -315,19 +319,19 @@ class Desk:
 
     def put(self, record: ReplayRecord) -> None:
         self.shard.insert(encode(replace(record, created=1_000.0)))
-        self.put_count += is_imagined(record.request_id)
+        self.put_count += is_synthetic(record.request_id)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         return {"sql": self.shard.stats()}
 
     def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
-        assert (topic, split) == ("sql", "train"), "nothing is imagined from what was, nor judges"
+        assert (topic, split) == ("sql", "train"), "only training records are sources"
         return [decode(data) for data in self.shard.sample(count, split)]
 
     def may_train(self) -> bool:
         return self.idle
 
-    def say(self, requests: Sequence[GenerationRequest]) -> list[Said]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.asked += requests
         answers = [whole(send(self.loop, each)) for each in requests]
         kept = sum(
@@ -337,7 +341,7 @@ class Desk:
         deadline = time.monotonic() + WAIT_S
         while self.put_count < self.stored and time.monotonic() < deadline:
             time.sleep(0.001)  # records come behind their last chunks
-        return [Said(tuple(ids), reason) for ids, reason in answers]
+        return [Completion(tuple(ids), reason) for ids, reason in answers]
 
 
 @pytest.fixture
@@ -351,20 +355,20 @@ def desk() -> Iterator[Desk]:
     desk.loop.close()
 
 
-def settings(per_record: float = 0.5) -> ImaginationSettings:
-    return ImaginationSettings(MARKS, per_record, held_out_fraction=0.3, at_once=4, seed=0)
+def settings(per_record: float = 0.5) -> SyntheticSettings:
+    return SyntheticSettings(MARKS, per_record, held_out_fraction=0.3, at_once=4, seed=0)
 
 
-def test_as_much_is_imagined_as_is_wanted_and_no_more(desk: Desk) -> None:
-    composer = Composer(settings())
+def test_as_many_are_made_as_is_wanted_and_no_more(desk: Desk) -> None:
+    generator = SyntheticPromptGenerator(settings())
     wanted = desk.stats()["sql"]["records_train"] // 2
     for _ in range(400):
-        composer.tick(desk, desk)
-    assert desk.stats()["sql"]["records_imagined"] == wanted == composer.counts["made"]
-    assert not composer.tick(desk, desk)
+        generator.run_once(desk, desk)
+    assert desk.stats()["sql"]["records_synthetic"] == wanted == generator.counts["made"]
+    assert not generator.run_once(desk, desk)
     real = {r.request_id: r for r in kept(desk.shard, "train")}
-    for record in kept(desk.shard, "imagined"):
-        source = real[source_of(record.request_id)]
+    for record in kept(desk.shard, "synthetic"):
+        source = real[source_id(record.request_id)]
         prompt, stored = record.prompt_token_ids.tolist(), source.prompt_token_ids.tolist()
         assert prompt[:4] == stored[:4]
         assert prompt[-1] == 4
@@ -374,27 +378,27 @@ def test_as_much_is_imagined_as_is_wanted_and_no_more(desk: Desk) -> None:
         assert record.expert == "off"
 
 
-def test_nothing_is_asked_without_leave_or_without_records(desk: Desk) -> None:
+def test_nothing_is_asked_without_a_permit_or_without_records(desk: Desk) -> None:
     desk.idle = False
-    assert not Composer(settings()).tick(desk, desk)
+    assert not SyntheticPromptGenerator(settings()).run_once(desk, desk)
     assert desk.asked == []
     assert lacking({}, settings()) == (None, 0)
-    room = {"bytes_imagined": 90, "capacity_bytes_imagined": 100}
-    few = {"records_train": 7, "records_imagined": 0} | room
+    room = {"bytes_synthetic": 90, "capacity_bytes_synthetic": 100}
+    few = {"records_train": 7, "records_synthetic": 0} | room
     assert lacking({"sql": few}, settings()) == (None, 0)
-    few = {"records_train": 100, "records_imagined": 49} | room
-    full = few | {"bytes_imagined": 96, "records_imagined": 10}
+    few = {"records_train": 100, "records_synthetic": 49} | room
+    full = few | {"bytes_synthetic": 96, "records_synthetic": 10}
     assert lacking({"sql": few, "math": full}, settings()) == ("sql", 1)
     assert lacking({"sql": few}, settings(), {"sql": 3}) == (None, 0)
-    assert lacking({"sql": few, "math": few | {"records_imagined": 45}}, settings()) == ("math", 5)
+    assert lacking({"sql": few, "math": few | {"records_synthetic": 45}}, settings()) == ("math", 5)
 
 
 def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
     held = Held()
     desk.loop.submit(request("r", [7, 8], ignore_eos=True), held)
     assert held.reached()
-    composer = Composer(settings())
-    ticking = threading.Thread(target=composer.tick, args=(desk, desk))
+    generator = SyntheticPromptGenerator(settings())
+    ticking = threading.Thread(target=generator.run_once, args=(desk, desk))
     ticking.start()
     while not desk.asked:
         time.sleep(0.001)
@@ -402,14 +406,14 @@ def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
     held.let_go()
     ticking.join(WAIT_S)
     assert whole(held.chunks)[1] == "length"
-    assert composer.counts["yielded"] > 0
-    assert composer.counts["made"] == desk.stats()["sql"]["records_imagined"]
+    assert generator.counts["yielded"] > 0
+    assert generator.counts["made"] == desk.stats()["sql"]["records_synthetic"]
 
 
 def test_a_topic_of_which_nothing_comes_does_not_keep_the_others_from_it(desk: Desk) -> None:
     both, plain = desk.stats, desk.sample
-    much = {"records_train": 10_000, "records_imagined": 0}
-    much |= {"bytes_imagined": 0, "capacity_bytes_imagined": 1}
+    much = {"records_train": 10_000, "records_synthetic": 0}
+    much |= {"bytes_synthetic": 0, "capacity_bytes_synthetic": 1}
     desk.stats = lambda: both() | {"untold": much}  # type: ignore[method-assign]
     raw = make_record(prompt=(5, 6, 7))
 
@@ -417,11 +421,11 @@ def test_a_topic_of_which_nothing_comes_does_not_keep_the_others_from_it(desk: D
         return [raw] * count if topic == "untold" else plain(topic, count, split)
 
     desk.sample = sample  # type: ignore[method-assign]
-    composer = Composer(settings())
+    generator = SyntheticPromptGenerator(settings())
     for _ in range(100):
-        composer.tick(desk, desk)
-    assert composer.counts["made"] >= 10
-    assert composer.counts["unsuited"] <= 4 * 8, "it rests longer each time"
+        generator.run_once(desk, desk)
+    assert generator.counts["made"] >= 10
+    assert generator.counts["unsuited"] <= 4 * 8, "it rests longer each time"
 
 
 # --- the config
@@ -432,11 +436,11 @@ def config_of(folder: Path, **changes: Any) -> PacelineConfig:
     return load_config(None, {"target.path": str(folder)} | changes)
 
 
-def test_nothing_is_imagined_unless_it_is_asked_for(tmp_path: Path) -> None:
-    assert imagination_settings(config_of(tmp_path)) is None
+def test_no_prompts_are_made_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert synthetic_settings(config_of(tmp_path)) is None
     asked = {"training.imagined_per_record": 2.0}
-    assert imagination_settings(config_of(tmp_path, **asked, **{"training.enabled": False})) is None
-    found = imagination_settings(config_of(tmp_path, **asked, **{"target.max_num_seqs": 2}))
+    assert synthetic_settings(config_of(tmp_path, **asked, **{"training.enabled": False})) is None
+    found = synthetic_settings(config_of(tmp_path, **asked, **{"target.max_num_seqs": 2}))
     assert found is not None
     assert (found.marks, found.per_record, found.at_once) == (MARKS, 2.0, 2)
 
@@ -447,4 +451,4 @@ def test_a_template_that_does_not_allow_it_is_refused_at_the_start(tmp_path: Pat
     tokenizer.chat_template = WORDS
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"training\.imagined_per_record: .* ordinary token"):
-        imagination_settings(config)
+        synthetic_settings(config)

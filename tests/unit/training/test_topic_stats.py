@@ -20,4 +20,4 @@ def test_requests_that_left_no_record_are_traffic_all_the_same(left_out: int) ->
 
 
 def test_a_shard_that_does_not_tell_left_nothing_out() -> None:
-    assert requests({"inserted_total": 9, "inserted_imagined_total": 2}) == 7
+    assert requests({"inserted_total": 9, "inserted_synthetic_total": 2}) == 7

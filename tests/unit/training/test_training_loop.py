@@ -17,7 +17,7 @@ from local_world import LocalWorld, Ticks, filled, make_rounds, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
 
-from paceline.actors.replay.record import ReplayRecord, encode, imagined, is_imagined
+from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic, synthetic_id
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.gate import GateSettings
@@ -424,28 +424,28 @@ class Counting(LocalWorld):
     def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
         records = super().sample(topic, count, split)
         self.drawn[split] += len(records)
-        assert {is_imagined(r.request_id) for r in records} <= {split == "imagined"}
+        assert {is_synthetic(r.request_id) for r in records} <= {split == "synthetic"}
         return records
 
 
-def test_what_was_imagined_is_learnt_in_its_proportion(draft: Path, tmp_path: Path) -> None:
+def test_synthetic_records_are_learnt_in_their_proportion(draft: Path, tmp_path: Path) -> None:
     reached = []
     for more in (False, True):
         world = Counting(tmp_path / str(more))
-        settings = ReplaySettings(held_out_fraction=0.3, imagined_per_record=4.0)
+        settings = ReplaySettings(held_out_fraction=0.3, synthetic_per_record=4.0)
         world.shards["sql"] = ReplayShard("sql", settings, seed=0, clock=lambda: 0.0)
         for number in range(0, 60, 4):
             world.shards["sql"].insert(encode(lesson(number)))
         for number in range(60) if more else ():
-            name = imagined(f"r{number - number % 4}", str(number))
+            name = synthetic_id(f"r{number - number % 4}", str(number))
             record = dataclasses.replace(lesson(number), request_id=name)
             world.shards["sql"].insert(encode(record))
         rounds = make_rounds(trainer_settings(draft, train_records=20), world)
         for _ in range(4):
             rounds.tick()
         stats = world.shards["sql"].stats()
-        share = stats["records_imagined"] / (stats["records_imagined"] + stats["records_train"])
-        assert world.drawn["imagined"] == round(20 * share) * 4
+        share = stats["records_synthetic"] / (stats["records_synthetic"] + stats["records_train"])
+        assert world.drawn["synthetic"] == round(20 * share) * 4
         assert world.registry is not None
         history = world.registry.history("sql")
         reached.append(max(d["candidate_expected_acceptance"] for d in history))

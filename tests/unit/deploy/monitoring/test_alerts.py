@@ -29,9 +29,9 @@ TRAINER, FREED = 'trainer_state{state="training"}', "trainers_freed"
 CONNECTED = 'expert_connected{draft="sql"}'
 DRAFT_FAILURES = 'draft_failures_total{replica="r"}'
 WELL: Series = {
-    # imagined records fill what there is
-    'replay_bytes{topic="sql",split="imagined"}': "100x240",
-    'replay_capacity_bytes{topic="sql",split="imagined"}': "100x240",
+    # synthetic records fill what there is
+    'replay_bytes{topic="sql",split="synthetic"}': "100x240",
+    'replay_capacity_bytes{topic="sql",split="synthetic"}': "100x240",
     FIRST: "0+480x240",
     DRAFTS: "0+600x240",
     "plain_decode_seconds_total": "0+50x240",

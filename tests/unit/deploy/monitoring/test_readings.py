@@ -140,12 +140,12 @@ def test_every_record_is_kept_evicted_or_expired(remover: Any) -> None:
     assert stats["evicted_total"] + stats["expired_total"] == 40
 
 
-def test_imagined_records_are_told_of_where_any_are_kept() -> None:
+def test_synthetic_records_are_reported_where_any_are_kept() -> None:
     for per_record, splits in (
         (0.0, {"train", "held_out"}),
-        (1.0, {"train", "held_out", "imagined"}),
+        (1.0, {"train", "held_out", "synthetic"}),
     ):
-        shard = ReplayShard("sql", ReplaySettings(imagined_per_record=per_record))
+        shard = ReplayShard("sql", ReplaySettings(synthetic_per_record=per_record))
         told = by_labels(list(readings.shard_samples(shard.stats())), "replay_capacity_bytes")
         assert set(told) == {("sql", split) for split in splits}
         assert min(told.values()) > 0
