@@ -84,16 +84,16 @@ def unused(engine: Engine, count: int, longest: int, vocab: int) -> dict[str, fl
     ``count`` requests of 32 to ``longest`` tokens, half of them answer, up to all at once.
     """
     rng = random.Random(_SEED)
-    schedule, kv = engine._schedule, engine._runner.kv
+    scheduler, kv = engine._scheduler, engine._runner.kv
     for i, length in enumerate(rng.randrange(32, longest + 1) for _ in range(count)):
         (one,) = requests(1, length, length // 2, vocab)
         engine.add(replace(one, request_id=f"u{i}"))
     empty, held = [], 0
     while engine.has_work:
         engine.step()
-        for sequence in schedule.running.values():
+        for sequence in scheduler.running.values():
             if sequence.prefilled:
-                positions = len(kv.blocks(schedule.rows.row(sequence.request_id))) * kv.block_size
+                positions = len(kv.blocks(scheduler.rows.row(sequence.request_id))) * kv.block_size
                 # The newest token has no keys and values yet.
                 empty.append(positions - (len(sequence.tokens) - 1))
                 held += positions

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from paceline.actors.engine import paged_attention as paged
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 
 ATTENTION_NAME = "paceline"
 
@@ -40,7 +40,7 @@ class StepContext:
         angles: what a model's rotary tables hold for the positions, once it has looked.
     """
 
-    kv: KVBlocks
+    kv: KVCache
     rows: Tensor
     positions: Tensor
     columns: int
@@ -53,7 +53,7 @@ class StepContext:
     _slots: Tensor | None = None
 
     @classmethod
-    def at(cls, kv: KVBlocks, rows: Tensor, positions: Tensor, span: int) -> StepContext:
+    def at(cls, kv: KVCache, rows: Tensor, positions: Tensor, span: int) -> StepContext:
         """The step of tokens at these positions, padding beyond the capacity brought inside.
 
         Args:
@@ -62,7 +62,7 @@ class StepContext:
             positions: int64 ``[B, T]``.
             span: 1 + the largest position that any row reads, padding included.
         """
-        columns = min(-(-span // kv.block_size), kv.tables.shape[1])
+        columns = min(-(-span // kv.block_size), kv.block_tables.shape[1])
         # Padding behind a short row may overhang the context. Nobody reads its last position
         # before the request has ended, so that is where the padding goes.
         return cls(kv, rows, positions.clamp(0, kv.capacity - 1), columns, positions)
@@ -81,7 +81,7 @@ class StepContext:
     def table(self) -> Tensor:
         """int32 ``[B, columns]``: the blocks of every sequence."""
         if self._table is None:
-            self._table = self.kv.tables[self.rows, : self.columns]
+            self._table = self.kv.block_tables[self.rows, : self.columns]
         return self._table
 
     @property
@@ -112,7 +112,7 @@ class StepContext:
             allowed = reads <= at
             if window is not None:
                 allowed &= reads > at - window
-            dtype = self.kv.attended_dtype
+            dtype = self.kv.attention_dtype
             closed = torch.full((), -torch.inf, dtype=dtype, device=reads.device)
             self._masks[window] = torch.where(allowed, torch.zeros_like(closed), closed)
         return self._masks[window]
@@ -138,7 +138,7 @@ class StepContext:
         gathered = stored.index_select(0, self.table.flatten())
         gathered = gathered.view(len(self.rows), self.span, *stored.shape[2:])
         gathered.masked_fill_(self.unwritten, 0)
-        return gathered.transpose(1, 2).to(self.kv.attended_dtype)
+        return gathered.transpose(1, 2).to(self.kv.attention_dtype)
 
 
 def paceline_attention(
@@ -218,7 +218,7 @@ def attend(
     Returns:
         ``[B, T, heads, head_dim]`` in the queries' dtype.
     """
-    dtype, own = query.dtype, step.kv.attended_dtype
+    dtype, own = query.dtype, step.kv.attention_dtype
     step.windows.add(window)
     step.write(layer, key.to(step.kv.dtype), value.to(step.kv.dtype))
     stored = step.kv.keys[layer], step.kv.values[layer]

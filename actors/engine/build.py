@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from paceline.actors.engine.compatibility import context_length, read_config
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.intake import EngineSettings
-from paceline.actors.engine.kv_cache import NOBODYS, position_bytes
+from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
 from paceline.actors.engine.model_loader import (
     load_causal_lm,
     load_tokenizer,
@@ -141,16 +141,18 @@ def kv_positions(
     block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
     blocks = settings.max_num_seqs * columns
     if settings.kv_cache_mb is not None:
-        blocks = settings.kv_cache_mb * _MIB // block - NOBODYS
+        blocks = settings.kv_cache_mb * _MIB // block - NUM_PADDING_BLOCKS
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         drafts = draft_memory(settings, dtype)
         each = block + size * drafts.per_position
-        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - NOBODYS)
+        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - NUM_PADDING_BLOCKS)
     else:  # the system gives memory as it is written: one request may always try
-        blocks = max(columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - NOBODYS))
+        blocks = max(
+            columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - NUM_PADDING_BLOCKS)
+        )
     if blocks < columns:
-        least = math.ceil((columns + NOBODYS) * block / _MIB)
+        least = math.ceil((columns + NUM_PADDING_BLOCKS) * block / _MIB)
         raise ValueError(
             f"target.kv_cache_mb: there is room for {max(blocks, 0) * size} positions, and one "
             f"request may have {length}: give at least {least}, or a smaller target.max_model_len"

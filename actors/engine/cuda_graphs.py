@@ -21,7 +21,7 @@ from torch.nn import functional
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.grid import Grid, whole_grid
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.top_tokens import most_probable_into
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class GraphedDecoder:
         return whole_grid(padded, self.plain.count, grid.device), "all"
 
 
-def _context(kv: KVBlocks, rows: Tensor, asked: Tensor, columns: int) -> StepContext:
+def _context(kv: KVCache, rows: Tensor, asked: Tensor, columns: int) -> StepContext:
     """One for every run and step: a context caches what it has derived from its tensors."""
     return StepContext(kv, rows, asked.clamp(0, kv.capacity - 1), columns, asked)
 
@@ -286,7 +286,9 @@ def _rows(batch: int, step: StepContext) -> int:
 
 def _columns(step: StepContext, further: int) -> int:
     """Columns of a recording whose rows go on for some positions more."""
-    return columns_of(step.columns + -(-further // step.kv.block_size), step.kv.tables.shape[1])
+    return columns_of(
+        step.columns + -(-further // step.kv.block_size), step.kv.block_tables.shape[1]
+    )
 
 
 def _padded(token_ids: Tensor, step: StepContext, rows: int, width: int) -> Tensors:

@@ -13,7 +13,7 @@ from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.dynamic_rope import DynamicRotary, dynamic_rotaries
 from paceline.actors.engine.fused import FusedDecoder, can_fuse, layer_window
 from paceline.actors.engine.grid import Grid
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class ModuleDecoder:
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
         for rotary in self._rotaries[expert] if self._rotaries else ():
-            rotary.prompts = [step.kv.prompts[row] for row in step.rows.tolist()]
+            rotary.prompts = [step.kv.prompt_lengths[row] for row in step.rows.tolist()]
         output = self._models[expert](
             input_ids=token_ids,
             position_ids=step.positions,
@@ -250,9 +250,9 @@ def _probe(
     """
     device, (count, steps) = tokens.device, tokens.shape
     grid = Grid([*range(count)] * 2, device)
-    kv = KVBlocks(shapes, 2 * count, steps, models[0].dtype, device)
+    kv = KVCache(shapes, 2 * count, steps, models[0].dtype, device)
     for row in range(2 * count):
-        kv.reserve(row, steps)
+        kv.allocate(row, steps)
     kv.sync()
     parts, first = [], list(range(steps // 2))
     for ahead, behind in ((first, first), (_second(steps, False), _second(steps, True))):

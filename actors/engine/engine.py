@@ -32,7 +32,7 @@ from paceline.actors.engine.request import (
     TokenOrigin,
 )
 from paceline.actors.engine.sampling import LatestBatch, token_logprobs
-from paceline.actors.engine.scheduler import Schedule, prefill_shares
+from paceline.actors.engine.scheduler import Scheduler, split_prefill_budget
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.engine.token_sources import token_origins
 from paceline.actors.engine.transfer import device_tensor
@@ -90,16 +90,16 @@ class Engine:
         self._log = self._new_log()
         self._params = LatestBatch(runner.device)
         self._now = now
-        self._schedule = Schedule(
+        self._scheduler = Scheduler(
             kv=runner.kv,
-            rows=settings.max_num_seqs,
+            max_num_seqs=settings.max_num_seqs,
             max_speculative_tokens=settings.max_speculative_tokens,
             prefix_cache=settings.prefix_cache,
-            on_release=drafting.release,
+            on_free=drafting.release,
         )
-        self._rows = self._schedule.rows
-        self._running = self._schedule.running
-        self._waiting = self._schedule.waiting
+        self._rows = self._scheduler.rows
+        self._running = self._scheduler.running
+        self._waiting = self._scheduler.waiting
         self._ended: list[Sequence] = []
         self._changes = Changes()
 
@@ -121,13 +121,13 @@ class Engine:
     @property
     def preemptions(self) -> int:
         """How often a request gave up its key/value memory, to begin anew."""
-        return self._schedule.preemptions
+        return self._scheduler.num_preemptions
 
     @property
     def kv_blocks(self) -> tuple[int, int]:
         """(all, available) blocks of the target's key/value memory."""
-        pool = self._runner.kv.pool
-        return pool.size, pool.available
+        allocator = self._runner.kv.allocator
+        return allocator.size, allocator.num_available
 
     @property
     def drafting(self) -> Drafting:
@@ -137,7 +137,7 @@ class Engine:
     @property
     def admitted(self) -> list[str]:
         """Requests that got a row in the latest round, some not for the first time."""
-        return self._schedule.admitted
+        return self._scheduler.admitted
 
     @property
     def has_work(self) -> bool:
@@ -163,7 +163,7 @@ class Engine:
         """Drop a request, running or waiting, and free what it holds; unknown ids are fine."""
         if request_id in self._running:
             self._running[request_id].finish_reason = FINISH_ABORT
-            self._release(request_id)
+            self._scheduler.free(request_id)
         for sequence in [s for s in self._waiting if s.request_id == request_id]:
             self._waiting.remove(sequence)
         self._ended = [s for s in self._ended if s.request_id != request_id]
@@ -182,8 +182,7 @@ class Engine:
         outputs = [StepOutput(s.request_id, s.chunk()) for s in ended]
         self._changes.carry_out(busy=bool(self._running))
         self._drafting.mend()
-        self._schedule.grow()
-        self._schedule.admit()
+        self._scheduler.schedule()
         self._prefill()
         ready = [s for s in self._running.values() if s.prefilled]
         if not ready:
@@ -199,23 +198,19 @@ class Engine:
             outputs.append(StepOutput(sequence.request_id, sequence.chunk()))
         self._forget_records()
         for request_id in list(self._running):
-            self._release(request_id)
-        self._runner.kv.forget_all()
+            self._scheduler.free(request_id)
+        self._runner.kv.reset_prefix_cache()
         self._waiting.clear()
         return outputs
 
-    def _keep(self, sequence: Sequence) -> None:
-        """Leave a request's full blocks to those that begin like it."""
-        self._schedule.keep(sequence)
-
     def _prefill(self) -> None:
         """Compute at most ``prefill_chunk`` prompt tokens, so that no round takes long."""
-        reading = [s for s in self._running.values() if not s.prefilled]
-        if not reading:
+        prefilling = [s for s in self._running.values() if not s.prefilled]
+        if not prefilling:
             return
-        lacking = [len(s.tokens) - 1 - s.num_computed for s in reading]
-        shares = prefill_shares(lacking, self._settings.prefill_chunk)
-        for sequence, share in zip(reading, shares, strict=True):
+        remaining = [len(s.tokens) - 1 - s.num_computed for s in prefilling]
+        shares = split_prefill_budget(remaining, self._settings.prefill_chunk)
+        for sequence, share in zip(prefilling, shares, strict=True):
             if share:
                 start, row = sequence.num_computed, self._rows.row(sequence.request_id)
                 sequence.hidden = self._runner.prefill(
@@ -226,10 +221,7 @@ class Engine:
                 )
                 sequence.num_computed += share
             if sequence.prefilled:
-                self._keep(sequence)
-
-    def _release(self, request_id: str) -> None:
-        self._schedule.release(request_id)
+                self._scheduler.cache_prefix(sequence)
 
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence], coming: list[Sequence]) -> list[StepOutput]:
@@ -355,9 +347,9 @@ class Engine:
             return None
         failed = sequence.finish_reason in FAILED
         if not failed:
-            self._keep(sequence)
+            self._scheduler.cache_prefix(sequence)
             self._drafting.ended(sequence)
-        self._schedule.release(sequence.request_id, wipe=failed)
+        self._scheduler.free(sequence.request_id, zero=failed)
         if sequence.recorder is None or failed:
             return None
         try:

@@ -94,7 +94,7 @@ class _Attention:
                 (rotary.cos, rotary.sin),
                 step.rows,
                 step.positions,
-                step.kv.tables,
+                step.kv.block_tables,
                 step.span,
                 (step.kv.keys[self._layer], step.kv.values[self._layer]),
                 self._heads,

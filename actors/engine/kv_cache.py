@@ -1,4 +1,4 @@
-"""Key/value memory in blocks, and which request sits in which row."""
+"""Paged KV cache with prefix sharing, and the rows of running requests."""
 
 from __future__ import annotations
 
@@ -12,188 +12,185 @@ import torch
 from torch import Tensor
 
 
-class BlockPool:
-    """Blocks 1..size: free, owned by one or several rows, or idle.
+class BlockAllocator:
+    """Reference-counted allocator of the blocks 1..size.
 
-    An idle block has no owner but is remembered: what it holds may serve a later row. It counts as
-    available, and is given up, the least recently released first, when no free block is left.
+    A block is free, referenced by one or several rows, or idle: cached and without references.
+    Idle blocks count as available; they are evicted, the least recently freed first, when no free
+    block is left.
     """
 
     def __init__(self, size: int) -> None:
-        """All ``size`` blocks are free."""
         self.size = size
-        self._owners = [0] * (size + 1)
+        self._ref_counts = [0] * (size + 1)
         self._free = list(range(size, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._remembered: set[int] = set()
+        self._cached: set[int] = set()
 
     @property
-    def available(self) -> int:
-        """Blocks that can be taken: free and idle ones."""
+    def num_available(self) -> int:
+        """Blocks that can be allocated: free and idle ones."""
         return len(self._free) + len(self._idle)
 
-    def remembers(self, block: int) -> bool:
-        """Whether a block is kept when its owners have gone."""
-        return block in self._remembered
+    def is_cached(self, block: int) -> bool:
+        """Whether a block outlives its references."""
+        return block in self._cached
 
-    def owners(self, block: int) -> int:
-        """How many own a block."""
-        return self._owners[block]
+    def ref_count(self, block: int) -> int:
+        """Number of rows that use a block."""
+        return self._ref_counts[block]
 
-    def take(self, count: int) -> list[int]:
-        """Become the only owner of ``count`` blocks; none of them is remembered any more.
+    def allocate(self, count: int) -> list[int]:
+        """Return ``count`` uncached blocks with one reference each, evicting idle ones if needed.
 
         Raises:
-            RuntimeError: where fewer are available; nothing has been taken then.
+            RuntimeError: fewer are available; nothing has been allocated then.
         """
-        if count > self.available:
-            raise RuntimeError(f"{count} blocks are wanted, {self.available} are available")
-        taken = []
+        if count > self.num_available:
+            raise RuntimeError(f"{count} blocks are wanted, {self.num_available} are available")
+        allocated = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
             else:
                 block, _ = self._idle.popitem(last=False)
-                self._remembered.discard(block)
-            self._owners[block] = 1
-            taken.append(block)
-        return taken
+                self._cached.discard(block)
+            self._ref_counts[block] = 1
+            allocated.append(block)
+        return allocated
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Become a further owner of blocks that are owned or idle.
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of these referenced or idle blocks.
 
         Raises:
-            RuntimeError: for a free block; those before it are shared then.
+            RuntimeError: a block is free; those before it have been touched then.
         """
         for block in blocks:
-            if not self._owners[block] and block not in self._idle:
+            if not self._ref_counts[block] and block not in self._idle:
                 raise RuntimeError(f"block {block} is free")
             self._idle.pop(block, None)
-            self._owners[block] += 1
+            self._ref_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Own blocks no more; of those that become idle, the first is given up first.
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop a reference to each block; the first to become idle is evicted first.
 
         Raises:
-            RuntimeError: for a block without an owner.
+            RuntimeError: a block has no reference.
         """
         for block in blocks:
-            if not self._owners[block]:
-                raise RuntimeError(f"block {block} has no owner")
-            self._owners[block] -= 1
-            if self._owners[block]:
+            if not self._ref_counts[block]:
+                raise RuntimeError(f"block {block} has no reference")
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block]:
                 continue
-            if block in self._remembered:
+            if block in self._cached:
                 self._idle[block] = None
             else:
                 self._free.append(block)
 
-    def remember(self, blocks: Iterable[int]) -> None:
-        """Keep what owned blocks hold when their owners have gone."""
-        self._remembered.update(blocks)
+    def cache(self, blocks: Iterable[int]) -> None:
+        """Make referenced blocks idle instead of free once their references are gone."""
+        self._cached.update(blocks)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Remember owned blocks no more: they are free when their owners have gone."""
-        self._remembered.difference_update(blocks)
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Undo :meth:`cache` for referenced blocks."""
+        self._cached.difference_update(blocks)
 
-    def forget_all(self) -> None:
-        """Remember no block; the idle ones are free."""
+    def reset_cache(self) -> None:
+        """Free all idle blocks and cache none."""
         self._free.extend(self._idle)
         self._idle.clear()
-        self._remembered.clear()
+        self._cached.clear()
 
     def check_integrity(self) -> None:
-        """RuntimeError where a block is lost, or in two places."""
+        """Raise RuntimeError if a block is lost or in two states."""
         free, idle = set(self._free), set(self._idle)
-        owned = {block for block in range(1, self.size + 1) if self._owners[block]}
-        places = len(self._free) + len(idle) + len(owned)
-        if places != self.size or free | idle | owned != set(range(1, self.size + 1)):
-            raise RuntimeError(f"{places} places for {self.size} blocks")
-        if self._remembered - idle - owned:
-            raise RuntimeError(f"free blocks are remembered: {self._remembered - idle - owned}")
+        used = {block for block in range(1, self.size + 1) if self._ref_counts[block]}
+        count = len(self._free) + len(idle) + len(used)
+        if count != self.size or free | idle | used != set(range(1, self.size + 1)):
+            raise RuntimeError(f"{count} blocks in a state, of {self.size}")
+        if self._cached - idle - used:
+            raise RuntimeError(f"free blocks are cached: {self._cached - idle - used}")
 
 
 _Key = tuple[int, tuple[int, ...]]
 _ROOT = 0
 
 
-class PrefixIndex:
-    """Finds blocks by the tokens that they and all blocks before them hold.
+class PrefixCache:
+    """Index of blocks by the tokens that they and all blocks before them hold.
 
-    A block's key is the place of the block before it and its own tokens, compared as they are:
-    two different prompts never meet. Places are never used twice, so what followed a forgotten
-    block is not found through the block that has taken its memory.
+    The key of a block is the node of the block before it and its own tokens, compared in
+    full: two different prompts never match. Node ids are never reused, so the
+    descendants of an evicted block cannot be reached through the block that replaces it.
     """
 
     def __init__(self, block_size: int) -> None:
-        """Know of nothing yet; ``block_size`` is in tokens."""
-        self._size = block_size
-        self._places = _ROOT
-        self._found: dict[_Key, tuple[int, int]] = {}  # place, block
-        self._key_of: dict[int, _Key] = {}
+        self._block_size = block_size  # in tokens
+        self._last_node = _ROOT
+        self._nodes: dict[_Key, tuple[int, int]] = {}  # node, block
+        self._keys: dict[int, _Key] = {}  # by block
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._nodes)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks of the longest known prefix of whole blocks, in order."""
-        place, blocks = _ROOT, []
+        """Return the blocks of the longest cached prefix of whole blocks, in order."""
+        node, blocks = _ROOT, []
         for chunk in self._chunks(tokens):
-            found = self._found.get((place, chunk))
+            found = self._nodes.get((node, chunk))
             if found is None:
                 break
-            place, block = found
+            node, block = found
             blocks.append(block)
         return blocks
 
-    def add(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """Learn what blocks hold.
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Index blocks by their tokens.
 
         Args:
-            tokens: from the beginning; a last part that fills no block is left out.
-            blocks: where the keys and values of these tokens are.
+            tokens: from position 0; a last chunk that fills no block is left out.
+            blocks: hold the keys and values of these tokens.
 
         Returns:
-            the blocks that are known by this call; where another block is known to hold the
-            same, the new one is not needed.
+            the newly indexed blocks; a block is skipped if another one holds the same prefix.
         """
-        place, added = _ROOT, []
+        node, inserted = _ROOT, []
         for chunk, block in zip(self._chunks(tokens), blocks, strict=False):
-            key = (place, chunk)
-            if key not in self._found:
-                self.forget(block)  # what was before it may have been known elsewhere, and gone
-                self._places += 1
-                self._found[key] = self._places, block
-                self._key_of[block] = key
-                added.append(block)
-            place, _ = self._found[key]
-        return added
+            key = (node, chunk)
+            if key not in self._nodes:
+                self.remove(block)  # it may be indexed below a node that was removed
+                self._last_node += 1
+                self._nodes[key] = self._last_node, block
+                self._keys[block] = key
+                inserted.append(block)
+            node, _ = self._nodes[key]
+        return inserted
 
-    def forget(self, block: int) -> None:
-        """A block's memory goes to something else; unknown ones are fine."""
-        key = self._key_of.pop(block, None)
+    def remove(self, block: int) -> None:
+        """Remove a block if it is indexed."""
+        key = self._keys.pop(block, None)
         if key is not None:
-            del self._found[key]
+            del self._nodes[key]
 
-    def forget_all(self) -> None:
-        """Know of nothing any more."""
-        self._found.clear()
-        self._key_of.clear()
+    def clear(self) -> None:
+        """Remove all blocks."""
+        self._nodes.clear()
+        self._keys.clear()
 
     def _chunks(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        for start in range(0, len(tokens) - self._size + 1, self._size):
-            yield tuple(tokens[start : start + self._size])
+        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+            yield tuple(tokens[start : start + self._block_size])
 
 
 BLOCK_SIZE = 16
-NOBODYS = 2  # blocks beside those that requests have: what padding writes goes there
-# Padding behind a short row may reach beyond the context, by fewer tokens than this.
-_OVERHANG = 64
-_LINE = 64
+NUM_PADDING_BLOCKS = 2  # in addition to those of requests: the first and the last block
+_MAX_PADDING = 64  # tokens by which the padding of a short row may exceed the capacity, exclusive
+_CACHE_LINE = 64  # bytes
 
 
 def position_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Bytes of one position's keys and values over all layers.
+    """Return the bytes of one position's keys and values over all layers.
 
     Args:
         shapes: per layer (key/value heads, head dimension).
@@ -202,23 +199,25 @@ def position_bytes(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int
     return sum(2 * heads * dim for heads, dim in shapes) * dtype.itemsize
 
 
-class KVBlocks:
-    """Keys and values of up to ``rows`` requests, each in blocks that it takes as it grows.
+class KVCache:
+    """Paged keys and values of up to ``rows`` requests.
 
-    ``keys[layer]`` and ``values[layer]`` are ``[blocks, block_size, heads, head_dim]`` in the
-    model's dtype; ``tables`` is int32 ``[rows + 1, columns]`` on their device: column c of a row
-    names the block of its positions ``c * block_size`` and on. Block 0 belongs to nobody: what
-    padding writes goes there, and columns without a block of their own point to it, as do those
-    beyond the capacity. Row ``rows`` pads batches and has a block of its own, the last: were what
-    such rows write read by others, behind their masks, one number that is none would spoil them.
+    Full blocks that are cached (:meth:`cache_prefix`) are shared by rows that start with the same
+    tokens (:meth:`allocate_with_prefix`), and outlive their row until the memory is needed.
 
-    Full blocks that are kept (:meth:`keep`) are shared by rows that begin with the same tokens
-    (:meth:`begin`), and outlive their row until the memory is needed.
+    Blocks 0 and ``allocator.size + 1`` take what padding writes. Columns of ``block_tables``
+    without a block point to block 0, as do those beyond the capacity; row ``rows``, which pads
+    batches, has the last block. They are apart so that a NaN written by a padding row is not read,
+    behind a mask, by others.
 
     Attributes:
-        prompts: per row, and the one that pads, the length of its prompt in tokens.
-        longest_shared: rows with longer prompts share no blocks, None for no such limit: their
-            keys depend on how long the prompt is (``dynamic_rope.py``).
+        keys: per layer ``[blocks, block_size, heads, head_dim]`` in the model's dtype.
+        values: like ``keys``.
+        block_tables: int32 ``[rows + 1, columns]`` on their device; column c holds the block of
+            the row's positions from ``c * block_size`` on.
+        prompt_lengths: per row, the padding row included, its prompt's length in tokens.
+        max_shared_prompt: rows with longer prompts share no blocks, since their keys depend on
+            the length of the prompt (``dynamic_rope.py``); None for no limit.
     """
 
     def __init__(
@@ -231,25 +230,25 @@ class KVBlocks:
         positions: int | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Allocate; on CPUs the system gives the memory only as it is written.
+        """Allocate the memory; on CPUs a page is committed only when it is written.
 
         Args:
             shapes: per layer (key/value heads, head dimension).
-            rows: most requests at once.
-            capacity: most positions of a row.
+            rows: maximum number of requests.
+            capacity: maximum positions per row.
             dtype: of keys and values.
-            device: where they live.
-            positions: how many there is room for, over all rows, in whole blocks; None is enough
-                for every row's capacity. Block 0 comes on top.
-            block_size: positions of a block; a multiple of 16.
+            device: of keys and values.
+            positions: over all rows, rounded up to whole blocks; None is ``rows * capacity``.
+                Padding blocks come on top.
+            block_size: positions per block, a multiple of 16.
 
         Raises:
-            ValueError: where a single row could not be served.
+            ValueError: a single row would not fit.
         """
         self.capacity, self.dtype, self.block_size = capacity, dtype, block_size
         self.rows = rows
-        self.prompts = [0] * (rows + 1)
-        self.longest_shared: int | None = None
+        self.prompt_lengths = [0] * (rows + 1)
+        self.max_shared_prompt: int | None = None
         columns = -(-capacity // block_size)
         blocks = rows * columns if positions is None else -(-positions // block_size)
         if blocks < columns:
@@ -257,134 +256,136 @@ class KVBlocks:
                 f"{blocks} blocks of {block_size} positions hold less than one request, which "
                 f"may have {capacity} positions"
             )
-        self.pool = BlockPool(blocks)
-        self._index = PrefixIndex(block_size)
+        self.allocator = BlockAllocator(blocks)
+        self._prefixes = PrefixCache(block_size)
         self._blocks: list[list[int]] = [[] for _ in range(rows)]
-        # Zeros, not empty: a masked position must not hold a NaN (0 x NaN is NaN).
+        # Zeros, since a masked position must not hold a NaN (0 x NaN is NaN).
         self.keys, self.values = (
-            [_zeros((blocks + NOBODYS, block_size, *shape), dtype, device) for shape in shapes]
+            [
+                _zeros((blocks + NUM_PADDING_BLOCKS, block_size, *shape), dtype, device)
+                for shape in shapes
+            ]
             for _ in range(2)
         )
-        host = torch.zeros(rows + 1, columns - (-_OVERHANG // block_size), dtype=torch.int32)
+        host = torch.zeros(rows + 1, columns - (-_MAX_PADDING // block_size), dtype=torch.int32)
         host[rows] = blocks + 1
-        self.tables = host.to(device)
+        self.block_tables = host.to(device)
         self._host, self._host_tables = host.numpy(), host
         self._stale = False
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values live."""
-        return self.tables.device
+        """Device of keys and values."""
+        return self.block_tables.device
 
     @property
-    def attended_dtype(self) -> torch.dtype:
-        """In which dtype torch attends: CPUs do it in float32 several times faster than in half."""
+    def attention_dtype(self) -> torch.dtype:
+        """Dtype of torch's attention; on CPUs float32 is several times faster than half."""
         return torch.float32 if self.device.type == "cpu" else self.dtype
 
     def blocks(self, row: int) -> tuple[int, ...]:
-        """The blocks that a row holds, shared ones included."""
+        """Return the blocks of a row, shared ones included."""
         return tuple(self._blocks[row])
 
-    def holds(self, row: int, length: int) -> bool:
-        """Whether a row has blocks for its first ``length`` positions, capacity at most."""
+    def is_allocated(self, row: int, length: int) -> bool:
+        """Return whether a row has blocks for its first ``length`` positions, capacity at most."""
         return self._columns(length) <= len(self._blocks[row])
 
-    def reserve(self, row: int, length: int) -> bool:
-        """Have blocks for a row's first ``length`` positions, capacity at most.
+    def allocate(self, row: int, length: int) -> bool:
+        """Extend a row's blocks to its first ``length`` positions, capacity at most.
 
         Returns:
-            False where there are not enough; nothing has changed then.
+            False if too few blocks are available; nothing has changed then.
         """
-        held = self._blocks[row]
-        lacking = self._columns(length) - len(held)
-        if lacking > self.pool.available:
+        missing = self._columns(length) - len(self._blocks[row])
+        if missing > self.allocator.num_available:
             return False
-        if lacking > 0:
-            self._take(row, lacking)
+        if missing > 0:
+            self._allocate(row, missing)
         return True
 
-    def begin(
-        self, row: int, tokens: Sequence[int], length: int, spare: int = 0, prompt: int = 0
+    def allocate_with_prefix(
+        self, row: int, tokens: Sequence[int], length: int, watermark: int = 0, prompt: int = 0
     ) -> int | None:
-        """Give an empty row blocks: kept ones that hold what it begins with, and free ones.
+        """Allocate the blocks of an empty row, reusing cached ones that hold its first tokens.
 
         Args:
-            row: holds nothing yet.
-            tokens: whose keys and values need not be computed again where they are known.
-            length: positions to have blocks for.
-            spare: blocks that must be left.
-            prompt: how many tokens of the row are its prompt.
+            row: has no blocks.
+            tokens: looked up in the prefix cache.
+            length: positions to allocate.
+            watermark: blocks that must stay available.
+            prompt: length of the row's prompt in tokens.
 
         Returns:
-            how many positions are computed already; None where there are not enough blocks,
-            and nothing has changed.
+            number of positions that are computed already; None if too few blocks are available,
+            and nothing has changed then.
         """
         assert not self._blocks[row]
-        self.prompts[row] = prompt
-        known = self._index.match(tokens) if self._shares(row) else []
-        lacking = max(0, self._columns(length) - len(known))
-        idle = sum(not self.pool.owners(block) for block in known)
-        if lacking > self.pool.available - idle - spare:
+        self.prompt_lengths[row] = prompt
+        cached = self._prefixes.match(tokens) if self._is_shareable(row) else []
+        missing = max(0, self._columns(length) - len(cached))
+        idle = sum(not self.allocator.ref_count(block) for block in cached)
+        if missing > self.allocator.num_available - idle - watermark:
             return None
-        self.pool.share(known)
-        self._append(row, known)
-        if lacking:
-            self._take(row, lacking)
-        return len(known) * self.block_size
+        self.allocator.touch(cached)
+        self._append(row, cached)
+        if missing:
+            self._allocate(row, missing)
+        return len(cached) * self.block_size
 
-    def keep(self, row: int, tokens: Sequence[int]) -> None:
-        """Let later rows begin with a row's full blocks, up to the first that is not finite.
+    def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """Cache a row's full blocks for later rows, up to the first that is not finite.
 
         Args:
-            row: whose positions 0..len(tokens)-1 are computed and final.
-            tokens: those at these positions.
+            row: its positions 0..len(tokens)-1 are computed and final.
+            tokens: at these positions.
         """
-        if not self._shares(row):
+        if not self._is_shareable(row):
             return
         full = self._blocks[row][: len(tokens) // self.block_size]
-        unknown = [block for block in full if not self.pool.remembers(block)]
-        broken = set(self._broken(unknown))
-        end = next((i for i, block in enumerate(full) if block in broken), len(full))
-        self.pool.remember(self._index.add(tokens[: end * self.block_size], full[:end]))
+        uncached = [block for block in full if not self.allocator.is_cached(block)]
+        bad = set(self._not_finite(uncached))
+        end = next((i for i, block in enumerate(full) if block in bad), len(full))
+        self.allocator.cache(self._prefixes.insert(tokens[: end * self.block_size], full[:end]))
 
-    def release(self, row: int) -> None:
-        """Free a row; what was kept stays as long as nobody needs the memory."""
-        # The beginning is what most have in common: it goes last.
-        self.pool.release(reversed(self._blocks[row]))
+    def free(self, row: int) -> None:
+        """Free a row's blocks; cached ones become idle."""
+        # In reverse, so that the start of a prompt, which most requests share, is evicted last.
+        self.allocator.free(reversed(self._blocks[row]))
         self._blocks[row] = []
         self._host[row] = 0
         self._stale = True
 
-    def wipe(self, row: int) -> None:
-        """Write zeros over the blocks that a row alone owns and those of padding; forget them.
+    def zero(self, row: int) -> None:
+        """Zero and uncache the blocks that only this row uses, and zero the padding blocks.
 
-        For a row whose numbers are not finite: no later row starts with them or reads them. A
-        block that other rows share was finite when it was kept.
+        Call it before :meth:`free` if the row's values are not finite, so that no later row reads
+        them. Blocks shared with other rows were checked when they were cached.
         """
-        own = [block for block in self._blocks[row] if self.pool.owners(block) == 1]
-        self.pool.forget(own)
+        own = [block for block in self._blocks[row] if self.allocator.ref_count(block) == 1]
+        self.allocator.uncache(own)
         for block in own:
-            self._index.forget(block)
-        at = torch.tensor([0, self.pool.size + 1, *own], device=self.device)
+            self._prefixes.remove(block)
+        at = torch.tensor([0, self.allocator.size + 1, *own], device=self.device)
         for part in (*self.keys, *self.values):
             part[at] = 0
 
-    def forget_all(self) -> None:
-        """Keep nothing for later rows."""
-        self._index.forget_all()
-        self.pool.forget_all()
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached blocks."""
+        self._prefixes.clear()
+        self.allocator.reset_cache()
 
     def sync(self) -> None:
-        """Bring ``tables`` up to date on another device; before a forward, never within one.
+        """Update ``block_tables`` on another device; call it before a forward, never within one.
 
-        A copy in place, so that what was captured (CUDA graphs) sees it.
+        The copy is in place, so that captured CUDA graphs see it.
         """
-        if self._stale and self.tables is not self._host_tables:
-            self.tables.copy_(self._host_tables, non_blocking=True)
+        if self._stale and self.block_tables is not self._host_tables:
+            self.block_tables.copy_(self._host_tables, non_blocking=True)
         self._stale = False
 
-    def _broken(self, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks that hold a number which is not finite."""
+    def _not_finite(self, blocks: Sequence[int]) -> list[int]:
+        """Return the blocks that hold a NaN or infinity."""
         if not blocks:
             return []
         at = torch.tensor(blocks, device=self.device)
@@ -394,17 +395,17 @@ class KVBlocks:
         sums = total.tolist()
         return [b for b, one in zip(blocks, sums, strict=True) if not math.isfinite(one)]
 
-    def _shares(self, row: int) -> bool:
-        return self.longest_shared is None or self.prompts[row] <= self.longest_shared
+    def _is_shareable(self, row: int) -> bool:
+        return self.max_shared_prompt is None or self.prompt_lengths[row] <= self.max_shared_prompt
 
     def _columns(self, length: int) -> int:
         return -(-min(length, self.capacity) // self.block_size)
 
-    def _take(self, row: int, count: int) -> None:
-        taken = self.pool.take(count)
-        for block in taken:
-            self._index.forget(block)
-        self._append(row, taken)
+    def _allocate(self, row: int, count: int) -> None:
+        blocks = self.allocator.allocate(count)
+        for block in blocks:
+            self._prefixes.remove(block)
+        self._append(row, blocks)
 
     def _append(self, row: int, blocks: Sequence[int]) -> None:
         held = self._blocks[row]
@@ -414,52 +415,56 @@ class KVBlocks:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros; on CPUs such that the system gives a page only when it is written.
+    """Return zeros aligned to cache lines.
 
-    (``torch.zeros`` writes them all.) Rows begin on cache lines.
+    On CPUs numpy's are committed page by page when written; ``torch.zeros`` writes them all.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + _LINE, dtype=np.uint8)
-    start = -memory.ctypes.data % _LINE
+    memory = np.zeros(size + _CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
-class RowTable:
-    """Which request sits in which row; a request keeps its row until it is released."""
+class RowAllocator:
+    """Batch rows of requests; a request keeps its row until it is freed."""
 
     def __init__(self, rows: int) -> None:
-        self.limit = rows
-        self._row_of: dict[Hashable, int] = {}
+        self.size = rows
+        self._rows: dict[Hashable, int] = {}
         self._free = list(range(rows))
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._rows)
 
     def __contains__(self, request: Hashable) -> bool:
-        return request in self._row_of
+        return request in self._rows
 
     @property
     def full(self) -> bool:
-        """True where no further request fits."""
+        """Whether no row is free."""
         return not self._free
 
     def row(self, request: Hashable) -> int:
-        """The row of a request; KeyError if it has none."""
-        return self._row_of[request]
+        """Return the row of a request; KeyError if it has none."""
+        return self._rows[request]
 
-    def add(self, request: Hashable) -> int:
-        """Give a request the lowest free row; RuntimeError where none is free or it has one."""
+    def allocate(self, request: Hashable) -> int:
+        """Give a request the lowest free row.
+
+        Raises:
+            RuntimeError: no row is free, or the request has one.
+        """
         if self.full:
-            raise RuntimeError(f"all {self.limit} rows are taken")
-        if request in self._row_of:
+            raise RuntimeError(f"all {self.size} rows are taken")
+        if request in self._rows:
             raise RuntimeError(f"request {request!r} already has a row")
-        row = self._row_of[request] = heapq.heappop(self._free)
+        row = self._rows[request] = heapq.heappop(self._free)
         return row
 
-    def release(self, request: Hashable) -> int:
-        """Free a request's row and return it; KeyError if it has none."""
-        row = self._row_of.pop(request)
+    def free(self, request: Hashable) -> int:
+        """Free and return the row of a request; KeyError if it has none."""
+        row = self._rows.pop(request)
         heapq.heappush(self._free, row)
         return row

@@ -16,7 +16,7 @@ from paceline.actors.engine.decoders import Decoder, make_decoder, unservable, v
 from paceline.actors.engine.dynamic_rope import dynamic_length
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.grid import Grid
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.weights.checkpoint import tied_names
 
@@ -99,8 +99,8 @@ class ModelRunner:
             self.decoder = GraphedDecoder(decoder, CudaCapture(), graph_tokens)
         size = kv_block_size(config, dtype, self.device)
         where = dtype, self.device
-        self.kv = KVBlocks(shapes, rows, max_model_len, *where, kv_positions, size)
-        self.kv.longest_shared = dynamic_length(config)
+        self.kv = KVCache(shapes, rows, max_model_len, *where, kv_positions, size)
+        self.kv.max_shared_prompt = dynamic_length(config)
 
     @property
     def replays(self) -> bool:
@@ -119,7 +119,7 @@ class ModelRunner:
     ) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.
 
-        Rows must have blocks for their own tokens (``kv.reserve``); what padding stores behind
+        Rows must have blocks for their own tokens (``kv.allocate``); what padding stores behind
         them is lost.
 
         Args:

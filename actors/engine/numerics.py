@@ -33,7 +33,7 @@ def batch_invariant(runner: ModelRunner) -> bool:
     """
     length = min(_LENGTH, runner.max_model_len - 1)
     tried = range(runner.kv.rows)
-    rows = range(sum(1 for _ in takewhile(lambda row: runner.kv.reserve(row, length), tried)))
+    rows = range(sum(1 for _ in takewhile(lambda row: runner.kv.allocate(row, length), tried)))
     vocab = int(runner.models[0].config.vocab_size)
     tokens = torch.arange(len(tried) * length, device=runner.device).view(-1, length)
     tokens = (tokens * 7919 + 13) % vocab
@@ -42,7 +42,7 @@ def batch_invariant(runner: ModelRunner) -> bool:
         crowd = [_computed(runner, tokens[: len(rows)], rows, way)[:1] for way in _WAYS]
     finally:
         for row in tried:
-            runner.kv.release(row)
+            runner.kv.free(row)
     enough = len(rows) == len(tried) or len(rows) > 1
     return enough and all(torch.equal(a, b) for a, b in pairwise(alone + crowd))
 

@@ -1,4 +1,4 @@
-"""Who runs, who waits: requests in the order in which they came, as far as rows and memory go."""
+"""First-come, first-served scheduling within the batch rows and the KV cache."""
 
 from __future__ import annotations
 
@@ -6,147 +6,159 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from paceline.actors.engine.kv_cache import KVBlocks, RowTable
+from paceline.actors.engine.kv_cache import KVCache, RowAllocator
 from paceline.actors.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 
-class Schedule:
-    """Gives requests rows and key/value blocks, and takes them back.
+class Scheduler:
+    """Admits and preempts requests, and allocates their rows and KV blocks.
 
-    ``running`` is in the order of arrival, and all of it came before all of ``waiting``.
+    Attributes:
+        rows: batch rows of the running requests.
+        running: by request id, in order of arrival; all of them arrived before ``waiting``.
+        waiting: queue in order of arrival.
+        num_preemptions: preemptions so far.
+        admitted: ids of the requests that got a row in the latest :meth:`schedule`.
     """
 
     def __init__(
         self,
-        kv: KVBlocks,
-        rows: int,
+        kv: KVCache,
+        max_num_seqs: int,
         max_speculative_tokens: int,
         prefix_cache: bool,
-        on_release: Callable[[str], None],
+        on_free: Callable[[str], None],
     ) -> None:
-        """Begin with nobody.
+        """Set the limits.
 
         Args:
-            kv: the target's memory; a single request always fits.
-            rows: most requests at once.
-            max_speculative_tokens: a round drafts at most as many for a request that names no
-                number of its own.
-            prefix_cache: whether requests begin with what earlier ones have computed.
-            on_release: called with the id of a request that gives up its row.
+            kv: the target's; a single request always fits.
+            max_num_seqs: maximum number of running requests.
+            max_speculative_tokens: drafted per round at most, for a request without its own
+                ``num_speculative_tokens``.
+            prefix_cache: reuse the KV blocks of earlier requests with the same prefix.
+            on_free: called with the id of a request that loses its row.
         """
-        self.rows = RowTable(rows)
+        self.rows = RowAllocator(max_num_seqs)
         self.running: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
-        self.preemptions = 0
-        self.admitted: list[str] = []  # in the latest round
-        self._refused: tuple[str, int, int] | None = None
+        self.num_preemptions = 0
+        self.admitted: list[str] = []
+        self._not_admitted: tuple[str, int, int] | None = None  # id, available blocks, running
         self._kv = kv
-        self._longest_draft = max_speculative_tokens
+        self._max_speculative_tokens = max_speculative_tokens
         self._prefix_cache = prefix_cache
-        self._on_release = on_release
+        self._on_free = on_free
 
-    def grow(self) -> None:
-        """Have blocks for what every running request writes in the coming round.
+    def schedule(self) -> None:
+        """Allocate the blocks of the next round, then admit waiting requests."""
+        self._allocate_running()
+        self._admit_waiting()
 
-        Where they run out, the youngest gives up its own and waits again. The oldest never does,
-        and alone it always fits: so every request comes to its end.
+    def _allocate_running(self) -> None:
+        """Allocate blocks for what every running request writes in the next round.
+
+        If they run out, the youngest request is preempted. The oldest never is, since it fits
+        alone, so every request finishes.
         """
         for sequence in list(self.running.values()):
-            while sequence.request_id in self.running and not self._kv.reserve(
-                self.rows.row(sequence.request_id), self._needed(sequence)
+            while sequence.request_id in self.running and not self._kv.allocate(
+                self.rows.row(sequence.request_id), self._max_length(sequence)
             ):
                 self._preempt(next(reversed(self.running.values())))
 
-    def admit(self) -> None:
-        """Begin with waiting requests, in their order, as long as rows and blocks are free.
+    def _admit_waiting(self) -> None:
+        """Admit waiting requests in order while rows and blocks are free.
 
-        Every running request that may still grow keeps a block to do so, or the new one would
-        soon have to give up its own.
+        A block stays available for each running request that may still grow; otherwise the new
+        request would soon be preempted.
         """
         self.admitted = []
         while self.waiting and not self.rows.full:
             sequence = self.waiting[0]
-            state = (sequence.request_id, self._kv.pool.available, len(self.running))
-            if state == self._refused:  # nothing has been freed since
+            state = (sequence.request_id, self._kv.allocator.num_available, len(self.running))
+            if state == self._not_admitted:  # nothing has been freed since
                 return
-            row = self.rows.add(sequence.request_id)
-            known = sequence.tokens[:-1] if self._prefix_cache else ()
-            spare = sum(map(self._grows, self.running.values()))
-            prompt = len(sequence.request.prompt_token_ids)
-            computed = self._kv.begin(row, known, self._needed(sequence), spare, prompt)
-            if computed is None:
-                self.rows.release(sequence.request_id)
-                self._refused = state
+            row = self.rows.allocate(sequence.request_id)
+            num_computed = self._kv.allocate_with_prefix(
+                row,
+                sequence.tokens[:-1] if self._prefix_cache else (),
+                self._max_length(sequence),
+                watermark=sum(map(self._may_grow, self.running.values())),
+                prompt=len(sequence.request.prompt_token_ids),
+            )
+            if num_computed is None:
+                self.rows.free(sequence.request_id)
+                self._not_admitted = state
                 return
             self.waiting.popleft()
             self.running[sequence.request_id] = sequence
             self.admitted.append(sequence.request_id)
-            sequence.begin(computed)
+            sequence.start(num_computed)
 
-    def keep(self, sequence: Sequence) -> None:
-        """Leave a running request's full blocks to those that begin like it.
+    def cache_prefix(self, sequence: Sequence) -> None:
+        """Cache a running request's full blocks for requests with the same prefix.
 
-        What runs in the background leaves none: it would drive out what users may come back to.
+        Background requests are left out: they would evict what users may come back to.
         """
         request = sequence.request
         if self._prefix_cache and request.store and not request.background:
             row = self.rows.row(sequence.request_id)
-            self._kv.keep(row, sequence.tokens[: sequence.num_computed])
+            self._kv.cache_prefix(row, sequence.tokens[: sequence.num_computed])
 
-    def release(self, request_id: str, *, wipe: bool = False) -> None:
-        """Take a running request out and free what it holds; ``wipe`` overwrites it first."""
+    def free(self, request_id: str, *, zero: bool = False) -> None:
+        """Remove a running request and free its row and blocks; ``zero`` overwrites them first."""
         del self.running[request_id]
-        self._on_release(request_id)
-        row = self.rows.release(request_id)
-        if wipe:
-            self._kv.wipe(row)
-        self._kv.release(row)
+        self._on_free(request_id)
+        row = self.rows.free(request_id)
+        if zero:
+            self._kv.zero(row)
+        self._kv.free(row)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Put a running request back to the head of the queue.
-
-        It keeps its tokens; their keys and values are computed again when there is room.
-        """
-        logger.debug("request %s gives up its memory for now", sequence.request_id)
-        self.preemptions += 1
-        self.keep(sequence)
-        self.release(sequence.request_id)
+        """Move a running request to the head of the queue; its KV is recomputed later."""
+        logger.debug("request %s is preempted", sequence.request_id)
+        self.num_preemptions += 1
+        self.cache_prefix(sequence)
+        self.free(sequence.request_id)
         self.waiting.appendleft(sequence)
 
-    def _needed(self, sequence: Sequence) -> int:
-        """Positions that a request's next round may write, those before included."""
+    def _max_length(self, sequence: Sequence) -> int:
+        """Return the length that a request may have after its next round, in positions."""
         k = sequence.num_speculative_tokens
-        return len(sequence.tokens) + sequence.budget(self._longest_draft if k is None else k)
+        return len(sequence.tokens) + sequence.draft_budget(
+            self._max_speculative_tokens if k is None else k
+        )
 
-    def _grows(self, sequence: Sequence) -> bool:
-        """Whether a running request may need more blocks than it holds."""
+    def _may_grow(self, sequence: Sequence) -> bool:
+        """Return whether a running request may need further blocks."""
         longest = len(sequence.request.prompt_token_ids) + sequence.max_tokens
-        return not self._kv.holds(self.rows.row(sequence.request_id), longest)
+        return not self._kv.is_allocated(self.rows.row(sequence.request_id), longest)
 
 
-def prefill_shares(lacking: list[int], budget: int) -> list[int]:
-    """Tokens to compute for every prompt in this round.
+def split_prefill_budget(remaining: list[int], budget: int) -> list[int]:
+    """Split a round's prefill tokens among prompts.
 
-    Half of the budget is for the oldest prompt, so that a long one always gets on; the rest goes
-    to the shortest first, so that a long one holds up no short one. What they leave is the
-    oldest's.
+    Half of the budget goes to the oldest prompt, so that a long one always makes progress; the
+    rest goes to the shortest first, so that a long one delays no short one. The oldest gets what
+    they leave.
 
     Args:
-        lacking: tokens that every prompt still lacks, the oldest first.
-        budget: tokens that a round may compute.
+        remaining: tokens still to compute per prompt, the oldest first.
+        budget: maximum tokens per round.
 
     Returns:
-        a share per prompt, in the same order; as much of the budget as the prompts can take.
+        tokens per prompt, in the same order; together min(budget, sum(remaining)).
     """
-    if not lacking:
+    if not remaining:
         return []
-    shares = [0] * len(lacking)
-    shares[0] = min(lacking[0], budget - budget // 2)
+    shares = [0] * len(remaining)
+    shares[0] = min(remaining[0], budget - budget // 2)
     left = budget - shares[0]
-    for i in sorted(range(1, len(lacking)), key=lacking.__getitem__):
-        shares[i] = min(lacking[i], left)
+    for i in sorted(range(1, len(remaining)), key=remaining.__getitem__):
+        shares[i] = min(remaining[i], left)
         left -= shares[i]
-    shares[0] += min(lacking[0] - shares[0], left)
+    shares[0] += min(remaining[0] - shares[0], left)
     return shares

@@ -90,13 +90,13 @@ class Sequence:
         """True where only the last token is left to compute."""
         return self.num_computed >= len(self.tokens) - 1
 
-    def begin(self, computed: int) -> None:
+    def start(self, computed: int) -> None:
         """Start, or start again, with the keys and values of so many positions."""
         self.num_computed = computed
         if self.num_cached is None:
             self.num_cached = computed
 
-    def budget(self, wanted: int) -> int:
+    def draft_budget(self, wanted: int) -> int:
         """How many of ``wanted`` tokens may be drafted: one emitted token is the target's."""
         return max(0, min(wanted, self.max_tokens - self.num_output - 1))
 

@@ -86,7 +86,7 @@ class Choosing:
                 k = 0 if sequence.request_id in begin else plan.get(use_of(sequence), 0)
             if mixtures and mixtures.spoil(sequence.draft, held):
                 k = 0
-            wanted.append(sequence.budget(k))
+            wanted.append(sequence.draft_budget(k))
         return wanted
 
     def took(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.grid import Grid
-from paceline.actors.engine.kv_cache import RowTable
+from paceline.actors.engine.kv_cache import RowAllocator
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import LatestBatch, SamplingBatch
 from paceline.actors.engine.top_tokens import most_probable_into
@@ -119,7 +119,7 @@ class ExpertStack:
         self.names = tuple(names)
         self.versions = {name: 0 for name in names if not is_candidate(name)}
         self._index = {name: i for i, name in enumerate(names)}
-        self._table = RowTable(rows)
+        self._table = RowAllocator(rows)
         self._computed = Computed()
         self._grid: tuple[list[int], Grid] | None = None
         self._params = LatestBatch(runner.device)
@@ -201,7 +201,7 @@ class ExpertStack:
         """Free a sequence's row."""
         if request_id not in self._table:
             return
-        self.runner.kv.release(self._table.release(request_id))
+        self.runner.kv.free(self._table.free(request_id))
         self._computed.end(request_id)
 
     def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
@@ -232,8 +232,8 @@ class ExpertStack:
         victims: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
-                slot = self._table.add(row.request_id)
-                self.runner.kv.prompts[slot] = len(row.tokens) - row.num_output
+                slot = self._table.allocate(row.request_id)
+                self.runner.kv.prompt_lengths[slot] = len(row.tokens) - row.num_output
                 self._computed.begin(row.request_id, row.draft)
             known, wanted = self._computed.settle(row), max(len(row.tokens) - 2, 0)
             if not self._reserve(row, victims):
@@ -268,13 +268,13 @@ class ExpertStack:
         Were nobody to give way, all could wait for the last block with none to draft.
         """
         kv, slot = self.runner.kv, self._table.row(row.request_id)
-        while not kv.reserve(slot, len(row.tokens) + row.num_draft_tokens):
+        while not kv.allocate(slot, len(row.tokens) + row.num_draft_tokens):
             for other in self._computed.latest():
                 if other == row.request_id:
                     return False
                 if kv.blocks(self._table.row(other)):
                     break
-            kv.release(self._table.row(other))
+            kv.free(self._table.row(other))
             self._computed.lose(other)
             victims.add(other)
         return True
@@ -338,7 +338,7 @@ class ExpertStack:
     def _discard(self, rows: Sequence[DraftRow]) -> frozenset[str]:
         """Wipe the keys and values of rows whose draft is not finite; returns their drafts."""
         for row in rows:
-            self.runner.kv.wipe(self._table.row(row.request_id))
+            self.runner.kv.zero(self._table.row(row.request_id))
             self._computed.lose(row.request_id)
         return frozenset(row.draft for row in rows)
 

@@ -264,7 +264,7 @@ def check_hidden(runner: ModelRunner) -> None:
     """
     kind = runner.models[0].config.model_type
     zero = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
-    runner.kv.reserve(0, 1)
+    runner.kv.allocate(0, 1)
     try:
         logits, hidden = runner.forward_hidden([0], zero, zero, span=1)
         rebuilt = runner.models[0].get_output_embeddings()(hidden)
@@ -273,7 +273,7 @@ def check_hidden(runner: ModelRunner) -> None:
             f"models of type {kind} show no hidden states to heads: {fault}"
         ) from fault
     finally:
-        runner.kv.release(0)
+        runner.kv.free(0)
     # What bounds or scales the logits afterwards leaves the most probable token where it is.
     best = logits.flatten()[rebuilt.argmax()].float()
     if float(logits.max() - best) > _SLACK * float(logits.float().std()):

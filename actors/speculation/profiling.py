@@ -39,10 +39,10 @@ def warm_up(runner: ModelRunner) -> None:
         return
     for tokens in sorted({filled(n) for n in range(1, min(_WARM, runner.max_model_len) + 1)}):
         fits = min(tokens, runner.max_model_len)
-        runner.kv.reserve(0, fits)
+        runner.kv.allocate(0, fits)
         ids = torch.zeros(1, fits, dtype=torch.int64)
         runner.forward([0], ids, torch.arange(fits)[None], fits)
-    runner.kv.release(0)
+    runner.kv.free(0)
 
 
 def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
@@ -50,7 +50,7 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
 
     def run(rows: int, tokens: int, experts: int) -> None:
         for row in range(rows):  # where memory is short, some read the block of nobody
-            runner.kv.reserve(row, context + tokens)
+            runner.kv.allocate(row, context + tokens)
         positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
         grid = Grid([i % experts for i in range(rows)], runner.device)
@@ -65,7 +65,7 @@ def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], N
 
     def run(rows: int, experts: int) -> None:
         for row in range(rows):
-            runner.kv.reserve(row, context + 1 + _ROLLOUT)
+            runner.kv.allocate(row, context + 1 + _ROLLOUT)
         positions = (context + torch.arange(2, device=runner.device)).expand(rows, -1)
         ids = torch.zeros(rows, 2, dtype=torch.int64, device=runner.device)
         grid = Grid([i % experts for i in range(rows)], runner.device)
@@ -115,7 +115,7 @@ def build_controller(
     run = stepper(runner, start)
     target_costs = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter)
     for row in range(settings.max_num_seqs):
-        runner.kv.release(row)
+        runner.kv.free(row)
     if pool is not None:
         draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
         costs = DraftCosts(draft_costs)
@@ -130,7 +130,7 @@ def build_controller(
     draft_costs = profile_draft(draft, start, rows, experts)
     reading = _reading(draft)
     for row in range(settings.max_num_seqs):
-        draft.kv.release(row)
+        draft.kv.free(row)
     costs = DraftCosts(draft_costs, reading)
     return GoodputController(StepCosts(target_costs), costs, most)
 
@@ -138,7 +138,7 @@ def build_controller(
 def _reading(draft: ModelRunner) -> ReadingCosts:
     """What reading costs, from prompts of two lengths."""
     few, many = 1, max(2, min(_PROFILED_PROMPT, draft.max_model_len - 1))
-    draft.kv.reserve(0, many)
+    draft.kv.allocate(0, many)
 
     def run(_: int, tokens: int) -> None:
         draft.prefill(0, [0] * tokens, 0)

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from paceline.actors.engine import paged_attention as paged
 from paceline.actors.engine.attention import StepContext, attend
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 
 CAPACITY, ROWS = 600, 3
 GPU = torch.device("cuda")
@@ -21,15 +21,15 @@ def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor
     return torch.randn(shape, generator=generator, device=GPU).to(dtype)
 
 
-def blocks(heads: tuple[int, int], dim: int, dtype: torch.dtype, size: int) -> KVBlocks:
-    kv = KVBlocks([(heads[1], dim)], ROWS, CAPACITY, dtype, GPU, None, size)
+def blocks(heads: tuple[int, int], dim: int, dtype: torch.dtype, size: int) -> KVCache:
+    kv = KVCache([(heads[1], dim)], ROWS, CAPACITY, dtype, GPU, None, size)
     generator = torch.Generator(GPU).manual_seed(7)
     for part in (kv.keys[0], kv.values[0]):
         part.copy_(noise(generator, *part.shape, dtype=dtype))
     for row in (2, 0, 1):  # blocks of a row do not follow each other
-        assert kv.reserve(row, 40)
+        assert kv.allocate(row, 40)
     for row in range(ROWS):
-        assert kv.reserve(row, CAPACITY)
+        assert kv.allocate(row, CAPACITY)
     kv.sync()
     return kv
 

@@ -32,7 +32,7 @@ def pair(dtype: torch.dtype, seeds: tuple[int, ...] = (1,)) -> tuple[ModelRunner
     assert not isinstance(launched.decoder, GraphedDecoder)
     for runner in (launched, replayed):
         for row in range(4):
-            assert runner.kv.reserve(row, 60)
+            assert runner.kv.allocate(row, 60)
     return launched, replayed
 
 
@@ -80,9 +80,9 @@ def test_new_weights_and_new_blocks_are_what_a_replay_reads() -> None:
                 runner.load_weights(fresh, 1)
             if turn == 4:  # other blocks than those that were recorded with
                 for row in (0, 1):
-                    runner.kv.release(row)
+                    runner.kv.free(row)
                 for row in (1, 0):
-                    assert runner.kv.reserve(row, 60)
+                    assert runner.kv.allocate(row, 60)
             prefill(runner, prompts, 1)
         found, expected = (
             runner.forward((0, 1), tokens, positions, 22, grid=grid)

@@ -92,8 +92,8 @@ def test_every_request_ends_with_its_text(
         f"r{i}": min(tokens, MAX_LEN - length) for i, (length, _, tokens, *_) in enumerate(asked)
     }
     for runner in (engine._runner, stack_of(engine).runner):  # type: ignore[attr-defined]
-        runner.kv.pool.check_integrity()
-        assert runner.kv.pool.available == runner.kv.pool.size
+        runner.kv.allocator.check_integrity()
+        assert runner.kv.allocator.num_available == runner.kv.allocator.size
     assert PLENTY.preemptions == 0
 
 
@@ -218,7 +218,7 @@ def test_a_draft_gives_way_to_one_that_came_before_it() -> None:
     stack.release("old")
     assert propose(("young", 41)) == [2]
     stack.release("young")
-    assert stack.runner.kv.pool.available == LEAST
+    assert stack.runner.kv.allocator.num_available == LEAST
 
 
 def test_a_long_prompt_holds_up_neither_streams_nor_short_prompts() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from paceline.actors.engine.build import build_stacks, kv_positions
 from paceline.actors.engine.compatibility import context_length
-from paceline.actors.engine.kv_cache import NOBODYS, position_bytes
+from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
 from paceline.actors.engine.model_loader import resolve_device, resolve_dtype
 from paceline.actors.engine.model_runner import kv_block_size, kv_shapes
 from paceline.actors.speculation.pool.draft_ahead import AheadPolicy
@@ -54,7 +54,7 @@ def expert_positions(
     free, _ = torch.cuda.mem_get_info(device)
     block = kv_block_size(own, dtype, device)
     blocks = int(free * _GPU_SHARE) // (block * position_bytes(kv_shapes(own), dtype))
-    return min(targets * each, (blocks - NOBODYS) * block)
+    return min(targets * each, (blocks - NUM_PADDING_BLOCKS) * block)
 
 
 def spare_cores(settings: ExpertSettings, device: torch.device) -> int:

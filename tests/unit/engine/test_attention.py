@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.attention import StepContext, attend
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.native.library import Kernels, kernels_for
 
 ROWS, CAPACITY = 3, 150
@@ -38,10 +38,10 @@ class Case:
     def __init__(self, heads: tuple[int, int], dim: int, steps: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(dim)
         self.heads, self.dim, self.steps = heads, dim, steps
-        self.kv = KVBlocks([(heads[1], dim)], ROWS + 1, CAPACITY, dtype, "cpu")
+        self.kv = KVCache([(heads[1], dim)], ROWS + 1, CAPACITY, dtype, "cpu")
         for length in (30, 70, CAPACITY):
             for row in (2, 0, 1):
-                assert self.kv.reserve(row, min(length, BEHIND[row] + steps))
+                assert self.kv.allocate(row, min(length, BEHIND[row] + steps))
         self.cached = [
             torch.randn(2, behind, heads[1], dim, generator=generator).to(dtype)
             for behind in BEHIND
@@ -69,7 +69,7 @@ class Case:
             )
             wanted = plain(self.q[row], k, v, window)
             torch.testing.assert_close(found[row].double(), wanted, rtol=tolerance, atol=tolerance)
-            blocks = self.kv.tables[row].long()
+            blocks = self.kv.block_tables[row].long()
             stored = self.kv.keys[0][blocks].flatten(0, 1)[: behind + self.steps]
             assert torch.equal(stored, k)
 
@@ -104,7 +104,7 @@ def test_the_kernel(
     qkv = torch.cat((case.q, case.k, case.v), dim=2).flatten(2)
     kv, step = (case.kv.keys[0], case.kv.values[0]), case.step
     rows = step.rows, step.positions
-    tables, span = case.kv.tables, step.span
+    tables, span = case.kv.block_tables, step.span
     found = kernels(dtype).attend(qkv, still, *rows, tables, span, kv, heads, 0.3, window)
     case.check(found.view(ROWS, steps, heads[0], dim), window)
 
@@ -112,9 +112,9 @@ def test_the_kernel(
 def test_padding_beyond_a_rows_blocks_is_lost_and_harms_nobody(dtype: torch.dtype) -> None:
     """A row with blocks for one token in a step of nine: as alone, and its neighbours as ever."""
     heads, dim, steps = (4, 2), 16, 9
-    kv = KVBlocks([(2, dim)], 2, 32, dtype, "cpu")
-    assert kv.reserve(0, 16)
-    assert kv.reserve(1, 32)
+    kv = KVCache([(2, dim)], 2, 32, dtype, "cpu")
+    assert kv.allocate(0, 16)
+    assert kv.allocate(1, 32)
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(2, steps, 8 * dim, generator=generator).to(dtype)
     still = torch.ones(32, dim, dtype=dtype), torch.zeros(32, dim, dtype=dtype)
@@ -123,7 +123,7 @@ def test_padding_beyond_a_rows_blocks_is_lost_and_harms_nobody(dtype: torch.dtyp
     def run(rows: list[int], count: int, start: int) -> Tensor:
         positions = (start + torch.arange(count)).expand(len(rows), -1)
         step = StepContext.at(kv, torch.tensor(rows), positions, start + count)
-        at = step.rows, step.positions, kv.tables, step.span
+        at = step.rows, step.positions, kv.block_tables, step.span
         return kernels(dtype).attend(qkv[rows, :count], still, *at, stored, heads, 0.3, None)
 
     both = run([0, 1], steps, 15)

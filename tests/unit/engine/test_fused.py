@@ -20,7 +20,7 @@ from paceline.actors.engine.attention import ATTENTION_NAME, StepContext
 from paceline.actors.engine.decoders import ModuleDecoder, make_decoder
 from paceline.actors.engine.fused import FusedDecoder, Rotary
 from paceline.actors.engine.grid import Grid
-from paceline.actors.engine.kv_cache import KVBlocks
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import filled
 from paceline.actors.engine.model_runner import ModelRunner, kv_shapes
 
@@ -74,9 +74,9 @@ def make(config: Any, seed: int, dtype: torch.dtype = torch.float32) -> Any:
 def logits(decoder: Any, model: Any, experts: list[int], keep: int = 0) -> torch.Tensor:
     """Two forwards, 9 tokens and then 3, of rows that do not follow each other."""
     batch, dtype = len(experts), model.dtype
-    kv = KVBlocks(kv_shapes(model.config), batch + 1, CAPACITY, dtype, "cpu")
+    kv = KVCache(kv_shapes(model.config), batch + 1, CAPACITY, dtype, "cpu")
     for row in range(batch + 1):
-        kv.reserve(row, 12)
+        kv.allocate(row, 12)
     rows = torch.arange(batch).flip(0) + 1
     generator = torch.Generator().manual_seed(5)
     found = []

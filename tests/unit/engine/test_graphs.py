@@ -72,7 +72,7 @@ def test_other_tokens_rows_and_positions_go_through_a_recorded_shape() -> None:
     prompts = torch.randint(3, 300, (3, 20), generator=generator)
     for runner in (plain, replayed):
         for row in range(3):
-            assert runner.kv.reserve(row, 40)
+            assert runner.kv.allocate(row, 40)
             runner.prefill(row, prompts[row].tolist(), 0)
     assert capture.captured == 0  # prompts are too long for it
     kept = []
@@ -92,7 +92,7 @@ def test_new_weights_are_what_a_replay_reads() -> None:
     capture = graphed(runner)
     tokens, positions = torch.tensor([[7, 8]]), torch.tensor([[0, 1]])
     for each in (runner, other):
-        assert each.kv.reserve(0, 8)
+        assert each.kv.allocate(0, 8)
     for _ in range(2):
         runner.forward([0], tokens, positions, 2)
     assert capture.captured == 1
@@ -114,7 +114,7 @@ def pair(experts: int, rows: int = 5) -> tuple[ModelRunner, ModelRunner, Recorde
     prompts = torch.randint(3, 300, (rows, 20), generator=generator).tolist()
     for runner in runners:
         for row, prompt in enumerate(prompts):
-            assert runner.kv.reserve(row, 40)
+            assert runner.kv.allocate(row, 40)
             runner.prefill(row, prompt, 0, row % experts)
     return runners[0], runners[1], capture
 
@@ -139,7 +139,7 @@ def test_padding_beyond_the_context_is_lost() -> None:
     """It goes to the last position, which nobody reads before the request has ended."""
     launched, replayed, _ = pair(1, rows=2)
     for runner in (launched, replayed):
-        assert runner.kv.reserve(0, 64)
+        assert runner.kv.allocate(0, 64)
     ids, at = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.arange(57, 63)[None]
     for _ in range(3):
         expected = launched.forward([0], ids, at, 63)

@@ -47,7 +47,7 @@ def made(name: str, dtype: torch.dtype, *, invariant: bool) -> ModelRunner:
     runner = ModelRunner([model], ROWS, CAPACITY, invariant=invariant)
     for length in (20, 60, CAPACITY):  # so that the rows' blocks lie apart
         for row in (3, 1, 4, 0, 5, 2, 6, 7):
-            assert runner.kv.reserve(row, length)
+            assert runner.kv.allocate(row, length)
     return runner
 
 
@@ -183,7 +183,7 @@ def test_a_forward_that_is_large_enough_for_another_algorithm_is_looked_at(
     """A round of 8 rows with 9 tokens each has 72: bits that change there must be seen."""
     runner = made("target", torch.float32, invariant=True)
     for row in range(ROWS):
-        runner.kv.release(row)
+        runner.kv.free(row)
     assert batch_invariant(runner)
     forward = runner.forward
 

@@ -138,12 +138,12 @@ def test_what_is_not_finite_is_never_kept_as_a_prefix() -> None:
     assert outputs[-1].chunk.num_cached_tokens in (0, 16)
     assert outputs[-1].chunk.finish_reason == "length"
     kv = serving._runner.kv
-    assert kv.reserve(0, 32)
+    assert kv.allocate(0, 32)
     kv.keys[1][kv.blocks(0)[1], 3] = torch.nan
-    kv.keep(0, list(range(100, 132)))
-    kv.release(0)
-    assert kv.begin(0, list(range(100, 132)), 32) == 16
-    kv.release(0)
+    kv.cache_prefix(0, list(range(100, 132)))
+    kv.free(0)
+    assert kv.allocate_with_prefix(0, list(range(100, 132)), 32) == 16
+    kv.free(0)
 
 
 def draft_of_one_token(dtype: torch.dtype) -> Any:

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from engines import TOKENIZER, make_engine, request, run, tokens_of
 
-from paceline.actors.engine.kv_cache import BLOCK_SIZE, PrefixIndex
+from paceline.actors.engine.kv_cache import BLOCK_SIZE, PrefixCache
 
 LONG = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. SELECT name FROM people;" * 2)[:40]
 
 
 def test_whole_blocks_are_found_as_far_as_they_are_alike() -> None:
-    index = PrefixIndex(2)
-    assert index.add([1, 2, 3, 4, 5], [7, 8]) == [7, 8]
+    index = PrefixCache(2)
+    assert index.insert([1, 2, 3, 4, 5], [7, 8]) == [7, 8]
     assert index.match([1, 2, 3, 4, 5, 6]) == [7, 8]
     assert index.match([1, 2, 3, 9]) == [7]
     assert index.match([1]) == index.match([3, 4]) == index.match([]) == []
-    assert index.add([1, 2, 9, 9], [5, 6]) == [6]  # what 5 holds is known
+    assert index.insert([1, 2, 9, 9], [5, 6]) == [6]  # 7 holds what 5 does
     assert index.match([1, 2, 9, 9]) == [7, 6]
 
 
-def test_what_followed_a_forgotten_block_is_not_found_behind_another() -> None:
-    index = PrefixIndex(2)
-    index.add([1, 2, 3, 4], [7, 8])
-    index.forget(7)
-    index.forget(7)
+def test_descendants_of_a_removed_block_are_not_found_behind_its_successor() -> None:
+    index = PrefixCache(2)
+    index.insert([1, 2, 3, 4], [7, 8])
+    index.remove(7)
+    index.remove(7)
     assert index.match([1, 2, 3, 4]) == []
-    index.add([5, 6], [7])
+    index.insert([5, 6], [7])
     assert index.match([5, 6, 3, 4]) == [7]
-    index.add([1, 2, 3, 4], [9, 8])
+    index.insert([1, 2, 3, 4], [9, 8])
     assert index.match([1, 2, 3, 4]) == [9, 8]
     assert len(index) == 3
-    index.forget_all()
+    index.clear()
     assert index.match([5, 6]) == []
 
 
@@ -97,7 +97,7 @@ def test_running_requests_share_the_blocks_of_their_prompt() -> None:
     assert engine.kv_blocks == (24, 24)
 
 
-def test_kept_blocks_are_given_up_when_memory_is_needed() -> None:
+def test_cached_blocks_are_evicted_when_memory_is_needed() -> None:
     engine, plain = make_engine(kv_positions=96), make_engine(prefix_cache=False)
     asked = [request(f"r{i}", LONG[i:], max_tokens=4 + i, ignore_eos=True) for i in range(9)]
     found, expected = run(engine, asked), run(plain, asked)

@@ -346,7 +346,7 @@ def test_hidden_states_are_what_the_head_reads_fused_and_by_module() -> None:
         whole = model.to(DEVICE)(tokens, output_hidden_states=True).hidden_states[-1]
         runner = ModelRunner([served(model)], 2, 64)
         for row in range(2):
-            assert runner.kv.reserve(row, 8)
+            assert runner.kv.allocate(row, 8)
         check_hidden(ModelRunner([model], 2, 64))
         logits, hidden = runner.forward_hidden([0, 1], tokens, positions, 3)
         torch.testing.assert_close(hidden, whole, rtol=1e-4, atol=1e-4)

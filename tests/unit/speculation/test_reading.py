@@ -34,7 +34,7 @@ def test_stretches_that_are_read_together(lengths: list[int], most: int) -> None
 def runner(models: int) -> ModelRunner:
     own = ModelRunner([served(tiny_llama(seed, vocab=VOCAB)) for seed in range(models)], 4, 64)
     for row in range(4):
-        assert own.kv.reserve(row, 40)
+        assert own.kv.allocate(row, 40)
     own.kv.sync()
     return own
 

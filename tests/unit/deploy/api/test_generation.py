@@ -307,7 +307,7 @@ def test_a_fault_of_the_engine_costs_those_that_ran_there_nothing(
 def test_a_replica_whose_engine_has_stopped_beats_no_more_and_refuses(
     replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas[0]._loop._engine._schedule, "admit", lambda: None)
+    monkeypatch.setattr(replicas[0]._loop._engine._scheduler, "schedule", lambda: None)
     healthy = iter([True])  # as it is submitted, and then no more
     monkeypatch.setattr(EngineLoop, "healthy", property(lambda _: next(healthy, False)))
 
@@ -332,16 +332,16 @@ def test_no_replica_at_all_is_a_503_in_the_end(replicas: list[TargetReplica]) ->
 def test_a_request_that_waits_in_the_queue_is_not_taken_for_lost(
     replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine takes nobody in for longer than the stall time-out: signs of life come."""
+    """The engine admits no request for longer than the stall time-out: signs of life come."""
     replica = replicas[0]
     held = {"yes": True}
-    admit = replica._loop._engine._schedule.admit
+    schedule = replica._loop._engine._scheduler.schedule
 
     def later() -> None:
         if not held["yes"]:
-            admit()
+            schedule()
 
-    monkeypatch.setattr(replica._loop._engine._schedule, "admit", later)
+    monkeypatch.setattr(replica._loop._engine._scheduler, "schedule", later)
     beats = []
 
     async def wait() -> list[GenerationChunk]:
@@ -364,7 +364,7 @@ def test_an_engine_that_hangs_gives_no_sign_of_life(
     replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas[0]._loop, "silent_s", lambda: 99.0)
-    monkeypatch.setattr(replicas[0]._loop._engine._schedule, "admit", lambda: None)
+    monkeypatch.setattr(replicas[0]._loop._engine._scheduler, "schedule", lambda: None)
     streams = Streams(replicas, [])
     assert len(tokens(asyncio.run(streamed(streams, asked("h"))))) == 30
     assert len(streams.requests) == 2

@@ -45,7 +45,7 @@ def test_an_expert_has_room_for_what_all_targets_have_room_for(settings: ExpertS
     server = build_server(small)
     try:
         runner = server._drafter._stack.runner
-        assert runner.kv.pool.available == 2 * each // 16
+        assert runner.kv.allocator.num_available == 2 * each // 16
         assert server._drafter._stack._prefill_chunk == 64
     finally:
         server.close()
