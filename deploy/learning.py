@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util import metrics
 
-from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.training.permits import Tenant
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.synthetic.generator import SyntheticPrompts

@@ -9,9 +9,9 @@ from typing import Any
 
 from lessons import lesson
 
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.permits import Note, Turn
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best

@@ -25,7 +25,7 @@ from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRe
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineFigures
 from paceline.actors.replay.record import ReplayRecord, encode
-from paceline.actors.replay.selection import RecordAllowance, is_scored
+from paceline.actors.replay.selection import RecordRateLimiter, is_scored
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.sessions import Leases
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -177,7 +177,7 @@ class TargetReplica:
         self._scorer = scorer
         self._settings = settings
         self._scored = (settings.scored_share, settings.held_out_fraction)
-        self._allowance = RecordAllowance(settings.max_records_per_s, time.monotonic)
+        self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
@@ -345,7 +345,7 @@ class TargetReplica:
     def _sparing(self, request: GenerationRequest) -> GenerationRequest:
         """The request without its record, where its topic has had enough of late."""
         limited = request.leaves_record and not request.background and self._shards
-        if limited and not self._allowance.take(request.topic):
+        if limited and not self._record_limiter.acquire(request.topic):
             return replace(request, recorded=False)
         return request
 
@@ -355,7 +355,7 @@ class TargetReplica:
             return
         try:
             data = encode(record)
-            shard.insert.remote(data, self._allowance.left_out(record.topic))
+            shard.insert.remote(data, self._record_limiter.take_dropped(record.topic))
             if self._scorer is not None and is_scored(record, *self._scored):
                 self._scorer.offer.remote(data)
         except Exception:

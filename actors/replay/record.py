@@ -1,9 +1,9 @@
-"""The replay record: what one finished request leaves behind, and its wire format.
+"""The replay record of one finished request, and its wire format.
 
-For every emitted position (accepted, recovered, bonus or plainly decoded alike) it holds the
-target's top-K distribution, so that a draft learns without running the target again, and a
-draft that is switched off still has something to learn from. Where it was asked for, it also holds
-what the target said behind each rejected draft token: contexts that the draft itself led to.
+For every emitted position (accepted, recovered, bonus or decoded without a draft) it holds the
+target's top-K distribution, so that a draft trains without running the target again, even a draft
+that is switched off. Optionally it also holds the target's distributions after each rejected draft
+token: contexts that the draft itself produced.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SYNTHETIC = "synthetic:"
 
 
 def belongs(record: str, answer: str) -> bool:
-    """Whether a record is of an answer, or of a synthetic prompt made from one.
+    """Whether a record is an answer's, or a synthetic one made from its prompt.
 
     An answer's record has its name, or that and the number of a choice.
 
     Args:
         record: its request_id.
-        answer: as clients know it.
+        answer: id of the answer in the API.
     """
     source = source_id(record)
     name, dash, number = source.rpartition("-")
@@ -36,27 +36,27 @@ def belongs(record: str, answer: str) -> bool:
 
 
 def synthetic_id(source: str, mark: str) -> str:
-    """The request_id of a synthetic prompt.
+    """Request_id of a record with a synthetic prompt.
 
     Args:
-        source: request_id of the record that its beginning is from.
-        mark: unique among those of one source; without a colon.
+        source: request_id of the record that the prompt begins like.
+        mark: distinguishes several of one source; without a colon.
     """
     return f"{_SYNTHETIC}{mark}:{source}"
 
 
 def is_synthetic(record: str) -> bool:
-    """Whether a record is of a synthetic prompt, by its request_id."""
+    """Whether a record's prompt is synthetic."""
     return record.startswith(_SYNTHETIC)
 
 
 def source_id(record: str) -> str:
-    """The request_id that a synthetic record was made from; any other record's own."""
+    """The source of a synthetic record; any other record's own name."""
     return record.split(":", 2)[2] if is_synthetic(record) and record.count(":") > 1 else record
 
 
 SCHEMA_VERSION = 2
-_READABLE = (1, 2)  # 1 knew no branches
+_READABLE = (1, 2)  # 1 has no branches
 
 _SCALARS: dict[str, type] = {
     "request_id": str,
@@ -68,7 +68,7 @@ _SCALARS: dict[str, type] = {
     "top_p": float,
     "top_k": int,
 }
-# Little-endian on the wire; the second entry says which axes the array has.
+# Dtype (little-endian on the wire) and axes.
 _ARRAYS: dict[str, tuple[str, str]] = {
     "prompt_token_ids": ("<i4", "P"),
     "output_token_ids": ("<i4", "N"),
@@ -88,7 +88,7 @@ _ARRAYS: dict[str, tuple[str, str]] = {
 }
 _BRANCH = tuple(name for name in _ARRAYS if name.startswith("branch_"))
 _OPTIONAL = frozenset({"processed_top_probs", *_BRANCH})
-# What these may hold; the slack is float16's. A draft's own figures may be as broken as it is.
+# Valid values, with float16's slack. A draft's own values may be invalid.
 _RANGES: dict[str, tuple[float, float]] = {
     "target_top_logprobs": (-math.inf, 0.01),
     "target_tail_mass": (-0.01, 1.01),
@@ -99,11 +99,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 class RecordError(ValueError):
-    """Bytes that are no replay record of this schema."""
+    """Bytes that are not a replay record of this schema."""
 
 
 class RecordValueError(RecordError):
-    """A record whose numbers cannot be: nan, infinite, or no probabilities."""
+    """A record with impossible numbers: nan, infinite, or not probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ class ReplayRecord:
     """One finished request: P prompt tokens, N emitted positions, K recorded tokens each.
 
     Attributes:
-        request_id: of the request; what :meth:`ReplayShard.delete` takes.
-        topic: topic that the router chose.
-        expert: draft that proposed.
+        request_id: of the request; argument of :meth:`ReplayShard.delete`.
+        topic: chosen by the router.
+        expert: the draft model.
         weight_version: of that draft when the request ended.
         created: unix time, seconds.
         temperature: of the request; 0 is greedy.
@@ -124,20 +124,20 @@ class ReplayRecord:
         target_top_ids: int32 ``[N, K]``.
         target_top_logprobs: float16 ``[N, K]``, natural log p at T = 1, descending.
         target_tail_mass: float32 ``[N]``, 1 - sum(exp(top)).
-        draft_token_ids: int32 ``[N]``, the token that the draft proposed, -1 where none.
+        draft_token_ids: int32 ``[N]``, the proposed token, -1 if none.
         accepted: int8 ``[N]``, 1 accepted, 0 rejected, -1 not drafted.
-        draft_logprobs: float16 ``[N]``, log q of the drafted token, nan where none.
+        draft_logprobs: float16 ``[N]``, log q of the drafted token, nan if none.
         processed_top_probs: float16 ``[N, K]``, p after temperature, top_k and top_p at
             ``target_top_ids``; None for a greedy request.
         branch_positions: int32 ``[R]``, ascending, the rejected positions that have a branch;
-            None, as all of ``branch_*``, where none was recorded.
+            None, like all of ``branch_*``, if none was recorded.
         branch_lengths: int32 ``[R]``, tokens of each branch, at least 1.
         branch_token_ids: int32 ``[M]``, the draft's tokens from each rejected one on, one branch
             after the other; M is the sum of the lengths.
-        branch_top_ids: int32 ``[M, K]``, the target's view of what follows each of these tokens
-            (not of the rejected position itself, which is among the emitted ones),
+        branch_top_ids: int32 ``[M, K]``, the target's distribution after each of these tokens
+            (that of the rejected position itself is among the emitted ones),
         branch_top_logprobs: float16 ``[M, K]``, and
-        branch_tail_mass: float32 ``[M]``, as those of emitted positions.
+        branch_tail_mass: float32 ``[M]``, like those of emitted positions.
     """
 
     request_id: str
@@ -166,7 +166,7 @@ class ReplayRecord:
 
     @property
     def greedy(self) -> bool:
-        """Whether the request took the most likely token everywhere."""
+        """Whether the request was decoded greedily."""
         return self.temperature == 0.0
 
     def branches(self) -> Iterator[tuple[int, slice]]:
@@ -185,7 +185,7 @@ def encode(record: ReplayRecord) -> bytes:
     """Msgpack bytes of a record.
 
     Raises:
-        RecordError: where the arrays do not fit together.
+        RecordError: the arrays do not fit together.
     """
     fields: dict[str, Any] = {"schema": SCHEMA_VERSION}
     for name, kind in _SCALARS.items():
@@ -211,7 +211,7 @@ def decode(data: bytes) -> ReplayRecord:
 
     Raises:
         RecordError: another schema version, a missing field, a wrong type or shape.
-        RecordValueError: numbers that would spoil whatever is computed from them.
+        RecordValueError: impossible numbers.
     """
     try:
         fields = msgpack.unpackb(data, raw=False)
@@ -254,14 +254,14 @@ def _array(fields: Mapping[str, Any], name: str, top: int) -> NDArray[Any] | Non
 
 
 def _check_shapes(arrays: Mapping[str, NDArray[Any] | None]) -> None:
-    """Every array must agree on N, and every wide one on K; branches on R and M."""
+    """Check that all arrays agree on N, K, R and M."""
     reference = arrays["target_top_ids"]
     assert reference is not None
     sizes = dict(zip("NK", reference.shape, strict=True))
     for name, array in arrays.items():
         if array is None:
             continue
-        # what names an axis first decides its length
+        # the first array with an axis defines its length
         expected = tuple(
             sizes.setdefault(axis, length)
             for axis, length in zip(_ARRAYS[name][1], array.shape, strict=True)
@@ -297,9 +297,9 @@ def _check_values(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] |
 
 
 def is_held_out(prompt_token_ids: Sequence[int] | NDArray[np.int32], fraction: float) -> bool:
-    """Whether records of this prompt judge drafts instead of teaching them.
+    """Whether records of this prompt are for evaluation and not for training.
 
-    The same prompt falls on the same side in every process and for ever.
+    A hash of the prompt alone, the same in every process.
 
     Args:
         prompt_token_ids: the prompt.

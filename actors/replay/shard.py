@@ -1,4 +1,4 @@
-"""The replay shard: the actor that keeps one topic's records."""
+"""The replay shard: the actor that stores one topic's records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.actors.replay.partition import Entry
+from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings, Split
 from paceline.actors.replay.record import (
     RecordError,
     RecordValueError,
@@ -23,7 +23,7 @@ from paceline.actors.replay.record import (
     is_synthetic,
     source_id,
 )
-from paceline.actors.replay.table import ReplaySettings, ReplayTable, Split, rewrite_due
+from paceline.actors.replay.table import EncodedRecord
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +31,16 @@ _HEADER = struct.Struct("<I")
 
 
 class Journal:
-    """Append-only, rewritten whole when records must go.
+    """Append-only file of records, rewritten whole to remove some.
 
-    A record reaches the kernel with every append, so that it survives the death of the
-    process, not of the machine.
+    Every append reaches the kernel: records survive the death of the process, not of the machine.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open or make the file; what a killed rewriting left goes."""
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._partial = self._path.with_name(f".{self._path.name}.partial")
-        self._partial.unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)  # of a rewrite that was killed
         self._file = self._path.open("ab")
 
     @property
@@ -51,7 +49,7 @@ class Journal:
         return self._file.tell()
 
     def read(self) -> Iterator[bytes]:
-        """All whole records; what follows a torn one is left out."""
+        """All records before the first torn one."""
         with self._path.open("rb") as file:
             while len(header := file.read(_HEADER.size)) == _HEADER.size:
                 (length,) = _HEADER.unpack(header)
@@ -61,12 +59,12 @@ class Journal:
                 yield data
 
     def append(self, data: bytes) -> None:
-        """Add a record."""
+        """Append a record."""
         self._file.write(_HEADER.pack(len(data)) + data)
         self._file.flush()
 
     def rewrite(self, records: Iterable[bytes]) -> None:
-        """Replace everything, atomically."""
+        """Replace the content atomically."""
         with self._partial.open("wb") as file:
             for data in records:
                 file.write(_HEADER.pack(len(data)) + data)
@@ -78,9 +76,8 @@ class Journal:
 class ReplayShard:
     """Records of one topic, all splits.
 
-    With a ``persist_dir`` they also lie in a file there and survive the actor's death; without
-    one they live in memory alone and a killed shard starts empty. A thread drops what is past
-    retention while nobody calls.
+    With a ``persist_dir`` they are also written to a file and survive the actor's death; without
+    one a restarted shard is empty. A thread removes expired records.
     """
 
     def __init__(
@@ -92,85 +89,85 @@ class ReplayShard:
         seed: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Come back with the persisted records, if any.
+        """Load the persisted records, if any.
 
         Args:
-            topic: whose records these are.
-            settings: capacity, retention, split.
+            topic: of the records.
+            settings: see ReplaySettings.
             persist_dir: folder for ``<topic>.records``.
             seed: of sampling; None is unseeded.
             clock: unix seconds.
         """
         self._topic = topic
         self._settings = settings or ReplaySettings()
-        self._table = ReplayTable(self._settings)
+        self._buffer = ReplayBuffer(self._settings)
         self._rng = np.random.default_rng(seed)
         self._clock = clock
         self._refused = self._refused_values = self._left_out = 0
-        self._lock = threading.RLock()  # the calls come from one thread, expiry from another
-        self._oldest_written = math.inf
+        self._lock = threading.RLock()  # expiry runs in a thread of its own
+        self._oldest_written = math.inf  # unix seconds, creation of the journal's oldest record
         self._journal: Journal | None = None
         if persist_dir is not None:
             self._journal = Journal(Path(persist_dir) / f"{topic}.records")
             for data in self._journal.read():
-                self._keep(data)
+                self._insert(data, needs_source=False)
             self._compact()
-        _expire_now_and_then(weakref.ref(self), self._settings.disk_slack_s / 2)
+        _start_expiry_thread(weakref.ref(self), self._settings.disk_slack_s / 2)
 
     def insert(self, data: bytes, left_out: int = 0) -> None:
-        """Take an encoded record; bytes that are none are counted and dropped.
+        """Insert an encoded record; invalid bytes are counted and dropped.
 
-        A synthetic record is dropped if its source is gone, purged perhaps.
+        A synthetic record is dropped if the record it was made from is gone.
 
         Args:
             data: the record.
-            left_out: requests of the topic since the last record, of which there is none because
-                there were so many: traffic, though nothing to learn from.
+            left_out: requests of the topic since the last record that the rate limiter left
+                without one; they count as traffic.
         """
         with self._lock:
             self._left_out += left_out
-            entry = self._keep(data, alone=False)
-            if entry is not None and self._journal is not None:
+            record = self._insert(data, needs_source=True)
+            if record is not None and self._journal is not None:
                 self._journal.append(data)
-                self._oldest_written = min(self._oldest_written, entry.created)
+                self._oldest_written = min(self._oldest_written, record.created)
                 if self._journal.size > 2 * self._settings.capacity_bytes:
                     self._compact()
-            self._rewrite_when_due()
+            self._compact_if_due()
 
     def sample(self, n: int, split: Split) -> list[bytes]:
-        """At most ``n`` different encoded records of a split, as the settings' sampler draws."""
+        """At most ``n`` different encoded records of a split, drawn by the configured sampler."""
         with self._lock:
-            return self._table.sample(n, split, self._clock(), self._rng)
+            return self._buffer.sample(n, split, self._clock(), self._rng)
 
     def update_losses(self, losses: dict[str, float]) -> None:
-        """Note how badly a draft in training did on records, in nats, by request id.
+        """Store a training draft's losses on records, nats, by request_id.
 
-        They order what is drawn and removed by priority. They are not persisted: a shard that
-        comes back takes every record for unknown.
+        They order sampling and removal by priority. They are not persisted: after a restart the
+        loss of every record is unknown.
         """
         with self._lock:
-            self._table.update_losses(losses)
+            self._buffer.update_losses(losses)
 
     def delete(self, request_id: str | None) -> int:
-        """Drop a request's records, or with None all, from memory and disk; returns how many."""
+        """Remove a request's records, or with None all, from memory and disk; returns how many."""
         with self._lock:
-            removed = self._table.delete(request_id)
+            removed = self._buffer.delete(request_id)
             self._compact()
             return removed
 
     def expire(self) -> None:
-        """Drop what is past retention, and from disk where it has been there for too long."""
+        """Remove records past retention, from disk if they have been there for too long."""
         with self._lock:
-            self._table.expire(self._clock())
-            self._rewrite_when_due()
+            self._buffer.expire(self._clock())
+            self._compact_if_due()
 
     def stats(self) -> dict[str, Any]:
-        """Topic, counts per split, bytes; inserts, refusals and what was left out since the start.
+        """Topic, counts per split, bytes; counts since the start of what was not recorded.
 
-        ``refused_values_total`` of ``refused_total`` had impossible numbers in them.
+        ``refused_values_total`` of ``refused_total`` held impossible numbers.
         """
         with self._lock:
-            counts = self._table.stats(self._clock())
+            counts = self._buffer.stats(self._clock())
         refused = {
             "refused_total": self._refused,
             "refused_values_total": self._refused_values,
@@ -182,12 +179,12 @@ class ReplayShard:
         """True: the actor answers."""
         return True
 
-    def _keep(self, data: bytes, *, alone: bool = True) -> Entry | None:
-        """Put a record into the table; None where it is none, past retention, or not to be kept.
+    def _insert(self, data: bytes, *, needs_source: bool) -> EncodedRecord | None:
+        """Put a record into the buffer; None if it is invalid, expired or not to be kept.
 
         Args:
             data: encoded.
-            alone: whether a synthetic one may be here without its source.
+            needs_source: drop a synthetic record if its source is gone.
         """
         try:
             record = decode(data)
@@ -197,44 +194,49 @@ class ReplayShard:
             logger.warning("%s: %s", self._topic, error)
             return None
         held_out = is_held_out(record.prompt_token_ids, self._settings.held_out_fraction)
-        entry = Entry(record.request_id, record.created, bytes(data))
+        encoded = EncodedRecord(record.request_id, record.created, bytes(data))
         split: Split = "held_out" if held_out else "train"
         if is_synthetic(record.request_id):
-            if held_out:  # a prompt that judges must not be learnt, whoever comes up with it
+            if held_out:  # a held-out prompt must not be trained on, whatever its origin
                 return None
-            if not (alone or self._table.has(source_id(record.request_id))):
+            if needs_source and source_id(record.request_id) not in self._buffer:
                 return None
             split = "synthetic"
-        return entry if self._table.insert(entry, split, self._clock()) else None
+        return encoded if self._buffer.insert(encoded, split, self._clock()) else None
 
-    def _rewrite_when_due(self) -> None:
-        if rewrite_due(self._oldest_written, self._clock(), self._settings):
-            self._table.expire(self._clock())
+    def _compact_if_due(self) -> None:
+        """Rewrite the file if its oldest record is past retention and half of the slack.
+
+        The other half is the interval of the expiry thread.
+        """
+        limit_s = self._settings.retention_s + self._settings.disk_slack_s / 2
+        if self._clock() - self._oldest_written > limit_s:
+            self._buffer.expire(self._clock())
             self._compact()
 
     def _compact(self) -> None:
-        """Have the file hold what the table holds, and nothing else."""
+        """Rewrite the file with the buffer's records."""
         if self._journal is not None:
-            entries = [entry for _, entry in self._table.entries()]
-            self._journal.rewrite(entry.data for entry in entries)
-            self._oldest_written = min((e.created for e in entries), default=math.inf)
+            records = self._buffer.records()
+            self._journal.rewrite(record.data for record in records)
+            self._oldest_written = min((r.created for r in records), default=math.inf)
 
 
-def _expire_now_and_then(reference: weakref.ref[ReplayShard], every_s: float) -> None:
-    """Call ``expire`` for as long as the shard lives, in a thread of its own."""
+def _start_expiry_thread(reference: weakref.ref[ReplayShard], interval_s: float) -> None:
+    """Call ``expire`` in a thread for as long as the shard lives."""
     ended = threading.Event()
     shard = reference()
     assert shard is not None
     weakref.finalize(shard, ended.set)
 
     def run() -> None:
-        while not ended.wait(every_s):
+        while not ended.wait(interval_s):
             if (shard := reference()) is None:
                 return
             try:
                 shard.expire()
             except Exception:
-                logger.warning("records past retention could not be dropped", exc_info=True)
+                logger.warning("expired records could not be removed", exc_info=True)
             del shard
 
     threading.Thread(target=run, name="paceline-expiry", daemon=True).start()

@@ -1,24 +1,30 @@
-"""The replay table: what is kept, what is removed, what is drawn. Pure; time and RNG come in.
+"""A replay table: the records of one split in a bounded number of bytes. Pure.
 
-A record that no trainer has seen yet comes before all others; see ``draws.py``.
+Samplers give each record's probability to be drawn; removers choose which records go when the
+table is full.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.actors.replay.partition import Entry, Partition, Remover
+from paceline.actors.replay.record import belongs
 
-_LEAST_LEVEL = 1e-3  # of a loss, against the highest one: no record's weight is 0
+Remover = Literal["fifo", "reservoir", "priority"]
+Sampler = Literal["recency", "priority"]
+
+_MIN_RELATIVE_LOSS = 1e-3  # no record's weight is 0
 
 
-def sampling_weights(count: int, recent_share: float, half_life: float) -> NDArray[np.float64]:
+def recency_weights(count: int, recent_share: float, half_life: float) -> NDArray[np.float64]:
     """Probability of each of ``count`` records, oldest first; they sum to 1.
 
     Args:
@@ -35,14 +41,14 @@ def sampling_weights(count: int, recent_share: float, half_life: float) -> NDArr
 
 
 def priority_weights(
-    losses: NDArray[np.float64], favoured_share: float, exponent: float
+    losses: NDArray[np.float64], priority_share: float, exponent: float
 ) -> NDArray[np.float64]:
-    """Probability of each record where a high loss is favoured; they sum to 1.
+    """Probability of each record, higher for a higher loss; they sum to 1.
 
     Args:
-        losses: float64 ``[R]``, nats; inf where it is not known, which counts as the highest one.
-            What lies below a thousandth of the highest one counts as that much.
-        favoured_share: weight of the part that goes with loss ** exponent; the rest is uniform.
+        losses: float64 ``[R]``, nats; inf if unknown, which counts as the highest one. A loss
+            below a thousandth of the highest one counts as that much.
+        priority_share: weight of the part proportional to loss ** exponent; the rest is uniform.
         exponent: at least 0.
     """
     if len(losses) == 0:
@@ -50,174 +56,172 @@ def priority_weights(
     known = np.isfinite(losses)
     highest = float(losses[known].max()) if known.any() else 0.0
     highest = highest if highest > 0.0 else 1.0
-    levels = np.where(known, losses, highest) / highest
-    levels = np.power(levels.clip(min=_LEAST_LEVEL), exponent)
-    weights = favoured_share * levels / levels.sum() + (1.0 - favoured_share) / len(losses)
+    relative = np.where(known, losses, highest) / highest
+    relative = np.power(relative.clip(min=_MIN_RELATIVE_LOSS), exponent)
+    weights = priority_share * relative / relative.sum() + (1.0 - priority_share) / len(losses)
     normal: NDArray[np.float64] = weights / weights.sum()
     return normal
 
 
-Split = Literal["train", "held_out", "synthetic"]
-Sampler = Literal["recency", "priority"]
+def reservoir_key(request_id: str) -> float:
+    """Rank in [0, 1) of a record in a reservoir, which keeps the highest ones.
 
-_SLACK_SHARE = 0.02
-_LONGEST_SLACK_S = 600.0
+    The key is a hash of the name ("bottom-k", Cohen and Kaplan, PODC 2007), so a table restored
+    from disk continues the same sample; a count of arrivals would be lost.
+
+    A record is removed only for records with higher keys, so the table holds a uniform sample of
+    everything since it last had free space. Space freed by expiry goes to the next records. To
+    stay uniform there too, a table would have to refuse every key below the highest one removed
+    within retention, which leaves it nearly empty for days after a burst.
+    """
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2.0**48
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaySettings:
-    """How much of the served requests is kept, per topic.
+class EncodedRecord:
+    """An encoded record with the fields that a table needs.
 
     Attributes:
-        capacity_bytes: of all records of a topic together.
-        retention_s: age at which a record is dropped, seconds; from disk at most
-            :attr:`disk_slack_s` later.
-        remover: when full, ``fifo`` drops the oldest; ``reservoir`` keeps a uniform sample, whose
-            expired records' room goes to what comes next, see :func:`partition.lot`;
-            ``priority`` drops those of the least loss, the oldest of equals.
-        sampler: what a sample favours, ``recency`` or a high loss (``priority``). The held-out
-            split is always drawn by recency: what judges must not follow what was learnt.
-        held_out_fraction: share of prompts (and of the capacity) that judges drafts.
-        synthetic_per_record: records of synthetic prompts that are wanted for each one to learn
-            from; above 0 they may have what these leave of the capacity, and make way for them.
-        recent_share: share of a sample that favours some records; the rest is uniform, so that
-            none is forgotten.
-        recent_half_life: records after which a record's recency weight has halved.
-        priority_exponent: of the loss in a record's weight; 0 is uniform.
+        request_id: name of the record.
+        created: unix seconds.
+        data: see :func:`record.encode`.
+        key: see :func:`reservoir_key`.
     """
 
-    capacity_bytes: int = 64 * 2**20
-    retention_s: float = 24 * 3600.0
-    remover: Remover = "fifo"
-    held_out_fraction: float = 0.2
-    synthetic_per_record: float = 0.0
-    recent_share: float = 0.5
-    recent_half_life: float = 200.0
-    sampler: Sampler = "recency"
-    priority_exponent: float = 0.6
+    request_id: str
+    created: float
+    data: bytes
+    key: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Refuse settings that keep nothing or make no sense."""
-        if self.remover not in get_args(Remover):
-            raise ValueError(f"remover must be fifo, reservoir or priority, not {self.remover!r}")
-        if self.sampler not in get_args(Sampler):
-            raise ValueError(f"sampler must be recency or priority, not {self.sampler!r}")
-        if self.priority_exponent < 0.0:
-            raise ValueError("priority_exponent must not be negative")
-        if not 0.0 <= self.held_out_fraction <= 1.0 or not 0.0 <= self.recent_share <= 1.0:
-            raise ValueError("held_out_fraction and recent_share lie between 0 and 1")
-        if not 0.0 <= self.synthetic_per_record < math.inf:
-            raise ValueError("synthetic_per_record must not be negative")
-        if self.capacity_bytes <= 0 or self.retention_s <= 0 or self.recent_half_life <= 0:
-            raise ValueError("capacity_bytes, retention_s and recent_half_life are positive")
-
-    @property
-    def disk_slack_s(self) -> float:
-        """How much longer than in memory a record may stay on disk: 2 %, 10 minutes at most.
-
-        Without it every expiry would rewrite the file.
-        """
-        return min(_SLACK_SHARE * self.retention_s, _LONGEST_SLACK_S)
+        object.__setattr__(self, "key", reservoir_key(self.request_id))
 
 
-def rewrite_due(oldest: float, now: float, settings: ReplaySettings) -> bool:
-    """Whether a file must be rewritten for the sake of its oldest record.
+class Table:
+    """Records of one split, oldest first.
 
-    Half the slack is left to whoever asks: asking every half slack keeps the promise.
-
-    Args:
-        oldest: when the file's oldest record was created, unix seconds; inf where it has none.
-        now: unix seconds.
-        settings: see ReplaySettings.
+    Attributes:
+        capacity: bytes.
+        bytes: of all records.
+        inserted: records offered since the start.
+        evicted: records removed, or not kept, for lack of space since the start.
+        expired: records removed by age since the start.
     """
-    return now - oldest > settings.retention_s + settings.disk_slack_s / 2
 
+    def __init__(self, capacity_bytes: int, remover: Remover) -> None:
+        self.capacity = capacity_bytes
+        self._remover = remover
+        self._records: deque[EncodedRecord] = deque()
+        self._losses: dict[str, float] = {}  # by request_id, of records in the table
+        self._oldest = math.inf  # lower bound of their creation times
+        self.bytes = 0
+        self.inserted = self.evicted = self.expired = 0
 
-class ReplayTable:
-    """The splits of one topic: training, held out, and synthetic (for training)."""
+    def __len__(self) -> int:
+        """Number of records."""
+        return len(self._records)
 
-    def __init__(self, settings: ReplaySettings) -> None:
-        """Start empty."""
-        self._settings = settings
-        held_out = int(settings.capacity_bytes * settings.held_out_fraction)
-        train = settings.capacity_bytes - held_out
-        self._splits: dict[Split, Partition] = {
-            "train": Partition(train, settings.remover),
-            "held_out": Partition(held_out, settings.remover),
-            "synthetic": Partition(0, settings.remover),
-        }
-        self._share_out()
+    def records(self) -> list[EncodedRecord]:
+        """All records, oldest first."""
+        return list(self._records)
 
-    def insert(self, entry: Entry, split: Split, now: float) -> bool:
-        """Take a record and drop what is past retention; whether this one was kept."""
-        self.expire(now)
-        if now - entry.created > self._settings.retention_s:
+    def __contains__(self, request_id: str) -> bool:
+        return any(record.request_id == request_id for record in self._records)
+
+    def insert(self, record: EncodedRecord) -> bool:
+        """Insert a record and remove others, or this one, until all fit; whether it was kept."""
+        self.inserted += 1
+        size = len(record.data)
+        if size > self.capacity:
+            self.evicted += 1
             return False
-        kept = self._splits[split].insert(entry)
-        self._share_out()
-        return kept
+        full = self.bytes + size > self.capacity
+        if full and self._remover == "reservoir":
+            removable = sum(len(r.data) for r in self._records if r.key < record.key)
+            if self.bytes - removable + size > self.capacity:
+                self.evicted += 1
+                return False
+        if full:
+            self._free(size)
+        self._records.append(record)
+        self._oldest = min(self._oldest, record.created)
+        self.bytes += size
+        return True
 
-    def _share_out(self) -> None:
-        """Give synthetic records the room that those of the traffic leave."""
-        if self._settings.synthetic_per_record:
-            train = self._splits["train"]
-            self._splits["synthetic"].limit(train.capacity - train.bytes)
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the capacity; the remover applies if the records no longer fit."""
+        self.capacity = capacity_bytes
+        if self.bytes > self.capacity:
+            self._free(0)
 
-    def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
-        """At most ``n`` different records of a split, as the settings' sampler draws."""
-        self.expire(now)
-        partition, settings = self._splits[split], self._settings
-        share = settings.recent_share
-        if settings.sampler == "priority" and split != "held_out":
-            weights = priority_weights(partition.losses(), share, settings.priority_exponent)
-        else:
-            weights = sampling_weights(len(partition), share, settings.recent_half_life)
-        return partition.sample(n, weights, rng)
+    def losses(self) -> NDArray[np.float64]:
+        """The latest loss of each record, oldest first; inf if no trainer has seen it."""
+        return np.array([self._losses.get(r.request_id, math.inf) for r in self._records])
 
     def update_losses(self, losses: Mapping[str, float]) -> None:
-        """Take the latest losses by request, in nats, of records to learn from."""
-        self._splits["train"].update_losses(losses)
-        self._splits["synthetic"].update_losses(losses)
+        """Store losses by request_id; those of unknown records or not finite are ignored."""
+        known = {record.request_id for record in self._records}
+        self._losses.update(
+            (name, loss) for name, loss in losses.items() if name in known and math.isfinite(loss)
+        )
+
+    def expire(self, before: float) -> None:
+        """Remove records created before a unix time."""
+        if self._oldest < before:
+            kept = [record for record in self._records if record.created >= before]
+            self.expired += len(self._records) - len(kept)
+            self._replace(kept)
 
     def delete(self, request_id: str | None) -> int:
-        """Drop a request's records, or all; returns how many."""
-        removed = sum(partition.delete(request_id) for partition in self._splits.values())
-        self._share_out()
+        """Remove a request's records, or all; returns how many.
+
+        An answer with several choices has a record per choice, named by the answer and a number.
+        """
+        kept = (
+            []
+            if request_id is None
+            else [r for r in self._records if not belongs(r.request_id, request_id)]
+        )
+        removed = len(self._records) - len(kept)
+        if removed:
+            self._replace(kept)
         return removed
 
-    def expire(self, now: float) -> None:
-        """Drop what is past retention."""
-        for partition in self._splits.values():
-            partition.expire(now - self._settings.retention_s)
-        self._share_out()
+    def sample(self, n: int, weights: NDArray[np.float64], rng: np.random.Generator) -> list[bytes]:
+        """At most ``n`` different records, drawn with these weights; all if there are fewer."""
+        count = min(n, len(self._records))
+        if count <= 0:
+            return []
+        chosen = rng.choice(len(self._records), size=count, replace=False, p=weights)
+        return [self._records[int(index)].data for index in chosen]
 
-    def entries(self) -> list[tuple[Split, Entry]]:
-        """Everything that is kept."""
-        return [(name, e) for name, part in self._splits.items() for e in part.entries()]
+    def _free(self, size: int) -> None:
+        """Remove records of the lowest priority, the oldest of equals, until ``size`` bytes fit."""
+        if self._remover == "fifo":
+            while self.bytes + size > self.capacity:
+                self._remove_oldest()
+            return
+        by_key = self._remover == "reservoir"
+        priorities = np.array([r.key for r in self._records]) if by_key else self.losses()
+        removed: set[int] = set()
+        free = self.capacity - self.bytes
+        for index in np.argsort(priorities, kind="stable").tolist():
+            if free >= size:
+                break
+            removed.add(index)
+            free += len(self._records[index].data)
+        self.evicted += len(removed)
+        self._replace([record for i, record in enumerate(self._records) if i not in removed])
 
-    def has(self, request_id: str) -> bool:
-        """Whether a record of this name is kept."""
-        return any(part.has(request_id) for part in self._splits.values())
+    def _remove_oldest(self) -> None:
+        record = self._records.popleft()
+        self.evicted += 1
+        self.bytes -= len(record.data)
+        self._losses.pop(record.request_id, None)
 
-    def stats(self, now: float) -> dict[str, int]:
-        """Records and bytes per split, and counts since the start, of both splits together."""
-        self.expire(now)
-        parts = self._splits.values()
-        own = {
-            f"{what}_{name}": int(value)
-            for name, part in self._splits.items()
-            for what, value in (
-                ("records", len(part)),
-                ("bytes", part.bytes),
-                ("capacity_bytes", part.capacity),
-            )
-        }
-        return {
-            **own,
-            "bytes": sum(part.bytes for part in parts),
-            "capacity_bytes": self._settings.capacity_bytes,
-            "inserted_total": sum(part.inserted for part in parts),
-            "inserted_synthetic_total": self._splits["synthetic"].inserted,
-            "evicted_total": sum(part.evicted for part in parts),
-            "expired_total": sum(part.expired for part in parts),
-        }
+    def _replace(self, records: list[EncodedRecord]) -> None:
+        self._records = deque(records)
+        known = {record.request_id for record in records}
+        self._losses = {name: loss for name, loss in self._losses.items() if name in known}
+        self._oldest = min((record.created for record in records), default=math.inf)
+        self.bytes = sum(len(record.data) for record in records)

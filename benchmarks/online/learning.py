@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from online.serving import ROWS
-from paceline.actors.replay.table import ReplaySettings
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.settings import DistillerSettings
 

@@ -17,9 +17,9 @@ from expert_cache import DRAFT
 from torch import Tensor
 
 from online.learning import CAPACITY_MB, Imagining, Learning
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import GateSettings

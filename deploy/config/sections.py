@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from paceline.actors.engine.settings import DraftPlacement
-from paceline.actors.replay.partition import Remover
-from paceline.actors.replay.table import Sampler
+from paceline.actors.replay.table import Remover, Sampler
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.speculation.pool.draft_ahead import DraftAhead
 from paceline.actors.training.settings import (

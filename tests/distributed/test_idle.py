@@ -22,9 +22,9 @@ from ray import serve
 from tiny_models import tiny_llama
 from waiting import eventually
 
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.permits import Tenant
 from paceline.actors.training.settings import TrainerSettings

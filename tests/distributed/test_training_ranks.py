@@ -16,9 +16,9 @@ from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
 from waiting import eventually
 
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer

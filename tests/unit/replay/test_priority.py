@@ -10,31 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_samples import make_record
 
-from paceline.actors.replay.partition import Entry, Partition
+from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings
 from paceline.actors.replay.record import decode, encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings, ReplayTable, priority_weights
+from paceline.actors.replay.table import EncodedRecord, Table, priority_weights
 
 amounts = st.floats(0.0, 1e6) | st.just(math.inf)
 
 
-def table(**changes: object) -> ReplayTable:
-    return ReplayTable(ReplaySettings(held_out_fraction=0.5, sampler="priority", **changes))  # type: ignore[arg-type]
+def table(**changes: object) -> ReplayBuffer:
+    return ReplayBuffer(ReplaySettings(held_out_fraction=0.5, sampler="priority", **changes))  # type: ignore[arg-type]
 
 
-def fill(target: ReplayTable, count: int, *, split: str = "train", size: int = 1) -> None:
+def fill(target: ReplayBuffer, count: int, *, split: str = "train", size: int = 1) -> None:
     for n in range(count):
-        target.insert(Entry(f"r{n}", 0.0, f"r{n}".encode().ljust(size)), split, 0.0)  # type: ignore[arg-type]
+        target.insert(EncodedRecord(f"r{n}", 0.0, f"r{n}".encode().ljust(size)), split, 0.0)  # type: ignore[arg-type]
 
 
-def drawn(target: ReplayTable, draws: int, split: str = "train") -> dict[str, float]:
+def drawn(target: ReplayBuffer, draws: int, split: str = "train") -> dict[str, float]:
     rng = np.random.default_rng(1)
     names = [target.sample(1, split, 0.0, rng)[0].decode().strip() for _ in range(draws)]  # type: ignore[arg-type]
     return {name: names.count(name) / draws for name in set(names)}
 
 
-def kept(target: ReplayTable) -> list[str]:
-    return [entry.request_id for _, entry in target.entries()]
+def kept(target: ReplayBuffer) -> list[str]:
+    return [record.request_id for record in target.records()]
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,13 +90,13 @@ def test_when_full_what_is_learnt_best_goes_first_and_the_oldest_of_equals() -> 
     fill(every, 4, size=10)
     every.update_losses({"r0": 1.0, "r1": 0.1, "r2": 0.1, "r3": 3.0})
     for name in ("s0", "s1", "s2", "s3"):
-        every.insert(Entry(name, 0.0, b"x" * 10), "train", 0.0)
+        every.insert(EncodedRecord(name, 0.0, b"x" * 10), "train", 0.0)
     # r1, r2, r0, r3: the new ones are unknown, and nobody has learnt from them yet
     assert kept(every) == ["s0", "s1", "s2", "s3"]
-    every.insert(Entry("s4", 0.0, b"x" * 10), "train", 0.0)
+    every.insert(EncodedRecord("s4", 0.0, b"x" * 10), "train", 0.0)
     assert kept(every) == ["s1", "s2", "s3", "s4"]
     every.update_losses({"s1": 5.0, "s2": 1.0, "s3": 2.0, "s4": 4.0})
-    every.insert(Entry("big", 0.0, b"x" * 20), "train", 0.0)
+    every.insert(EncodedRecord("big", 0.0, b"x" * 20), "train", 0.0)
     assert kept(every) == ["s1", "s4", "big"]
 
 
@@ -105,19 +105,19 @@ def test_when_full_what_is_learnt_best_goes_first_and_the_oldest_of_equals() -> 
 def test_bytes_never_exceed_the_capacity_and_losses_belong_to_what_is_kept(
     inserts: list[tuple[int, float]], deletes: int
 ) -> None:
-    part = Partition(100, "priority")
+    table = Table(100, "priority")
     for n, (size, loss) in enumerate(inserts):
-        part.insert(Entry(f"r{n}", float(n), b"x" * size))
-        part.update_losses({f"r{n}": loss, "gone": 1.0})
-        entries = part.entries()
-        assert part.bytes == sum(len(entry.data) for entry in entries) <= 100
-        assert f"r{n}" in {entry.request_id for entry in entries}
+        table.insert(EncodedRecord(f"r{n}", float(n), b"x" * size))
+        table.update_losses({f"r{n}": loss, "gone": 1.0})
+        records = table.records()
+        assert table.bytes == sum(len(record.data) for record in records) <= 100
+        assert f"r{n}" in {record.request_id for record in records}
         if n % 7 < deletes:
-            assert part.delete(f"r{n}") == 1
-        assert set(part._losses) <= {entry.request_id for entry in part.entries()}
-        assert len(part.losses()) == len(part)
-    part.expire(len(inserts) / 2)
-    assert set(part._losses) <= {entry.request_id for entry in part.entries()}
+            assert table.delete(f"r{n}") == 1
+        assert set(table._losses) <= {record.request_id for record in table.records()}
+        assert len(table.losses()) == len(table)
+    table.expire(len(inserts) / 2)
+    assert set(table._losses) <= {record.request_id for record in table.records()}
 
 
 def test_a_shard_takes_losses_and_outlives_nonsense() -> None:

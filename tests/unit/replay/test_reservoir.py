@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paceline.actors.replay.partition import Entry, lot
-from paceline.actors.replay.table import ReplaySettings, ReplayTable
+from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings
+from paceline.actors.replay.table import EncodedRecord, reservoir_key
 
 HOUR, DAY = 3600.0, 24 * 3600.0
 RECORD, ROOM = 10, 400  # bytes of a record, records that fit
@@ -14,10 +14,10 @@ BURSTS = range(24, 28)  # hours
 RUNS = 5
 
 
-def reservoir(records: int, **changes: float) -> ReplayTable:
+def reservoir(records: int, **changes: float) -> ReplayBuffer:
     capacity = RECORD * records
     settings = ReplaySettings(capacity, DAY, "reservoir", held_out_fraction=0.0, **changes)
-    return ReplayTable(settings)
+    return ReplayBuffer(settings)
 
 
 def kept_by_hour(run: int, at: set[int]) -> dict[int, Counter[int]]:
@@ -27,10 +27,10 @@ def kept_by_hour(run: int, at: set[int]) -> dict[int, Counter[int]]:
         count = BURST if hour in BURSTS else QUIET
         for number in range(count):
             now = (hour + number / count) * HOUR
-            entry = Entry(f"{run}-{hour}-{number}", now, bytes(RECORD))
+            entry = EncodedRecord(f"{run}-{hour}-{number}", now, bytes(RECORD))
             table.insert(entry, "train", now)
         if hour in at:
-            hours = Counter(int(entry.created // HOUR) for _, entry in table.entries())
+            hours = Counter(int(entry.created // HOUR) for entry in table.records())
             assert min(hours) >= hour - 24
             found[hour] = hours
     return found
@@ -47,7 +47,7 @@ def test_a_burst_has_its_share_and_what_comes_when_it_has_expired_fills_its_room
     assert abs(kept(38, BURSTS) / ROOM - 8 / 9) < 0.05
     quiet = kept(38, range(14, 24)), kept(38, range(29, 39))
     assert abs(quiet[0] - quiet[1]) < 12  # the same hours of quiet before and behind it
-    # It is gone, and with it nearly all that had been kept; what comes does not wait for a lot.
+    # It is gone, and with it nearly all that had been kept; what comes needs no high key.
     assert kept(56, range(52, 57)) > 0.4 * ROOM
     assert kept(56, range(32, 57)) > 0.6 * ROOM
     # A retention later nothing is left of it: each six hours have a quarter again.
@@ -56,25 +56,25 @@ def test_a_burst_has_its_share_and_what_comes_when_it_has_expired_fills_its_room
     assert kept(76, range(53, 77)) > 0.95 * ROOM
 
 
-def test_synthetic_records_make_way_by_lot_and_not_by_age() -> None:
+def test_synthetic_records_make_way_by_key_and_not_by_age() -> None:
     table = reservoir(40, synthetic_per_record=4.0)
     for number in range(40):
-        table.insert(Entry(f"i{number}", 0.0, bytes(RECORD)), "synthetic", 0.0)
+        table.insert(EncodedRecord(f"i{number}", 0.0, bytes(RECORD)), "synthetic", 0.0)
     for number in range(25):  # records of the traffic, which want the room
-        table.insert(Entry(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
-    kept = {entry.request_id for split, entry in table.entries() if split == "synthetic"}
-    best = sorted((f"i{number}" for number in range(40)), key=lot)[-15:]
+        table.insert(EncodedRecord(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
+    kept = {record.request_id for record in table.records() if record.request_id.startswith("i")}
+    best = sorted((f"i{number}" for number in range(40)), key=reservoir_key)[-15:]
     assert kept == set(best)
     assert table.stats(0.0)["evicted_total"] == 25
 
 
 def test_synthetic_records_make_way_by_what_was_learnt_of_them() -> None:
     settings = ReplaySettings(100, DAY, "priority", held_out_fraction=0.0, synthetic_per_record=4.0)
-    table = ReplayTable(settings)
+    table = ReplayBuffer(settings)
     for number in range(10):
-        table.insert(Entry(f"i{number}", 0.0, bytes(RECORD)), "synthetic", 0.0)
+        table.insert(EncodedRecord(f"i{number}", 0.0, bytes(RECORD)), "synthetic", 0.0)
     table.update_losses({f"i{number}": float(number % 5) for number in range(10)})
     for number in range(4):
-        table.insert(Entry(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
-    kept = {entry.request_id for split, entry in table.entries() if split == "synthetic"}
+        table.insert(EncodedRecord(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
+    kept = {record.request_id for record in table.records() if record.request_id.startswith("i")}
     assert kept == {"i2", "i3", "i4", "i7", "i8", "i9"}

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from replay_samples import make_record
 
-from paceline.actors.replay.partition import Entry, lot
+from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings
 from paceline.actors.replay.record import decode, encode, is_held_out
 from paceline.actors.replay.shard import Journal, ReplayShard
-from paceline.actors.replay.table import ReplaySettings, ReplayTable
+from paceline.actors.replay.table import EncodedRecord, reservoir_key
 
 
 class Clock:
@@ -125,8 +125,8 @@ def test_what_a_reservoir_does_not_keep_is_not_written(tmp_path: Path) -> None:
     written = Journal(tmp_path / "sql.records")
     names = {decode(data).request_id for data in written.read()}
     assert kept <= names
-    lots = sorted(lot(f"r{n}") for n in range(300))
-    best = {n for n in names if lot(n) >= lots[-20]}
+    keys = sorted(reservoir_key(f"r{n}") for n in range(300))
+    best = {n for n in names if reservoir_key(n) >= keys[-20]}
     assert len(best) >= 18
     assert len(names) < 150  # of 300: what was the best so far when it came
 
@@ -144,14 +144,14 @@ def test_records_past_retention_are_dropped() -> None:
 
 def test_retention_acts_on_insert_alone() -> None:
     settings = ReplaySettings(retention_s=60.0, held_out_fraction=0.0)
-    table = ReplayTable(settings)
+    table = ReplayBuffer(settings)
     for n, created in enumerate([5.0, 0.0, 50.0]):
-        assert table.insert(Entry(f"r{n}", created, b"x"), "train", 50.0)
-    assert table.insert(Entry("new", 63.0, b"x"), "train", 63.0)
-    assert [entry.request_id for _, entry in table.entries()] == ["r0", "r2", "new"]
-    assert table.insert(Entry("newer", 111.0, b"x"), "train", 111.0)
-    assert [entry.request_id for _, entry in table.entries()] == ["new", "newer"]
-    assert not table.insert(Entry("late", 50.0, b"x"), "train", 111.0)
+        assert table.insert(EncodedRecord(f"r{n}", created, b"x"), "train", 50.0)
+    assert table.insert(EncodedRecord("new", 63.0, b"x"), "train", 63.0)
+    assert [entry.request_id for entry in table.records()] == ["r0", "r2", "new"]
+    assert table.insert(EncodedRecord("newer", 111.0, b"x"), "train", 111.0)
+    assert [entry.request_id for entry in table.records()] == ["new", "newer"]
+    assert not table.insert(EncodedRecord("late", 50.0, b"x"), "train", 111.0)
 
 
 def on_disk(folder: Path) -> set[str]:

@@ -20,6 +20,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.request import FINISH_YIELDED, GenerationChunk, GenerationRequest
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import (
     ReplayRecord,
     belongs,
@@ -32,7 +33,6 @@ from paceline.actors.replay.record import (
 )
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.synthetic.generator import (
     Completion,
     SyntheticPromptGenerator,

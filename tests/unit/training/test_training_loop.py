@@ -17,9 +17,9 @@ from local_world import LocalWorld, Ticks, filled, make_rounds, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
 
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic, synthetic_id
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.learning_rate import Stride
 from paceline.actors.training.permits import Turn

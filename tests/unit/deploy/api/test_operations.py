@@ -16,9 +16,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from replay_samples import make_record
 
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat_weights import flatten, unflatten
 from paceline.actors.weights.registry import WeightRegistry

@@ -19,9 +19,9 @@ from topic_examples import trips
 
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.router.router import TopicRouter
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry

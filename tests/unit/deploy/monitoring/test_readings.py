@@ -15,9 +15,9 @@ from unit.engine.test_stats import served
 from unit.weights.test_registry import weights
 
 from paceline.actors.engine.stats import RoundMeter
+from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.replay.table import ReplaySettings
 from paceline.actors.router.hedge import Hedge
 from paceline.actors.speculation.pool.peer import Peer
 from paceline.actors.training.drift import DriftSettings

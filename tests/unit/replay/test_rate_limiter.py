@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.replay.selection import RecordAllowance
+from paceline.actors.replay.selection import RecordRateLimiter
 
 
 class Clock:
@@ -17,52 +17,52 @@ class Clock:
         return self.now
 
 
-def kept_of(allowance: RecordAllowance, clock: Clock, gaps: list[float], topic: str = "sql") -> int:
+def kept_of(limiter: RecordRateLimiter, clock: Clock, gaps: list[float], topic: str = "sql") -> int:
     kept = 0
     for gap in gaps:
         clock.now += gap
-        kept += allowance.take(topic)
+        kept += limiter.acquire(topic)
     return kept
 
 
 def test_thin_traffic_is_kept_whole_and_of_a_flood_the_rate() -> None:
     clock = Clock()
-    allowance = RecordAllowance(2.0, clock)
-    assert kept_of(allowance, clock, [0.5] * 400) == 400
+    limiter = RecordRateLimiter(2.0, clock)
+    assert kept_of(limiter, clock, [0.5] * 400) == 400
     clock.now += 100.0
-    assert kept_of(allowance, clock, [0.01] * 10_000) == pytest.approx(2.0 * 100 + 32, abs=2)
+    assert kept_of(limiter, clock, [0.01] * 10_000) == pytest.approx(2.0 * 100 + 32, abs=2)
 
 
 def test_a_flood_of_one_topic_takes_nothing_from_another() -> None:
     clock = Clock()
-    allowance = RecordAllowance(1.0, clock)
-    assert kept_of(allowance, clock, [0.0] * 100) == 16
-    assert allowance.take("shell")
-    assert not allowance.take("sql")
+    limiter = RecordRateLimiter(1.0, clock)
+    assert kept_of(limiter, clock, [0.0] * 100) == 16
+    assert limiter.acquire("shell")
+    assert not limiter.acquire("sql")
 
 
 def test_what_was_left_out_is_told_once_and_by_topic() -> None:
     clock = Clock()
-    allowance = RecordAllowance(1.0, clock)
-    kept_of(allowance, clock, [0.0] * 20)
-    assert (allowance.left_out("shell"), allowance.left_out("sql")) == (0, 4)
-    assert allowance.left_out("sql") == 0
+    limiter = RecordRateLimiter(1.0, clock)
+    kept_of(limiter, clock, [0.0] * 20)
+    assert (limiter.take_dropped("shell"), limiter.take_dropped("sql")) == (0, 4)
+    assert limiter.take_dropped("sql") == 0
 
 
 def test_without_a_limit_all_is_kept() -> None:
     clock = Clock()
-    assert kept_of(RecordAllowance(None, clock), clock, [0.0] * 1000) == 1000
+    assert kept_of(RecordRateLimiter(None, clock), clock, [0.0] * 1000) == 1000
 
 
 def test_a_rate_below_one_a_burst_keeps_something_all_the_same() -> None:
     clock = Clock()
-    allowance = RecordAllowance(0.01, clock)
-    assert kept_of(allowance, clock, [10.0] * 100) == pytest.approx(10, abs=1)
+    limiter = RecordRateLimiter(0.01, clock)
+    assert kept_of(limiter, clock, [10.0] * 100) == pytest.approx(10, abs=1)
 
 
 def test_none_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="max_records_per_s"):
-        RecordAllowance(0.0, Clock())
+        RecordRateLimiter(0.0, Clock())
 
 
 @given(
@@ -71,6 +71,6 @@ def test_none_at_all_is_refused() -> None:
 )
 def test_never_more_than_burst_and_rate_allow(per_s: float, gaps: list[float]) -> None:
     clock = Clock()
-    kept = kept_of(RecordAllowance(per_s, clock), clock, gaps)
+    kept = kept_of(RecordRateLimiter(per_s, clock), clock, gaps)
     assert kept <= max(1.0, 16 * per_s) + per_s * sum(gaps) + 1e-6
     assert kept >= min(len(gaps), 1)
