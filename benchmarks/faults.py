@@ -8,7 +8,7 @@ status of 400 or more, an error or half a stream), altered (another answer than 
 longest wait of a request for its next event, and the time until the part was back. Experts are
 processes only in a pool: theirs is a second pass. Exit status 1 where a request was lost or
 altered, a connection broke though the front door lived, or a part did not come back. Figures go to
-out/bench/faults.json; docs/failures.md says what they mean.
+out/bench/faults.json; docs/operations.md says what they mean.
 """
 
 from __future__ import annotations
