@@ -97,7 +97,7 @@ def test_every_metric_and_alert_is_documented() -> None:
     described = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     for metric in METRICS:
         assert f"`{metric.series[0].removesuffix('_bucket')}`" in described
-    told = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    told = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     alerts = {rule["alert"] for rule in rules() if "alert" in rule}
     assert alerts == set(re.findall(r"`(Paceline[A-Za-z]+)`", told))
 
