@@ -10,7 +10,7 @@ _HEAD = """# Metrics
 
 What Paceline exports through Ray, by the part that does. Written from
 `deploy/monitoring/catalogue.py` by `python -m paceline.deploy.monitoring.tables > docs/metrics.md`.
-[monitoring.md](monitoring.md) says how to see them.
+[operations.md](operations.md#monitoring) says how to see them.
 
 Names are as Prometheus has them. A histogram's are `_bucket`, `_sum` and `_count`; Ray carries the
 buckets, not the values, so that quantiles are as fine as the buckets and `_sum` is what their

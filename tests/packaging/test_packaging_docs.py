@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "document",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))],
+)
 def test_links_lead_somewhere(document: Path) -> None:
     targets = LINK.findall(document.read_text(encoding="utf-8"))
     assert [t for t in targets if not (document.parent / t).exists()] == []
@@ -23,7 +26,8 @@ def test_the_readme_is_wrapped_and_no_default_ends_in_a_blank() -> None:
     assert [line for line in defaults.splitlines() if line != line.rstrip()] == []
 
 
-def test_readme_names_make_targets_that_exist() -> None:
-    named = set(re.findall(r"^make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+def test_documents_name_make_targets_that_exist() -> None:
+    text = "\n".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    named = set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "serve", "test"} <= named <= rules
