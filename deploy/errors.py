@@ -81,6 +81,12 @@ class ApiError(Exception):
 CLIENT_GONE = 499  # nobody is there to read it; logs and metrics are
 
 
+def invalid_value(param: str, reason: str) -> ApiError:
+    """A 400 for the value of a request field."""
+    text = f"Invalid value for {param}: {reason}."
+    return ApiError(400, text, param=param, code="invalid_value")
+
+
 def overloaded(message: str) -> ApiError:
     """The server is up but cannot take this request now."""
     return ApiError(503, message, "server_error", None, "server_overloaded", retry_after_s=1)

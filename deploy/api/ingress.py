@@ -16,8 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from paceline.actors.router.policy import LeastConfidence, Route
-from paceline.deploy.api import answers
-from paceline.deploy.api import parser as translate
+from paceline.deploy.api import request_parser
 from paceline.deploy.api.admission import Drain, Slots
 from paceline.deploy.api.auth import KeyGuard
 from paceline.deploy.api.failover import Failover, FailoverPolicy
@@ -25,11 +24,18 @@ from paceline.deploy.api.generation import complete_all, stream_all, streaming
 from paceline.deploy.api.openapi import document
 from paceline.deploy.api.operations import Operations
 from paceline.deploy.api.page import OPEN_PATHS, add_page
-from paceline.deploy.api.parser import Job, JobReader, client_gone, read_body, requests_of
-from paceline.deploy.api.prompts import PromptEncoder, context_length, vocabulary_size
-from paceline.deploy.api.requests import (
+from paceline.deploy.api.prompt_encoder import PromptEncoder, context_length, vocabulary_size
+from paceline.deploy.api.request_parser import (
+    ParsedRequest,
+    RequestParser,
+    engine_requests,
+    is_disconnect,
+    read_body,
+)
+from paceline.deploy.api.request_schemas import (
     GenerationOptions,
 )
+from paceline.deploy.api.response_builder import ResponseContext, response_body
 from paceline.deploy.api.routing import RouterHere, RouteTable, TopicFinder, load_router
 from paceline.deploy.api.status import LearningActors, gather_status
 from paceline.deploy.api.streaming import EventStream, events, started, timed, until
@@ -78,7 +84,7 @@ class IngressSettings:
 
 
 class Ingress:
-    """Checks requests, finds their topic, passes them to the target and words the answers."""
+    """Parses requests, routes them, runs them on the target and builds the responses."""
 
     def __init__(
         self, settings: IngressSettings, target: Any, router: Any, actors: LearningActors
@@ -116,7 +122,7 @@ class Ingress:
         vocab_size = vocabulary_size(settings.model_path, tokenizer)
         self._encoder = PromptEncoder(tokenizer, vocab_size)
         self._context = context_length(settings.model_path, settings.max_model_len)
-        self._reader = JobReader(settings.model_name, self._encoder, self._context)
+        self._parser = RequestParser(settings.model_name, self._encoder, self._context)
         self._created = int(time.time())
         self._names = TokenNames(tokenizer)
         self._slots = Slots(settings.max_in_flight, settings.max_per_client)
@@ -208,7 +214,7 @@ class Ingress:
 
     async def model(self, model: str) -> Response:
         """The model by its name, else 404."""
-        translate.check_model(model, self._settings.model_name)
+        request_parser.check_model(model, self._settings.model_name)
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -250,7 +256,7 @@ class Ingress:
 
     async def live(self, request: Request) -> Response:
         """What went through this replica of the front door in the last minutes."""
-        since = translate.number_of(request.query_params.get("since"), "since")
+        since = request_parser.query_number(request.query_params.get("since"), "since")
         return JSONResponse(self._recent.view(since))
 
     async def openapi(self) -> Response:
@@ -259,30 +265,30 @@ class Ingress:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's legacy completions: n choices per prompt."""
-        return await self._answer(await self._reader.completion(request))
+        return await self._answer(await self._parser.parse_completion(request))
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await self._answer(await self._reader.chat(request))
+        return await self._answer(await self._parser.parse_chat(request))
 
-    async def _answer(self, job: Job) -> Response:
+    async def _answer(self, parsed: ParsedRequest) -> Response:
         """Route the prompts, run them and word the answer."""
-        asked = job.asked
+        asked = parsed.options
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         self._drain.follow()
         self._drain.check()
         self._follow_topics()
-        translate.check_draft(asked.speculative.draft, self._experts)
-        self._encoder.check_tokens(asked)
-        count = len(job.prompts) * asked.num_choices
+        request_parser.check_draft(asked.speculative.draft, self._experts)
+        self._encoder.check_options(asked)
+        count = len(parsed.prompts) * asked.num_choices
         param = "n" if asked.num_choices > 1 else "prompt"
-        release = self._slots.take(count, job.client, param)
+        release = self._slots.take(count, parsed.client, param)
         self._arrivals.tell()
         try:
             async with until(deadline):
-                routes = await self._routes_of(asked, job.texts)
-            answer = self._head(job, [route.topic for route in routes])
-            requests = requests_of(job, answer.id, routes, self._routes.for_trial)
+                routes = await self._routes_of(asked, parsed.router_texts)
+            answer = self._head(parsed, [route.topic for route in routes])
+            requests = engine_requests(parsed, answer.id, routes, self._routes.for_trial)
             if asked.stream:
                 pieces = stream_all(self._streams, requests, self._failover)
                 pieces = timed(self._recent.watched(pieces, requests), deadline)
@@ -294,28 +300,28 @@ class Ingress:
             async with until(deadline):
                 chunks = await complete_all(self._streams, requests, self._failover)
             self._recent.add_all(requests, chunks)
-            return Response(answers.whole(answer, chunks), media_type="application/json")
+            return Response(response_body(answer, chunks), media_type="application/json")
         finally:
             release()
 
     async def _routes_of(self, asked: GenerationOptions, texts: list[str]) -> list[Route]:
         """A route per prompt: the expert that the client names learns from it, else the router."""
-        named = translate.named_expert(asked.speculative.draft)
+        named = request_parser.explicit_expert(asked.speculative.draft)
         if named is not None:
             return [Route(named, named)] * len(texts)
         return await asyncio.gather(*map(self._topics.find, texts))
 
-    def _head(self, job: Job, topics: list[str]) -> answers.Answer:
-        return answers.Answer(
-            id=f"{'chatcmpl' if job.chat else 'cmpl'}-{uuid.uuid4().hex}",
+    def _head(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
+        return ResponseContext(
+            id=f"{'chatcmpl' if parsed.chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self._settings.model_name,
-            chat=job.chat,
-            token_ids=job.asked.return_token_ids,
+            chat=parsed.chat,
+            token_ids=parsed.options.return_token_ids,
             topics=topics,
-            prompt_tokens=sum(map(len, job.prompts)),
+            prompt_tokens=sum(map(len, parsed.prompts)),
             names=self._names,
-            num_choices=job.asked.num_choices,
+            num_choices=parsed.options.num_choices,
         )
 
 
@@ -328,7 +334,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         text = f"{error.detail}: {request.method} {request.url.path}"
         error = ApiError(error.status_code, text)
-    elif client_gone(error):
+    elif is_disconnect(error):
         error = ApiError(CLIENT_GONE, "The client went away.")
     elif not isinstance(error, ApiError):
         logger.error("a request failed", exc_info=error)

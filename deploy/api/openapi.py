@@ -1,4 +1,4 @@
-"""The API in OpenAPI's words, made of the models that read requests and write answers.
+"""The API in OpenAPI's words, made of the models that read requests and write response_builder.
 
 The routes read raw bodies (one reader gives every refusal OpenAI's shape), so FastAPI cannot
 derive this. What checks beyond types is written down here by the field's name.
@@ -12,17 +12,22 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from paceline.deploy.api.requests import (
+from paceline.deploy.api.request_schemas import (
     INT32_MAX,
     MAX_BIASES,
     MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
-    NEUTRAL,
+    NO_OP_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
 )
-from paceline.deploy.api.responses import Envelope, ErrorAnswer, ModelCard, ModelList
+from paceline.deploy.api.response_schemas import (
+    ErrorResponse,
+    GenerationResponse,
+    ModelCard,
+    ModelList,
+)
 
 Schema = dict[str, Any]
 
@@ -97,7 +102,10 @@ def document(model_name: str) -> Schema:
     kinds: list[tuple[type[BaseModel], Any]] = [
         (CompletionRequest, "validation"),
         (ChatCompletionRequest, "validation"),
-        *((kind, "serialization") for kind in (Envelope, ErrorAnswer, ModelCard, ModelList)),
+        *(
+            (kind, "serialization")
+            for kind in (GenerationResponse, ErrorResponse, ModelCard, ModelList)
+        ),
     ]
     _, definitions = models_json_schema(kinds, ref_template=_REF)
     schemas: dict[str, Schema] = definitions["$defs"]
@@ -123,9 +131,9 @@ def _version() -> str:
 
 def _describe_checks(schema: Schema) -> None:
     for field in schema.get("properties", {}):
-        if field in NEUTRAL:
+        if field in NO_OP_VALUES:
             schema["properties"][field] = {
-                "enum": list(NEUTRAL[field]),
+                "enum": list(NO_OP_VALUES[field]),
                 "description": _NOT_SERVED,
             }
         elif field in _FIELDS:
@@ -139,7 +147,7 @@ def _json(model: str) -> Schema:
 def _failures(*codes: str) -> Schema:
     answers: Schema = {}
     for code in codes:
-        answers[code] = {"description": _ERRORS[code], "content": _json("ErrorAnswer")}
+        answers[code] = {"description": _ERRORS[code], "content": _json("ErrorResponse")}
         if code in _LATER:
             answers[code]["headers"] = {
                 "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
@@ -153,7 +161,7 @@ def _get(summary: str, content: Schema, *codes: str, **more: Any) -> Schema:
 
 
 def _post(summary: str, model: str) -> Schema:
-    content = _json("Envelope") | {"text/event-stream": {"schema": _EVENT}}
+    content = _json("GenerationResponse") | {"text/event-stream": {"schema": _EVENT}}
     responses = {"200": {"description": "The answer, whole or as events.", "content": content}}
     return {
         "post": {
@@ -180,7 +188,7 @@ def _paths(model_name: str) -> Schema:
         "/v1/models/{model}": _get(
             "A model.", _json("ModelCard"), "401", "404", parameters=[model]
         ),
-        "/health": _get("The target answers.", anything, "503"),
+        "/health": _get("The target response_builder.", anything, "503"),
         "/v1/paceline/status": _get("What every part is doing.", anything, "401"),
         "/v1/paceline/topics": _get("The topics, and which parts know them.", anything, "401"),
         "/v1/paceline/live": _get(

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.actors.weights.versions import VersionChanged
 from paceline.deploy.api.admission import Drain
 from paceline.deploy.api.auth import authorize, forbidden
-from paceline.deploy.api.parser import read_body
+from paceline.deploy.api.request_parser import parse_json, read_body
 from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError, overloaded
 
 logger = logging.getLogger(__name__)
@@ -219,23 +219,7 @@ class Operations:
             raise forbidden(f"{what} over HTTP is off (operations.enabled is false).")
         authorize(request, what, keyed=self._keyed)
         body = await read_body(request, _MOST_BODY_BYTES)
-        return parse_order(body, model)
-
-
-def parse_order(body: bytes, model: type[Body]) -> Body:
-    """A body as its model.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
-    try:
-        return model.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
-        where = "The body" if param is None else param
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
-        raise ApiError(400, f"{where}: {first['msg']}.", param=param, code=code) from error
+        return parse_json(body or b"{}", model)
 
 
 async def _part(name: str, call: Call) -> Any:

@@ -10,7 +10,15 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.actors.engine.request import GenerationChunk
-from paceline.deploy.api import answers
+from paceline.deploy.api.response_builder import (
+    DONE,
+    ResponseContext,
+    UsageCounter,
+    chunk_event,
+    error_event,
+    role_event,
+    usage_event,
+)
 from paceline.deploy.errors import ApiError, timed_out
 from paceline.deploy.monitoring.outcomes import note_failure
 
@@ -22,7 +30,7 @@ WAITING = b": waiting\n\n"
 
 
 async def events(
-    answer: answers.Answer,
+    answer: ResponseContext,
     pieces: AsyncIterator[tuple[int, GenerationChunk]],
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
@@ -33,25 +41,25 @@ async def events(
         pieces: index of the choice and chunk, as they come.
         include_usage: True to end with an event of the token counts.
     """
-    tally = answers.Tally(answer)
+    tally = UsageCounter(answer)
     opened: set[int] = set()
     try:
         async for index, chunk in pieces:
             if answer.chat and index not in opened:
                 opened.add(index)
-                yield answers.opening_event(answer, index)
+                yield role_event(answer, index)
             tally.add(index, chunk)
             told = answer.token_ids or chunk.logprobs is not None or chunk.origins is not None
             tokens = bool(chunk.token_ids) and told
             if chunk.text or chunk.finish_reason is not None or tokens:
-                yield answers.piece_event(answer, index, chunk)
+                yield chunk_event(answer, index, chunk)
     except ApiError as error:
         note_failure(error.status)
-        yield answers.error_event(error)
+        yield error_event(error)
     else:
         if include_usage:
-            yield answers.usage_event(answer, tally.usage())
-    yield answers.DONE
+            yield usage_event(answer, tally.usage())
+    yield DONE
 
 
 class Started:

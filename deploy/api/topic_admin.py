@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.actors.replay.record import RecordError, decode
 from paceline.actors.router.growth import GrowthSettings
@@ -22,12 +22,13 @@ from paceline.actors.router.policy import GENERAL, LeastConfidence
 from paceline.actors.weights.topics import OutOfDate, RouterHead, TopicExists, TopicsView
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.operations import Call, asked, needed, refusal_of
-from paceline.deploy.api.prompts import PromptEncoder
+from paceline.deploy.api.prompt_encoder import PromptEncoder
+from paceline.deploy.api.request_parser import parse_json
 from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.added_topics import TopicList
 from paceline.deploy.config.sections import topic_name
 from paceline.deploy.demo.prompts import TOPICS, generate
-from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal
+from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal, invalid_value
 from paceline.deploy.recipes.data import Row
 from paceline.deploy.recipes.router_data import FORMS, general_prompts
 
@@ -68,7 +69,7 @@ async def stored(shards: Mapping[str, Any], encoder: PromptEncoder) -> list[str]
     texts = []
     for data in (record for records in drawn for record in records):
         try:
-            texts.append(encoder.plain_text(list(decode(data).prompt_token_ids)))
+            texts.append(encoder.decode(list(decode(data).prompt_token_ids)))
         except RecordError as error:
             logger.info("a record was left out: %s", error)
     return texts
@@ -200,7 +201,6 @@ class TopicAdmin:
         """
         self._authorize(request)
         new = _parse(body)
-        _check_name(new.name)
         if self._rules.refusal is not None:
             raise ApiError(409, self._rules.refusal, code="topic_needs_restart")
         if self._adding.locked():
@@ -263,12 +263,10 @@ class TopicAdmin:
         settings = GrowthSettings(min_confidence=self._rules.min_confidence)
         examples = _distinct(new.examples)
         if len(examples) < settings.min_examples:
-            raise ApiError(
-                400,
-                f"examples: {len(examples)} different prompts; the router learns a topic from at "
-                f"least {settings.min_examples}, and better from some dozens.",
-                param="examples",
-                code="invalid_value",
+            raise invalid_value(
+                "examples",
+                f"{len(examples)} different prompts; the router learns a topic from at least "
+                f"{settings.min_examples}, and better from some dozens",
             )
         others = [*bundled(), *await stored(self._shards(), self._encoder)]
         mine = set(examples)
@@ -298,28 +296,16 @@ class TopicAdmin:
 
 
 def _parse(body: bytes) -> NewTopic:
-    try:
-        new = NewTopic.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
-        where = "The body" if param is None else param
-        raise ApiError(
-            400, f"{where}: {first['msg']}.", param=param, code="invalid_value"
-        ) from error
+    new = parse_json(body, NewTopic, code="invalid_value")
     for i, text in enumerate(new.examples):
         if not text.strip() or len(text) > _MOST_CHARACTERS:
             reason = f"it is empty, or longer than {_MOST_CHARACTERS} characters"
-            param = f"examples.{i}"
-            raise ApiError(400, f"{param}: {reason}.", param=param, code="invalid_value")
-    return new
-
-
-def _check_name(name: str) -> None:
+            raise invalid_value(f"examples.{i}", reason)
     try:
-        topic_name(name)
+        topic_name(new.name)
     except ValueError as error:
-        raise ApiError(400, f"name: {error}.", param="name", code="invalid_value") from error
+        raise invalid_value("name", str(error)) from error
+    return new
 
 
 def _distinct(texts: list[str]) -> list[str]:

@@ -86,7 +86,7 @@ class RecentTraffic:
     def add_all(
         self, requests: Sequence[GenerationRequest], chunks: Iterable[GenerationChunk]
     ) -> None:
-        """Count whole answers."""
+        """Count whole response_builder."""
         for request, chunk in zip(requests, chunks, strict=True):
             self.add(request, chunk)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.deploy.api.parser import client_gone
+from paceline.deploy.api.request_parser import is_disconnect
 from paceline.deploy.errors import CLIENT_GONE
 
 OK, CANCELLED = "ok", "cancelled"
@@ -111,7 +111,7 @@ class OutcomeMiddleware:
             await self._app(scope, receive, watched)
         except Exception as error:
             # the layer around this one answers, where there is somebody
-            note.status = CLIENT_GONE if client_gone(error) else 500
+            note.status = CLIENT_GONE if is_disconnect(error) else 500
             raise
         finally:
             _NOTE.reset(token)

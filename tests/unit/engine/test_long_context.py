@@ -16,7 +16,7 @@ from paceline.actors.engine.compatibility import ModelError, check_models, conte
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
-from paceline.deploy.api import prompts
+from paceline.deploy.api import prompt_encoder
 
 OWN, WANTED = 32, 128
 YARN = {
@@ -100,7 +100,7 @@ def test_rows_beyond_the_configs_length_equal_generate(
     drafts = {"twin": target, "other": saved(tmp_path / "d", name, rope, 2, layers=1)}
     check_models(target, drafts, WANTED)
     engine, _, facts = build_engine(settings_of(target, drafts))
-    assert facts["max_model_len"] == WANTED == prompts.context_length(target, WANTED)
+    assert facts["max_model_len"] == WANTED == prompt_encoder.context_length(target, WANTED)
     model = make(config_of(name, rope, 2), 1)
     asked = {5: 20, 20: 40, 70: 30, WANTED - 20: 20}
     expected = {n: generated(model, prompt_of(n), count) for n, count in asked.items()}
@@ -169,7 +169,7 @@ def test_a_length_that_the_positions_do_not_reach_is_refused(
     with pytest.raises(ModelError, match=said):
         check_models(folder, {}, OWN + 1)
     with pytest.raises(ModelError, match=said):
-        prompts.context_length(folder, OWN + 1)
+        prompt_encoder.context_length(folder, OWN + 1)
     for wanted in (None, OWN - 1, OWN):
         check_models(folder, {}, wanted)
         assert context_length(config, wanted) == (wanted or OWN)

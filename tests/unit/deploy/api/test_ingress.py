@@ -16,8 +16,7 @@ from front_doors import CONTEXT, BoardHandle, freed, front_door
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
-from paceline.deploy.api import ingress
-from paceline.deploy.api import parser as translate
+from paceline.deploy.api import ingress, request_parser
 from paceline.deploy.api.streaming import timed, until
 
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -112,13 +111,13 @@ def test_a_long_body_is_read_on_another_thread(
     target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[bool] = []
-    parse = translate.parse
+    parse = request_parser.parse_options
 
     def watched(*arguments: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         return parse(*arguments)
 
-    monkeypatch.setattr(translate, "parse", watched)
+    monkeypatch.setattr(request_parser, "parse_options", watched)
 
     async def ask() -> list[int]:
         async with front_door(target, target_folder) as http:
@@ -135,7 +134,7 @@ def test_health_is_that_of_any_replica(
     monkeypatch.setattr(ingress, "_HEALTH_TIMEOUT_S", 0.05)
 
     class Hung:
-        """Hangs as often as it is told to, and then another replica answers."""
+        """Hangs as often as it is told to, and then another replica response_builder."""
 
         def __init__(self, times: int) -> None:
             self.times, self.attempts = times, list[int]()

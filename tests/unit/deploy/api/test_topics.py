@@ -29,7 +29,7 @@ from paceline.actors.weights.topics import TopicParts
 from paceline.cluster.named_actor import NamedActor
 from paceline.deploy.api import topic_admin as negatives
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.prompts import PromptEncoder
+from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.status import LearningActors
 from paceline.deploy.api.topic_admin import TopicRules
 from paceline.deploy.cli.client import server_url

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.actors.router.policy import Route
 from paceline.deploy.api.admission import Slots
-from paceline.deploy.api.prompts import question
-from paceline.deploy.api.requests import ChatCompletionRequest
+from paceline.deploy.api.prompt_encoder import question
+from paceline.deploy.api.request_schemas import ChatCompletionRequest
 from paceline.deploy.api.routing import RouterCircuit, TopicFinder
 from paceline.deploy.api.status import LearningActors, gather_status
 from paceline.deploy.errors import ApiError

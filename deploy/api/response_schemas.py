@@ -1,4 +1,4 @@
-"""Answers with OpenAI's field names, and Paceline's extensions to them."""
+"""Schemas of the responses: OpenAI's fields and Paceline's extensions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-class _Answer(BaseModel):
+class _ResponseModel(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class PromptTokensDetails(_Answer):
-    """``cached_tokens`` of the prompt had been computed for an earlier request."""
+class PromptTokensDetails(_ResponseModel):
+    """``cached_tokens`` come from the prefix cache."""
 
     cached_tokens: int
 
 
-class Usage(_Answer):
-    """Tokens of a request."""
+class Usage(_ResponseModel):
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,8 +31,8 @@ class Usage(_Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-class SpeculativeMetrics(_Answer):
-    """vLLM's object, and which draft at which weights, for which topic."""
+class SpeculativeMetrics(_ResponseModel):
+    """vLLM's speculation metrics, with draft, weight version and topic."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -45,16 +45,17 @@ class SpeculativeMetrics(_Answer):
     topic: str
 
 
-class Metrics(_Answer):
-    """Figures of one request."""
+class Metrics(_ResponseModel):
+    """Metrics of one request."""
 
     speculative_decoding: SpeculativeMetrics
 
 
-class CompletionLogprobs(_Answer):
-    """Per token of a completion; ``text_offset`` counts characters of the choice's text.
+class CompletionLogprobs(_ResponseModel):
+    """Per token of a completion.
 
-    ``top_logprobs`` holds the most probable tokens and the chosen one.
+    ``top_logprobs`` holds the most probable tokens and the chosen one, ``text_offset`` counts
+    characters of the choice's text.
     """
 
     tokens: list[str]
@@ -63,31 +64,31 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
-class TopLogprob(_Answer):
-    """A token that could have stood here; ``bytes`` are its own where it is part of a character."""
+class TopLogprob(_ResponseModel):
+    """An alternative token; ``bytes`` are None if the tokenizer does not give them."""
 
     token: str
     logprob: float
-    bytes: list[int] | None  # OpenAI's word
+    bytes: list[int] | None
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of the answer."""
+    """A token of the response."""
 
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Answer):
-    """Per token of a chat answer."""
+class ChatLogprobs(_ResponseModel):
+    """Per token of a chat message."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
-class TokenOriginEntry(_Answer):
-    """Where a token of the answer comes from; see ``TokenOrigin`` of the engine for the words.
+class TokenOriginEntry(_ResponseModel):
+    """The source of a token, see the engine's ``TokenOrigin``.
 
-    ``rejected_token`` is the text of the draft's token that a recovered one stands for.
+    ``rejected_token`` is the text of the draft token that a recovered one replaces.
     """
 
     token: str
@@ -100,8 +101,8 @@ class TokenOriginEntry(_Answer):
     rejected_token: str | None
 
 
-class CompletionChoice(_Answer):
-    """A completed prompt, or a piece of one in a stream."""
+class CompletionChoice(_ResponseModel):
+    """A completion, or a chunk of one."""
 
     index: int
     text: str
@@ -111,22 +112,22 @@ class CompletionChoice(_Answer):
     token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
-class AssistantMessage(_Answer):
-    """The whole answer."""
+class AssistantMessage(_ResponseModel):
+    """A complete chat message."""
 
     role: Literal["assistant"] = "assistant"
     content: str
 
 
-class Delta(_Answer):
-    """A piece of the answer."""
+class Delta(_ResponseModel):
+    """A chunk of a chat message."""
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
     content: str | None = Field(default=None, exclude_if=_is_none)
 
 
-class ChatChoice(_Answer):
-    """The answer to a conversation."""
+class ChatChoice(_ResponseModel):
+    """A complete chat choice."""
 
     index: int
     message: AssistantMessage
@@ -136,8 +137,8 @@ class ChatChoice(_Answer):
     token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
-class ChatChunkChoice(_Answer):
-    """A piece of the answer to a conversation."""
+class ChatChunkChoice(_ResponseModel):
+    """A chunk of a chat choice."""
 
     index: int
     delta: Delta
@@ -147,8 +148,8 @@ class ChatChunkChoice(_Answer):
     token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
-class Envelope(_Answer):
-    """The object around the choices, whole answers and pieces alike."""
+class GenerationResponse(_ResponseModel):
+    """A generation response, complete or a chunk."""
 
     id: str
     object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]
@@ -159,7 +160,7 @@ class Envelope(_Answer):
     metrics: Metrics | None = Field(default=None, exclude_if=_is_none)
 
 
-class ModelCard(_Answer):
+class ModelCard(_ResponseModel):
     """The served model."""
 
     id: str
@@ -169,15 +170,15 @@ class ModelCard(_Answer):
     max_model_len: int
 
 
-class ModelList(_Answer):
-    """All models that are served: one."""
+class ModelList(_ResponseModel):
+    """The served models: one."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class ErrorDetail(_Answer):
-    """What was wrong, and with which field."""
+class ErrorDetail(_ResponseModel):
+    """The error and the request field at fault."""
 
     message: str
     type: str
@@ -185,7 +186,7 @@ class ErrorDetail(_Answer):
     code: str | None
 
 
-class ErrorAnswer(_Answer):
-    """Every failure."""
+class ErrorResponse(_ResponseModel):
+    """The body of every error."""
 
     error: ErrorDetail

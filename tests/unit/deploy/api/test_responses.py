@@ -18,14 +18,22 @@ from paceline.actors.engine.request import (
     TokenLogprob,
     TokenOrigin,
 )
-from paceline.deploy.api import answers
+from paceline.deploy.api.response_builder import (
+    DONE,
+    ResponseContext,
+    UsageCounter,
+    chunk_event,
+    error_event,
+    response_body,
+    speculative_metrics,
+)
 from paceline.deploy.api.streaming import WAITING, EventStream, events, started, timed
 from paceline.deploy.api.token_names import TokenNames
 from paceline.deploy.errors import ApiError, internal
 
 STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
 NAMES = TokenNames(tiny_tokenizer())
-ANSWER = answers.Answer(
+ANSWER = ResponseContext(
     "id-1", 1700000000, "paceline", False, False, topics=["sql"], prompt_tokens=5, names=NAMES
 )
 CHAT = dataclasses.replace(ANSWER, chat=True, token_ids=True)
@@ -33,7 +41,7 @@ LAST = GenerationChunk("b", (8, 9), "stop", STATS, num_cached_tokens=3)
 
 
 def test_a_whole_completion_has_openai_s_fields() -> None:
-    body = json.loads(answers.whole(ANSWER, [LAST]))
+    body = json.loads(response_body(ANSWER, [LAST]))
     assert body["object"] == "text_completion"
     assert body["choices"] == [{"index": 0, "text": "b", "logprobs": None, "finish_reason": "stop"}]
     assert body["usage"] == {
@@ -56,7 +64,7 @@ def test_a_whole_completion_has_openai_s_fields() -> None:
 
 
 def test_a_whole_chat_answer_carries_token_ids_when_asked() -> None:
-    body = json.loads(answers.whole(CHAT, [LAST]))
+    body = json.loads(response_body(CHAT, [LAST]))
     assert body["object"] == "chat.completion"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "b"}
     assert body["choices"][0]["token_ids"] == [8, 9]
@@ -64,7 +72,7 @@ def test_a_whole_chat_answer_carries_token_ids_when_asked() -> None:
 
 def test_figures_of_several_choices_add_up() -> None:
     other = SpeculativeStats("math", 1, 2, 4, 2, (1, 0, 1))
-    both = answers.metrics([(STATS, "sql"), (other, "math")])
+    both = speculative_metrics([(STATS, "sql"), (other, "math")])
     assert both is not None
     figures = both.speculative_decoding
     assert figures.acceptance_histogram == [2, 1, 2, 1, 0]
@@ -74,10 +82,10 @@ def test_figures_of_several_choices_add_up() -> None:
 
 
 def test_no_speculation_divides_by_nothing() -> None:
-    none = answers.metrics([(SpeculativeStats("off", 0), "sql")])
+    none = speculative_metrics([(SpeculativeStats("off", 0), "sql")])
     assert none is not None
     assert none.speculative_decoding.mean_acceptance_length == 0.0
-    assert answers.metrics([]) is None
+    assert speculative_metrics([]) is None
 
 
 ORIGINS = (
@@ -87,9 +95,11 @@ ORIGINS = (
 
 
 @pytest.mark.parametrize("answer", [ANSWER, CHAT])
-def test_origins_are_told_where_they_were_asked_for(answer: answers.Answer) -> None:
+def test_origins_are_told_where_they_were_asked_for(
+    answer: ResponseContext,
+) -> None:
     told = dataclasses.replace(LAST, origins=ORIGINS)
-    (choice,) = json.loads(answers.whole(answer, [told]))["choices"]
+    (choice,) = json.loads(response_body(answer, [told]))["choices"]
     assert choice["token_origins"] == [
         {
             "token": NAMES.name(8).text,
@@ -112,7 +122,7 @@ def test_origins_are_told_where_they_were_asked_for(answer: answers.Answer) -> N
             "rejected_token": NAMES.name(7).text,
         },
     ]
-    (quiet,) = json.loads(answers.whole(answer, [LAST]))["choices"]
+    (quiet,) = json.loads(response_body(answer, [LAST]))["choices"]
     assert "token_origins" not in quiet
 
 
@@ -127,7 +137,9 @@ def test_a_token_without_text_is_an_event_where_origins_are_asked_for() -> None:
 
 
 def collect(
-    answer: answers.Answer, pieces: AsyncIterator[tuple[int, GenerationChunk]], include_usage: bool
+    answer: ResponseContext,
+    pieces: AsyncIterator[tuple[int, GenerationChunk]],
+    include_usage: bool,
 ) -> list[Any]:
     async def run() -> list[bytes]:
         return [event async for event in events(answer, pieces, include_usage)]
@@ -175,7 +187,7 @@ def test_a_late_failure_is_an_event() -> None:
 
 def test_several_choices_count_their_prompt_once() -> None:
     answer = dataclasses.replace(ANSWER, topics=["sql", "math"], prompt_tokens=9, num_choices=2)
-    tally = answers.Tally(answer)
+    tally = UsageCounter(answer)
     for index, cached in enumerate([3, 5, 0, 4]):
         tally.add(index, GenerationChunk("x", (7,)))
         tally.add(index, dataclasses.replace(LAST, num_cached_tokens=cached, num_cut_tokens=2))
@@ -193,7 +205,7 @@ def with_logprobs(token_ids: tuple[int, ...], others: tuple[int, ...]) -> Genera
 
 def test_logprobs_have_openai_s_chat_shape() -> None:
     a, b, c = (NAMES._backend.token_to_id(letter) for letter in "abc")
-    body = json.loads(answers.whole(CHAT, [with_logprobs((a, b), (b, c))]))
+    body = json.loads(response_body(CHAT, [with_logprobs((a, b), (b, c))]))
     first = body["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["logprob"], first["bytes"]) == ("a", -1.5, [97])
     assert first["top_logprobs"] == [
@@ -205,7 +217,7 @@ def test_logprobs_have_openai_s_chat_shape() -> None:
 
 def test_logprobs_have_openai_s_completion_shape() -> None:
     a, b, c = (NAMES._backend.token_to_id(letter) for letter in "abc")
-    body = json.loads(answers.whole(ANSWER, [with_logprobs((a, b), (b, c))]))
+    body = json.loads(response_body(ANSWER, [with_logprobs((a, b), (b, c))]))
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["a", "b"],
         "token_logprobs": [-1.5, -2.5],
@@ -217,7 +229,7 @@ def test_logprobs_have_openai_s_completion_shape() -> None:
 def test_the_impossible_has_openai_s_number() -> None:
     never = GenerationChunk("", (7,), logprobs=(TokenLogprob(float("-inf")),))
     for answer in (ANSWER, CHAT):
-        assert b"-9999.0" in answers.whole(answer, [dataclasses.replace(never, speculative=STATS)])
+        assert b"-9999.0" in response_body(answer, [dataclasses.replace(never, speculative=STATS)])
 
 
 @pytest.mark.parametrize("text", ["Zwölf Käse, naïve café ☕ 漢字", "SELECT name", "漢漢"])
@@ -235,8 +247,8 @@ def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
     ids = tiny_tokenizer().encode("☕", add_special_tokens=False)
     items = tuple(TokenLogprob(-1.0) for _ in ids)
     chunk = GenerationChunk("☕", tuple(ids), "stop", STATS, logprobs=items)
-    legacy = json.loads(answers.whole(ANSWER, [chunk]))["choices"][0]["logprobs"]["tokens"]
-    content = json.loads(answers.whole(CHAT, [chunk]))["choices"][0]["logprobs"]["content"]
+    legacy = json.loads(response_body(ANSWER, [chunk]))["choices"][0]["logprobs"]["tokens"]
+    content = json.loads(response_body(CHAT, [chunk]))["choices"][0]["logprobs"]["content"]
     assert bytes(byte for item in content for byte in item["bytes"]).decode() == "☕"
     if len(ids) > 1:
         assert legacy[0].startswith("bytes:\\xe2")
@@ -290,9 +302,9 @@ BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 def test_an_event_is_one_line_whatever_its_text(text: str) -> None:
     piece = GenerationChunk(text, (7,))
     told = [
-        answers.piece_event(ANSWER, 0, piece),
-        answers.piece_event(CHAT, 0, piece),
-        answers.error_event(internal(text)),
+        chunk_event(ANSWER, 0, piece),
+        chunk_event(CHAT, 0, piece),
+        error_event(internal(text)),
     ]
     found = []
     for event in told:
@@ -365,7 +377,7 @@ def test_what_fails_while_a_stream_waits_is_an_event_and_then_the_end() -> None:
     messages, closed = asyncio.run(sent(failing()))
     *_, failure, done, end = [message.get("body", b"") for message in messages]
     assert json.loads(failure[6:])["error"]["message"] == "gone"
-    assert (done, end, closed) == (answers.DONE, b"", 1)
+    assert (done, end, closed) == (DONE, b"", 1)
 
 
 @pytest.mark.parametrize("leave_after_s", [0.0, 0.2])

@@ -1,4 +1,4 @@
-"""From what the engine gives back to OpenAI's objects and server-sent events: pure functions."""
+"""Build OpenAI's response bodies and server-sent events from the engine's chunks; pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from paceline.actors.engine.request import GenerationChunk, SpeculativeStats, TokenLogprob
-from paceline.deploy.api.responses import (
+from paceline.deploy.api.response_schemas import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -17,7 +17,7 @@ from paceline.deploy.api.responses import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
-    Envelope,
+    GenerationResponse,
     Metrics,
     PromptTokensDetails,
     SpeculativeMetrics,
@@ -28,56 +28,56 @@ from paceline.deploy.api.responses import (
 from paceline.deploy.api.token_names import TokenName, TokenNames
 from paceline.deploy.errors import ApiError
 
-# What OpenAI sends for a token that is as good as impossible: JSON has no infinity.
-LEAST = -9999.0
+# OpenAI's value for an impossible token: JSON has no infinity.
+MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(chunk: GenerationChunk, names: TokenNames) -> ChatLogprobs | None:
-    """Of a chat answer or a piece of one; None where none were asked for."""
+    """Log-probabilities of a chat chunk; None if they were not requested."""
     if chunk.logprobs is None:
         return None
     content = []
     for token_id, item in zip(chunk.token_ids, chunk.logprobs, strict=True):
-        top = [_top(names.name(other), logprob) for other, logprob in item.top]
-        own = _top(names.name(token_id), item.logprob)
+        top = [_top_logprob(names.name(other), logprob) for other, logprob in item.top]
+        own = _top_logprob(names.name(token_id), item.logprob)
         content.append(ChatTokenLogprob(**own.model_dump(), top_logprobs=top))
     return ChatLogprobs(content=content)
 
 
-def _top(name: TokenName, logprob: float) -> TopLogprob:
+def _top_logprob(name: TokenName, logprob: float) -> TopLogprob:
     utf8 = None if name.utf8 is None else list(name.utf8)
-    return TopLogprob(token=name.text, logprob=max(logprob, LEAST), bytes=utf8)
+    return TopLogprob(token=name.text, logprob=max(logprob, MIN_LOGPROB), bytes=utf8)
 
 
 def completion_logprobs(chunk: GenerationChunk, names: TokenNames) -> CompletionLogprobs | None:
-    """Of a completion or a piece of one; None where none were asked for."""
+    """Log-probabilities of a completion chunk; None if they were not requested."""
     if chunk.logprobs is None:
         return None
     pairs: Sequence[tuple[int, TokenLogprob]] = list(
         zip(chunk.token_ids, chunk.logprobs, strict=True)
     )
     return CompletionLogprobs(
-        tokens=[_word(names.name(token_id)) for token_id, _ in pairs],
-        token_logprobs=[max(item.logprob, LEAST) for _, item in pairs],
+        tokens=[_token_key(names.name(token_id)) for token_id, _ in pairs],
+        token_logprobs=[max(item.logprob, MIN_LOGPROB) for _, item in pairs],
         top_logprobs=[_alternatives(token_id, item, names) for token_id, item in pairs],
         text_offset=[item.text_offset for _, item in pairs],
     )
 
 
-def _word(name: TokenName) -> str:
+def _token_key(name: TokenName) -> str:
     return f"bytes:{name.text}" if name.partial and name.utf8 is not None else name.text
 
 
 def _alternatives(token_id: int, item: TokenLogprob, names: TokenNames) -> dict[str, float]:
-    """The most probable tokens and the chosen one; of two that read alike, the likelier."""
+    """The most probable tokens and the chosen one; of two with the same text, the likelier."""
     alternatives: dict[str, float] = {}
     for other, logprob in (*item.top, (token_id, item.logprob)):
-        alternatives.setdefault(_word(names.name(other)), max(logprob, LEAST))
+        alternatives.setdefault(_token_key(names.name(other)), max(logprob, MIN_LOGPROB))
     return alternatives
 
 
 def token_origins(chunk: GenerationChunk, names: TokenNames) -> list[TokenOriginEntry] | None:
-    """An entry per token of an answer or a piece of one; None where none were asked for."""
+    """The source of every token of a chunk; None if they were not requested."""
     if chunk.origins is None:
         return None
     entries = []
@@ -100,24 +100,24 @@ def token_origins(chunk: GenerationChunk, names: TokenNames) -> list[TokenOrigin
 
 MIXED = "mixed"
 DONE = b"data: [DONE]\n\n"
-# Line breaks that JSON leaves as they are; clients that split as str.splitlines does break at them.
+# Line breaks that JSON does not escape and that clients using str.splitlines split at.
 _LINE_BREAKS = [(c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What stays the same over all pieces of one answer.
+class ResponseContext:
+    """What all chunks of a response have in common.
 
     Attributes:
         id: ``cmpl-…`` or ``chatcmpl-…``.
         created: unix seconds.
         model: the served model's name.
         chat: True for ``/v1/chat/completions``.
-        token_ids: True where the request wants the ids beside the text.
-        topics: topic of every prompt.
+        token_ids: True to return token ids beside the text.
+        topics: of every prompt.
         prompt_tokens: of all prompts together.
-        names: words log-probabilities.
-        num_choices: answers per prompt; those to the first prompt come first.
+        names: token texts for log-probabilities.
+        num_choices: per prompt; those of the first prompt come first.
     """
 
     id: str
@@ -135,27 +135,26 @@ class Answer:
         return self.topics[index // self.num_choices]
 
 
-class Tally:
-    """Counts the tokens of an answer's choices as they come."""
+class UsageCounter:
+    """Counts the tokens of a response's choices."""
 
-    def __init__(self, answer: Answer) -> None:
-        """Start from nothing."""
-        self._answer = answer
+    def __init__(self, context: ResponseContext) -> None:
+        self._context = context
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}
 
     def add(self, index: int, chunk: GenerationChunk) -> None:
-        """Count a chunk of a choice; tokens that a stop string cut were generated too."""
+        """Count a chunk; tokens cut by a stop string were generated too."""
         self._completion_tokens += len(chunk.token_ids) + chunk.num_cut_tokens
         if chunk.finish_reason is not None:
-            prompt = index // self._answer.num_choices
+            prompt = index // self._context.num_choices
             cached = chunk.num_cached_tokens
-            # The choices of a prompt may read it from each other; the least is from earlier.
+            # Choices may share their prompt's prefix; the least was cached before this request.
             self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
 
     def usage(self) -> Usage:
-        """OpenAI's usage object: every prompt counts once, every choice by itself."""
-        prompt_tokens = self._answer.prompt_tokens
+        """OpenAI's usage object: prompts count once each, not per choice."""
+        prompt_tokens = self._context.prompt_tokens
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -164,12 +163,13 @@ class Tally:
         )
 
 
-def metrics(parts: Sequence[tuple[SpeculativeStats, str]]) -> Metrics | None:
-    """Speculation figures of a request, summed over its choices.
+def speculative_metrics(parts: Sequence[tuple[SpeculativeStats, str]]) -> Metrics | None:
+    """Speculation statistics of a request, summed over its choices.
+
+    Draft and topic are ``mixed``, and the version None, if the choices differ.
 
     Args:
-        parts: per choice its figures and its topic. Draft and topic read ``mixed``, and the
-            version None, where the choices differ.
+        parts: per choice its statistics and its topic.
     """
     if not parts:
         return None
@@ -199,112 +199,120 @@ def _one(names: set[str]) -> str:
     return names.pop() if len(names) == 1 else MIXED
 
 
-def whole(answer: Answer, chunks: Sequence[GenerationChunk]) -> bytes:
-    """The JSON body of an answer that is not streamed, a choice per chunk."""
-    tally = Tally(answer)
+def response_body(context: ResponseContext, chunks: Sequence[GenerationChunk]) -> bytes:
+    """The JSON body of a response that is not streamed, a choice per chunk."""
+    usage = UsageCounter(context)
     for index, chunk in enumerate(chunks):
-        tally.add(index, chunk)
+        usage.add(index, chunk)
     parts = [
-        (chunk.speculative, answer.topic(index))
+        (chunk.speculative, context.topic(index))
         for index, chunk in enumerate(chunks)
         if chunk.speculative is not None
     ]
-    envelope = Envelope(
-        id=answer.id,
-        object="chat.completion" if answer.chat else "text_completion",
-        created=answer.created,
-        model=answer.model,
-        choices=[_choice(answer, index, chunk) for index, chunk in enumerate(chunks)],
-        usage=tally.usage(),
-        metrics=metrics(parts),
+    response = GenerationResponse(
+        id=context.id,
+        object="chat.completion" if context.chat else "text_completion",
+        created=context.created,
+        model=context.model,
+        choices=[_choice(context, index, chunk) for index, chunk in enumerate(chunks)],
+        usage=usage.usage(),
+        metrics=speculative_metrics(parts),
     )
-    return envelope.model_dump_json().encode()
+    return response.model_dump_json().encode()
 
 
-def _choice(answer: Answer, index: int, chunk: GenerationChunk) -> CompletionChoice | ChatChoice:
-    if answer.chat:
+def _choice(
+    context: ResponseContext, index: int, chunk: GenerationChunk
+) -> CompletionChoice | ChatChoice:
+    if context.chat:
         return ChatChoice(
             index=index,
             message=AssistantMessage(content=chunk.text),
-            logprobs=chat_logprobs(chunk, answer.names),
+            logprobs=chat_logprobs(chunk, context.names),
             finish_reason=chunk.finish_reason,
-            token_ids=_token_ids(answer, chunk),
-            token_origins=token_origins(chunk, answer.names),
+            token_ids=_token_ids(context, chunk),
+            token_origins=token_origins(chunk, context.names),
         )
-    return _completion_choice(answer, index, chunk)
+    return _completion_choice(context, index, chunk)
 
 
-def _completion_choice(answer: Answer, index: int, chunk: GenerationChunk) -> CompletionChoice:
+def _completion_choice(
+    context: ResponseContext, index: int, chunk: GenerationChunk
+) -> CompletionChoice:
     return CompletionChoice(
         index=index,
         text=chunk.text,
-        logprobs=completion_logprobs(chunk, answer.names),
+        logprobs=completion_logprobs(chunk, context.names),
         finish_reason=chunk.finish_reason,
-        token_ids=_token_ids(answer, chunk),
-        token_origins=token_origins(chunk, answer.names),
+        token_ids=_token_ids(context, chunk),
+        token_origins=token_origins(chunk, context.names),
     )
 
 
-def _token_ids(answer: Answer, chunk: GenerationChunk) -> list[int] | None:
-    return list(chunk.token_ids) if answer.token_ids else None
+def _token_ids(context: ResponseContext, chunk: GenerationChunk) -> list[int] | None:
+    return list(chunk.token_ids) if context.token_ids else None
 
 
 def _event(
-    answer: Answer,
+    context: ResponseContext,
     choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice],
-    figures: Metrics | None = None,
+    stats: Metrics | None = None,
     total: Usage | None = None,
 ) -> bytes:
-    envelope = Envelope(
-        id=answer.id,
-        object="chat.completion.chunk" if answer.chat else "text_completion",
-        created=answer.created,
-        model=answer.model,
+    response = GenerationResponse(
+        id=context.id,
+        object="chat.completion.chunk" if context.chat else "text_completion",
+        created=context.created,
+        model=context.model,
         choices=choices,
         usage=total,
-        metrics=figures,
+        metrics=stats,
     )
-    return _frame(envelope.model_dump_json())
+    return _frame(response.model_dump_json())
 
 
 def _frame(data: str) -> bytes:
-    """The event of a JSON text, on one line by every rule of what a line is."""
+    """The server-sent event of a JSON text, without any line break in it."""
     line = data.encode()
     for raw, escaped in _LINE_BREAKS:
         line = line.replace(raw, escaped)
     return b"data: " + line + b"\n\n"
 
 
-def opening_event(answer: Answer, index: int) -> bytes:
-    """The event that gives a chat message its role."""
-    return _event(answer, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+def role_event(context: ResponseContext, index: int) -> bytes:
+    """The first event of a chat choice, with its role."""
+    return _event(
+        context, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]
+    )
 
 
-def piece_event(answer: Answer, index: int, chunk: GenerationChunk) -> bytes:
-    """The event of a chunk; the last one of a choice carries its reason and its figures."""
+def chunk_event(context: ResponseContext, index: int, chunk: GenerationChunk) -> bytes:
+    """The event of a chunk; a choice's last one has its finish reason and its statistics."""
     choice: CompletionChoice | ChatChunkChoice
-    if answer.chat:
+    if context.chat:
         choice = ChatChunkChoice(
             index=index,
             delta=Delta(content=chunk.text or None),
-            logprobs=chat_logprobs(chunk, answer.names),
+            logprobs=chat_logprobs(chunk, context.names),
             finish_reason=chunk.finish_reason,
-            token_ids=_token_ids(answer, chunk),
-            token_origins=token_origins(chunk, answer.names),
+            token_ids=_token_ids(context, chunk),
+            token_origins=token_origins(chunk, context.names),
         )
     else:
-        choice = _completion_choice(answer, index, chunk)
-    figures = (
-        None if chunk.speculative is None else metrics([(chunk.speculative, answer.topic(index))])
+        choice = _completion_choice(context, index, chunk)
+    stats = (
+        None
+        if chunk.speculative is None
+        else speculative_metrics([(chunk.speculative, context.topic(index))])
     )
-    return _event(answer, [choice], figures)
+    return _event(context, [choice], stats)
 
 
-def usage_event(answer: Answer, total: Usage) -> bytes:
-    """The event that ``stream_options.include_usage`` asks for: no choices, all tokens."""
-    return _event(answer, [], total=total)
+def usage_event(context: ResponseContext, total: Usage) -> bytes:
+    """The last event with ``stream_options.include_usage``: no choices, all tokens."""
+    return _event(context, [], total=total)
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error after the stream has begun, as OpenAI's clients read it."""
+    """The event of an error after the stream has started."""
     return _frame(json.dumps(error.body()))

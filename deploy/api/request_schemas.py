@@ -1,4 +1,4 @@
-"""Chat requests with OpenAI's field names; see :mod:`paceline.deploy.api.requests`."""
+"""Schemas of the generation requests: OpenAI's fields and Paceline's extensions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MAX_BIASES = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
-CONTEXT = "context"  # in pydantic's validation context: the model's context length
-TOO_LONG = "context_length_exceeded"
+CONTEXT_LENGTH = "context_length"  # key of pydantic's validation context, in tokens
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
-# Fields that OpenAI knows and Paceline serves at these values only.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields that OpenAI defines and Paceline accepts at these values only.
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
     "suffix": (None, ""),
     "echo": (None, False),
@@ -49,40 +49,40 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class RequestModel(BaseModel):
-    """A part of a request: every field is known, and of its own type."""
+    """A part of a request: unknown fields and other types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _or(default: Any) -> BeforeValidator:
-    """Clients that write all their fields send null for those that are not set."""
+def _null_as(default: Any) -> BeforeValidator:
+    """Read null as the default: some clients send it for fields that are not set."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-Flag = Annotated[bool, _or(False)]
+Flag = Annotated[bool, _null_as(False)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides the text."""
+    """Options of a streamed response."""
 
     include_usage: Flag = False
     include_obfuscation: Flag = False
 
 
 class Speculative(RequestModel):
-    """Paceline's extension: which draft proposes, and how many tokens a round.
+    """Paceline's extension: the draft model and the number of speculative tokens.
 
     ``draft`` is ``auto``, an expert (``sql``, ``general``), its first weights (``sql@0``) or
     ``off``.
     """
 
-    draft: Annotated[str, _or("auto")] = "auto"
+    draft: Annotated[str, _null_as("auto")] = "auto"
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
 
 
 class GenerationOptions(RequestModel):
-    """Fields that both endpoints share; ``Any`` marks those of which `NEUTRAL` alone is served."""
+    """Fields of both endpoints; those of type ``Any`` are limited to `NO_OP_VALUES`."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
@@ -109,7 +109,9 @@ class GenerationOptions(RequestModel):
     ignore_eos: Flag = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculative: Annotated[Speculative, _or(Speculative())] = Field(default_factory=Speculative)
+    speculative: Annotated[Speculative, _null_as(Speculative())] = Field(
+        default_factory=Speculative
+    )
     store: bool | None = None
     return_token_ids: Flag = False
     return_token_origins: Flag = False
@@ -146,12 +148,12 @@ class GenerationOptions(RequestModel):
 
     @property
     def num_choices(self) -> int:
-        """How many answers every prompt gets."""
+        """Choices per prompt."""
         return self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives are reported beside every token; None: not even its own."""
+        """Alternatives to report per token; None for no log-probabilities."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -169,28 +171,29 @@ def _is_bias(item: tuple[Any, Any]) -> bool:
     return known and str(int(token)) == token and number and abs(value) <= 100
 
 
-def too_long(context: int, prompt_tokens: int) -> str:
-    """What is said of a prompt that leaves no room for a token."""
+def prompt_too_long(context_length: int, prompt_tokens: int) -> str:
+    """The message for a prompt that leaves no room for an answer."""
     return (
-        f"This model's maximum context length is {context} tokens, with at least one for "
+        f"This model's maximum context length is {context_length} tokens, with at least one for "
         f"the answer; the prompt has {prompt_tokens}."
     )
 
 
-def _is_tokens(value: Any, context: int | None) -> bool:
-    """Whether it is a list of token ids; one that cannot be served is not walked through."""
+def _is_tokens(value: Any, context_length: int | None) -> bool:
+    """Whether it is a list of token ids; one beyond the context length is not iterated."""
     if not (isinstance(value, list) and value and type(value[0]) is int):
         return False
-    if context is not None and len(value) >= context:
-        raise PydanticCustomError(TOO_LONG, "{text}", {"text": too_long(context, len(value))})
+    if context_length is not None and len(value) >= context_length:
+        text = prompt_too_long(context_length, len(value))
+        raise PydanticCustomError(CONTEXT_LENGTH_EXCEEDED, "{text}", {"text": text})
     return all(type(item) is int and 0 <= item < 2**31 for item in value)
 
 
-def _is_prompts(value: list[Any], context: int | None) -> bool:
+def _is_prompts(value: list[Any], context_length: int | None) -> bool:
     """Whether it is a list of texts, or of lists of token ids."""
     if isinstance(value[0], str):
         return all(isinstance(item, str) for item in value)
-    return all(_is_tokens(item, context) for item in value)
+    return all(_is_tokens(item, context_length) for item in value)
 
 
 class CompletionRequest(GenerationOptions):
@@ -207,11 +210,12 @@ class CompletionRequest(GenerationOptions):
     def _prompt(cls, prompt: Any, info: ValidationInfo) -> Any:
         if isinstance(prompt, str):
             return prompt
-        context = (info.context or {}).get(CONTEXT)
+        context_length = (info.context or {}).get(CONTEXT_LENGTH)
         several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
         if several and len(prompt) > MAX_PROMPTS:
             raise ValueError(f"must be at most {MAX_PROMPTS} prompts")
-        if not (_is_prompts(prompt, context) if several else _is_tokens(prompt, context)):
+        is_valid = _is_prompts if several else _is_tokens
+        if not is_valid(prompt, context_length):
             raise ValueError(
                 "must be a string, a list of strings, a list of token ids "
                 "or a list of lists of token ids, none of the lists empty"
@@ -227,7 +231,6 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See GenerationOptions."""
         return self.logprobs
 
     @property
@@ -246,10 +249,9 @@ class TextPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One message of a conversation.
+    """A message of a conversation.
 
-    An assistant's message may come back as the client got it: with the fields that are empty in
-    every answer of this server, so long as they are empty.
+    The fields after ``name`` are accepted empty, as the assistant message of a response has them.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -305,5 +307,4 @@ class ChatCompletionRequest(GenerationOptions):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See GenerationOptions."""
         return (self.top_logprobs or 0) if self.logprobs else None

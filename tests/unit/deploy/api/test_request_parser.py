@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.actors.router.policy import Route
-from paceline.deploy.api.parser import (
+from paceline.deploy.api.prompt_encoder import check_token_ids
+from paceline.deploy.api.request_parser import (
     check_draft,
-    fit_limit,
-    generation_request,
-    max_tokens_of,
-    named_expert,
-    parse,
-    sampling_of,
+    engine_request,
+    explicit_expert,
+    parse_options,
+    requested_max_tokens,
+    resolve_max_tokens,
+    sampling_params,
 )
-from paceline.deploy.api.prompts import check_token_ids
-from paceline.deploy.api.requests import (
-    CONTEXT,
+from paceline.deploy.api.request_schemas import (
+    CONTEXT_LENGTH,
     ChatCompletionRequest,
     CompletionRequest,
     Speculative,
@@ -34,12 +34,12 @@ USER = {"role": "user", "content": "hi"}
 
 def completion(**fields: Any) -> CompletionRequest:
     body = {"model": "paceline", "prompt": "hi"} | fields
-    return parse(json.dumps(body).encode(), CompletionRequest, "paceline")
+    return parse_options(json.dumps(body).encode(), CompletionRequest, "paceline")
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
     body = {"model": "paceline", "messages": [USER]} | fields
-    return parse(json.dumps(body).encode(), ChatCompletionRequest, "paceline")
+    return parse_options(json.dumps(body).encode(), ChatCompletionRequest, "paceline")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_message_part_that_is_no_text_is_named() -> None:
 )
 def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse(body, CompletionRequest, "paceline")
+        parse_options(body, CompletionRequest, "paceline")
     assert caught.value.status == 400
     assert caught.value.code in ("invalid_json", "invalid_type")
     assert caught.value.body()["error"]["type"] == "invalid_request_error"
@@ -212,7 +212,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
     body = {"model": "paceline", "prompt": "hi"}
     del body[missing]
     with pytest.raises(ApiError) as caught:
-        parse(json.dumps(body).encode(), CompletionRequest, "paceline")
+        parse_options(json.dumps(body).encode(), CompletionRequest, "paceline")
     assert (caught.value.param, caught.value.code) == (missing, "missing_required_parameter")
 
 
@@ -244,12 +244,12 @@ def test_content_parts_are_joined() -> None:
 
 
 def test_limits_have_openai_s_defaults() -> None:
-    assert max_tokens_of(completion()) == (None, "max_tokens")
-    assert max_tokens_of(completion(max_tokens=5)) == (5, "max_tokens")
-    assert max_tokens_of(chat()) == (None, "max_tokens")
-    assert max_tokens_of(chat(max_tokens=5)) == (5, "max_tokens")
+    assert requested_max_tokens(completion()) == (None, "max_tokens")
+    assert requested_max_tokens(completion(max_tokens=5)) == (5, "max_tokens")
+    assert requested_max_tokens(chat()) == (None, "max_tokens")
+    assert requested_max_tokens(chat(max_tokens=5)) == (5, "max_tokens")
     both = chat(max_tokens=5, max_completion_tokens=7)
-    assert max_tokens_of(both) == (7, "max_completion_tokens")
+    assert requested_max_tokens(both) == (7, "max_completion_tokens")
 
 
 @given(
@@ -262,32 +262,32 @@ def test_a_limit_fits_or_the_right_field_is_named(
 ) -> None:
     if prompt + (asked or 1) > context:
         with pytest.raises(ApiError) as caught:
-            fit_limit(asked, "max_tokens", prompt, context, "messages")
+            resolve_max_tokens(asked, "max_tokens", prompt, context, "messages")
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == ("messages" if prompt >= context else "max_tokens")
     else:
-        limit = fit_limit(asked, "max_tokens", prompt, context, "messages")
+        limit = resolve_max_tokens(asked, "max_tokens", prompt, context, "messages")
         assert 1 <= limit <= context - prompt
         assert asked is None or limit == asked
 
 
 def test_a_default_limit_gives_way_to_a_small_room() -> None:
-    assert fit_limit(None, "max_tokens", 90, 100, "prompt", default=16) == 10
-    assert fit_limit(None, "max_tokens", 10, 100, "prompt", default=16) == 16
+    assert resolve_max_tokens(None, "max_tokens", 90, 100, "prompt", default=16) == 10
+    assert resolve_max_tokens(None, "max_tokens", 10, 100, "prompt", default=16) == 16
     with pytest.raises(ApiError) as caught:
-        fit_limit(None, "max_tokens", 100, 100, "prompt", default=16)
+        resolve_max_tokens(None, "max_tokens", 100, 100, "prompt", default=16)
     assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 9e-6])
 def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
-    assert sampling_of(completion(temperature=temperature), 9).greedy
+    assert sampling_params(completion(temperature=temperature), 9).greedy
 
 
 def test_a_usual_temperature_is_kept_and_a_tiny_top_p_stays_above_zero_in_float32() -> None:
-    assert sampling_of(completion(temperature=0.01), 9).temperature == 0.01
-    assert sampling_of(completion(top_p=1e-300), 9).top_p == 1e-6
-    assert sampling_of(completion(top_p=0.01), 9).top_p == 0.01
+    assert sampling_params(completion(temperature=0.01), 9).temperature == 0.01
+    assert sampling_params(completion(top_p=1e-300), 9).top_p == 1e-6
+    assert sampling_params(completion(top_p=0.01), 9).top_p == 0.01
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_usual_temperature_is_kept_and_a_tiny_top_p_stays_above_zero_in_float3
 def test_null_is_the_default_of_every_optional_field(field: tuple[str, str]) -> None:
     ask, name = field
     given, bare = ({"completion": completion, "chat": chat}[ask](**f) for f in ({name: None}, {}))
-    assert sampling_of(given, 9) == sampling_of(bare, 9)
+    assert sampling_params(given, 9) == sampling_params(bare, 9)
     for same in ("speculative", "ignore_eos", "return_token_ids"):
         assert getattr(given, same) == getattr(bare, same)
 
@@ -331,20 +331,20 @@ def test_an_answer_s_message_may_come_back_as_the_client_dumped_it() -> None:
     [("law", "law"), ("general", "general"), ("auto", None), ("off", None), ("law@0", None)],
 )
 def test_only_an_expert_s_own_name_names_it(draft: str, expert: str | None) -> None:
-    assert named_expert(draft) == expert
+    assert explicit_expert(draft) == expert
 
 
 def test_sampling_takes_openai_s_defaults_and_words() -> None:
-    plain = sampling_of(completion(), 16)
+    plain = sampling_params(completion(), 16)
     assert (plain.temperature, plain.top_p, plain.top_k, plain.seed) == (1.0, 1.0, 0, None)
     assert plain.stop == ()
-    full = sampling_of(
+    full = sampling_params(
         completion(temperature=0, top_p=0.5, top_k=-1, seed=-3, stop="x", ignore_eos=True), 9
     )
     assert (full.temperature, full.top_p, full.top_k, full.seed) == (0.0, 0.5, 0, -3)
     assert (full.stop, full.ignore_eos, full.max_tokens) == (("x",), True, 9)
     assert full.greedy
-    assert sampling_of(completion(stop=["a", "b"]), 9).stop == ("a", "b")
+    assert sampling_params(completion(stop=["a", "b"]), 9).stop == ("a", "b")
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
@@ -353,14 +353,14 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "repetition_penalty": 1.2, "min_tokens": 3, "logit_bias": {"5": -100, "7": 2},
         "stop_token_ids": [9, 8],
     }  # fmt: skip
-    sampling = sampling_of(completion(**fields, logprobs=4, n=2, best_of=2), 9, choice=1)
+    sampling = sampling_params(completion(**fields, logprobs=4, n=2, best_of=2), 9, choice_index=1)
     assert sampling.penalised
     assert sampling.logit_bias == ((5, -100.0), (7, 2.0))
     assert (sampling.stop_token_ids, sampling.min_tokens) == ((9, 8), 3)
     assert (sampling.min_p, sampling.logprobs, sampling.choice) == (0.1, 4, 1)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     assert penalties == (1.2, 0.5, -0.5)
-    assert not sampling_of(completion(), 9).penalised
+    assert not sampling_params(completion(), 9).penalised
 
 
 @pytest.mark.parametrize(
@@ -374,14 +374,14 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     ],
 )
 def test_chat_asks_for_logprobs_in_two_fields(fields: dict[str, Any], count: int | None) -> None:
-    assert sampling_of(chat(**fields), 9).logprobs == count
+    assert sampling_params(chat(**fields), 9).logprobs == count
 
 
 def test_more_tokens_than_the_answer_may_have_are_refused() -> None:
     with pytest.raises(ApiError) as caught:
-        sampling_of(completion(min_tokens=10), 9)
+        sampling_params(completion(min_tokens=10), 9)
     assert caught.value.param == "min_tokens"
-    assert sampling_of(completion(min_tokens=9), 9).min_tokens == 9
+    assert sampling_params(completion(min_tokens=9), 9).min_tokens == 9
 
 
 def test_echo_is_off() -> None:
@@ -402,13 +402,13 @@ def test_unknown_drafts_are_refused(draft: str) -> None:
 
 
 def test_auto_takes_the_topic_s_expert_and_a_named_draft_keeps_the_topic() -> None:
-    sampling = sampling_of(completion(), 16)
+    sampling = sampling_params(completion(), 16)
     sql = Route("sql", "code")
-    auto = generation_request("r", [1, 2], sampling, sql, Speculative(), True)
+    auto = engine_request("r", [1, 2], sampling, sql, Speculative(), True)
     assert (auto.topic, auto.draft, auto.store) == ("sql", "code", True)
     assert auto.num_speculative_tokens is None
     frozen = Speculative(draft="general@0", num_speculative_tokens=3)
-    twin = generation_request("r", [1, 2], sampling, sql, frozen, False)
+    twin = engine_request("r", [1, 2], sampling, sql, frozen, False)
     assert (twin.topic, twin.draft, twin.num_speculative_tokens) == ("sql", "general@0", 3)
     assert not twin.store
 
@@ -446,7 +446,7 @@ def test_any_value_of_any_field_is_taken_or_refused_in_openai_s_shape(
 @given(st.binary(max_size=64))
 def test_no_bytes_get_past_the_parser_unrefused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse(body, ChatCompletionRequest, "paceline")
+        parse_options(body, ChatCompletionRequest, "paceline")
     assert caught.value.status == 400
 
 
@@ -466,17 +466,17 @@ def test_a_list_longer_than_the_context_is_refused_unread(several: bool) -> None
     tokens: list[Any] = Unread([1] * 10)
     body = {"model": "m", "prompt": [tokens] if several else tokens}
     with pytest.raises(ValidationError) as caught:
-        CompletionRequest.model_validate(body, context={CONTEXT: 10})
+        CompletionRequest.model_validate(body, context={CONTEXT_LENGTH: 10})
     assert caught.value.errors()[0]["type"] == "context_length_exceeded"
     with pytest.raises(ValidationError, match="walked through"):
-        CompletionRequest.model_validate(body, context={CONTEXT: 11})
+        CompletionRequest.model_validate(body, context={CONTEXT_LENGTH: 11})
 
 
 def test_a_prompt_of_too_many_tokens_is_named_as_one_of_too_much_text_is() -> None:
     said = []
     for fails in (
-        lambda: parse(b'{"model": "m", "prompt": [1, 2, 3]}', CompletionRequest, "m", 3),
-        lambda: fit_limit(None, "max_tokens", 3, 3, "prompt"),
+        lambda: parse_options(b'{"model": "m", "prompt": [1, 2, 3]}', CompletionRequest, "m", 3),
+        lambda: resolve_max_tokens(None, "max_tokens", 3, 3, "prompt"),
     ):
         with pytest.raises(ApiError) as caught:
             fails()

@@ -1,0 +1,439 @@
+"""Parse and validate the HTTP requests of both generation endpoints.
+
+`RequestParser` turns a request into a `ParsedRequest`, `engine_requests` turns that into the
+engine's requests. `parse_json` validates every JSON body of the API and gives the error of an
+invalid one OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect
+
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.router.policy import Route
+from paceline.deploy.api.prompt_encoder import PromptEncoder, last_user_message
+from paceline.deploy.api.request_schemas import (
+    CONTEXT_LENGTH,
+    CONTEXT_LENGTH_EXCEEDED,
+    NO_OP_VALUES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationOptions,
+    Speculative,
+    prompt_too_long,
+)
+from paceline.deploy.errors import CLIENT_GONE, ApiError, invalid_value
+
+MAX_BODY_BYTES = 8 * 2**20
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+DRAFT_AUTO = "auto"
+DRAFT_OFF = "off"
+# Below this temperature the likeliest token has all the mass that float32 can tell apart, and
+# dividing the logits by it may overflow: sampling is greedy.
+GREEDY_TEMPERATURE = 1e-5
+MIN_TOP_P = 1e-6  # keeps the likeliest token alone, and is above zero in float32
+_LARGE_BODY_BYTES = 64 * 2**10
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+OptionsT = TypeVar("OptionsT", bound=GenerationOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A validated request for one or several prompts.
+
+    Attributes:
+        options: the request's fields.
+        prompts: token ids of every prompt.
+        router_texts: of every prompt, the text that the router classifies.
+        max_tokens: of every prompt, the most tokens of an answer.
+        chat: True for ``/v1/chat/completions``.
+        client: API key or address, see `client_key`.
+    """
+
+    options: GenerationOptions
+    prompts: list[list[int]]
+    router_texts: list[str]
+    max_tokens: list[int]
+    chat: bool
+    client: str
+
+
+class RequestParser:
+    """Parses and validates requests; a large one on a worker thread.
+
+    Args:
+        model_name: the served model's name.
+        encoder: turns prompts into token ids.
+        context_length: most tokens that prompt and answer may have together.
+    """
+
+    def __init__(self, model_name: str, encoder: PromptEncoder, context_length: int) -> None:
+        self._model_name = model_name
+        self._encoder = encoder
+        self._context_length = context_length
+
+    async def parse_completion(self, request: Request) -> ParsedRequest:
+        """Parse a request to ``/v1/completions``.
+
+        Raises:
+            ApiError: see `parse_options`, `resolve_max_tokens` and `read_body`.
+        """
+        return await self._parse(request, self._completion)
+
+    async def parse_chat(self, request: Request) -> ParsedRequest:
+        """Parse a request to ``/v1/chat/completions``; raises as `parse_completion`."""
+        return await self._parse(request, self._chat)
+
+    async def _parse(
+        self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
+    ) -> ParsedRequest:
+        body = await read_body(request)
+        if len(body) > _LARGE_BODY_BYTES:
+            return await asyncio.to_thread(parse, body, client_key(request))
+        return parse(body, client_key(request))
+
+    def _completion(self, body: bytes, client: str) -> ParsedRequest:
+        context = self._context_length
+        options = parse_options(body, CompletionRequest, self._model_name, context)
+        prompts = self._encoder.encode_prompts(options)
+        max_tokens, field = requested_max_tokens(options)
+        limits = [
+            resolve_max_tokens(
+                max_tokens, field, len(prompt), context, "prompt", DEFAULT_COMPLETION_TOKENS
+            )
+            for prompt in prompts
+        ]
+        texts = [self._encoder.decode(prompt) for prompt in prompts]
+        return ParsedRequest(options, prompts, texts, limits, chat=False, client=client)
+
+    def _chat(self, body: bytes, client: str) -> ParsedRequest:
+        options = parse_options(body, ChatCompletionRequest, self._model_name)
+        prompt = self._encoder.encode_chat(options)
+        max_tokens, field = requested_max_tokens(options)
+        limit = resolve_max_tokens(max_tokens, field, len(prompt), self._context_length, "messages")
+        text = last_user_message(options)
+        return ParsedRequest(options, [prompt], [text], [limit], chat=True, client=client)
+
+
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Read the body, and stop as soon as it is too large.
+
+    Raises:
+        ApiError: 413 for more than ``max_bytes``; 499 if the client disconnects.
+    """
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise ApiError(413, f"The body is larger than {max_bytes} bytes.")
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_GONE, "The client went away.") from error
+    return bytes(body)
+
+
+def is_disconnect(error: Exception) -> bool:
+    """Whether an exception of Starlette or Ray means that the client has disconnected."""
+    return isinstance(error, ClientDisconnect | TaskCancelledError)
+
+
+def client_key(request: Request) -> str:
+    """The client for per-client limits: its API key if it sends one, else its address."""
+    address = request.client.host if request.client is not None else ""
+    return request.headers.get("authorization") or address
+
+
+def parse_json(
+    body: bytes,
+    model: type[ModelT],
+    context: dict[str, Any] | None = None,
+    code: str | None = None,
+) -> ModelT:
+    """Validate a JSON body.
+
+    Args:
+        body: as received.
+        model: the body's schema.
+        context: pydantic's validation context.
+        code: error code of any schema error; None gives the specific one.
+
+    Raises:
+        ApiError: 400 that names the field at fault.
+    """
+    try:
+        return model.model_validate_json(body, context=context)
+    except ValidationError as error:
+        raise _api_error(error, code) from error
+
+
+def _api_error(error: ValidationError, code: str | None) -> ApiError:
+    """The first problem that pydantic found, in OpenAI's error shape."""
+    problems = error.errors(include_url=False)
+    # Every branch of a union reports a problem; the deepest one is the branch that was meant.
+    first = max(
+        (p for p in problems if p["loc"][:3] == problems[0]["loc"][:3]), key=lambda p: len(p["loc"])
+    )
+    kind, loc, reason = first["type"], first["loc"], first["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {reason}.", code=code or "invalid_json")
+    if not loc and kind == "model_type":
+        return ApiError(400, "The body must be a JSON object.", code=code or "invalid_type")
+    param = _param(loc)
+    if kind == CONTEXT_LENGTH_EXCEEDED:
+        return ApiError(400, reason, param=param, code=kind)
+    if kind == "extra_forbidden":
+        text, specific = f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
+    elif kind == "missing":
+        text, specific = f"Missing required parameter: {param}.", "missing_required_parameter"
+    elif kind.endswith("_type"):
+        text, specific = f"Invalid type for {param}: {reason}.", "invalid_type"
+    else:
+        text, specific = f"Invalid value for {param}: {reason}.", "invalid_value"
+    return ApiError(400, text, param=param, code=code or specific)
+
+
+def _param(loc: tuple[int | str, ...]) -> str:
+    """The dotted name of a request field, from pydantic's location."""
+    if not loc:  # of the model validator, which is about several fields
+        return "stream_options"
+    if loc[0] == "messages" and loc[2:3] == ("content",):
+        loc = loc[:3] + loc[4:]  # without the name of the union's branch ("list[TextPart]")
+    return ".".join(map(str, loc))
+
+
+def parse_options(
+    body: bytes, model: type[OptionsT], model_name: str, context_length: int | None = None
+) -> OptionsT:
+    """Validate the body of a generation request.
+
+    Args:
+        body: as received.
+        model: CompletionRequest or ChatCompletionRequest.
+        model_name: the served model's name.
+        context_length: in tokens; a longer list of token ids is refused without iterating it.
+
+    Raises:
+        ApiError: 400 for what is malformed, unknown, out of range or not supported; 404 for
+            another model.
+    """
+    options = parse_json(body, model, {CONTEXT_LENGTH: context_length})
+    _check_supported(options)
+    check_model(options.model, model_name)
+    return options
+
+
+def _check_supported(options: GenerationOptions) -> None:
+    for field in sorted(options.model_fields_set & NO_OP_VALUES.keys()):
+        value, accepted = getattr(options, field), NO_OP_VALUES[field]
+        # By type too: 1 == True and 0 == False in Python.
+        if any(type(value) is type(item) and value == item for item in accepted):
+            continue
+        only = next((item for item in accepted if item is not None), None)
+        rest = "leave it out" if only is None else f"leave it out or send {only!r}"
+        text = f"This value of {field} is not supported yet: {rest}."
+        if field == "echo":
+            text = "echo is off: answers do not repeat the prompt. Leave it out or send false."
+        raise ApiError(400, text, param=field, code="unsupported_value")
+
+
+def check_model(requested: str, model_name: str) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        ApiError: 404 ``model_not_found``.
+    """
+    if requested != model_name:
+        raise ApiError(
+            404,
+            f"The model {requested!r} does not exist; this server has {model_name!r}.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def requested_max_tokens(
+    options: CompletionRequest | ChatCompletionRequest,
+) -> tuple[int | None, str]:
+    """The requested limit of tokens, if any, and the field that gives it."""
+    if isinstance(options, ChatCompletionRequest) and options.max_completion_tokens is not None:
+        return options.max_completion_tokens, "max_completion_tokens"
+    return options.max_tokens, "max_tokens"
+
+
+def resolve_max_tokens(
+    requested: int | None,
+    field: str,
+    prompt_tokens: int,
+    context_length: int,
+    prompt_field: str,
+    default: int | None = None,
+) -> int:
+    """The most tokens that may be generated for a prompt.
+
+    Args:
+        requested: the request's limit, None if it has none.
+        field: the request's field of that limit.
+        prompt_tokens: length of the prompt.
+        context_length: most tokens that prompt and answer may have together.
+        prompt_field: the request's field that holds the prompt.
+        default: limit of a request without one; None for as many as fit.
+
+    Raises:
+        ApiError: 400 ``context_length_exceeded`` naming the prompt if it alone is too long,
+            else the limit.
+    """
+    available = context_length - prompt_tokens
+    if available < 1:
+        text = prompt_too_long(context_length, prompt_tokens)
+        raise ApiError(400, text, param=prompt_field, code=CONTEXT_LENGTH_EXCEEDED)
+    if requested is None:
+        return available if default is None else min(default, available)
+    if requested > available:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {context_length} tokens; {prompt_tokens} in "
+            f"the prompt and {requested} asked for by {field} are more.",
+            param=field,
+            code=CONTEXT_LENGTH_EXCEEDED,
+        )
+    return requested
+
+
+def query_number(text: str | None, param: str) -> float:
+    """A number of the query string, 0 if it is missing.
+
+    Raises:
+        ApiError: 400 naming ``param``.
+    """
+    try:
+        number = float(text or 0.0)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise invalid_value(param, "it must be a number")
+    return number
+
+
+def check_draft(draft: str, experts: Collection[str]) -> None:
+    """Refuse a draft that is not served.
+
+    Raises:
+        ApiError: 400 naming ``speculative.draft``.
+    """
+    if draft in (DRAFT_AUTO, DRAFT_OFF) or draft.removesuffix("@0") in experts:
+        return
+    known = ", ".join((DRAFT_AUTO, DRAFT_OFF, *experts))
+    raise invalid_value(
+        "speculative.draft",
+        f"{draft!r} is none of {known} (an expert's first weights are its name with '@0')",
+    )
+
+
+def explicit_expert(draft: str) -> str | None:
+    """The expert that a request names; None for ``auto``, ``off`` and first weights."""
+    return None if draft in (DRAFT_AUTO, DRAFT_OFF) or draft.endswith("@0") else draft
+
+
+def sampling_params(
+    options: GenerationOptions, max_tokens: int, choice_index: int = 0
+) -> SamplingParams:
+    """The engine's sampling parameters, with OpenAI's defaults.
+
+    Args:
+        options: the request's fields.
+        max_tokens: the most tokens of this answer.
+        choice_index: index among the answers to one prompt.
+
+    Raises:
+        ApiError: 400 naming ``min_tokens`` if it is more than ``max_tokens``.
+    """
+    min_tokens = options.min_tokens or 0
+    if min_tokens > max_tokens:
+        reason = f"{min_tokens} is more than the {max_tokens} that the answer may have"
+        raise invalid_value("min_tokens", reason)
+    stop = options.stop or ()
+    repetition = options.repetition_penalty
+    temperature = 1.0 if options.temperature is None else options.temperature
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
+        top_p=1.0 if options.top_p is None else max(options.top_p, MIN_TOP_P),
+        top_k=max(options.top_k or 0, 0),
+        seed=options.seed,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=options.ignore_eos,
+        min_p=options.min_p or 0.0,
+        choice=choice_index,
+        repetition_penalty=1.0 if repetition is None else repetition,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        presence_penalty=options.presence_penalty or 0.0,
+        logit_bias=tuple((options.logit_bias or {}).items()),
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(options.stop_token_ids or ()),
+        logprobs=options.num_logprobs,
+    )
+
+
+def engine_request(
+    request_id: str,
+    prompt_token_ids: Collection[int],
+    sampling: SamplingParams,
+    route: Route,
+    speculative: Speculative,
+    store: bool,
+    origins: bool = False,
+) -> GenerationRequest:
+    """The engine's request; draft ``auto`` becomes the route's expert."""
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=sampling,
+        topic=route.topic,
+        draft=route.draft if speculative.draft == DRAFT_AUTO else speculative.draft,
+        num_speculative_tokens=speculative.num_speculative_tokens,
+        store=store,
+        origins=origins,
+    )
+
+
+def engine_requests(
+    parsed: ParsedRequest,
+    response_id: str,
+    routes: list[Route],
+    adjust_route: Callable[[Route, str], Route],
+) -> list[GenerationRequest]:
+    """The engine's requests, one per choice, those of the first prompt first.
+
+    Args:
+        parsed: the client's request.
+        response_id: prefix of the request ids.
+        routes: topic and expert of every prompt.
+        adjust_route: gives the final route from the prompt's route and the request id.
+    """
+    options = parsed.options
+    requests: list[GenerationRequest] = []
+    for prompt, limit, route in zip(parsed.prompts, parsed.max_tokens, routes, strict=True):
+        for choice_index in range(options.num_choices):
+            request_id = f"{response_id}-{len(requests)}"
+            requests.append(
+                engine_request(
+                    request_id,
+                    prompt,
+                    sampling_params(options, limit, choice_index),
+                    adjust_route(route, request_id),
+                    options.speculative,
+                    store=options.store is not False,
+                    origins=options.return_token_origins,
+                )
+            )
+    return requests
