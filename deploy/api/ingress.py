@@ -16,7 +16,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from paceline.actors.router.policy import LeastConfidence, Route
-from paceline.deploy.api import request_parser
 from paceline.deploy.api.admission import Drain, Slots
 from paceline.deploy.api.auth import KeyGuard
 from paceline.deploy.api.failover import Failover, FailoverPolicy
@@ -28,8 +27,12 @@ from paceline.deploy.api.prompt_encoder import PromptEncoder, context_length, vo
 from paceline.deploy.api.request_parser import (
     ParsedRequest,
     RequestParser,
+    check_draft,
+    check_model,
     engine_requests,
+    explicit_expert,
     is_disconnect,
+    query_number,
     read_body,
 )
 from paceline.deploy.api.request_schemas import (
@@ -214,7 +217,7 @@ class Ingress:
 
     async def model(self, model: str) -> Response:
         """The model by its name, else 404."""
-        request_parser.check_model(model, self._settings.model_name)
+        check_model(model, self._settings.model_name)
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -256,7 +259,7 @@ class Ingress:
 
     async def live(self, request: Request) -> Response:
         """What went through this replica of the front door in the last minutes."""
-        since = request_parser.query_number(request.query_params.get("since"), "since")
+        since = query_number(request.query_params.get("since"), "since")
         return JSONResponse(self._recent.view(since))
 
     async def openapi(self) -> Response:
@@ -278,7 +281,7 @@ class Ingress:
         self._drain.follow()
         self._drain.check()
         self._follow_topics()
-        request_parser.check_draft(asked.speculative.draft, self._experts)
+        check_draft(asked.speculative.draft, self._experts)
         self._encoder.check_options(asked)
         count = len(parsed.prompts) * asked.num_choices
         param = "n" if asked.num_choices > 1 else "prompt"
@@ -306,7 +309,7 @@ class Ingress:
 
     async def _routes_of(self, asked: GenerationOptions, texts: list[str]) -> list[Route]:
         """A route per prompt: the expert that the client names learns from it, else the router."""
-        named = request_parser.explicit_expert(asked.speculative.draft)
+        named = explicit_expert(asked.speculative.draft)
         if named is not None:
             return [Route(named, named)] * len(texts)
         return await asyncio.gather(*map(self._topics.find, texts))

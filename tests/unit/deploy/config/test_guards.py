@@ -9,7 +9,7 @@ import pytest
 
 from paceline.actors.router.policy import Route
 from paceline.deploy.api.admission import Slots
-from paceline.deploy.api.prompt_encoder import question
+from paceline.deploy.api.prompt_encoder import last_user_message
 from paceline.deploy.api.request_schemas import ChatCompletionRequest
 from paceline.deploy.api.routing import RouterCircuit, TopicFinder
 from paceline.deploy.api.status import LearningActors, gather_status
@@ -210,6 +210,6 @@ def test_a_conversation_is_judged_by_the_user_s_last_words() -> None:
             model="m", messages=[{"role": role, "content": text} for role, text in messages]
         )
 
-    assert question(chat(("user", "a"), ("assistant", "b"), ("user", "c"))) == "c"
-    assert question(chat(("system", "s"), ("user", "a"), ("assistant", "b"))) == "a"
-    assert question(chat(("system", "s"))) == "s"
+    assert last_user_message(chat(("user", "a"), ("assistant", "b"), ("user", "c"))) == "c"
+    assert last_user_message(chat(("system", "s"), ("user", "a"), ("assistant", "b"))) == "a"
+    assert last_user_message(chat(("system", "s"))) == "s"
