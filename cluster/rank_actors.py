@@ -11,19 +11,19 @@ from typing import Any
 import ray
 
 from paceline.actors.training.trainer import lower_priority
-from paceline.actors.training.worker_group import Place
+from paceline.actors.training.worker_group import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
 
 class RankActor:
-    """A process with a Member; its constructor returns when all ranks have met."""
+    """A process with a Worker; its constructor returns when all ranks have joined."""
 
-    def __init__(self, place: Place, num_threads: int, timeout_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, num_threads: int, timeout_s: float) -> None:
         """Lower the priority, then join.
 
         Args:
-            place: in the group.
+            spec: its place in the group.
             num_threads: of torch.
             timeout_s: longest wait for the other ranks.
         """
@@ -31,38 +31,39 @@ class RankActor:
         lower_priority()
         import torch
 
-        from paceline.actors.training.worker_group import Member
+        from paceline.actors.training.worker_group import Worker
 
         torch.set_num_threads(num_threads)
-        self._member = Member(place, timeout_s)
+        self._worker = Worker(spec, timeout_s)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> None:
-        """Call a method of the Member; what raises ends the process, see there."""
+        """Call a method of the Worker; what raises ends the process, see there."""
         try:
-            getattr(self._member, method)(*arguments)
+            getattr(self._worker, method)(*arguments)
         except Exception:
             logger.exception("a rank failed and ends")
             os._exit(1)
 
 
-class RankHand:
-    """A RankActor as rank 0 sees it."""
+class RankHandle:
+    """A RankActor's handle at rank 0."""
 
     def __init__(self, actor: Any) -> None:
-        """Take the actor's handle."""
         self._actor = actor
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call and go on; what goes wrong there ends the group, which is how rank 0 learns."""
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call without waiting; a failure there ends the group, which raises at rank 0."""
         self._actor.call.remote(method, arguments)
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """Kill it."""
         ray.kill(self._actor, no_restart=True)
 
 
-def hiring(num_threads: int, timeout_s: float, num_gpus: float) -> Callable[[Place], RankHand]:
-    """What starts a rank in its place, for a Crew.
+def worker_starter(
+    num_threads: int, timeout_s: float, num_gpus: float
+) -> Callable[[WorkerSpec], RankHandle]:
+    """The ``start_worker`` of a WorkerGroup.
 
     Args:
         num_threads: of torch, per rank.
@@ -71,11 +72,11 @@ def hiring(num_threads: int, timeout_s: float, num_gpus: float) -> Callable[[Pla
     """
     options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
 
-    def hire(place: Place) -> RankHand:
-        actor = ray.remote(**options)(RankActor).remote(place, num_threads, timeout_s)
-        return RankHand(actor)
+    def start_worker(spec: WorkerSpec) -> RankHandle:
+        actor = ray.remote(**options)(RankActor).remote(spec, num_threads, timeout_s)
+        return RankHandle(actor)
 
-    return hire
+    return start_worker
 
 
 def node_address() -> str:

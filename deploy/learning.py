@@ -23,7 +23,7 @@ from paceline.actors.weights.state_folder import fingerprints
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.pending_replicas import rooms
 from paceline.cluster.placement import actor_options, booked
-from paceline.cluster.rank_actors import hiring, node_address
+from paceline.cluster.rank_actors import node_address, worker_starter
 from paceline.cluster.scheduler.leases import Fraction, LeaseSettings
 from paceline.cluster.session import NAMESPACE
 from paceline.cluster.trainer_supervisor import TrainerKeeper
@@ -293,9 +293,11 @@ class TrainerActor(Trainer):
             settings = beside.submit(trainer_settings, config).result()
             jury = beside.submit(make_jury, config).result() if name == _TRAINER else None
             synthetic = beside.submit(synthetic_settings_of, config, name == _TRAINER).result()
-        hire = hiring(settings.num_threads, settings.group_timeout_s, float(_has_gpu(config)))
+        start_worker = worker_starter(
+            settings.num_threads, settings.group_timeout_s, float(_has_gpu(config))
+        )
         tenant = Tenant(name, _fractions(config, name), alone=config.training.trainers == 1)
-        super().__init__(settings, shards, registry, board, hire, node_address(), tenant)
+        super().__init__(settings, shards, registry, board, start_worker, node_address(), tenant)
         self._scorer = None if jury is None else Scorer(*jury, registry, board)
         self._synthetic: SyntheticPrompts | None = None
         if synthetic is not None:

@@ -15,39 +15,39 @@ from typing import Any
 import torch
 
 from paceline.actors.training import worker_group as group
-from paceline.actors.training.worker_group import Crew, Member
+from paceline.actors.training.worker_group import Worker, WorkerGroup
 
 TIMEOUT_S = 120.0
 _TESTS = Path(__file__).parent
 
 
-class ProcessHand:
+class ProcessWorker:
     """A further rank in a process that ends with this one's."""
 
-    def __init__(self, place: group.Place) -> None:
+    def __init__(self, spec: group.WorkerSpec) -> None:
         self.process, self._orders = _start()
-        _send(self._orders, (__name__, "obey", (place,)))
+        _send(self._orders, (__name__, "obey", (spec,)))
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, *arguments: Any) -> None:
         try:
             _send(self._orders, (method, arguments))
         except OSError:  # it is dead, which the group finds out
             return
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         self.process.kill()
         self.process.wait()
 
 
-def crew_of(ranks: int) -> tuple[Crew, list[ProcessHand]]:
-    """A crew, and the list in which its members appear as they are hired."""
-    hired: list[ProcessHand] = []
+def worker_group_of(ranks: int) -> tuple[WorkerGroup, list[ProcessWorker]]:
+    """A worker group, and the list of its workers as they are started."""
+    started: list[ProcessWorker] = []
 
-    def hire(place: group.Place) -> ProcessHand:
-        hired.append(ProcessHand(place))
-        return hired[-1]
+    def start_worker(spec: group.WorkerSpec) -> ProcessWorker:
+        started.append(ProcessWorker(spec))
+        return started[-1]
 
-    return Crew(ranks, hire, "127.0.0.1", TIMEOUT_S, "cpu"), hired
+    return WorkerGroup(ranks, start_worker, "127.0.0.1", TIMEOUT_S, "cpu"), started
 
 
 def as_rank_0(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -66,12 +66,12 @@ def as_rank_0(work: Callable[..., Any], *arguments: Any) -> Any:
         process.wait(TIMEOUT_S)
 
 
-def obey(orders: Connection, place: group.Place) -> None:
+def obey(orders: Connection, spec: group.WorkerSpec) -> None:
     """Be a further rank until the pipe ends, or until something raises."""
-    member = Member(place, TIMEOUT_S)
+    worker = Worker(spec, TIMEOUT_S)
     while True:
         method, arguments = _receive(orders)
-        getattr(member, method)(*arguments)
+        getattr(worker, method)(*arguments)
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:

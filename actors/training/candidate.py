@@ -21,7 +21,7 @@ from paceline.actors.training.learning_rate import Stride, outgrown
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, of_a_step
-from paceline.actors.training.worker_group import Crew, SharedDistiller
+from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroup
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,15 @@ logger = logging.getLogger(__name__)
 class Candidate:
     """Trains in place; keeps the served weights, and their scores on held-out records."""
 
-    def __init__(self, topic: str, settings: TrainerSettings, crew: Crew | None = None) -> None:
+    def __init__(
+        self, topic: str, settings: TrainerSettings, workers: WorkerGroup | None = None
+    ) -> None:
         """Load the initial weights as both candidate and served, version 0.
 
         Args:
             topic: an expert's name.
             settings: see TrainerSettings.
-            crew: the ranks that train with this one, None where it is alone.
+            workers: of the other ranks; None trains alone.
         """
         self.topic = topic
         self.version = 0
@@ -46,8 +48,8 @@ class Candidate:
         path = settings.draft_paths[topic]
         self._distiller = (
             Distiller(path, settings.distiller)
-            if crew is None
-            else SharedDistiller(topic, path, settings.distiller, crew)
+            if workers is None
+            else DistributedDistiller(topic, path, settings.distiller, workers)
         )
         self._began_with: int | None = None  # records, see :meth:`begin`
         self._ahead = False  # of what is served, when it was last looked at

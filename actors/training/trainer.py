@@ -16,7 +16,7 @@ from paceline.actors.training.permits import Tenant
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
     from paceline.actors.training.training_loop import Rounds
-    from paceline.actors.training.worker_group import Crew, Hand, Place
+    from paceline.actors.training.worker_group import WorkerGroup, WorkerHandle, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Trainer:
         shards: Mapping[str, Any],
         registry: Any,
         board: Any,
-        hire: Callable[[Place], Hand] | None = None,
+        start_worker: Callable[[WorkerSpec], WorkerHandle] | None = None,
         address: str = "127.0.0.1",
         tenant: Tenant | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class Trainer:
             shards: topic to actor handle of its ReplayShard.
             registry: actor handle of the WeightRegistry.
             board: actor handle of the LoadBoard; None always gives leave.
-            hire: starts the process of a further rank; needed where ``settings.ranks`` is not 1.
+            start_worker: starts the process of a further rank; needed with more than one.
             address: of this node, at which further ranks find this one.
             tenant: who this trainer is to the board; None is the only one.
         """
@@ -56,7 +56,7 @@ class Trainer:
         prepare_environment(settings.distiller.device)
         self._settings = settings
         self._handles = (dict(shards), registry, board)
-        self._hire, self._address = hire, address
+        self._start_worker, self._address = start_worker, address
         self._tenant = tenant or Tenant()
         self._stop = threading.Event()
         self._rounds: Rounds | None = None
@@ -107,22 +107,22 @@ class Trainer:
         shards, registry, board = self._handles
         world = RayWorld(shards, registry, board, self._settings.timeout_s, self._tenant)
         forbid_compiling()
-        crew = self._crew()
-        self._rounds = Rounds(self._settings, world, crew=crew, stopped=self._stop.is_set)
+        workers = self._worker_group()
+        self._rounds = Rounds(self._settings, world, workers=workers, stopped=self._stop.is_set)
         try:
             self._learn(self._rounds)
         finally:
-            if crew is not None:
-                crew.disband()
+            if workers is not None:
+                workers.stop()
 
-    def _crew(self) -> Crew | None:
-        if self._settings.ranks == 1 or self._hire is None:
+    def _worker_group(self) -> WorkerGroup | None:
+        if self._settings.ranks == 1 or self._start_worker is None:
             return None
-        from paceline.actors.training.worker_group import Crew
+        from paceline.actors.training.worker_group import WorkerGroup
 
         own = self._settings
         how = own.group_timeout_s, own.distiller.device
-        return Crew(own.ranks, self._hire, self._address, *how)
+        return WorkerGroup(own.ranks, self._start_worker, self._address, *how)
 
     def _learn(self, rounds: Rounds) -> None:
         from paceline.actors.training.progress import Stopped

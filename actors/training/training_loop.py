@@ -21,7 +21,7 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.step_runner import Drill
 from paceline.actors.training.topic_schedule import wants
 from paceline.actors.training.topic_stats import Survey, inserted, to_learn_from, total
-from paceline.actors.training.worker_group import Crew, CrewLost
+from paceline.actors.training.worker_group import WorkerGroup, WorkerGroupError
 from paceline.actors.weights.cooldown import NotNow
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Rounds:
         settings: TrainerSettings,
         world: World,
         *,
-        crew: Crew | None = None,
+        workers: WorkerGroup | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         stopped: Callable[[], bool] = lambda: False,
@@ -51,14 +51,14 @@ class Rounds:
         Args:
             settings: see TrainerSettings.
             world: shards, registry and board.
-            crew: the ranks that train with this one, None where it is alone.
+            workers: of the other ranks; None trains alone.
             clock: monotonic seconds.
             sleep: waits some seconds.
             stopped: whether to end; looked at wherever the trainer waits.
         """
         self._settings = settings
         self._world = world
-        self._crew = crew
+        self._workers = workers
         self._clock = clock
         self._drill = Drill(
             settings, world, clock=clock, sleep=sleep, stopped=stopped, taken=self._taken
@@ -72,7 +72,7 @@ class Rounds:
     def candidate(self, topic: str) -> Candidate:
         """A topic's candidate, made when first asked for."""
         if topic not in self._candidates:
-            self._candidates[topic] = Candidate(topic, self._settings, self._crew)
+            self._candidates[topic] = Candidate(topic, self._settings, self._workers)
         return self._candidates[topic]
 
     def drifts(self) -> dict[str, dict[str, Any]]:
@@ -128,7 +128,7 @@ class Rounds:
             raise
         except Exception as error:
             seen.rest.begin(self._clock(), self._settings.schedule)
-            if isinstance(error, CrewLost):
+            if isinstance(error, WorkerGroupError):
                 self._start_over()
             raise
         finally:
@@ -151,8 +151,8 @@ class Rounds:
     def _start_over(self) -> None:
         """Drop what lost ranks held a part of: the next round begins from what was published."""
         self._candidates.clear()
-        if self._crew is not None:
-            self._crew.disband()
+        if self._workers is not None:
+            self._workers.stop()
 
     def _leave(self, topic: str) -> bool:
         """Wait for leave: putting a draft together alone takes seconds of a processor.

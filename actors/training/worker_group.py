@@ -1,9 +1,8 @@
-"""Several ranks: rank 0 tells the others what to do, and all step together.
+"""Data-parallel training: rank 0 in the trainer, and a worker process for each further rank.
 
-Rank 0 lives in the trainer. Every further rank is a process with a :class:`Member`, which holds
-the same distillers and does what it is told, one thing after the other. Whatever needs all ranks
-at once (building an engine, which copies rank 0's weights to all; a micro-step; gathering the
-optimizer's state) is told to the members first and then done by rank 0 itself.
+Every :class:`Worker` holds the same distillers and runs the calls of rank 0 in their order. What
+is collective (building an engine, which copies rank 0's weights to all; a micro-step; gathering the
+optimizer's state) rank 0 calls on the workers first and then runs itself.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerSpec:
     """A process' place in the group.
 
     Attributes:
         rank: from 0.
-        ranks: how many there are.
+        ranks: number of them.
         address: of rank 0's node.
-        port: on it, where the ranks find each other.
-        device: that each of them trains on, ``auto`` is the GPU where there is one.
+        port: on it, of the rendezvous.
+        device: that each rank trains on, ``auto`` is the GPU if there is one.
     """
 
     rank: int
@@ -45,29 +44,29 @@ class Place:
     device: str = "auto"
 
 
-def join(place: Place, timeout_s: float) -> None:
-    """Become a rank; returns when all are there.
+def join_group(spec: WorkerSpec, timeout_s: float) -> None:
+    """Join the process group; returns when all ranks have.
 
     Every rank sees one device, its own, so that its local rank is 0.
 
     Args:
-        place: of this process.
+        spec: of this process.
         timeout_s: longest wait for the others, here and in every collective after.
 
     Raises:
-        RuntimeError: the others did not come, or it is in a group already.
+        RuntimeError: another rank did not join, or this process is in a group already.
     """
     os.environ |= {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.ranks),
+        "RANK": str(spec.rank),
+        "WORLD_SIZE": str(spec.ranks),
         "LOCAL_RANK": "0",
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": str(place.port),
+        "MASTER_ADDR": spec.address,
+        "MASTER_PORT": str(spec.port),
     }
-    if place.address == _LOOPBACK:
+    if spec.address == _LOOPBACK:
         # else gloo listens where the host's name points to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    prepare_environment(place.device)
+    prepare_environment(spec.device)
     forbid_compiling()
     import deepspeed
     import torch
@@ -77,8 +76,8 @@ def join(place: Place, timeout_s: float) -> None:
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
 
 
-def leave() -> None:
-    """End this process' part, whatever state it is in, so that it can join another group."""
+def leave_group() -> None:
+    """Leave the process group, whatever its state, so that this process can join another one."""
     import deepspeed
     import torch
 
@@ -103,154 +102,156 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class CrewLost(RuntimeError):  # noqa: N818 - what was lost is a crew
+class WorkerGroupError(RuntimeError):
     """A rank has died or failed: nothing that the ranks held together can be used any more."""
 
 
-class Hand(Protocol):
-    """A further rank, as rank 0 sees it."""
+class WorkerHandle(Protocol):
+    """A worker's handle at rank 0."""
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Have it call a method of its Member; returns at once, calls keep their order."""
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of the Worker; returns at once, calls keep their order."""
 
-    def dismiss(self) -> None:
-        """End its process, whatever it is doing."""
+    def stop(self) -> None:
+        """Kill its process."""
 
 
-class Member:
-    """What a further rank does.
+class Worker:
+    """A further rank.
 
-    Where any of it raises, its process has to end: only then do the others, which wait for it in
-    the same step, raise too. Leaving the group is not enough, engines keep its connections open.
+    If a call raises, the process must end: only then do the others, which wait for it in the same
+    step, raise too. Leaving the group is not enough, engines keep its connections open.
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
-        """Join the group; returns when all ranks are there."""
-        join(place, timeout_s)
+    def __init__(self, spec: WorkerSpec, timeout_s: float) -> None:
+        """Join the group; returns when all ranks have."""
+        join_group(spec, timeout_s)
         self._distillers: dict[str, Distiller] = {}
 
     def build(self, topic: str, path: str, settings: DistillerSettings) -> None:
-        """Make the topic's engine, anew where there is one; rank 0's weights come with it."""
+        """Build the topic's engine, again if there is one; rank 0's weights come with it."""
         if topic in self._distillers:
             self._distillers[topic].reset(None)
         else:
             self._distillers[topic] = Distiller(path, settings)
 
     def scale_rate(self, topic: str, share: float) -> None:
-        """Learn at this share of the rate."""
+        """Scale the learning rate."""
         self._distillers[topic].scale_rate(share)
 
     def refresh_rate(self, topic: str) -> None:
-        """Hold the full rate again."""
+        """Restart the learning-rate schedule."""
         self._distillers[topic].refresh_rate()
 
     def learn(self, topic: str, share: Share) -> None:
-        """Learn from a share."""
+        """Run a micro-step on this rank's share."""
         self._distillers[topic].learn(share)
 
     def optimizer_state(self, topic: str) -> None:
-        """Hand out this rank's part."""
+        """WorkerHandle out this rank's part."""
         self._distillers[topic].live_state()
 
     def resume(self, topic: str, state: OptimizerState) -> None:
-        """Take this rank's part."""
+        """Load this rank's part."""
         self._distillers[topic].resume(state)
 
 
-class Crew:
-    """Rank 0's side: hires the members when first needed, and again after :meth:`disband`."""
+class WorkerGroup:
+    """Rank 0's side: starts the workers when first needed, and again after :meth:`stop`."""
 
     def __init__(
         self,
         ranks: int,
-        hire: Callable[[Place], Hand],
+        start_worker: Callable[[WorkerSpec], WorkerHandle],
         address: str,
         timeout_s: float,
         device: str = "auto",
     ) -> None:
-        """Nobody is hired yet.
+        """Start no process yet.
 
         Args:
-            ranks: all of them, rank 0 counted in.
-            hire: starts a process with a Member in that place.
-            address: of this node, at which the others find rank 0.
-            timeout_s: longest wait for the others, at the start and in every step.
+            ranks: number of ranks, rank 0 included.
+            start_worker: starts a process with a Worker.
+            address: of this node, for the rendezvous.
+            timeout_s: longest wait for the other ranks, at the start and in every step.
             device: of every rank's training.
         """
         self.ranks = ranks
-        self._hire = hire
+        self._start_worker = start_worker
         self._address = address
         self._timeout_s = timeout_s
         self._device = device
-        self._hands: list[Hand] = []
+        self._handles: list[WorkerHandle] = []
 
-    def gather(self) -> None:
-        """Have all ranks there; does nothing where they are.
+    def start(self) -> None:
+        """Start the workers and join the group; does nothing if they are running.
 
         Raises:
-            CrewLost: not all came in time.
+            WorkerGroupError: not all joined in time.
         """
-        if self._hands:
+        if self._handles:
             return
         port = free_port(self._address)
         where = self._address, port, self._device
-        places = [Place(rank, self.ranks, *where) for rank in range(self.ranks)]
+        specs = [WorkerSpec(rank, self.ranks, *where) for rank in range(self.ranks)]
         try:
-            self._hands = [self._hire(place) for place in places[1:]]
-            join(places[0], self._timeout_s)
+            self._handles = [self._start_worker(spec) for spec in specs[1:]]
+            join_group(specs[0], self._timeout_s)
         except Exception as error:
-            self.disband()
-            raise CrewLost(f"the ranks did not come together: {error}") from error
+            self.stop()
+            raise WorkerGroupError(f"the ranks did not come together: {error}") from error
         logger.info("%d ranks train together", self.ranks)
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Have every member call a method with the same arguments."""
-        for hand in self._hands:
-            hand.tell(method, *arguments)
+    def broadcast(self, method: str, *arguments: Any) -> None:
+        """Call a method of every worker with the same arguments."""
+        for handle in self._handles:
+            handle.call(method, *arguments)
 
-    def deal(self, method: str, topic: str, parts: Sequence[Any]) -> None:
-        """Have every member call a method with a part of its own."""
-        for hand, part in zip(self._hands, parts, strict=True):
-            hand.tell(method, topic, part)
+    def scatter(self, method: str, topic: str, parts: Sequence[Any]) -> None:
+        """Call a method of every worker with its own part."""
+        for handle, part in zip(self._handles, parts, strict=True):
+            handle.call(method, topic, part)
 
-    def disband(self) -> None:
-        """End the members and the group; the distillers made under it are of no use after."""
-        hands, self._hands = self._hands, []
-        for hand in hands:
+    def stop(self) -> None:
+        """Stop the workers and leave the group; distillers made under it cannot be used after."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
             try:
-                hand.dismiss()
+                handle.stop()
             except Exception:
-                logger.info("a rank could not be dismissed", exc_info=True)
-        leave()
+                logger.info("a worker could not be stopped", exc_info=True)
+        leave_group()
 
 
-class SharedDistiller(Distiller):
-    """Rank 0's distiller: what it does, the members do with it."""
+class DistributedDistiller(Distiller):
+    """Rank 0's distiller; the workers' run along."""
 
-    def __init__(self, topic: str, path: str, settings: DistillerSettings, crew: Crew) -> None:
+    def __init__(
+        self, topic: str, path: str, settings: DistillerSettings, workers: WorkerGroup
+    ) -> None:
         """See Distiller.
 
         Raises:
-            CrewLost: another rank failed.
+            WorkerGroupError: another rank failed.
         """
         self._topic = topic
-        self._crew = crew
-        crew.gather()
+        self._workers = workers
+        workers.start()
         super().__init__(path, settings)
 
     def _build(self, draft: Any) -> None:
-        self._crew.tell("build", self._topic, self.path, self.settings)
-        self._together(super()._build, draft)
+        self._workers.broadcast("build", self._topic, self.path, self.settings)
+        self._collective(super()._build, draft)
 
     def scale_rate(self, share: float) -> None:
-        """Have every rank learn at this share of the rate."""
+        """Scale every rank's learning rate."""
         super().scale_rate(share)
-        self._crew.tell("scale_rate", self._topic, share)
+        self._workers.broadcast("scale_rate", self._topic, share)
 
     def refresh_rate(self) -> None:
-        """Have every rank hold the full rate again."""
+        """Restart every rank's learning-rate schedule."""
         super().refresh_rate()
-        self._crew.tell("refresh_rate", self._topic)
+        self._workers.broadcast("refresh_rate", self._topic)
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from a batch together, some of its records each.
@@ -258,29 +259,29 @@ class SharedDistiller(Distiller):
         ``before_step`` is never called: the others wait for rank 0 in the middle of the step.
 
         Raises:
-            CrewLost: another rank failed.
+            WorkerGroupError: another rank failed.
         """
         del before_step
-        mine, *others = split(share, self._crew.ranks)
-        self._crew.deal("learn", self._topic, others)
-        return self._together(super().learn, mine)
+        mine, *others = split(share, self._workers.ranks)
+        self._workers.scatter("learn", self._topic, others)
+        return self._collective(super().learn, mine)
 
     def live_state(self) -> OptimizerState:
-        """Gather the ranks' parts, which are copies then.
+        """Gather copies of the ranks' parts.
 
         Raises:
-            CrewLost: another rank failed.
+            WorkerGroupError: another rank failed.
         """
-        self._crew.tell("optimizer_state", self._topic)
-        return self._together(super().live_state)
+        self._workers.broadcast("optimizer_state", self._topic)
+        return self._collective(super().live_state)
 
     def resume(self, state: OptimizerState) -> None:
-        """Go on, every rank with its part; see Distiller."""
-        super().resume(state)  # first: where it does not fit, the members must not hear of it
-        self._crew.tell("resume", self._topic, state)
+        """Resume every rank with its part; see Distiller."""
+        super().resume(state)  # first: the workers must not load what does not fit
+        self._workers.broadcast("resume", self._topic, state)
 
-    def _together(self, call: Callable[..., T], *arguments: Any) -> T:
+    def _collective(self, call: Callable[..., T], *arguments: Any) -> T:
         try:
             return call(*arguments)
         except Exception as error:
-            raise CrewLost(f"another rank failed: {error}") from error
+            raise WorkerGroupError(f"another rank failed: {error}") from error

@@ -23,7 +23,7 @@ from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.rank_actors import hiring
+from paceline.cluster.rank_actors import worker_starter
 from paceline.cluster.session import ray_session, thread_environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
@@ -67,8 +67,8 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         optimizer_dir=str(tmp_path / "optimizer"),
         ranks=2,
     )
-    hire = hiring(1, settings.group_timeout_s, 0.0)
-    trainer = actor(Trainer, settings, {"sql": shard}, registry, None, hire)
+    start_worker = worker_starter(1, settings.group_timeout_s, 0.0)
+    trainer = actor(Trainer, settings, {"sql": shard}, registry, None, start_worker)
     ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in range(60)])
 
     def version() -> int:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from lessons import lesson
 from local_world import filled, make_rounds, trainer_settings
-from rank_processes import TIMEOUT_S, as_rank_0, crew_of
+from rank_processes import TIMEOUT_S, as_rank_0, worker_group_of
 
 from paceline.actors.training import worker_group as group
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 from paceline.actors.training.shares import of_a_step, split
-from paceline.actors.training.worker_group import CrewLost, SharedDistiller
+from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroupError
 
 # Records of unequal lengths, and fewer of them than ranks at the end.
 BATCHES = [
@@ -79,20 +79,20 @@ def _lesson(distiller: Distiller) -> tuple[list[MicroStep], Any]:
 
 def _alone_and_together(draft: str) -> dict[str, list[Any]]:
     results: dict[str, list[Any]] = {}
-    group.join(group.Place(0, 1, "127.0.0.1", group.free_port(), "cpu"), TIMEOUT_S)
+    group.join_group(group.WorkerSpec(0, 1, "127.0.0.1", group.free_port(), "cpu"), TIMEOUT_S)
     for name, settings in VARIANTS.items():
         results[name] = [_lesson(Distiller(draft, settings))]
-    group.leave()
-    crew, _ = crew_of(2)
+    group.leave_group()
+    workers, _ = worker_group_of(2)
     for name, settings in VARIANTS.items():
-        results[name].append(_lesson(SharedDistiller(name, draft, settings, crew)))
-    crew.disband()
+        results[name].append(_lesson(DistributedDistiller(name, draft, settings, workers)))
+    workers.stop()
     return results
 
 
 def _failure_in_a_step(draft: str) -> tuple[str, bool]:
-    crew, _ = crew_of(2)
-    distiller = SharedDistiller("sql", draft, VARIANTS["stage 0"], crew)
+    workers, _ = worker_group_of(2)
+    distiller = DistributedDistiller("sql", draft, VARIANTS["stage 0"], workers)
     whole = BATCHES[0]
     distiller.micro_step(whole)
     wrong = dataclasses.replace(whole, columns=whole.columns.clone())
@@ -100,17 +100,17 @@ def _failure_in_a_step(draft: str) -> tuple[str, bool]:
     began = time.monotonic()
     try:
         distiller.micro_step(wrong)
-    except CrewLost as error:
+    except WorkerGroupError as error:
         return str(error), time.monotonic() - began < TIMEOUT_S / 2
     finally:
-        crew.disband()
+        workers.stop()
     return "it went on", False
 
 
 def _death_in_a_round(draft: str, folder: str) -> dict[str, Any]:
-    crew, hired = crew_of(2)
+    workers, started = worker_group_of(2)
     world = filled(Path(folder))
-    rounds = make_rounds(trainer_settings(Path(draft), ranks=2), world, crew=crew)
+    rounds = make_rounds(trainer_settings(Path(draft), ranks=2), world, workers=workers)
     assert rounds.tick()
     first = world.versions()
     asked: list[int] = []
@@ -118,27 +118,27 @@ def _death_in_a_round(draft: str, folder: str) -> dict[str, Any]:
     def leave() -> bool:
         asked.append(1)
         if len(asked) == 5:
-            hired[0].dismiss()
+            started[0].stop()
         return True
 
     world.leave = leave
     reason = "the round went on without its second rank"
     try:
         rounds.tick()
-    except CrewLost as error:
+    except WorkerGroupError as error:
         reason = str(error)
     lost = world.versions()
     world.leave = lambda: True
     while rounds.progress.published < 2 and rounds.progress.rounds < 20:
         rounds.tick()
-    crew.disband()
+    workers.stop()
     return {
         "first": first,
         "lost": lost,
         "last": world.versions(),
         "asked": len(asked),
         "reason": reason,
-        "alive": [hand.process.poll() is None for hand in hired],
+        "alive": [worker.process.poll() is None for worker in started],
     }
 
 
@@ -191,7 +191,7 @@ def test_the_death_of_a_rank_costs_the_round_and_nothing_else(outcome: tuple[Any
     assert sum(facts["first"].values()) == 1
     assert facts["lost"] == facts["first"]
     assert sum(facts["last"].values()) == 2
-    assert facts["alive"] == [False, False]  # a second one was hired, and dismissed at the end
+    assert facts["alive"] == [False, False]  # a second one was started, and stopped at the end
 
 
 @pytest.mark.full
