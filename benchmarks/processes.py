@@ -16,9 +16,9 @@ TITLES = {
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
     "trainer": "ray::TrainerActor",
-    "registry": "ray::MeteredRegistry",
-    "shard": "ray::MeteredShard",
-    "board": "ray::MeteredBoard",
+    "registry": "ray::MeteredWeightRegistry",
+    "shard": "ray::MeteredReplayShard",
+    "board": "ray::MeteredLoadBoard",
 }
 
 

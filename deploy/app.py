@@ -26,7 +26,7 @@ from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import ingress_settings, target_settings
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.keeper import TopicKeeper
-from paceline.deploy.monitoring.front import MeteredIngress
+from paceline.deploy.monitoring.ingress import MeteredIngress
 from paceline.deploy.signals import kept, undisturbed
 
 logger = logging.getLogger(__name__)

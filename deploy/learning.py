@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util import metrics
 
 from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.permits import Tenant
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.synthetic.generator import SyntheticPrompts
@@ -24,6 +25,7 @@ from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.pending_replicas import rooms
 from paceline.cluster.placement import actor_options, booked
 from paceline.cluster.rank_actors import node_address, worker_starter
+from paceline.cluster.scheduler.board import LoadBoard
 from paceline.cluster.scheduler.leases import Fraction, LeaseSettings
 from paceline.cluster.session import NAMESPACE
 from paceline.cluster.trainer_supervisor import TrainerKeeper
@@ -31,10 +33,13 @@ from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
 from paceline.deploy.errors import cause_of
-from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
-from paceline.deploy.monitoring.exporter import Exporter, Sample
-from paceline.deploy.monitoring.readings import trainer_samples
-from paceline.deploy.monitoring.sink import RaySink
+from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample, metered
+from paceline.deploy.monitoring.readings import (
+    board_samples,
+    registry_samples,
+    shard_samples,
+    trainer_samples,
+)
 from paceline.deploy.scoring import make_jury, scores_experts
 from paceline.deploy.synthetic import synthetic_settings_of, target_handle
 
@@ -189,12 +194,14 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
         expert: the topic.
     """
     folder = str(config.state_path / "replay") if config.replay.persist else None
-    shard = _named(MeteredShard, _shard_name(expert), actor_options(config.placement.learning))
+    metered_shard = metered(ReplayShard, lambda shard: shard_samples(shard.stats()))
+    shard = _named(metered_shard, _shard_name(expert), actor_options(config.placement.learning))
     return shard.remote(expert, replay_settings(config), folder)
 
 
 def _board(config: PacelineConfig) -> Any:
-    board = _named(MeteredBoard, BOARD, actor_options(config.placement.learning))
+    metered_board = metered(LoadBoard, lambda b: board_samples(b.snapshot(), b.yields()))
+    board = _named(metered_board, BOARD, actor_options(config.placement.learning))
     occupied = occupied_above(config, os.cpu_count() or 1)
     reckoned = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
     leases = LeaseSettings(yield_timeout_s=config.training.yield_timeout_s or reckoned)
@@ -203,9 +210,10 @@ def _board(config: PacelineConfig) -> Any:
 
 def _registry(config: PacelineConfig) -> Any:
     from paceline.actors.weights.canary import CanarySettings
-    from paceline.deploy.monitoring.registry import MeteredRegistry  # imports torch
+    from paceline.actors.weights.registry import WeightRegistry  # imports torch
 
-    registry = _named(MeteredRegistry, _REGISTRY, actor_options(config.placement.learning))
+    metered_registry = metered(WeightRegistry, lambda r: registry_samples(r.figures()))
+    registry = _named(metered_registry, _REGISTRY, actor_options(config.placement.learning))
     return registry.remote(
         directory=str(config.state_path / WEIGHTS_FOLDER),
         topics=config.drafts.experts,

@@ -31,7 +31,6 @@ from paceline.deploy.api.request_parser import (
     check_model,
     engine_requests,
     explicit_expert,
-    is_disconnect,
     query_number,
     read_body,
 )
@@ -48,6 +47,7 @@ from paceline.deploy.api.traffic import Arrivals, RecentTraffic
 from paceline.deploy.config.added_topics import TopicList
 from paceline.deploy.config.live import Live, LiveIngress
 from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded
+from paceline.deploy.monitoring.outcomes import is_disconnect
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
-from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
@@ -140,11 +139,6 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     except ClientDisconnect as error:
         raise ApiError(CLIENT_GONE, "The client went away.") from error
     return bytes(body)
-
-
-def is_disconnect(error: Exception) -> bool:
-    """Whether an exception of Starlette or Ray means that the client has disconnected."""
-    return isinstance(error, ClientDisconnect | TaskCancelledError)
 
 
 def client_key(request: Request) -> str:

@@ -1,1 +1,1 @@
-"""What Prometheus and Grafana see: the metrics, their export, dashboard and alert rules."""
+"""Metrics, their export to Prometheus, a Grafana dashboard and alert rules."""

@@ -1,17 +1,20 @@
 """Every metric that Paceline exports: name, kind, help text, labels. Pure data.
 
-Names and meanings of the ``spec_decode_`` metrics, of token counts and latencies are vLLM's. Ray
-prefixes ``ray_`` and Prometheus' client appends ``_total`` to counters; what Serve deployments
-export also carries ``application``, ``deployment`` and ``replica``, and everything what Ray adds
-(``SessionName``, ``NodeAddress``, ``WorkerId`` ...).
+Names and meanings are vLLM's where it has the metric. Ray prefixes ``ray_`` and Prometheus' client
+appends ``_total`` to counters. Metrics of Serve deployments also carry the labels ``application``,
+``deployment`` and ``replica``, and all carry Ray's own (``SessionName``, ``NodeAddress``,
+``WorkerId`` ...).
 
-A counter's series lives as long as the node's agent, so no label of a counter may take ever new
-values. A ``weight_version`` does: it labels gauges alone, whose series go some seconds after nobody
-sets them any more.
+A counter's series lives as long as the node's agent, so a counter's label must have few values.
+``weight_version`` has many and labels gauges only: a gauge's series expires seconds after its last
+update.
+
+``python -m paceline.deploy.monitoring.catalogue > docs/metrics.md`` writes the reference.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,9 +37,9 @@ class Metric:
     Attributes:
         name: without any prefix.
         kind: see Kind.
-        part: who exports it.
+        part: that exports it.
         help: one sentence.
-        labels: its own ones.
+        labels: without those that Ray adds.
         buckets: upper bounds of a histogram's buckets, increasing.
     """
 
@@ -49,12 +52,12 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As Ray is told."""
+        """Name in Ray."""
         return PREFIX + self.name
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names as Prometheus has them."""
+        """Names in Prometheus."""
         name = RAY_PREFIX + self.full_name
         if self.kind is Kind.COUNTER:
             return (name + "_total",)
@@ -64,253 +67,252 @@ class Metric:
 
 
 TARGET, INGRESS, REGISTRY = "target", "ingress", "registry"
-SHARD, TRAINER, BOARD = "shard", "trainer", "board"
-PARTS = (TARGET, INGRESS, REGISTRY, SHARD, TRAINER, BOARD)
+SHARD, TRAINER, SCHEDULER = "shard", "trainer", "scheduler"
+PARTS = {
+    TARGET: "Target replicas",
+    INGRESS: "Ingress replicas",
+    REGISTRY: "Weight registry",
+    SHARD: "Replay shards",
+    TRAINER: "Trainer",
+    SCHEDULER: "Trainer scheduler",
+}
 
-_COUNT, _GAUGE, _TIMES = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _DRAFT = ("topic", "draft", "slot")
 _VERSION = ("draft", "weight_version")
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LONG_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+def _counter(part: str, name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, part, text, labels)
+
+
+def _gauge(part: str, name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, part, text, labels)
+
+
+def _histogram(part: str, name: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, part, text, buckets=buckets)
+
 
 METRICS: tuple[Metric, ...] = (
-    Metric(
+    _counter(
+        TARGET,
         "spec_decode_num_rounds",
-        _COUNT,
-        TARGET,
-        "Verification rounds of requests that may speculate, with drafts or without",
-        _DRAFT,
+        "Verification rounds of requests that may speculate, with or without drafts",
+        *_DRAFT,
     ),
-    Metric("spec_decode_num_drafts", _COUNT, TARGET, "Of these rounds, those with drafts", _DRAFT),
-    Metric("spec_decode_num_draft_tokens", _COUNT, TARGET, "Drafted tokens", _DRAFT),
-    Metric(
+    _counter(TARGET, "spec_decode_num_drafts", "Rounds with drafts", *_DRAFT),
+    _counter(TARGET, "spec_decode_num_draft_tokens", "Draft tokens", *_DRAFT),
+    _counter(
+        TARGET,
         "spec_decode_num_accepted_tokens",
-        _COUNT,
-        TARGET,
-        "Drafted tokens that were accepted; bonus and recovered tokens are not among them",
-        _DRAFT,
+        "Accepted draft tokens; bonus and recovered tokens do not count",
+        *_DRAFT,
     ),
-    Metric(
+    _counter(
+        TARGET,
         "spec_decode_num_accepted_tokens_per_pos",
-        _COUNT,
-        TARGET,
-        "Accepted tokens by their position in the draft, from 0",
-        (*_DRAFT, "position"),
+        "Accepted draft tokens by position in the draft, from 0",
+        *_DRAFT,
+        "position",
     ),
-    Metric("prompt_tokens", _COUNT, TARGET, "Tokens of the prompts that came", ("topic",)),
-    Metric("generation_tokens", _COUNT, TARGET, "Tokens of the answers", ("topic",)),
-    Metric("decode_tokens", _COUNT, TARGET, "Tokens that rounds emitted"),
-    Metric("decode_seconds", _COUNT, TARGET, "Seconds of rounds, without the reading of prompts"),
-    Metric("draft_seconds", _COUNT, TARGET, "Of these, seconds of drafting"),
-    Metric(
+    _counter(TARGET, "prompt_tokens", "Prompt tokens of the requests that arrived", "topic"),
+    _counter(TARGET, "generation_tokens", "Generated tokens that were sent", "topic"),
+    _counter(TARGET, "decode_tokens", "Tokens emitted by decoding rounds"),
+    _counter(TARGET, "decode_seconds", "Seconds of decoding rounds, without prefill"),
+    _counter(TARGET, "draft_seconds", "Seconds of drafting, part of decode_seconds"),
+    _counter(
+        TARGET,
         "plain_decode_seconds",
-        _COUNT,
-        TARGET,
-        "Seconds that plain decoding would take for the same tokens, by the engine's step costs",
+        "Seconds that plain decoding would take for the same tokens, by the engine's cost table",
     ),
-    Metric(
+    _gauge(
+        TARGET,
         "predicted_goodput",
-        _GAUGE,
-        TARGET,
-        "Tokens per second that the controller expects of its present choice",
+        "Tokens per second that the controller predicts for its current choice",
     ),
-    Metric(
+    _gauge(
+        TARGET,
         "num_speculative_tokens",
-        _GAUGE,
+        "k, the controller's current choice; 0 if drafting does not pay",
+        "draft",
+        "slot",
+    ),
+    _counter(TARGET, "draft_failures", "Rounds decoded without drafts because a draft failed"),
+    _counter(
+        TARGET, "corrupted_requests", "Requests that failed because of NaN or infinite logits"
+    ),
+    _counter(TARGET, "num_preemptions", "Requests whose memory was freed and that were recomputed"),
+    _gauge(TARGET, "num_requests_running", "Requests in the running batch"),
+    _gauge(TARGET, "num_requests_waiting", "Requests that wait for a row or for KV blocks"),
+    _gauge(TARGET, "kv_blocks", "Blocks of the target's KV cache", "state"),
+    _gauge(
+        TARGET, "draft_weight_version", "weight_version that a replica drafts with", "draft", "slot"
+    ),
+    _gauge(TARGET, "version_num_drafts", "Rounds drafted by a weight_version", *_VERSION),
+    _gauge(TARGET, "version_num_draft_tokens", "Draft tokens of a weight_version", *_VERSION),
+    _gauge(
         TARGET,
-        "The controller's present choice of k, 0 where drafting does not pay",
-        ("draft", "slot"),
-    ),
-    Metric(
-        "draft_failures", _COUNT, TARGET, "Rounds that went on without drafts since a draft failed"
-    ),
-    Metric(
-        "not_finite_requests",
-        _COUNT,
-        TARGET,
-        "Requests that failed because their logits were NaN or infinite",
-    ),
-    Metric("preemptions", _COUNT, TARGET, "Requests that gave up their memory and began anew"),
-    Metric("num_requests_running", _GAUGE, TARGET, "Requests that are decoded"),
-    Metric("num_requests_waiting", _GAUGE, TARGET, "Requests that wait for a row or for memory"),
-    Metric("kv_blocks", _GAUGE, TARGET, "Blocks of the target's keys and values", ("state",)),
-    Metric(
-        "draft_weight_version",
-        _GAUGE,
-        TARGET,
-        "The weight_version that a replica's draft has",
-        ("draft", "slot"),
-    ),
-    Metric("version_num_drafts", _GAUGE, TARGET, "Rounds that a weight_version drafted", _VERSION),
-    Metric(
-        "version_num_draft_tokens", _GAUGE, TARGET, "Tokens that a weight_version drafted", _VERSION
-    ),
-    Metric(
         "version_num_accepted_tokens",
-        _GAUGE,
-        TARGET,
-        "Of these, those that were accepted",
-        _VERSION,
+        "Accepted draft tokens of a weight_version",
+        *_VERSION,
     ),
-    Metric(
-        "expert_answers",
-        _COUNT,
+    _counter(
         TARGET,
-        "Questions to an expert of the pool by what came of them; none where drafts are colocated",
-        ("draft", "outcome"),
+        "expert_requests",
+        "Requests to an expert of the pool by outcome; none if drafts are colocated",
+        "draft",
+        "outcome",
     ),
-    Metric(
+    _gauge(
+        TARGET,
         "expert_connected",
-        _GAUGE,
-        TARGET,
-        "1 where an expert of the pool is connected, else 0; none where drafts are colocated",
-        ("draft",),
+        "1 if an expert of the pool is connected, else 0; none if drafts are colocated",
+        "draft",
     ),
-    Metric(
+    _histogram(
+        TARGET,
         "request_queue_time_seconds",
-        _TIMES,
-        TARGET,
-        "From a request's arrival at the engine to its beginning",
-        buckets=_LONG,
+        "From a request's arrival at the engine to its start",
+        _LONG_S,
     ),
-    Metric(
+    _histogram(
+        TARGET,
         "time_to_first_token_seconds",
-        _TIMES,
-        TARGET,
         "From a request's arrival at the engine to its first token",
-        buckets=_LONG,
+        _LONG_S,
     ),
-    Metric(
-        "time_per_output_token_seconds",
-        _TIMES,
+    _histogram(
         TARGET,
-        "Time between a request's tokens after the first, its mean; of the engine: where many "
-        "stream, a token may wait up to 50 ms to be sent",
-        buckets=_SHORT,
+        "request_time_per_output_token_seconds",
+        "Mean time per token of a request after its first token, in the engine: coalescing of "
+        "stream chunks may delay a token by up to 50 ms",
+        _SHORT_S,
     ),
-    Metric(
-        "requests", _COUNT, INGRESS, "Requests for answers by what became of them", ("outcome",)
-    ),
-    Metric(
+    _counter(INGRESS, "requests", "Generation requests by outcome", "outcome"),
+    _histogram(
+        INGRESS,
         "e2e_request_latency_seconds",
-        _TIMES,
+        "From a request's arrival to the end of its answer, of complete answers",
+        _LONG_S,
+    ),
+    _gauge(INGRESS, "requests_in_flight", "Admitted sequences that are not finished"),
+    _counter(INGRESS, "router_requests", "Requests to the router by outcome", "outcome"),
+    _histogram(INGRESS, "router_latency_seconds", "Latency of the router's answers", _SHORT_S),
+    _counter(
+        INGRESS, "routed_requests", "Routed requests by topic and drafting expert", "topic", "draft"
+    ),
+    _counter(
         INGRESS,
-        "From a request's arrival to the end of its answer, where that is whole",
-        buckets=_LONG,
-    ),
-    Metric("requests_in_flight", _GAUGE, INGRESS, "Sequences that were let in and are under way"),
-    Metric(
-        "router_requests",
-        _COUNT,
-        INGRESS,
-        "Questions to the router by what came of them",
-        ("outcome",),
-    ),
-    Metric(
-        "router_latency_seconds", _TIMES, INGRESS, "Time of the router's answers", buckets=_SHORT
-    ),
-    Metric(
-        "routed_requests",
-        _COUNT,
-        INGRESS,
-        "Routed requests by topic and by the expert that drafts",
-        ("topic", "draft"),
-    ),
-    Metric(
         "failovers",
-        _COUNT,
-        INGRESS,
-        "Attempts that failed by why, requests resumed after one, and requests given up",
-        ("kind",),
+        "Failed attempts by reason, requests resumed after one, and requests given up",
+        "kind",
     ),
-    Metric(
+    _gauge(
+        REGISTRY,
         "weight_version",
-        _GAUGE,
-        REGISTRY,
-        "The weight_version that is announced for a slot",
-        ("draft", "slot"),
+        "weight_version that the registry announces for a slot",
+        "draft",
+        "slot",
     ),
-    Metric("weight_updates", _COUNT, REGISTRY, "Decisions on draft weights", ("draft", "outcome")),
-    Metric(
+    _counter(REGISTRY, "weight_updates", "Decisions on draft weights", "draft", "outcome"),
+    _gauge(
+        REGISTRY,
         "expected_acceptance",
-        _GAUGE,
-        REGISTRY,
         "Expected acceptance on held-out records at the last gate",
-        ("draft", "of"),
+        "draft",
+        "weights",
     ),
-    Metric(
-        "canary_requests", _GAUGE, REGISTRY, "Requests that a candidate is judged by", ("draft",)
-    ),
-    Metric("replay_records", _GAUGE, SHARD, "Records that are kept", ("topic", "split")),
-    Metric("replay_bytes", _GAUGE, SHARD, "Bytes of these records", ("topic", "split")),
-    Metric(
-        "replay_capacity_bytes", _GAUGE, SHARD, "Bytes that there is room for", ("topic", "split")
-    ),
-    Metric("replay_inserted", _COUNT, SHARD, "Records that came", ("topic",)),
-    Metric("replay_evicted", _COUNT, SHARD, "Records that had no room or made way", ("topic",)),
-    Metric("replay_expired", _COUNT, SHARD, "Records dropped past their retention", ("topic",)),
-    Metric("replay_refused", _COUNT, SHARD, "What came and is no record", ("topic",)),
-    Metric("replay_left_out", _COUNT, SHARD, "Requests of a flood that left no record", ("topic",)),
-    Metric("trainer_state", _GAUGE, TRAINER, "1 for what the trainer is at, else 0", ("state",)),
-    Metric("trainer_micro_steps", _COUNT, TRAINER, "Micro-steps of training"),
-    Metric("trainer_seconds", _COUNT, TRAINER, "Seconds of these"),
-    Metric("trainer_rounds", _COUNT, TRAINER, "Rounds that came to a decision", ("outcome",)),
-    Metric("trainer_failures", _COUNT, TRAINER, "Rounds that raised"),
-    Metric("trainer_loss", _GAUGE, TRAINER, "Loss of the last micro-step, nats"),
-    Metric(
+    _gauge(REGISTRY, "canary_requests", "Requests that a canary is judged by so far", "draft"),
+    _gauge(SHARD, "replay_records", "Records in the table", "topic", "split"),
+    _gauge(SHARD, "replay_bytes", "Bytes of the records in the table", "topic", "split"),
+    _gauge(SHARD, "replay_capacity_bytes", "Capacity of the table", "topic", "split"),
+    _counter(SHARD, "replay_inserted", "Records that arrived", "topic"),
+    _counter(SHARD, "replay_evicted", "Records dropped for lack of capacity", "topic"),
+    _counter(SHARD, "replay_expired", "Records dropped after their retention time", "topic"),
+    _counter(SHARD, "replay_invalid", "Messages that are not valid records", "topic"),
+    _counter(SHARD, "replay_rate_limited", "Requests not recorded because of rate limits", "topic"),
+    _gauge(TRAINER, "trainer_state", "1 for the trainer's current state, else 0", "state"),
+    _counter(TRAINER, "trainer_micro_steps", "Micro-steps of training"),
+    _counter(TRAINER, "trainer_seconds", "Seconds of micro-steps"),
+    _counter(TRAINER, "trainer_rounds", "Training rounds that reached a decision", "outcome"),
+    _counter(TRAINER, "trainer_failures", "Training rounds that raised an exception"),
+    _gauge(TRAINER, "trainer_loss", "Loss of the last micro-step, nats"),
+    _gauge(
+        TRAINER,
         "live_acceptance",
-        _GAUGE,
+        "Fast and slow moving average of served requests' first-position acceptance",
+        "draft",
+        "mean",
+    ),
+    _gauge(
         TRAINER,
-        "Mean first-position acceptance of served requests: a fast mean and a slow one",
-        ("draft", "mean"),
+        "drifting",
+        "1 if the fast average has fallen below the slow one, else 0",
+        "draft",
     ),
-    Metric(
-        "drifting", _GAUGE, TRAINER, "1 where the fast mean has fallen below the slow", ("draft",)
-    ),
-    Metric(
-        "routing_weight",
-        _GAUGE,
-        TRAINER,
-        "Measured weight of an expert for a topic",
-        ("topic", "draft"),
-    ),
-    Metric("training_leave", _GAUGE, BOARD, "1 where a trainer may run now, else 0"),
-    Metric("training_paused", _GAUGE, BOARD, "1 where an operator has paused training, else 0"),
-    Metric("draining", _GAUGE, BOARD, "1 where the server takes nothing new, else 0"),
-    Metric("training_leave_asked", _COUNT, BOARD, "Times that a trainer asked for leave"),
-    Metric("training_leave_granted", _COUNT, BOARD, "Of these, times that it got it"),
-    Metric("serving_replicas", _GAUGE, BOARD, "Target replicas that have reported lately"),
-    Metric(
+    _gauge(TRAINER, "routing_weight", "Measured weight of an expert for a topic", "topic", "draft"),
+    _gauge(SCHEDULER, "training_permitted", "1 if a trainer may run now, else 0"),
+    _gauge(SCHEDULER, "training_paused", "1 if an operator has paused training, else 0"),
+    _gauge(SCHEDULER, "draining", "1 if the server admits no new requests, else 0"),
+    _counter(SCHEDULER, "training_permit_requests", "Permits that trainers requested"),
+    _counter(SCHEDULER, "training_permits_granted", "Permits that trainers got"),
+    _gauge(SCHEDULER, "serving_replicas", "Target replicas with a recent load report"),
+    _gauge(
+        SCHEDULER,
         "serving_replicas_pending",
-        _GAUGE,
-        BOARD,
-        "Replicas of Serve that wait for room, where trainers could make some",
+        "Pending replicas of Serve that fit if trainers are preempted",
     ),
-    Metric("trainers_freed", _GAUGE, BOARD, "Trainers that were ended to make room"),
-    Metric(
+    _gauge(SCHEDULER, "trainers_preempted", "Trainers that were stopped for a replica"),
+    _gauge(
+        SCHEDULER,
         "training_leases",
-        _GAUGE,
-        BOARD,
-        "Trainers that compute, are to yield, have a topic and wait, or have none",
-        ("state",),
+        "Trainers by state: working, revoked, waiting, without a topic",
+        "state",
     ),
-    Metric(
-        "training_leases_ended", _COUNT, BOARD, "Leases of trainers by how they ended", ("how",)
-    ),
-    Metric(
+    _counter(SCHEDULER, "training_leases_ended", "Ended leases of trainers by reason", "reason"),
+    _counter(
+        SCHEDULER,
         "idle_seconds",
-        _COUNT,
-        BOARD,
-        "Seconds in which serving was idle: used, with a trainer that waits, and with none",
-        ("use",),
+        "Idle seconds of serving: used for training, with a waiting trainer, with none",
+        "use",
     ),
-    Metric(
+    _histogram(
+        SCHEDULER,
         "training_yield_seconds",
-        _TIMES,
-        BOARD,
-        "From a request that ends idleness, or a pause, to the trainer's stop",
-        buckets=_SHORT,
+        "From the request that ends an idle period, or a pause, to the trainer's stop",
+        _SHORT_S,
     ),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}
+
+_HEAD = """# Metrics
+
+What Paceline exports through Ray, by exporting part. Written by
+`python -m paceline.deploy.monitoring.catalogue > docs/metrics.md`.
+[operations.md](operations.md#monitoring) says how to see them.
+
+Names are Prometheus' names. A histogram has `_bucket`, `_sum` and `_count`. Ray exports the
+buckets, not the values: quantiles are as fine as the buckets, and `_sum` is an estimate from the
+buckets' middles. Ray adds labels of its own (`SessionName`, `NodeAddress`, `WorkerId` ...), and
+metrics of the target and the ingress also have `application`, `deployment` and `replica`.
+"""
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md."""
+    sections = [_HEAD]
+    for part, title in PARTS.items():
+        rows = [f"## {title}\n", "| name | kind | labels | help |", "|---|---|---|---|"]
+        for metric in (metric for metric in METRICS if metric.part == part):
+            name = metric.series[0].removesuffix("_bucket")
+            labels = ", ".join(metric.labels) or "-"
+            rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
+        sections.append("\n".join(rows) + "\n")
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,4 +1,4 @@
-"""The files that Prometheus and Grafana start from, beside what Ray writes for them."""
+"""Configuration files for Prometheus and Grafana, in addition to those that Ray writes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import yaml
 
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.monitoring import dashboard
 
-ALERTS = Path(__file__).parent / "alerts.yml"
+ALERTS = Path(__file__).with_name("alerts.yml")
+DASHBOARD = Path(__file__).with_name("paceline.json")
 _EVERY = "10s"
 _PROMETHEUS, _GRAFANA = "http://127.0.0.1:9090", "127.0.0.1"
 
 
 def ray_folder() -> Path:
-    """Where Ray keeps its sessions on this machine, unless it is told otherwise."""
+    """Folder of Ray's sessions on this machine."""
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
 
 
 def prometheus_config(rules: Path, ray: Path) -> dict[str, Any]:
-    """Ray's own scrape config, and the alert rules.
+    """Ray's scrape config with the alert rules.
 
     Args:
         rules: the rule file.
-        ray: Ray's folder; its dashboard lists there what is to be scraped, session by session.
+        ray: Ray's folder; its dashboard lists the scrape targets of the latest session there.
     """
     targets = ray / "prom_metrics_service_discovery.json"
     return {
@@ -37,7 +37,7 @@ def prometheus_config(rules: Path, ray: Path) -> dict[str, Any]:
 
 
 def grafana_providers(dashboards: Path, ray: Path) -> dict[str, Any]:
-    """Two folders of dashboards: Paceline's and the ones that Ray writes for its latest session."""
+    """Two folders of dashboards: Paceline's, and those that Ray writes for its latest session."""
     folders = {"Paceline": dashboards, "Ray": ray / "session_latest/metrics/grafana/dashboards"}
     return {
         "apiVersion": 1,
@@ -49,17 +49,17 @@ def grafana_providers(dashboards: Path, ray: Path) -> dict[str, Any]:
 
 
 def grafana_source() -> dict[str, Any]:
-    """Prometheus on this machine."""
+    """Prometheus on this machine as data source."""
     source = {"name": "Prometheus", "type": "prometheus", "url": _PROMETHEUS}
     more = {"access": "proxy", "isDefault": True, "jsonData": {"timeInterval": _EVERY}}
     return {"apiVersion": 1, "datasources": [source | more]}
 
 
 def grafana_ini(own: Path, provisioning: Path) -> str:
-    """Grafana's settings: on this machine, with all that it writes below ``own``.
+    """Grafana's settings: listens on loopback, writes below ``own``.
 
-    Ray's dashboard shows its panels in frames of its own page, without a login; so nobody needs
-    one to look at them, and nobody may change any.
+    Ray's dashboard embeds the panels in its page, so they are readable without a login. Nothing is
+    editable.
     """
     sections: dict[str, dict[str, object]] = {
         "server": {"http_addr": _GRAFANA},
@@ -79,11 +79,11 @@ def grafana_ini(own: Path, provisioning: Path) -> str:
 
 
 def write(out: Path, ray: Path) -> list[Path]:
-    """Write all of it into a folder; files of an earlier time are replaced.
+    """Write all files into a folder, over existing ones.
 
     Args:
-        out: the folder, made where it is not there.
-        ray: Ray's folder, see :func:`ray_folder`.
+        out: the folder, created if missing.
+        ray: see :func:`ray_folder`.
 
     Returns:
         the files.
@@ -97,7 +97,7 @@ def write(out: Path, ray: Path) -> list[Path]:
     texts = {
         rules: ALERTS.read_text(encoding="utf-8"),
         out / "prometheus.yml": _yaml(prometheus_config(rules, ray)),
-        dashboards / "paceline.json": dashboard.text(),
+        dashboards / "paceline.json": DASHBOARD.read_text(encoding="utf-8"),
         given / "dashboards" / "paceline.yml": _yaml(grafana_providers(dashboards, ray)),
         given / "datasources" / "paceline.yml": _yaml(grafana_source()),
         grafana / "grafana.ini": grafana_ini(grafana, given),

@@ -1,4 +1,4 @@
-"""What became of the requests for answers, and how long they took: an ASGI layer that counts."""
+"""ASGI middleware that counts generation requests by outcome and measures their latency."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.deploy.api.request_parser import is_disconnect
 from paceline.deploy.errors import CLIENT_GONE
 
 OK, CANCELLED = "ok", "cancelled"
@@ -18,101 +19,112 @@ TIMED_OUT, FAILED = "timed_out", "failed"
 OUTCOMES = (OK, CANCELLED, REFUSED, RATE_LIMITED, OVERLOADED, TIMED_OUT, FAILED)
 
 _COUNTED = frozenset({"/v1/completions", "/v1/chat/completions"})
-_MOST_LATENCIES = 4096  # that nobody has taken; the oldest go
+_MAX_LATENCIES = 4096  # between two exports; more drop the oldest
 
 
 @dataclass(slots=True)
-class _Note:
-    """What is known of a request while it runs: its HTTP status, and whether all was sent."""
+class _Progress:
+    """A running request.
+
+    Attributes:
+        status: HTTP's, None before the answer starts.
+        complete: the answer was sent to its end.
+    """
 
     status: int | None = None
     complete: bool = False
 
 
-_NOTE: ContextVar[_Note | None] = ContextVar("paceline_request", default=None)
+_PROGRESS: ContextVar[_Progress | None] = ContextVar("paceline_request", default=None)
 
 
 def note_failure(status: int) -> None:
-    """A stream that has begun ends with an error, which its HTTP status does not tell.
+    """Record that the current request's stream ends with an error, despite its HTTP status of 200.
 
     Args:
-        status: that it would have had.
+        status: of the error.
     """
-    note = _NOTE.get()
-    if note is not None:
-        note.status = status
+    progress = _PROGRESS.get()
+    if progress is not None:
+        progress.status = status
+
+
+def is_disconnect(error: Exception) -> bool:
+    """Whether an exception of Starlette or Ray means that the client has disconnected."""
+    return isinstance(error, ClientDisconnect | TaskCancelledError)
 
 
 def outcome_of(status: int | None, complete: bool) -> str:
-    """One of `OUTCOMES`.
+    """One of `OUTCOMES`; a client that disconnects is not a failure.
 
     Args:
-        status: HTTP's, None where the answer had not begun.
-        complete: whether the answer was sent to its end; a client that goes away is not a failure.
+        status: HTTP's, None if the answer had not started.
+        complete: the answer was sent to its end.
     """
     if status in (None, CLIENT_GONE) or (status < 400 and not complete):
         return CANCELLED
     if status < 400:
         return OK
-    named = {429: RATE_LIMITED, 503: OVERLOADED, 504: TIMED_OUT}
-    return named.get(status, REFUSED if status < 500 else FAILED)
+    known = {429: RATE_LIMITED, 503: OVERLOADED, 504: TIMED_OUT}
+    return known.get(status, REFUSED if status < 500 else FAILED)
 
 
 class Outcomes:
-    """Requests for answers since the start.
+    """Generation requests since the start.
+
+    Args:
+        clock: monotonic seconds.
 
     Attributes:
         counts: by outcome.
-        latencies: seconds from the request to the end of its answer, of those that were ``ok``;
-            whoever reads them takes them out.
+        latencies: seconds from the request to the end of its answer, of ``ok`` ones; the reader
+            removes them.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin at zero; ``clock`` gives monotonic seconds."""
         self._clock = clock
         self.counts: Counter[str] = Counter()
-        self.latencies: deque[float] = deque(maxlen=_MOST_LATENCIES)
+        self.latencies: deque[float] = deque(maxlen=_MAX_LATENCIES)
 
     def now(self) -> float:
         """Monotonic seconds."""
         return self._clock()
 
-    def ended(self, outcome: str, began: float) -> None:
-        """A request has come to its end."""
+    def finish(self, outcome: str, started_at: float) -> None:
+        """Count a request that has ended."""
         self.counts[outcome] += 1
         if outcome == OK:
-            self.latencies.append(self._clock() - began)
+            self.latencies.append(self._clock() - started_at)
 
 
 class OutcomeMiddleware:
-    """Tells :class:`Outcomes` of every request for an answer; passes everything on unchanged."""
+    """Count every generation request in :class:`Outcomes`; passes all messages on unchanged."""
 
     def __init__(self, app: ASGIApp, outcomes: Outcomes) -> None:
-        """Wrap ``app``."""
         self._app = app
         self._outcomes = outcomes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application on one request."""
+        """Run the application for one request."""
         if scope["type"] != "http" or scope["path"] not in _COUNTED:
             await self._app(scope, receive, send)
             return
-        note, began = _Note(), self._outcomes.now()
+        progress, started_at = _Progress(), self._outcomes.now()
 
-        async def watched(message: Message) -> None:
+        async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                note.status = message["status"]
+                progress.status = message["status"]
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                note.complete = True
+                progress.complete = True
 
-        token = _NOTE.set(note)
+        token = _PROGRESS.set(progress)
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, watched_send)
         except Exception as error:
-            # the layer around this one answers, where there is somebody
-            note.status = CLIENT_GONE if is_disconnect(error) else 500
+            # the outer layer sends the error
+            progress.status = CLIENT_GONE if is_disconnect(error) else 500
             raise
         finally:
-            _NOTE.reset(token)
-            self._outcomes.ended(outcome_of(note.status, note.complete), began)
+            _PROGRESS.reset(token)
+            self._outcomes.finish(outcome_of(progress.status, progress.complete), started_at)

@@ -1,6 +1,6 @@
-"""From what the parts say of themselves to samples. Pure: figures in, samples out.
+"""Samples of metrics from the counts of each part. Pure.
 
-Series that count what is rare begin with the part, at 0, so that the first event is a rise.
+Counters of rare events are exported from the start, at 0, so that the first event is an increase.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRAINER_STATES = {
     "rolled back": "rolled_back",
     "not publishing": "not_publishing",
     "waiting for a topic": "waiting_for_topic",
-    "waiting for leave": "waiting_for_leave",
+    "waiting for leave": "waiting_for_permit",
     "waiting for its shard": "waiting_for_shard",
 }
 LEASE_STATES = {
@@ -46,11 +46,19 @@ LEASE_STATES = {
     "waiting": "waiting",
     "no topic": "no_topic",
 }
-_UNFIT = "topic_unfit"  # any other: why a topic cannot be taught for now
+_NOT_TRAINABLE = "topic_not_trainable"  # any other state: the reason
+SPLITS = ("train", "held_out", "synthetic")
+REPLAY_COUNTERS = {
+    "replay_inserted": "inserted_total",
+    "replay_evicted": "evicted_total",
+    "replay_expired": "expired_total",
+    "replay_invalid": "refused_total",
+    "replay_rate_limited": "left_out_total",
+}
 
 
 def slot_labels(draft: str) -> tuple[str, str]:
-    """Labels ``draft`` and ``slot`` of a draft's name: ``sql@candidate`` is sql's candidate."""
+    """Labels ``draft`` and ``slot`` of a draft: ``sql@candidate`` is ("sql", "candidate")."""
     expert = expert_of(draft)
     if is_candidate(draft):
         return expert, "candidate"
@@ -58,7 +66,7 @@ def slot_labels(draft: str) -> tuple[str, str]:
 
 
 def target_samples(figures: EngineFigures) -> Iterator[Sample]:
-    """Of an engine."""
+    """Samples of an engine; removes the latencies it returns."""
     yield from _speculation(figures)
     yield from _engine(figures)
     requests = figures.requests
@@ -71,17 +79,17 @@ def target_samples(figures: EngineFigures) -> Iterator[Sample]:
     for name, values in (
         ("request_queue_time_seconds", requests.queue_s),
         ("time_to_first_token_seconds", requests.first_token_s),
-        ("time_per_output_token_seconds", requests.per_token_s),
+        ("request_time_per_output_token_seconds", requests.per_token_s),
     ):
         yield from (Sample(name, value) for value in drained(values))
 
 
 def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
-    """Of ``TargetReplica.experts``."""
+    """Samples of ``TargetReplica.experts``."""
     for draft, facts in experts.items():
         yield Sample("expert_connected", float(facts["connected"]), (draft,))
         for outcome in ("answered", "silent", "late", "lost"):
-            yield Sample("expert_answers", facts[outcome], (draft, outcome))
+            yield Sample("expert_requests", facts[outcome], (draft, outcome))
 
 
 def _engine(figures: EngineFigures) -> Iterator[Sample]:
@@ -94,8 +102,8 @@ def _engine(figures: EngineFigures) -> Iterator[Sample]:
     if rounds.plain_s > 0.0:
         yield Sample("plain_decode_seconds", rounds.plain_s)
     yield Sample("draft_failures", figures.draft_failures)
-    yield Sample("preemptions", figures.preemptions)
-    yield Sample("not_finite_requests", figures.requests.not_finite)
+    yield Sample("num_preemptions", figures.preemptions)
+    yield Sample("corrupted_requests", figures.requests.not_finite)
     yield Sample("num_requests_running", figures.running)
     yield Sample("num_requests_waiting", figures.waiting)
     free = figures.kv_blocks_available
@@ -122,7 +130,7 @@ def _speculation(figures: EngineFigures) -> Iterator[Sample]:
 
 
 def _versions(held: Iterable[tuple[tuple[str, int], DraftCounts]]) -> Iterator[Sample]:
-    """An expert's version may have drafted in both slots, the one after the other."""
+    """Sum an expert's version over its slots: after a promotion it has drafted in both."""
     totals: dict[tuple[str, str], tuple[int, int, int]] = {}
     for (draft, version), counts in held:
         key = expert_of(draft), str(version)
@@ -140,9 +148,16 @@ def _versions(held: Iterable[tuple[tuple[str, int], DraftCounts]]) -> Iterator[S
 
 @dataclass(frozen=True, slots=True)
 class IngressFigures:
-    """What an ingress replica has done since its start; latencies in seconds, since the last look.
+    """Counts of an ingress replica since its start.
 
-    ``routed`` counts by topic and expert, ``router`` by what came of the question.
+    Attributes:
+        outcomes: generation requests by outcome.
+        latencies: seconds, of complete answers since the last export.
+        in_flight: admitted sequences that are not finished.
+        router: requests to the router by outcome.
+        router_latencies: seconds, since the last export.
+        routed: requests by topic and drafting expert.
+        failovers: by kind.
     """
 
     outcomes: Mapping[str, int]
@@ -155,7 +170,7 @@ class IngressFigures:
 
 
 def ingress_samples(figures: IngressFigures) -> Iterator[Sample]:
-    """Of an ingress replica."""
+    """Samples of an ingress replica."""
     yield from (Sample("requests", figures.outcomes.get(o, 0), (o,)) for o in OUTCOMES)
     yield from (Sample("e2e_request_latency_seconds", value) for value in figures.latencies)
     yield Sample("requests_in_flight", figures.in_flight)
@@ -168,7 +183,7 @@ def ingress_samples(figures: IngressFigures) -> Iterator[Sample]:
 
 
 def registry_samples(figures: Mapping[str, Any]) -> Iterator[Sample]:
-    """Of ``WeightRegistry.figures``."""
+    """Samples of ``WeightRegistry.figures``."""
     updates: Mapping[tuple[str, str], int] = figures["updates"]
     for draft, live in figures["live"].items():
         yield Sample("weight_version", live["stable"], (draft, "stable"))
@@ -178,20 +193,20 @@ def registry_samples(figures: Mapping[str, Any]) -> Iterator[Sample]:
         for outcome in UPDATES:
             yield Sample("weight_updates", updates.get((draft, outcome), 0), (draft, outcome))
     for draft, gate in figures["gates"].items():
-        for of, acceptance in zip(("candidate", "served"), gate, strict=True):
+        for weights, acceptance in zip(("candidate", "served"), gate, strict=True):
             if acceptance is not None:
-                yield Sample("expected_acceptance", acceptance, (draft, of))
+                yield Sample("expected_acceptance", acceptance, (draft, weights))
 
 
 def shard_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
-    """Of ``ReplayShard.stats``."""
+    """Samples of ``ReplayShard.stats``; a split without capacity has none."""
     topic = stats["topic"]
-    synthetic = stats["capacity_bytes_synthetic"] > 0
-    for split in ("train", "held_out", "synthetic")[: 3 if synthetic else 2]:
-        for name in ("records", "bytes", "capacity_bytes"):
-            yield Sample(f"replay_{name}", stats[f"{name}_{split}"], (topic, split))
-    for name in ("inserted", "evicted", "expired", "refused", "left_out"):
-        yield Sample(f"replay_{name}", stats[f"{name}_total"], (topic,))
+    for split in SPLITS:
+        if stats[f"capacity_bytes_{split}"] > 0:
+            for name in ("records", "bytes", "capacity_bytes"):
+                yield Sample(f"replay_{name}", stats[f"{name}_{split}"], (topic, split))
+    for metric, name in REPLAY_COUNTERS.items():
+        yield Sample(metric, stats[name], (topic,))
 
 
 def trainer_samples(
@@ -199,9 +214,9 @@ def trainer_samples(
     drifts: Mapping[str, Mapping[str, Any]],
     table: Mapping[str, Any],
 ) -> Iterator[Sample]:
-    """Of ``Trainer.status``, ``Trainer.drifts`` and ``Scorer.table``."""
-    present = TRAINER_STATES.get(status["state"], _UNFIT)
-    for state in (*TRAINER_STATES.values(), _UNFIT):
+    """Samples of ``Trainer.status``, ``Trainer.drifts`` and ``Scorer.table``."""
+    present = TRAINER_STATES.get(status["state"], _NOT_TRAINABLE)
+    for state in (*TRAINER_STATES.values(), _NOT_TRAINABLE):
         yield Sample("trainer_state", float(state == present), (state,))
     yield Sample("trainer_micro_steps", status.get("micro_steps", 0))
     yield Sample("trainer_seconds", status.get("training_s", 0.0))
@@ -221,20 +236,20 @@ def trainer_samples(
 
 
 def board_samples(snapshot: Mapping[str, Any], yields: Iterable[float]) -> Iterator[Sample]:
-    """Of ``LoadBoard.snapshot`` and ``LoadBoard.yields``."""
-    yield Sample("training_leave", float(snapshot["may_train"]))
+    """Samples of ``LoadBoard.snapshot`` and ``LoadBoard.yields``."""
+    yield Sample("training_permitted", float(snapshot["may_train"]))
     yield Sample("training_paused", float(snapshot["paused"]))
     yield Sample("draining", float(snapshot["draining"]))
-    yield Sample("training_leave_asked", snapshot["asked"])
-    yield Sample("training_leave_granted", snapshot["granted"])
+    yield Sample("training_permit_requests", snapshot["asked"])
+    yield Sample("training_permits_granted", snapshot["granted"])
     yield Sample("serving_replicas", snapshot["replicas"])
     yield Sample("serving_replicas_pending", snapshot["replicas_pending"])
-    yield Sample("trainers_freed", len(snapshot["trainers_freed"]))
+    yield Sample("trainers_preempted", len(snapshot["trainers_freed"]))
     states = [lease["state"] for lease in snapshot["leases"]]
     for state, label in LEASE_STATES.items():
         yield Sample("training_leases", states.count(state), (label,))
-    for ending, total in snapshot["leases_ended"].items():
-        yield Sample("training_leases_ended", total, (ending,))
+    for reason, total in snapshot["leases_ended"].items():
+        yield Sample("training_leases_ended", total, (reason,))
     for use, seconds in snapshot["idle_s"].items():
         yield Sample("idle_seconds", seconds, (use,))
     yield from (Sample("training_yield_seconds", seconds) for seconds in yields)

@@ -1,4 +1,4 @@
-"""The target replica as Serve runs it: with an exporter beside it, and retuned by Serve."""
+"""The target's deployment class: exports metrics, takes new settings from Serve while it runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from ray.serve import metrics
 
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.config.live import Live, LiveTarget
-from paceline.deploy.monitoring.exporter import Exporter, Sample
+from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 from paceline.deploy.monitoring.readings import pool_samples, target_samples
-from paceline.deploy.monitoring.sink import RaySink
 
 
 class MeteredTarget(TargetReplica):
-    """A target replica whose figures are exported, and which may be retuned while it serves."""
+    """A target replica that exports metrics and can be reconfigured."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See TargetReplica."""
         super().__init__(*args, **options)
         self._live = Live(LiveTarget, self._retune)
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
@@ -28,12 +26,12 @@ class MeteredTarget(TargetReplica):
         return chain(target_samples(self.figures()), pool_samples(self.experts()))
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Take other values while requests run; Serve calls it. See LiveTarget."""
+        """Apply new settings while requests run; called by Serve. See LiveTarget."""
         self._live.take(user_config)
 
     def _retune(self, asked: LiveTarget) -> None:
         self.retune(asked.max_speculative_tokens, asked.probe_share, asked.sample_share)
 
     async def describe(self, attempt: int = 0) -> dict[str, Any]:
-        """See TargetReplica; and what was changed since it began."""
+        """See TargetReplica; ``live`` has the settings that were changed since the start."""
         return await super().describe(attempt) | {"live": self._live.describe()}

@@ -13,10 +13,10 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.deploy.monitoring.catalogue import (
-    BOARD,
     INGRESS,
     METRICS,
     REGISTRY,
+    SCHEDULER,
     SHARD,
     TARGET,
     Kind,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 CHAT = {"model": "paceline", "messages": [{"role": "user", "content": "List all files"}]}
 # Learning is off here, and drafts are colocated.
-LATER = {"expected_acceptance", "expert_answers", "expert_connected", "training_yield_seconds"}
+LATER = {"expected_acceptance", "expert_requests", "expert_connected", "training_yield_seconds"}
 WAIT_S = 40.0
 
 
@@ -59,7 +59,7 @@ def families(base_url: str) -> dict[str, Family]:
         assert http.post("/v1/chat/completions", json=CHAT | ask | {"n": 0}).status_code == 400
         for _ in range(2):
             assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-    wanted = {m.name for m in METRICS if m.part in (TARGET, INGRESS, REGISTRY, SHARD, BOARD)}
+    wanted = {m.name for m in METRICS if m.part in (TARGET, INGRESS, REGISTRY, SHARD, SCHEDULER)}
     deadline = time.monotonic() + WAIT_S
     while True:
         found = {family.name: family for family in scraped()}

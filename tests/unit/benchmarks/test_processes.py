@@ -11,9 +11,11 @@ import psutil
 import pytest
 from waiting import wait_until
 
+from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.scheduler.board import LoadBoard
 from paceline.deploy.learning import TrainerActor
-from paceline.deploy.monitoring.actors import MeteredBoard, MeteredShard
-from paceline.deploy.monitoring.registry import MeteredRegistry
+from paceline.deploy.monitoring.exporter import metered
 
 SQL = "ray::ServeReplica:paceline:expert-sql"
 SQL_TOO = "ray::ServeReplica:paceline:expert-sqlite"
@@ -56,6 +58,7 @@ def test_an_expert_is_found_by_its_whole_name_below_this_process_only() -> None:
 
 
 def test_actors_are_looked_for_by_the_names_of_their_classes() -> None:
-    classes = {"registry": MeteredRegistry, "shard": MeteredShard, "board": MeteredBoard}
-    for role, found in (classes | {"trainer": TrainerActor}).items():
-        assert processes.TITLES[role] == f"ray::{found.__name__}"
+    classes = {"registry": WeightRegistry, "shard": ReplayShard, "board": LoadBoard}
+    for role, actor in classes.items():
+        assert processes.TITLES[role] == f"ray::{metered(actor, lambda _: ()).__name__}"
+    assert processes.TITLES["trainer"] == f"ray::{TrainerActor.__name__}"

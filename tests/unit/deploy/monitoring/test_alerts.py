@@ -18,18 +18,18 @@ Series = dict[str, str]  # name to values a minute, in promtool's notation
 
 FIRST = 'spec_decode_num_accepted_tokens_per_pos_total{topic="sql",position="0",slot="stable"}'
 DRAFTS = 'spec_decode_num_drafts_total{topic="sql",slot="stable"}'
-LEAVE, ASKED = "training_leave", "training_leave_asked_total"
+PERMITTED, REQUESTED = "training_permitted", "training_permit_requests_total"
 FULL, ROOM = (
     'replay_bytes{topic="sql",split="train"}',
     'replay_capacity_bytes{topic="sql",split="train"}',
 )
 OK, FAILED = 'requests_total{outcome="ok"}', 'requests_total{outcome="failed"}'
 ROLLED_BACK = 'weight_updates_total{draft="sql",outcome="rolled_back"}'
-TRAINER, FREED = 'trainer_state{state="training"}', "trainers_freed"
+TRAINER, PREEMPTED = 'trainer_state{state="training"}', "trainers_preempted"
 CONNECTED = 'expert_connected{draft="sql"}'
 DRAFT_FAILURES = 'draft_failures_total{replica="r"}'
 WELL: Series = {
-    # synthetic records fill what there is
+    # synthetic records fill their capacity
     'replay_bytes{topic="sql",split="synthetic"}': "100x240",
     'replay_capacity_bytes{topic="sql",split="synthetic"}': "100x240",
     FIRST: "0+480x240",
@@ -39,11 +39,11 @@ WELL: Series = {
     ROLLED_BACK: "0x240",
     FULL: "50x240",
     ROOM: "100x240",
-    LEAVE: "1x240",
-    ASKED: "0+500x240",
+    PERMITTED: "1x240",
+    REQUESTED: "0+500x240",
     "trainer_failures_total": "0x240",
     TRAINER: "1x240",
-    FREED: "0x240",
+    PREEMPTED: "0x240",
     "replay_inserted_total": "0+90x240",
     CONNECTED: "1x240",
     DRAFT_FAILURES: "0x240",
@@ -57,7 +57,7 @@ SICK: dict[str, Series] = {
     "PacelineSpeculationSlower": {"plain_decode_seconds_total": "0+25x240"},
     "PacelineRollbackStorm": {ROLLED_BACK: "0x120 1+1x120"},
     "PacelineReplayShardFull": {FULL: "99x240"},
-    "PacelineTrainerStarving": {LEAVE: "0x240"},
+    "PacelineTrainerStarving": {PERMITTED: "0x240"},
     "PacelineTrainerFailing": {"trainer_failures_total": "0x120 1+1x120"},
     "PacelineTrainerGone": {TRAINER: "1x130"},
     "PacelineExpertAway": {CONNECTED: "1x120 0x120"},
@@ -69,10 +69,10 @@ SICK: dict[str, Series] = {
 FINE: dict[str, Series] = {
     "all is well": {},
     "no traffic": dict.fromkeys(WELL, "0x240")
-    | {ROOM: "100x240", LEAVE: "1x240", CONNECTED: "1x240"},
-    "training is off beside a busy target": {LEAVE: "0x240", ASKED: "0x240"},
-    "training was never on": {TRAINER: "_x240", LEAVE: "_x240", ASKED: "_x240"},
-    "the trainer made room for a replica": {TRAINER: "1x130", FREED: "0x130 1x110"},
+    | {ROOM: "100x240", PERMITTED: "1x240", CONNECTED: "1x240"},
+    "training is off beside a busy target": {PERMITTED: "0x240", REQUESTED: "0x240"},
+    "training was never on": {TRAINER: "_x240", PERMITTED: "_x240", REQUESTED: "_x240"},
+    "the trainer made room for a replica": {TRAINER: "1x130", PREEMPTED: "0x130 1x110"},
     "a trainer that starts anew": {TRAINER: "1x144 _x3 1x93"},
     "the server was stopped": dict.fromkeys(WELL, "_x240") | {TRAINER: "1x130"},
     "drafts beside the target": {CONNECTED: "_x240"},

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.deploy.monitoring.catalogue import BY_NAME, Metric
-from paceline.deploy.monitoring.exporter import Exporter, Sample
-from paceline.deploy.monitoring.sink import RaySink
+from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 
 
 class Sink:
@@ -65,23 +64,23 @@ def exporter(source: Source, sink: Sink) -> Exporter:
 
 def turn(exporter: Exporter, source: Source, *samples: Sample | Exception) -> None:
     source.samples = list(samples)
-    exporter.turn()
+    exporter.export()
 
 
 def test_totals_become_increases_from_a_beginning_at_zero(
     exporter: Exporter, source: Source, sink: Sink
 ) -> None:
     for total in (0, 0, 3, 3, 5):
-        turn(exporter, source, Sample("preemptions", total))
-    assert sink.take() == [("preemptions", 0), ("preemptions", 3), ("preemptions", 2)]
+        turn(exporter, source, Sample("num_preemptions", total))
+    assert sink.take() == [("num_preemptions", 0), ("num_preemptions", 3), ("num_preemptions", 2)]
 
 
 def test_a_total_that_was_counted_anew_is_no_fall(
     exporter: Exporter, source: Source, sink: Sink
 ) -> None:
     for total in (7, 2, 3):
-        turn(exporter, source, Sample("preemptions", total))
-    assert sink.take() == [("preemptions", 7), ("preemptions", 2), ("preemptions", 1)]
+        turn(exporter, source, Sample("num_preemptions", total))
+    assert sink.take() == [("num_preemptions", 7), ("num_preemptions", 2), ("num_preemptions", 1)]
 
 
 def test_labels_are_named_and_keep_totals_apart(
@@ -107,13 +106,13 @@ def test_gauges_are_set_every_turn_or_they_would_fade(
 def test_a_sink_that_fails_loses_no_increase_and_stops_nobody_else(
     exporter: Exporter, source: Source, sink: Sink
 ) -> None:
-    samples = Sample("preemptions", 3), Sample("draft_failures", 1)
-    sink.broken = {"preemptions"}
+    samples = Sample("num_preemptions", 3), Sample("draft_failures", 1)
+    sink.broken = {"num_preemptions"}
     turn(exporter, source, *samples)
     assert sink.take() == [("draft_failures", 1)]
     sink.broken = set()
     turn(exporter, source, *samples)
-    assert sink.take() == [("preemptions", 3)]
+    assert sink.take() == [("num_preemptions", 3)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_a_sink_that_fails_loses_no_increase_and_stops_nobody_else(
         Sample("requests", 1.0, ("ok", "too many")),
         Sample("predicted_goodput", math.nan),
         Sample("predicted_goodput", math.inf),
-        Sample("preemptions", math.nan),
+        Sample("num_preemptions", math.nan),
     ],
 )
 def test_a_bad_sample_is_left_out_alone(
@@ -139,10 +138,10 @@ def test_figures_that_cannot_be_read_are_read_again(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
-            turn(exporter, source, Sample("preemptions", 2), RuntimeError("changed meanwhile"))
+            turn(exporter, source, Sample("num_preemptions", 2), RuntimeError("changed meanwhile"))
     assert len(caplog.records) == 1  # not a line a second
-    turn(exporter, source, Sample("preemptions", 4))
-    assert sink.take() == [("preemptions", 2), ("preemptions", 2)]
+    turn(exporter, source, Sample("num_preemptions", 4))
+    assert sink.take() == [("num_preemptions", 2), ("num_preemptions", 2)]
 
 
 def test_the_thread_goes_on_after_a_failure_and_ends_when_told(sink: Sink) -> None:
@@ -153,7 +152,7 @@ def test_the_thread_goes_on_after_a_failure_and_ends_when_told(sink: Sink) -> No
         turns += 1
         if turns == 1:
             raise RuntimeError("not up")
-        return [Sample("preemptions", turns)]
+        return [Sample("num_preemptions", turns)]
 
     exporter = Exporter(read, sink, every_s=0.001).start()
     assert sink.recorded.wait(10)
@@ -195,7 +194,7 @@ def test_ray_s_metrics_are_made_once_and_get_what_they_take() -> None:
     sink.record(counter, 2.0, {"outcome": "ok"})
     sink.record(gauge, 0.0, {})
     sink.record(histogram, 0.3, {})
-    made = sink._made
+    made = sink._metrics
     assert made["requests"].name == "paceline_requests"
     assert made["requests"].facts["tag_keys"] == ("outcome",)
     calls = [("record", 0.0, {"outcome": "ok"}), ("inc", 2.0, {"outcome": "ok"})]

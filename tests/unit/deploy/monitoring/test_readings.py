@@ -29,7 +29,14 @@ from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.scheduler.board import LoadBoard
 from paceline.deploy.monitoring import readings
-from paceline.deploy.monitoring.catalogue import BOARD, BY_NAME, METRICS, REGISTRY, SHARD, TARGET
+from paceline.deploy.monitoring.catalogue import (
+    BY_NAME,
+    METRICS,
+    REGISTRY,
+    SCHEDULER,
+    SHARD,
+    TARGET,
+)
 from paceline.deploy.monitoring.exporter import Sample
 
 GATE = {"candidate_expected_acceptance": 0.6, "served_expected_acceptance": 0.4}
@@ -55,7 +62,7 @@ def test_a_target_s_figures() -> None:
     _, figures = served(asked)
     samples = list(readings.target_samples(figures))
     controller_s = {"predicted_goodput", "num_speculative_tokens", "plain_decode_seconds"}
-    of_a_pool = {"expert_answers", "expert_connected"}
+    of_a_pool = {"expert_requests", "expert_connected"}
     check(samples, TARGET, controller_s | of_a_pool)
     drafts = by_labels(samples, "spec_decode_num_drafts")
     assert drafts == {("sql", "a", "stable"): figures.rounds.counts["sql", "a"].drafts}
@@ -86,7 +93,7 @@ def test_a_version_that_was_promoted_goes_on_under_its_number() -> None:
 def test_experts_of_a_pool_by_what_came_of_their_questions() -> None:
     samples = list(readings.pool_samples({"sql": Peer("sql").describe()}))
     assert by_labels(samples, "expert_connected") == {("sql",): 0}
-    outcomes = by_labels(samples, "expert_answers")
+    outcomes = by_labels(samples, "expert_requests")
     assert outcomes == {
         ("sql", "answered"): 0,
         ("sql", "silent"): 0,
@@ -119,8 +126,8 @@ def test_a_shard_s_figures_tell_what_went() -> None:
     kept = sum(by_labels(samples, "replay_records").values())
     evicted = by_labels(samples, "replay_evicted")["sql",]
     assert by_labels(samples, "replay_inserted")["sql",] == 60 == kept + evicted
-    assert by_labels(samples, "replay_refused")["sql",] == 1
-    assert by_labels(samples, "replay_left_out")["sql",] == 7
+    assert by_labels(samples, "replay_invalid")["sql",] == 1
+    assert by_labels(samples, "replay_rate_limited")["sql",] == 7
     used, room = by_labels(samples, "replay_bytes"), by_labels(samples, "replay_capacity_bytes")
     assert all(0 < used[key] <= room[key] for key in used)
 
@@ -247,7 +254,7 @@ def test_every_state_that_rounds_name_has_a_label() -> None:
 def test_a_trainer_that_has_not_begun_or_cannot_teach(state: str) -> None:
     samples = list(readings.trainer_samples({"state": state, "failures": 0}, {}, {}))
     states = by_labels(samples, "trainer_state")
-    assert [name for (name,), value in states.items() if value] == ["topic_unfit"]
+    assert [name for (name,), value in states.items() if value] == ["topic_not_trainable"]
     assert by_labels(samples, "trainer_micro_steps") == {(): 0}
 
 
@@ -265,11 +272,11 @@ def test_a_board_s_figures() -> None:
     now[0] = 130.5
     assert board.check("t", "life") == "wait"
     samples = list(readings.board_samples(board.snapshot(), board.yields()))
-    check(samples, BOARD)
+    check(samples, SCHEDULER)
     values = {sample.name: sample.value for sample in samples}
-    assert values["training_leave_asked"] == 4
-    assert values["training_leave_granted"] == 2
-    assert values["training_leave"] == 0
+    assert values["training_permit_requests"] == 4
+    assert values["training_permits_granted"] == 2
+    assert values["training_permitted"] == 0
     assert values["training_yield_seconds"] == 0.5
     assert by_labels(samples, "training_leases_ended")[("revoked",)] == 1
     assert by_labels(samples, "training_leases")[("waiting",)] == 1

@@ -1,4 +1,4 @@
-"""The ingress with an exporter beside it.
+"""The ingress' deployment class: exports metrics.
 
 No ``from __future__ import annotations`` here: FastAPI and Ray read the annotations.
 """
@@ -11,30 +11,28 @@ from ray.serve import metrics
 
 from paceline.actors.engine.stats import drained
 from paceline.deploy.api.ingress import Ingress
-from paceline.deploy.monitoring.exporter import Exporter
+from paceline.deploy.monitoring.exporter import Exporter, RaySink
 from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
 from paceline.deploy.monitoring.readings import IngressFigures, ingress_samples
-from paceline.deploy.monitoring.sink import RaySink
 
 
 class MeteredIngress(Ingress):
-    """An ingress whose figures are exported."""
+    """An ingress that exports metrics."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See Ingress."""
         super().__init__(*args, **options)
         self._outcomes = Outcomes(time.monotonic)
         sink = RaySink(metrics)
         self._exporter = Exporter(lambda: ingress_samples(self.figures()), sink).start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The routes of Ingress, their requests counted."""
+        """The routes of Ingress with requests counted by outcome."""
         api = super().__serve_build_asgi_app__()
         api.add_middleware(OutcomeMiddleware, outcomes=self._outcomes)
         return api
 
     def figures(self) -> IngressFigures:
-        """What this replica has done; takes the latencies out. Any one thread may ask."""
+        """Counts of this replica; removes the latencies it returns. Thread-safe for one reader."""
         return IngressFigures(
             outcomes=dict(self._outcomes.counts),
             latencies=drained(self._outcomes.latencies),
