@@ -25,6 +25,9 @@ def read_config(path: str | Path, name: str) -> dict[str, Any]:
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name}: {folder} has no *.safetensors")
     config = _read_object(file, name)
+    generation = folder / "generation_config.json"
+    if generation.is_file():  # transformers ignores a broken one, and with it what ends answers
+        _read_object(generation, name)
     if config.get("is_encoder_decoder"):
         kind = config.get("model_type")
         raise ModelError(f"{name}: {folder} is an encoder-decoder ({kind}), no causal LM")

@@ -77,6 +77,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     ("key", "model", "change", "said"),
     [
         ("target.path", "target", write("tokenizer.json", POINTER), "tokenizer.json is not JSON"),
+        (
+            "target.path",
+            "target",
+            write("generation_config.json", "{"),
+            "generation_config.json is not JSON",
+        ),
         ("target.path", "target", write("tokenizer.json", "[]"), "holds no JSON object"),
         ("target.path", "target", write("tokenizer.json", "{}"), "is not a tokenizer's"),
         ("target.path", "target", write("config.json", "[]"), "holds no JSON object"),
