@@ -19,7 +19,6 @@ from transformers import AutoConfig
 
 from paceline.actors.engine.compatibility import context_length, read_config
 from paceline.actors.engine.engine import Engine
-from paceline.actors.engine.intake import EngineSettings
 from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
 from paceline.actors.engine.model_loader import (
     load_causal_lm,
@@ -29,7 +28,7 @@ from paceline.actors.engine.model_loader import (
 )
 from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
-from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.engine.settings import EngineSettings, TargetSettings
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.drafting import Drafting
 from paceline.actors.speculation.experts import ExpertStack

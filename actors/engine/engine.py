@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.intake import EngineSettings, take_in
 from paceline.actors.engine.logits_processors import count_tokens
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.recorder import RoundLog
@@ -29,12 +28,13 @@ from paceline.actors.engine.request import (
     GenerationChunk,
     GenerationRequest,
     TokenLogprob,
-    TokenOrigin,
+    TokenSource,
 )
 from paceline.actors.engine.sampling import LatestBatch, token_logprobs
 from paceline.actors.engine.scheduler import Scheduler, split_prefill_budget
-from paceline.actors.engine.sequence import Sequence
-from paceline.actors.engine.token_sources import token_origins
+from paceline.actors.engine.sequence import Sequence, make_sequence
+from paceline.actors.engine.settings import EngineSettings
+from paceline.actors.engine.token_sources import token_sources
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.drafting import Drafting
@@ -152,11 +152,11 @@ class Engine:
         """Queue a request; one that has output already goes on from there.
 
         Raises:
-            ValueError: for one that cannot be served, see :func:`take_in`.
+            ValueError: for one that cannot be served, see :func:`make_sequence`.
         """
         drafts = self._drafting.drafts()
         size = self._runner.vocab_size
-        sequence = take_in(request, self._settings, self._tokenizer, drafts, size)
+        sequence = make_sequence(request, self._settings, self._tokenizer, drafts, size)
         (self._waiting if sequence.finish_reason is None else self._ended).append(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -179,7 +179,7 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one round; returns what every request got."""
         ended, self._ended = self._ended, []
-        outputs = [StepOutput(s.request_id, s.chunk()) for s in ended]
+        outputs = [StepOutput(s.request_id, s.next_chunk()) for s in ended]
         self._changes.carry_out(busy=bool(self._running))
         self._drafting.mend()
         self._scheduler.schedule()
@@ -195,7 +195,7 @@ class Engine:
         for sequence in [*self._running.values(), *self._waiting]:
             running = sequence.request_id in self._running
             sequence.finish_reason = FINISH_FAULT if running else FINISH_REFUSED
-            outputs.append(StepOutput(sequence.request_id, sequence.chunk()))
+            outputs.append(StepOutput(sequence.request_id, sequence.next_chunk()))
         self._forget_records()
         for request_id in list(self._running):
             self._scheduler.free(request_id)
@@ -262,14 +262,17 @@ class Engine:
         self._record(batch, proposal, sampled, logits, lost)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
-        origins = token_origins(batch, proposal, sampled, logits, emitted)
+        sources = token_sources(batch, proposal, sampled, logits, emitted)
         for i, sequence in enumerate(batch):
             if i in lost:
                 drafted[i] = accepted[i] = 0
                 continue
             own = logprobs[i] if logprobs else []
-            self._accept(sequence, drafted[i], accepted[i], emitted[i], own, origins[i])
-        outputs = [StepOutput(s.request_id, s.chunk(), self._close(s), s.news()) for s in batch]
+            self._accept(sequence, drafted[i], accepted[i], emitted[i], own, sources[i])
+        outputs = [
+            StepOutput(s.request_id, s.next_chunk(), self._close(s), s.take_outcome())
+            for s in batch
+        ]
         self._drafting.finished(batch, drafted, accepted)
         return outputs
 
@@ -331,12 +334,12 @@ class Engine:
         accepted: int,
         emitted: list[int],
         logprobs: list[TokenLogprob],
-        origins: list[TokenOrigin],
+        sources: list[TokenSource],
     ) -> None:
         """Take a row's tokens; what fails for one request alone ends that request alone."""
         try:
             eos = self._settings.eos_token_ids
-            sequence.accept(drafted, accepted, emitted, eos, logprobs, origins)
+            sequence.append_round(drafted, accepted, emitted, eos, logprobs, sources)
         except Exception:
             logger.exception("request %s ends with an error", sequence.request_id)
             sequence.finish_reason = FINISH_ERROR

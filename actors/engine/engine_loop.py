@@ -21,7 +21,7 @@ from paceline.actors.engine.request import (
     FINISH_YIELDED,
     GenerationChunk,
     GenerationRequest,
-    joined,
+    merge_chunks,
 )
 from paceline.actors.engine.stats import EngineFigures, RequestMeter
 from paceline.actors.replay.record import ReplayRecord
@@ -131,7 +131,7 @@ class Outbox:
 
     def _send(self, name: str, stream: _Stream) -> None:
         """Whoever takes nothing any more ends its own request alone."""
-        chunk, stream.held, stream.sent_at = joined(stream.held), [], self._clock()
+        chunk, stream.held, stream.sent_at = merge_chunks(stream.held), [], self._clock()
         try:
             stream.deliver(chunk)
         except Exception:

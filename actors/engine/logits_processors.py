@@ -70,9 +70,9 @@ def make_rules(params: Sequence[SamplingParams], device: torch.device) -> LogitR
         (row, token, p.min_tokens)
         for row, p in enumerate(params)
         if p.min_tokens
-        for token in p.ending_token_ids
+        for token in p.all_stop_token_ids
     ]
-    penalised = [row for row, p in enumerate(params) if p.penalised]
+    penalised = [row for row, p in enumerate(params) if p.has_penalties]
     if not (bias or ends or penalised):
         return None
 

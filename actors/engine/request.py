@@ -1,4 +1,4 @@
-"""What a request asks of the engine and what it gets back: frozen, picklable, free of Ray."""
+"""Requests to the engine and the chunks of their answers: frozen and picklable."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
 FINISH_ERROR = "error"  # this request failed, alone
 FINISH_NOT_FINITE = "not_finite"  # this request's logits are NaN or infinite
-FINISH_FAULT = "fault"  # the engine failed while it ran this request, perhaps among others
-FINISH_REFUSED = "refused"  # the engine failed, and had not begun with this request
-FINISH_YIELDED = "yielded"  # a background request, to others
+FINISH_FAULT = "fault"  # the engine failed while this request was running
+FINISH_REFUSED = "refused"  # the engine failed while this request was waiting
+FINISH_YIELDED = "yielded"  # a background request gave way to others
 FAILED = frozenset({FINISH_ERROR, FINISH_NOT_FINITE, FINISH_FAULT, FINISH_REFUSED})
 
-Origin = Literal["accepted", "recovered", "bonus", "plain"]
+SourceKind = Literal["accepted", "recovered", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen; the words are OpenAI's.
+    """Sampling parameters, named as in OpenAI's API and vLLM.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. With a
-    ``seed`` the text depends on the target's distributions, the seed and ``choice``, the index
-    among the choices of one prompt, alone (Gumbel coupling).
-
-    ``repetition_penalty`` counts prompt and output, ``frequency_penalty`` and
-    ``presence_penalty`` the output. ``logit_bias`` holds (token id, what is added to its logit),
-    no token twice. No answer ends before ``min_tokens``, by whatever would end it.
-    ``stop_token_ids`` end an answer as the end-of-sequence token does. ``logprobs`` is how many
-    alternatives are reported beside every token, None reports nothing. ``ending_token_ids`` is
-    the engine's to fill in: all tokens that may not come before ``min_tokens``.
+    Attributes:
+        max_tokens: maximum output tokens.
+        temperature: 0 is greedy.
+        top_p: 1 is off.
+        top_k: 0 is off.
+        seed: makes the text depend on the target's distributions, the seed and ``choice`` alone
+            (Gumbel coupling).
+        stop: strings that end the answer.
+        ignore_eos: go on after an end-of-sequence token.
+        min_p: 0 is off.
+        choice: index among the choices of one prompt.
+        repetition_penalty: over prompt and output tokens.
+        frequency_penalty: over output tokens.
+        presence_penalty: over output tokens.
+        logit_bias: (token id, term added to its logit), each token once.
+        min_tokens: the answer does not end before, for any reason.
+        stop_token_ids: end the answer as the end-of-sequence token does.
+        logprobs: alternatives to report with every token, None for no log-probabilities.
+        all_stop_token_ids: tokens banned before ``min_tokens``; set by the engine.
     """
 
     max_tokens: int
@@ -52,16 +61,16 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
-    ending_token_ids: tuple[int, ...] = ()
+    all_stop_token_ids: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:
-        """True where the most probable token is taken at every position."""
+        """Whether the most probable token is taken at every position."""
         return self.temperature == 0.0
 
     @property
-    def penalised(self) -> bool:
-        """True where the tokens so far change the next one's logits."""
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits of the next one."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -73,20 +82,23 @@ class SamplingParams:
 class GenerationRequest:
     """One sequence to generate.
 
-    ``draft`` names an expert (a topic, ``general``), an expert's initial weights
-    (``sql@0``), or ``off``. ``num_speculative_tokens`` None takes the engine's own value;
-    0 is plain decoding. ``store`` False keeps everything of the request out of replay, and its keys
-    and values from later ones; ``recorded`` False leaves its record out alone.
-
-    A request that another replica has begun carries the output which it has already, as
-    ``output_token_ids``, and how many characters of its text the client has, ``sent_chars``:
-    the engine goes on from there and gives only what comes after. ``attempt`` counts the
-    replicas that it has been sent to before, and ``failed_on`` names those that said themselves
-    that they failed, the last one last. ``origins`` reports where every token comes from.
-
-    A ``background`` request is nobody's: it counts as no load, and ends as `FINISH_YIELDED` where
-    another is at work or comes. ``created`` is the time that its record bears, unix seconds; None
-    is that of its end.
+    Attributes:
+        request_id: the same in every attempt.
+        prompt_token_ids: at least one.
+        sampling: sampling parameters.
+        topic: of the replay table.
+        draft: an expert (a topic, ``general``), its initial weights (``sql@0``), or ``off``.
+        num_speculative_tokens: None takes the engine's value; 0 is plain decoding.
+        store: False keeps the request out of replay and of the prefix cache.
+        recorded: False keeps it out of replay alone.
+        output_token_ids: generated before, by another replica; only what follows is returned.
+        sent_chars: characters of their text that the client has.
+        attempt: number of replicas that the request was sent to before.
+        failed_on: ids of the replicas that reported their own failure, the last one last.
+        token_sources: report the source of every token.
+        background: counts as no load, and finishes as `FINISH_YIELDED` if other requests are
+            there or arrive.
+        created: unix time of its record in seconds; None is the time when it finishes.
     """
 
     request_id: str
@@ -101,30 +113,30 @@ class GenerationRequest:
     sent_chars: int = 0
     attempt: int = 0
     failed_on: tuple[str, ...] = ()
-    origins: bool = False
+    token_sources: bool = False
     background: bool = False
     created: float | None = None
 
     @property
-    def leaves_record(self) -> bool:
-        """Whether its answer is recorded: a whole one alone, not one that another has begun."""
+    def has_record(self) -> bool:
+        """Whether the answer is recorded; a resumed one is not, as its record would be partial."""
         return self.store and self.recorded and not self.output_token_ids
 
     @property
     def run_id(self) -> str:
-        """The id of this attempt: two of one request may meet on a replica, the first dying."""
+        """Id of this attempt; two attempts of a request may meet on a replica."""
         return f"{self.request_id}#{self.attempt}" if self.attempt else self.request_id
 
 
-def stopped_by_id(
+def with_stop_token_ids(
     request: GenerationRequest, special: Mapping[int, str], vocab_size: int
 ) -> GenerationRequest:
-    """The same request; a stop string that is a special token's text stops at the token, too.
+    """Add the special tokens that are stop strings to ``stop_token_ids``.
 
     Args:
-        request: see GenerationRequest.
-        special: texts of the special tokens by id; they never come up in the answer's text.
-        vocab_size: of the target; a tokenizer may have tokens beyond it.
+        request: of the client.
+        special: texts of the special tokens by id, which the answer's text leaves out.
+        vocab_size: of the target; a tokenizer may have further tokens.
     """
     sampling = request.sampling
     if not sampling.stop:
@@ -134,23 +146,33 @@ def stopped_by_id(
     return replace(request, sampling=replace(sampling, stop_token_ids=stop_token_ids))
 
 
-def ended_late(request: GenerationRequest, eos_token_ids: frozenset[int]) -> GenerationRequest:
-    """The same request; where it has ``min_tokens``, with every token that must wait for them."""
+def with_all_stop_token_ids(
+    request: GenerationRequest, eos_token_ids: frozenset[int]
+) -> GenerationRequest:
+    """Set ``all_stop_token_ids`` if the request has ``min_tokens``."""
     sampling = request.sampling
     if sampling.min_tokens == 0:
         return request
     ids = tuple(sorted(eos_token_ids.union(sampling.stop_token_ids)))
-    return replace(request, sampling=replace(sampling, ending_token_ids=ids))
+    return replace(request, sampling=replace(sampling, all_stop_token_ids=ids))
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:
-    """What speculation did for one request.
+    """Statistics of speculation for one request.
 
-    ``acceptance_histogram[i]`` counts the speculative rounds in which exactly ``i`` draft
-    tokens were accepted. Draft tokens behind the one that ended the answer count neither as drafted
-    nor as accepted; ``num_cut_rounds`` are the rounds that ended with a draft's token so, without
-    one of the target's own."""
+    Draft tokens behind the one that ended the answer count neither as drafted nor as accepted.
+
+    Attributes:
+        draft: as in the request, ``off`` for plain decoding.
+        weight_version: of the draft's latest round.
+        num_spec_steps: rounds with draft tokens.
+        num_draft_tokens: drafted tokens.
+        num_accepted_draft_tokens: of these, accepted.
+        acceptance_histogram: entry i counts the rounds with exactly i accepted draft tokens.
+        num_cut_rounds: rounds that ended the answer with a draft token, without a token of the
+            target's own.
+    """
 
     draft: str
     weight_version: int
@@ -162,7 +184,7 @@ class SpeculativeStats:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 where nothing was drafted."""
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
         drafted = self.num_draft_tokens
         return self.num_accepted_draft_tokens / drafted if drafted else 0.0
 
@@ -176,11 +198,14 @@ class SpeculativeStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What the target said of one output token: natural logarithms of its own softmax, T = 1.
+    """Log-probabilities of one output token: the target's softmax at T = 1, natural logarithm.
 
-    Neither temperature nor filters, bias or penalties are in them. ``top`` holds (token id,
-    log-probability), the most probable first; ``text_offset`` is where the token's text begins
-    in the answer's, in characters.
+    Bias, penalties, temperature and filters are not applied.
+
+    Attributes:
+        logprob: of the token.
+        top: (token id, log-probability), the most probable first.
+        text_offset: start of the token's text in the answer's, in characters.
     """
 
     logprob: float
@@ -189,23 +214,25 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOrigin:
-    """Where one output token comes from.
+class TokenSource:
+    """Source of one output token.
 
-    ``origin`` is ``accepted`` for a draft's token that the target accepted, ``recovered`` for the
-    target's own in place of one that it rejected, ``bonus`` for the target's own after all that
-    were drafted had been accepted, ``plain`` for a round without drafts. ``draft`` proposed in
-    the round, with ``weight_version``; both are None where the token is plain.
-
-    ``target_probability`` is the token's in the target's own softmax at T = 1, before bias,
-    penalties, temperature and filters. ``acceptance_probability`` is min(1, p/q) of the token
-    drafted at this position, p and q being what the request samples from; None where nothing was
-    drafted, and for greedy and seeded requests, which do not leave acceptance to chance.
-    ``rejected_token_id`` is the draft's token that a recovered one stands for; ``text_offset`` is
-    where the token's text begins in the answer's, in characters.
+    Attributes:
+        kind: ``accepted`` is a draft token, ``recovered`` the target's token in place of a
+            rejected one, ``bonus`` the target's token after all draft tokens were accepted,
+            ``plain`` the target's token of a round without drafts.
+        draft: that proposed in the round; None if plain.
+        weight_version: of the draft; None if plain.
+        target_probability: of the token in the target's softmax at T = 1, before bias, penalties,
+            temperature and filters.
+        acceptance_probability: min(1, p/q) of the token drafted at this position, p and q as
+            sampled from; None if nothing was drafted, and for greedy and seeded requests, whose
+            acceptance is not random.
+        rejected_token_id: the draft token that a recovered one replaces.
+        text_offset: start of the token's text in the answer's, in characters.
     """
 
-    origin: Origin
+    kind: SourceKind
     draft: str | None
     weight_version: int | None
     target_probability: float
@@ -216,16 +243,20 @@ class TokenOrigin:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A piece of the answer; the last one carries ``finish_reason`` and ``speculative``.
+    """A piece of an answer; an empty one is a heartbeat.
 
-    With stop strings ``token_ids`` are those whose text has been shown, at least in part: what
-    is held back, or cut with a stop string, is not among them; ``num_cut_tokens`` says in the
-    last chunk how many were cut. ``logprobs`` and ``origins`` have an entry per token id, None
-    where none are wanted. ``num_cached_tokens`` of the prompt were not computed again.
-
-    ``rounds`` are the speculative rounds since the chunk before, as (drafted, accepted): should
-    the replica die, no last chunk tells. A chunk with nothing in it says that the request lives.
-    Where ``finish_reason`` is one of `FAILED`, ``replica_id`` names the replica.
+    Attributes:
+        text: follows that of the chunk before.
+        token_ids: with stop strings, those whose text is released, at least in part.
+        finish_reason: of the last chunk.
+        speculative: of the last chunk.
+        num_cached_tokens: of the prompt, taken from the prefix cache.
+        logprobs: per token id; None if not requested.
+        num_cut_tokens: of the last chunk, tokens cut together with a stop string.
+        rounds: (drafted, accepted) per speculative round since the chunk before; kept in every
+            chunk since the replica may die before the last one.
+        replica_id: if ``finish_reason`` is one of `FAILED`.
+        token_sources: per token id; None if not requested.
     """
 
     text: str
@@ -237,26 +268,25 @@ class GenerationChunk:
     num_cut_tokens: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
     replica_id: str = ""
-    origins: tuple[TokenOrigin, ...] | None = None
+    token_sources: tuple[TokenSource, ...] | None = None
 
 
-def joined(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
-    """One chunk that says what these said, at least one of them; figures are the last one's."""
+def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
+    """Merge consecutive chunks, at least one, into one with the figures of the last."""
     if len(chunks) == 1:
         return chunks[0]
-    said = [c for c in chunks if c.token_ids or c.text or c.finish_reason is not None]
-    last = said[-1] if said else chunks[-1]
-    logprobs = None
+    filled = [c for c in chunks if c.token_ids or c.text or c.finish_reason is not None]
+    last = filled[-1] if filled else chunks[-1]
+    logprobs = token_sources = None
     if last.logprobs is not None:
-        logprobs = tuple(item for chunk in said for item in chunk.logprobs or ())
-    origins = None
-    if last.origins is not None:
-        origins = tuple(item for chunk in said for item in chunk.origins or ())
+        logprobs = tuple(item for chunk in filled for item in chunk.logprobs or ())
+    if last.token_sources is not None:
+        token_sources = tuple(item for chunk in filled for item in chunk.token_sources or ())
     return replace(
         last,
-        text="".join(chunk.text for chunk in said),
-        token_ids=tuple(token for chunk in said for token in chunk.token_ids),
+        text="".join(chunk.text for chunk in filled),
+        token_ids=tuple(token for chunk in filled for token in chunk.token_ids),
         logprobs=logprobs,
         rounds=tuple(each for chunk in chunks for each in chunk.rounds),
-        origins=origins,
+        token_sources=token_sources,
     )

@@ -1,14 +1,15 @@
-"""The state of one running request."""
+"""State of one request in the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from paceline.actors.engine.detokenizer import TextStream
+from paceline.actors.engine.detokenizer import IncrementalDetokenizer, special_tokens
 from paceline.actors.engine.recorder import Recorder
 from paceline.actors.engine.request import (
     DRAFT_OFF,
@@ -18,38 +19,52 @@ from paceline.actors.engine.request import (
     GenerationRequest,
     SpeculativeStats,
     TokenLogprob,
-    TokenOrigin,
+    TokenSource,
+    with_all_stop_token_ids,
+    with_stop_token_ids,
 )
+from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.slots import candidate_of, expert_of
+from paceline.actors.weights.slots import candidate_of, expert_of, slot_for
 
-Placed = TypeVar("Placed", TokenLogprob, TokenOrigin)
+Placed = TypeVar("Placed", TokenLogprob, TokenSource)
 
 
 @dataclass(slots=True)
 class Sequence:
     """Tokens, progress and statistics of one request.
 
-    ``num_speculative_tokens`` None leaves the choice to the engine; ``weight_version`` is that
-    of the draft when it last proposed for this request (before: when the request came).
-    ``draft`` is the slot of the request's draft, the draft itself where none is given, and
-    ``failed_version`` the version in it that failed while it drafted for the request.
-    ``num_computed`` positions have target keys and values; decoding starts when all but the
-    last token have, so that every output token, the first too, comes from verification.
-    ``num_cached`` of them were there when it began for the first time. ``hidden`` is the target's
-    final hidden state ``[H]`` from which the last token came, where a draft reads it.
-    ``request_id`` is that of this attempt at the request.
+    Decoding starts when all tokens but the last are computed, so that every output token, the
+    first included, comes from verification.
+
+    Attributes:
+        request: as submitted, with its stop tokens resolved.
+        detokenizer: of the output.
+        max_tokens: maximum output tokens within the context.
+        num_speculative_tokens: None leaves the choice to the controller.
+        weight_version: of the draft in its latest round; before, when the request arrived.
+        recorder: of the replay record, if there is one.
+        draft: the request's draft or the weight slot that it uses.
+        failed_version: weight_version in the slot that failed while it drafted.
+        tokens: of prompt and output.
+        num_computed: positions with keys and values of the target.
+        num_cached: of these, found in the prefix cache when first admitted.
+        hidden: the target's final hidden state ``[H]`` of the last token's predecessor, if a
+            draft reads it.
+        last_round: (drafted, accepted) as counted in the statistics.
+        histogram: speculative rounds by accepted draft tokens.
+        request_id: of this attempt.
     """
 
     request: GenerationRequest
-    text: TextStream
+    detokenizer: IncrementalDetokenizer
     max_tokens: int
     num_speculative_tokens: int | None
     weight_version: int
     recorder: Recorder | None
     draft: str = ""
     failed_version: int | None = None
-    _failure_told: bool = False
+    _failure_reported: bool = False
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
@@ -59,11 +74,11 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     num_cut_rounds: int = 0
-    last_round: tuple[int, int] = (0, 0)  # drafted and accepted, as they are counted
+    last_round: tuple[int, int] = (0, 0)
     histogram: list[int] = field(default_factory=list)
-    _sent: int = 0  # output tokens that chunks have carried
+    _sent: int = 0  # output tokens in chunks so far
     _logprobs: list[TokenLogprob] = field(default_factory=list)
-    _origins: list[TokenOrigin] = field(default_factory=list)
+    _token_sources: list[TokenSource] = field(default_factory=list)
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
     _versions: set[int] = field(default_factory=set)
     request_id: str = field(init=False)
@@ -77,56 +92,54 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens."""
         return len(self.tokens) - self._num_prompt
 
     @property
     def output(self) -> list[int]:
-        """The output tokens."""
+        """Output tokens."""
         return self.tokens[self._num_prompt :]
 
     @property
     def prefilled(self) -> bool:
-        """True where only the last token is left to compute."""
+        """Whether all tokens but the last are computed."""
         return self.num_computed >= len(self.tokens) - 1
 
-    def start(self, computed: int) -> None:
-        """Start, or start again, with the keys and values of so many positions."""
-        self.num_computed = computed
+    def start(self, num_computed: int) -> None:
+        """Start or restart with the keys and values of the first positions."""
+        self.num_computed = num_computed
         if self.num_cached is None:
-            self.num_cached = computed
+            self.num_cached = num_computed
 
-    def draft_budget(self, wanted: int) -> int:
-        """How many of ``wanted`` tokens may be drafted: one emitted token is the target's."""
-        return max(0, min(wanted, self.max_tokens - self.num_output - 1))
+    def draft_budget(self, k: int) -> int:
+        """Limit k to the remaining tokens, of which one per round is the target's."""
+        return max(0, min(k, self.max_tokens - self.num_output - 1))
 
-    def accept(
+    def append_round(
         self,
         drafted: int,
         accepted: int,
         emitted: list[int],
         eos: frozenset[int],
         logprobs: Items[TokenLogprob] = (),
-        origins: Items[TokenOrigin] = (),
+        token_sources: Items[TokenSource] = (),
     ) -> None:
-        """Take the tokens of a round up to the one that ends the answer.
+        """Append a round's tokens up to the one that ends the answer.
 
-        ``logprobs`` and ``origins`` have an entry per emitted token where the request asks for
-        them.
+        ``logprobs`` and ``token_sources`` have an entry per emitted token if requested.
         """
         before, self.last_round = len(self.tokens), (0, 0)
-        self._take(emitted, eos)
-        self._count(drafted, accepted, len(self.tokens) - before)
-        if logprobs:
-            self._logprobs.extend(logprobs[: len(self.tokens) - before])
-        if origins:
-            self._origins.extend(origins[: len(self.tokens) - before])
+        self._append(emitted, eos)
+        count = len(self.tokens) - before
+        self._update_stats(drafted, accepted, count)
+        self._logprobs.extend(logprobs[:count])
+        self._token_sources.extend(token_sources[:count])
         self.num_computed = len(self.tokens) - 1
 
-    def _count(self, drafted: int, accepted: int, taken: int) -> None:
-        """Count a round of which so many tokens were taken; behind them nothing was drafted."""
-        if taken <= accepted:
-            drafted = accepted = taken
+    def _update_stats(self, drafted: int, accepted: int, count: int) -> None:
+        """Count a round of which ``count`` tokens were appended, and no drafts behind them."""
+        if count <= accepted:
+            drafted = accepted = count
             self.num_cut_rounds += 1
         self.last_round = drafted, accepted
         if drafted:
@@ -138,37 +151,37 @@ class Sequence:
             self.histogram[accepted] += 1
 
     def resume(self, eos: frozenset[int]) -> None:
-        """Take the output that the request came with; nothing of it is handed out again."""
-        self._take(self.request.output_token_ids, eos)
+        """Append the output that the request came with, as sent already."""
+        self._append(self.request.output_token_ids, eos)
         self._sent = self.num_output
 
-    def _take(self, emitted: Items[int], eos: frozenset[int]) -> None:
-        """Add tokens and their text, up to the one that the answer ends with."""
-        sampling, text = self.request.sampling, self.text
-        for token in emitted:
+    def _append(self, token_ids: Items[int], eos: frozenset[int]) -> None:
+        """Append tokens and their text, up to the one that ends the answer."""
+        sampling, detokenizer = self.request.sampling, self.detokenizer
+        for token in token_ids:
             self.tokens.append(token)
             count = len(self.tokens) - self._num_prompt
             if token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos):
                 self.finish_reason = FINISH_STOP
                 return
-            text.push(token, may_stop=count >= sampling.min_tokens)
-            if text.stopped:
+            detokenizer.append(token, may_stop=count >= sampling.min_tokens)
+            if detokenizer.stopped:
                 self.finish_reason = FINISH_STOP
                 return
             if count >= self.max_tokens:
                 self.finish_reason = FINISH_LENGTH
                 return
 
-    def chunk(self) -> GenerationChunk:
-        """What may be shown and has not been."""
+    def next_chunk(self) -> GenerationChunk:
+        """Take what can be sent and has not been."""
         last = self.finish_reason is not None
-        text = self.text.release(last=last)
-        whole = last and not self.text.stopped
-        end = self.num_output if whole else min(self.text.num_released(), self.num_output)
+        text = self.detokenizer.release(last=last)
+        whole = last and not self.detokenizer.stopped
+        end = self.num_output if whole else min(self.detokenizer.num_released(), self.num_output)
         start, self._sent = self._sent, max(end, self._sent)
         first = self._num_prompt
-        told = last or bool(text) or self._sent > start  # or the chunk goes to nobody
-        rounds = tuple(self._unsent_rounds) if told else ()
+        filled = last or bool(text) or self._sent > start  # empty chunks are not sent
+        rounds = tuple(self._unsent_rounds) if filled else ()
         del self._unsent_rounds[: len(rounds)]
         return GenerationChunk(
             text=text,
@@ -178,53 +191,52 @@ class Sequence:
             num_cached_tokens=min(self.num_cached or 0, first),
             logprobs=None
             if self.request.sampling.logprobs is None
-            else self._placed(self._logprobs, start, self._sent),
+            else self._with_offsets(self._logprobs, start, self._sent),
             num_cut_tokens=self.num_output - self._sent if last else 0,
             rounds=rounds,
-            origins=self._placed(self._origins, start, self._sent)
-            if self.request.origins
+            token_sources=self._with_offsets(self._token_sources, start, self._sent)
+            if self.request.token_sources
             else None,
         )
 
-    def _placed(self, told: list[Placed], start: int, end: int) -> tuple[Placed, ...]:
-        """What is told of output tokens, with where their text begins."""
-        before = self.num_output - len(told)  # output that it came with
+    def _with_offsets(self, items: list[Placed], start: int, end: int) -> tuple[Placed, ...]:
+        """Return the items of output tokens start..end-1 with their text offsets."""
+        before = self.num_output - len(items)  # output of another replica
         return tuple(
-            replace(told[i - before], text_offset=self.text.start(i))
+            replace(items[i - before], text_offset=self.detokenizer.start(i))
             for i in range(max(start, before), end)
         )
 
-    def drafted_by(self, weight_version: int) -> None:
-        """Note with which weights was drafted."""
+    def set_draft_version(self, weight_version: int) -> None:
+        """Note the weights that drafted in this round."""
         self.weight_version = weight_version
         self._versions.add(weight_version)
 
-    def news(self) -> DraftOutcome | None:
-        """What is to be reported after a round: a failure at once, all else at the end."""
-        if self.failed_version is not None and not self._failure_told:
-            self._failure_told = True
-            return self.outcome()
-        return self.outcome() if self.finish_reason else None
+    def take_outcome(self) -> DraftOutcome | None:
+        """Return the outcome to report after a round: a failure at once, others at the end."""
+        if self.failed_version is not None and not self._failure_reported:
+            self._failure_reported = True
+            return self._outcome()
+        return self._outcome() if self.finish_reason else None
 
     @property
-    def may_tell_failure(self) -> bool:
-        """Whether a failure of its expert's candidate may be reported by it: none has been yet."""
-        return self._tells and self.failed_version is None
+    def can_report_failure(self) -> bool:
+        """Whether it uses a weight slot of its expert and has reported no failure."""
+        return self._uses_slot and self.failed_version is None
 
     @property
-    def _tells(self) -> bool:
-        """Whether it drafts with one of its expert's slots, and not with initial weights."""
+    def _uses_slot(self) -> bool:
         expert = expert_of(self.draft)
         return self.draft in (expert, candidate_of(expert))
 
-    def outcome(self) -> DraftOutcome | None:
-        """What the draft did, where that tells one weight_version from another.
+    def _outcome(self) -> DraftOutcome | None:
+        """Return the draft's outcome if it can be attributed to one weight_version.
 
-        None where several versions drafted, where the request itself wanted no drafts, and for an
-        answer that another replica has begun. No rounds: nothing was drafted, since that did not
-        pay.
+        None for initial weights, if several versions drafted, if the request has a number of
+        tokens of its own but no rounds, and for an answer that another replica started. An
+        outcome without rounds means that the controller never drafted.
         """
-        if not self._tells:
+        if not self._uses_slot:
             return None
         expert = expert_of(self.draft)
         if self.failed_version is not None:
@@ -239,7 +251,7 @@ class Sequence:
         return DraftOutcome(expert, self.weight_version, self.num_spec_steps, accepted)
 
     def stats(self) -> SpeculativeStats:
-        """What speculation did so far."""
+        """Return the statistics of speculation so far."""
         return SpeculativeStats(
             draft=DRAFT_OFF if self.num_speculative_tokens == 0 else self.request.draft,
             weight_version=self.weight_version,
@@ -249,3 +261,55 @@ class Sequence:
             acceptance_histogram=tuple(self.histogram),
             num_cut_rounds=self.num_cut_rounds,
         )
+
+
+def make_sequence(
+    request: GenerationRequest,
+    settings: EngineSettings,
+    tokenizer: Any,
+    drafts: Mapping[str, int],
+    vocab_size: int,
+) -> Sequence:
+    """Validate a request and turn it into a sequence, resumed if it has output.
+
+    Args:
+        request: as submitted.
+        settings: limits.
+        tokenizer: of the target, a transformers fast tokenizer.
+        drafts: weight_version of every draft.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: the prompt is empty or leaves no room for a token, or a token id is not in the
+            vocabulary, which would fail the forward of all requests.
+    """
+    room = settings.max_model_len - len(request.prompt_token_ids)
+    if not request.prompt_token_ids or room < 1:
+        raise ValueError(
+            f"the prompt has {len(request.prompt_token_ids)} tokens; "
+            f"1 to {settings.max_model_len - 1} can be served"
+        )
+    for token_ids in (request.prompt_token_ids, request.output_token_ids):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ValueError(f"a token id is not in the target's vocabulary of {vocab_size}")
+    request = with_stop_token_ids(request, special_tokens(tokenizer.backend_tokenizer), vocab_size)
+    request = with_all_stop_token_ids(request, settings.eos_token_ids)
+    k = request.num_speculative_tokens
+    if k is None:
+        k = settings.num_speculative_tokens
+    if request.draft == DRAFT_OFF or request.draft not in drafts:
+        k = 0
+    draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
+    sequence = Sequence(
+        request=request,
+        detokenizer=IncrementalDetokenizer(
+            tokenizer, request.sampling.stop, request.sent_chars, request.prompt_token_ids
+        ),
+        max_tokens=min(request.sampling.max_tokens, room),
+        num_speculative_tokens=k,
+        weight_version=drafts.get(draft, 0),
+        draft=draft,
+        recorder=Recorder() if request.has_record else None,
+    )
+    sequence.resume(settings.eos_token_ids)
+    return sequence

@@ -1,4 +1,4 @@
-"""Settings of a target replica: plain data that crosses process borders."""
+"""Settings of a target replica and of its engine."""
 
 from __future__ import annotations
 
@@ -11,28 +11,43 @@ Numerics = Literal["auto", "invariant"]
 
 @dataclass(frozen=True, slots=True)
 class TargetSettings:
-    """How one replica decodes.
+    """Settings of one target replica.
 
-    ``drafts`` maps every expert (all topics and ``general``) to a model folder; the frozen
-    initial weights of each are reachable as ``<expert>@0`` without an entry of their own.
-    ``heads`` maps further drafts to folders of Medusa heads, which are colocated only.
-    ``replay_top_k`` target probabilities are logged per position, with ``replay_branches`` behind
-    rejected tokens too; ``draft_top_k`` bounds the support that a draft proposes from.
-    ``num_speculative_tokens`` None has every round draft what measured goodput says, up to
-    ``max_speculative_tokens``. ``max_model_len`` None takes the target's own limit.
-    ``kv_cache_mb`` MiB hold the target's keys and values, None is enough for ``max_num_seqs``
-    full contexts (on GPUs at most a part of the free memory); drafts have
-    room for as many positions, on top, each expert of a pool for as many as all targets together
-    (again at most a part of a GPU's free memory). ``placement`` pool has every expert in a process
-    of its own, for which a round waits at most ``round_timeout_ms``. ``numerics`` invariant
-    has a token's logits be the same bits in every batch, or the start fail; auto takes what is
-    fastest. ``canary_share`` of the requests draft with an expert's candidate while there is one;
-    above 0 every expert has a second slot of weights. ``cuda_graphs`` replays short forwards on
-    GPUs. A replica that gives no sign of life for ``stall_timeout_s`` counts as hung.
-    Its streams get ``stream_chunks_per_s`` together, 0 is one each after every round.
-    ``warm_up`` computes once at every size that products on CPUs have, before the first request.
-    ``scored_share`` of the stored requests, all with prompts of the ``held_out_fraction``, goes to
-    the scorer of experts. ``max_records_per_s`` of a topic's requests are stored, None is all.
+    Attributes:
+        model_path: folder of the target.
+        drafts: model folder per expert (all topics and ``general``); ``<expert>@0``, its frozen
+            initial weights, needs no entry.
+        heads: folder of Medusa heads per further draft; colocated only.
+        dtype: auto, bfloat16, float16 or float32.
+        device: auto, or torch's name.
+        num_threads: torch threads of the engine.
+        max_num_seqs: maximum running requests.
+        max_model_len: None takes the target's own limit.
+        kv_cache_mb: MiB of the target's KV cache; None is enough for ``max_num_seqs`` full
+            contexts, on GPUs at most a share of the free memory. Drafts have as many positions on
+            top, each expert of a pool as many as all targets together.
+        num_speculative_tokens: per round; None follows the measured goodput.
+        max_speculative_tokens: limit of what goodput chooses.
+        draft_top_k: tokens that a draft samples from.
+        replay_top_k: target probabilities recorded per position.
+        replay_branches: also record those behind rejected tokens.
+        prefill_chunk: prompt tokens per round.
+        prefix_cache: reuse the KV of earlier requests with the same prefix.
+        numerics: invariant gives a token's logits the same bits in every batch, or fails the
+            start; auto takes what is fastest.
+        cuda_graphs: replay short forwards on GPUs.
+        seed: of unseeded requests; None is random.
+        placement: pool has every expert in its own process.
+        round_timeout_ms: a round's wait for the pool.
+        stall_timeout_s: a replica without a heartbeat for so long counts as hung.
+        stream_chunks_per_s: of all streams together; 0 sends one chunk per stream and round.
+        scored_share: of the recorded requests, offered to the scorer of experts with all prompts
+            of the ``held_out_fraction``.
+        held_out_fraction: of the prompts.
+        max_records_per_s: per topic; None is no limit.
+        canary_share: of the requests, drafted by an expert's candidate if there is one; above 0
+            every expert has a second weight slot.
+        warm_up: run every size of oneDNN's products before the first request.
     """
 
     model_path: str
@@ -63,3 +78,25 @@ class TargetSettings:
     max_records_per_s: float | None = None
     canary_share: float = 0.0
     warm_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of an engine; see TargetSettings.
+
+    Attributes:
+        max_speculative_tokens: drafted per round at most, for a request without its own
+            ``num_speculative_tokens``.
+        eos_token_ids: end-of-sequence tokens of the target.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    num_speculative_tokens: int | None
+    replay_top_k: int
+    prefill_chunk: int
+    eos_token_ids: frozenset[int]
+    prefix_cache: bool = True
+    max_speculative_tokens: int = 32
+    replay_branches: bool = False
+    canary_share: float = 0.0

@@ -21,7 +21,7 @@ from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.compatibility import read_config
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.model_loader import resolve_device
-from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRequest, joined
+from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRequest, merge_chunks
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineFigures
 from paceline.actors.replay.record import ReplayRecord, encode
@@ -242,12 +242,12 @@ class TargetReplica:
                     if chunk.finish_reason in FAILED:
                         chunk = replace(chunk, replica_id=self._replica_id)
                         if parts:  # no token is taken from a chunk that tells of a failure
-                            yield joined(parts)
+                            yield merge_chunks(parts)
                             parts.clear()
                     finished = chunk.finish_reason is not None
                     parts.append(chunk)
                     if finished or chunk is _BEAT or not whole:
-                        yield joined(parts)
+                        yield merge_chunks(parts)
                         parts.clear()
         finally:
             if not finished:
@@ -344,7 +344,7 @@ class TargetReplica:
 
     def _sparing(self, request: GenerationRequest) -> GenerationRequest:
         """The request without its record, where its topic has had enough of late."""
-        limited = request.leaves_record and not request.background and self._shards
+        limited = request.has_record and not request.background and self._shards
         if limited and not self._record_limiter.acquire(request.topic):
             return replace(request, recorded=False)
         return request

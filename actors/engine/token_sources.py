@@ -1,4 +1,4 @@
-"""Where emitted tokens come from, for the requests that ask for it."""
+"""Sources of emitted tokens, for the requests that ask for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.request import Origin, SamplingParams, TokenOrigin
+from paceline.actors.engine.request import SamplingParams, SourceKind, TokenSource
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
@@ -16,62 +16,64 @@ from paceline.actors.speculation.rejection_sampler import (
 )
 
 
-def token_origins(
+def token_sources(
     batch: Items[Sequence],
     proposal: Proposal,
     sampled: RejectionSampleOutput,
     logits: Tensor,
     emitted: Items[Items[int]],
-) -> list[list[TokenOrigin]]:
-    """Who wrote a round's tokens, and how sure of them the target was.
+) -> list[list[TokenSource]]:
+    """Return the sources of a round's tokens, with their target probabilities.
 
     Args:
-        batch: B sequences, before they take the round's tokens.
-        proposal: what was drafted for them.
-        sampled: what rejection sampling accepted and added.
-        logits: float ``[B, k + 1, V]``, the target's as they came.
-        emitted: per row the tokens that the round added, at most k + 1.
+        batch: B sequences, before the round's tokens are appended.
+        proposal: their draft tokens.
+        sampled: output of the rejection sampler.
+        logits: float ``[B, k + 1, V]``, the target's, unprocessed.
+        emitted: per row the round's tokens, at most k + 1.
 
     Returns:
-        per row an entry per emitted token, empty where nothing is asked; ``text_offset`` is 0.
+        per row an entry per emitted token, empty if not requested; ``text_offset`` is 0.
     """
-    rows = [i for i, sequence in enumerate(batch) if sequence.request.origins]
-    answers: list[list[TokenOrigin]] = [[] for _ in batch]
+    rows = [i for i, sequence in enumerate(batch) if sequence.request.token_sources]
+    sources: list[list[TokenSource]] = [[] for _ in batch]
     if not rows:
-        return answers
-    sure = iter(_target_probabilities(logits, rows, emitted))
-    chances = _acceptance_probabilities(proposal, sampled, rows)
+        return sources
+    target_probs = iter(_target_probabilities(logits, rows, emitted))
+    acceptance = _acceptance_probabilities(proposal, sampled, rows)
     drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
     accepted = sampled.num_accepted.tolist()
     for at, i in enumerate(rows):
-        own = chances[at] if chances and _tosses_coins(batch[i].request.sampling) else []
+        is_random = _accepts_at_random(batch[i].request.sampling)
+        own = acceptance[at] if acceptance and is_random else []
         proposed = drafts[i][: drafted[i]]
         for step in range(len(emitted[i])):
-            answers[i].append(_told(batch[i], step, proposed, accepted[i], next(sure), own))
-    return answers
+            sources[i].append(
+                _source(batch[i], step, proposed, accepted[i], next(target_probs), own)
+            )
+    return sources
 
 
-def _told(
+def _source(
     sequence: Sequence,
     step: int,
     proposed: Items[int],
     accepted: int,
-    sure: float,
-    chances: Items[float],
-) -> TokenOrigin:
-    """One token of a sequence's round, in which ``proposed`` was drafted."""
+    target_probability: float,
+    acceptance: Items[float],
+) -> TokenSource:
     drafted = len(proposed)
-    return TokenOrigin(
-        origin=_origin(step, drafted, accepted),
+    return TokenSource(
+        kind=_kind(step, drafted, accepted),
         draft=sequence.request.draft if drafted else None,
         weight_version=sequence.weight_version if drafted else None,
-        target_probability=sure,
-        acceptance_probability=chances[step] if chances and step < drafted else None,
+        target_probability=target_probability,
+        acceptance_probability=acceptance[step] if acceptance and step < drafted else None,
         rejected_token_id=proposed[step] if accepted <= step < drafted else None,
     )
 
 
-def _origin(step: int, drafted: int, accepted: int) -> Origin:
+def _kind(step: int, drafted: int, accepted: int) -> SourceKind:
     if not drafted:
         return "plain"
     if step < accepted:
@@ -79,8 +81,8 @@ def _origin(step: int, drafted: int, accepted: int) -> Origin:
     return "bonus" if step == drafted else "recovered"
 
 
-def _tosses_coins(sampling: SamplingParams) -> bool:
-    """Greedy and seeded requests accept a draft token where it is the one they would take."""
+def _accepts_at_random(sampling: SamplingParams) -> bool:
+    """Greedy and seeded requests accept a draft token if it is the one they would take."""
     return not sampling.greedy and sampling.seed is None
 
 
@@ -88,16 +90,16 @@ def _target_probabilities(
     logits: Tensor, rows: Items[int], emitted: Items[Items[int]]
 ) -> list[float]:
     at = [(i, step, token) for i in rows for step, token in enumerate(emitted[i])]
-    where, steps, tokens = torch.tensor(at, device=logits.device).T
-    laws = torch.softmax(logits[where, steps].float(), dim=-1)
-    found: list[float] = laws.gather(-1, tokens[:, None])[:, 0].tolist()
-    return found
+    indices, steps, tokens = torch.tensor(at, device=logits.device).T
+    probs = torch.softmax(logits[indices, steps].float(), dim=-1)
+    target_probs: list[float] = probs.gather(-1, tokens[:, None])[:, 0].tolist()
+    return target_probs
 
 
 def _acceptance_probabilities(
     proposal: Proposal, sampled: RejectionSampleOutput, rows: Items[int]
 ) -> list[list[float]] | None:
-    """min(1, p/q) of every drafted token, as verification compared it with chance."""
+    """Return min(1, p/q) of every drafted token, as the rejection sampler computed it."""
     drafted = proposal.token_ids.shape[1]
     if sampled.probs is None or drafted == 0:
         return None
@@ -107,5 +109,5 @@ def _acceptance_probabilities(
     inside = torch.arange(drafted, device=at.device) < proposal.num_drafted[at, None]
     q_draft = proposal.token_probs[at]
     q_draft = torch.where(inside, q_draft, torch.ones_like(q_draft))
-    chances: list[list[float]] = acceptance_probability(p_draft.double(), q_draft.double()).tolist()
-    return chances
+    found: list[list[float]] = acceptance_probability(p_draft.double(), q_draft.double()).tolist()
+    return found

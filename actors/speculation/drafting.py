@@ -387,7 +387,7 @@ class Drafting:
         """Note with which weights was proposed: a proposer may take new ones by itself."""
         for sequence in sequences:
             draft, version = sequence.draft, self._proposer.version(sequence.draft)
-            sequence.drafted_by(version)
+            sequence.set_draft_version(version)
             if self._versions.get(draft, version) != version:
                 self._choosing.swapped(draft)
             self._versions[draft] = version

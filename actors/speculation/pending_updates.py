@@ -74,7 +74,7 @@ class Refusals:
         for sequence in batch if self._candidates else ():
             slot = candidate_of(expert_of(sequence.draft))
             version = self._candidates.get(slot)
-            if version is None or slot in self._telling or not sequence.may_tell_failure:
+            if version is None or slot in self._telling or not sequence.can_report_failure:
                 continue
             sequence.failed_version = version
             self._telling.add(slot)

@@ -20,7 +20,7 @@ from ray.serve.exceptions import (
     ReplicaUnavailableError,
 )
 
-from paceline.actors.engine.request import GenerationChunk, GenerationRequest, joined
+from paceline.actors.engine.request import GenerationChunk, GenerationRequest, merge_chunks
 from paceline.deploy.api.failover import Failover, Failure, Resumption
 from paceline.deploy.errors import ApiError, internal, overloaded
 
@@ -159,7 +159,7 @@ async def _complete(
     streams: Any, request: GenerationRequest, failover: Failover
 ) -> GenerationChunk:
     async with aclosing(_run_one(streams, request, failover, True)) as chunks:
-        return joined([chunk async for chunk in chunks])
+        return merge_chunks([chunk async for chunk in chunks])
 
 
 def _first(error: BaseException) -> Exception:

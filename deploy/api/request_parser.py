@@ -385,7 +385,7 @@ def engine_request(
     route: Route,
     speculative: Speculative,
     store: bool,
-    origins: bool = False,
+    token_sources: bool = False,
 ) -> GenerationRequest:
     """The engine's request; draft ``auto`` becomes the route's expert."""
     return GenerationRequest(
@@ -396,7 +396,7 @@ def engine_request(
         draft=route.draft if speculative.draft == DRAFT_AUTO else speculative.draft,
         num_speculative_tokens=speculative.num_speculative_tokens,
         store=store,
-        origins=origins,
+        token_sources=token_sources,
     )
 
 
@@ -427,7 +427,7 @@ def engine_requests(
                     adjust_route(route, request_id),
                     options.speculative,
                     store=options.store is not False,
-                    origins=options.return_token_origins,
+                    token_sources=options.return_token_origins,
                 )
             )
     return requests

@@ -78,16 +78,16 @@ def _alternatives(token_id: int, item: TokenLogprob, names: TokenNames) -> dict[
 
 def token_origins(chunk: GenerationChunk, names: TokenNames) -> list[TokenOriginEntry] | None:
     """The source of every token of a chunk; None if they were not requested."""
-    if chunk.origins is None:
+    if chunk.token_sources is None:
         return None
     entries = []
-    for token_id, item in zip(chunk.token_ids, chunk.origins, strict=True):
+    for token_id, item in zip(chunk.token_ids, chunk.token_sources, strict=True):
         rejected = item.rejected_token_id
         entries.append(
             TokenOriginEntry(
                 token=names.name(token_id).text,
                 text_offset=item.text_offset,
-                origin=item.origin,
+                origin=item.kind,
                 draft=item.draft,
                 weight_version=item.weight_version,
                 target_probability=item.target_probability,

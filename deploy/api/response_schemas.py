@@ -86,7 +86,7 @@ class ChatLogprobs(_ResponseModel):
 
 
 class TokenOriginEntry(_ResponseModel):
-    """The source of a token, see the engine's ``TokenOrigin``.
+    """The source of a token, see the engine's ``TokenSource``.
 
     ``rejected_token`` is the text of the draft token that a recovered one replaces.
     """

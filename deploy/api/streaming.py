@@ -49,7 +49,7 @@ async def events(
                 opened.add(index)
                 yield role_event(answer, index)
             tally.add(index, chunk)
-            told = answer.token_ids or chunk.logprobs is not None or chunk.origins is not None
+            told = answer.token_ids or chunk.logprobs is not None or chunk.token_sources is not None
             tokens = bool(chunk.token_ids) and told
             if chunk.text or chunk.finish_reason is not None or tokens:
                 yield chunk_event(answer, index, chunk)

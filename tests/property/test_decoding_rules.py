@@ -53,7 +53,7 @@ def sampling(draw: st.DrawFn, *, greedy: bool = False) -> SamplingParams:
         presence_penalty=draw(st.sampled_from([0.0, -1.0, 0.5, 2.0])),
         logit_bias=tuple(bias.items()),
         min_tokens=draw(st.integers(0, 6)),
-        ending_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1))),
+        all_stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1))),
     )
 
 
@@ -68,7 +68,7 @@ def by_definition(
             scores[v] = scores[v] / penalty if scores[v] > 0 else scores[v] * penalty
         scores[v] -= params.frequency_penalty * output.count(v)
         scores[v] -= params.presence_penalty * (v in output)
-        if len(output) < params.min_tokens and v in params.ending_token_ids:
+        if len(output) < params.min_tokens and v in params.all_stop_token_ids:
             scores[v] = -math.inf
     if params.greedy:
         return [float(v == max(range(VOCAB), key=scores.__getitem__)) for v in range(VOCAB)]
@@ -245,7 +245,7 @@ def test_rejection_sampling_decides_by_the_processed_law(data: st.DataObject) ->
         ({"repetition_penalty": 2.0}, [2.0, 0.5, 0.5], [1.0, 0.5, 0.5]),
         ({"logit_bias": ((2, -100.0),)}, [2.0, 1.0, -99.5], [2.0, 1.0, -99.5]),
         (
-            {"min_tokens": 1, "ending_token_ids": (0,)},
+            {"min_tokens": 1, "all_stop_token_ids": (0,)},
             [-math.inf, 1.0, 0.5],
             [2.0, 1.0, 0.5],
         ),

@@ -22,7 +22,7 @@ from paceline.actors.engine.request import (
     FINISH_YIELDED,
     GenerationChunk,
     GenerationRequest,
-    joined,
+    merge_chunks,
 )
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.synthetic.prompts import (
@@ -237,7 +237,7 @@ class ServeTargetClient:
             chunks: list[GenerationChunk] = [chunk async for chunk in response]
         finally:
             response.cancel()  # does nothing to a response that has ended
-        whole = joined(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
+        whole = merge_chunks(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
         return Completion(whole.token_ids, whole.finish_reason or FINISH_ERROR)
 
 

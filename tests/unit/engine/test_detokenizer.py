@@ -13,17 +13,17 @@ from tiny_models import TEXT, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from paceline.actors.engine.detokenizer import TextStream, held_back
+from paceline.actors.engine.detokenizer import IncrementalDetokenizer, partial_stop_length
 
 TOKENIZER = tiny_tokenizer()
 
 
 def stream(tokens: list[int], stops: tuple[str, ...]) -> tuple[list[str], bool]:
     """The pieces that a client sees."""
-    text = TextStream(TOKENIZER, stops)
+    text = IncrementalDetokenizer(TOKENIZER, stops)
     pieces = []
     for token in tokens:
-        text.push(token)
+        text.append(token)
         if text.stopped:
             break
         pieces.append(text.release())
@@ -68,7 +68,7 @@ def test_a_stop_over_token_borders_is_held_back() -> None:
 
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_held_back_is_the_longest_open_stop(text: str, stops: list[str]) -> None:
-    size = held_back(text, stops)
+    size = partial_stop_length(text, stops)
     openings = [
         n
         for n in range(1, len(text) + 1)
@@ -90,10 +90,10 @@ def byte_fallback_tokenizer() -> Any:
 @given(st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xFF, 0xF0, 0x9F, 256, 257]), max_size=12))
 def test_broken_bytes_never_fail_and_hide_no_character(tokens: list[int]) -> None:
     """Decoders that join bytes take earlier text back (a bad byte spoils its neighbours)."""
-    stream = TextStream(byte_fallback_tokenizer())
+    stream = IncrementalDetokenizer(byte_fallback_tokenizer())
     text = ""
     for token in tokens:
-        stream.push(token)
+        stream.append(token)
         text += stream.release()
     text += stream.release(last=True)
     for token, shown in ((256, "a"), (257, "b")):
@@ -138,10 +138,10 @@ def decode(kind: str, tokens: list[int]) -> str:
 
 
 def pieces_of(kind: str, prompt: list[int], answer: list[int], **more: Any) -> list[str]:
-    text = TextStream(tokenizer_of(kind), prompt=prompt, **more)
+    text = IncrementalDetokenizer(tokenizer_of(kind), prompt=prompt, **more)
     pieces = []
     for token in answer:
-        text.push(token)
+        text.append(token)
         if text.stopped:
             break
         pieces.append(text.release())
@@ -204,9 +204,9 @@ def test_where_a_token_begins_behind_broken_bytes(kind: str) -> None:
     backend = tokenizer_of(kind).backend_tokenizer
     names = ("Ġa", "â") if kind == "byte-level" else ("▁a", "<0xE2>")
     word, broken = (backend.token_to_id(name) for name in names)
-    text = TextStream(tokenizer_of(kind), prompt=[word])
+    text = IncrementalDetokenizer(tokenizer_of(kind), prompt=[word])
     for token in (broken, word, word):
-        text.push(token)
+        text.append(token)
     shown = text.release(last=True)
     if kind == "metaspace-first":  # bytes are words to it
         assert shown == "<0xE2> a a"
@@ -252,9 +252,9 @@ def test_stops_with_special_tokens_cut_the_text_before_them(
     right = shown
     pieces = pieces_of("no-strip", prompt, answer, stops=stops)
     assert "".join(pieces) == right
-    stream = TextStream(tokenizer_of("no-strip"), stops, prompt=prompt)
+    stream = IncrementalDetokenizer(tokenizer_of("no-strip"), stops, prompt=prompt)
     for token in answer:
-        stream.push(token)
+        stream.append(token)
         if stream.stopped:
             break
     assert stream.stopped == stopped

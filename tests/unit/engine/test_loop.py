@@ -59,14 +59,14 @@ def test_huge_numbers_fail_nobody(loop: EngineLoop) -> None:
 def test_what_fails_for_one_request_ends_that_one(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accept = Sequence.accept
+    accept = Sequence.append_round
 
     def failing(self: Sequence, *args: Any) -> None:
         if self.request_id == "bad":
             raise RuntimeError("no text can be made of this")
         accept(self, *args)
 
-    monkeypatch.setattr(Sequence, "accept", failing)
+    monkeypatch.setattr(Sequence, "append_round", failing)
     answers = [send(loop, request(name, [5], ignore_eos=True)) for name in ("good", "bad", "fine")]
     assert [reason(a) for a in answers] == ["length", "error", "length"]
     assert loop.healthy
@@ -75,7 +75,7 @@ def test_what_fails_for_one_request_ends_that_one(
 def test_a_fault_of_the_target_ends_every_request_and_the_next_ones_are_served(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = Sequence.chunk
+    chunk = Sequence.next_chunk
     faults = iter([True])
 
     def failing(self: Sequence) -> GenerationChunk:
@@ -83,7 +83,7 @@ def test_a_fault_of_the_target_ends_every_request_and_the_next_ones_are_served(
             raise RuntimeError("in the middle of handing out")
         return chunk(self)
 
-    monkeypatch.setattr(Sequence, "chunk", failing)
+    monkeypatch.setattr(Sequence, "next_chunk", failing)
     # The first ends in the very round that fails: it has left the engine by then.
     both = threading.Event()
     loop._inbox.put(lambda: both.wait() and None)  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ from engines import TOKENIZER, make_engine, request, run, tokens_of, twin_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.engine.detokenizer import TextStream
-from paceline.actors.engine.request import GenerationRequest, stopped_by_id
+from paceline.actors.engine.detokenizer import IncrementalDetokenizer
+from paceline.actors.engine.request import GenerationRequest, with_stop_token_ids
 from paceline.actors.engine.sequence import Sequence
 
 EOS = frozenset({2})
@@ -30,20 +30,20 @@ def test_accepted_and_final_tokens_are_the_answer(
     asked = request(
         "r", [5, 6], max_tokens=limit, stop_token_ids=tuple(sorted(ids)), stop=tuple(stops)
     )
-    text = TextStream(TOKENIZER, asked.sampling.stop, prompt=(5, 6))
+    text = IncrementalDetokenizer(TOKENIZER, asked.sampling.stop, prompt=(5, 6))
     sequence = Sequence(asked, text, limit, None, weight_version=0, recorder=None)
     from_drafts = finals = steps = told = played = cut = 0
     for draft, wanted, final in rounds:
         accepted = min(wanted, len(draft))
         before = sequence.num_output
-        sequence.accept(len(draft), accepted, [*draft[:accepted], final], EOS)
+        sequence.append_round(len(draft), accepted, [*draft[:accepted], final], EOS)
         taken = sequence.num_output - before
         from_drafts += min(taken, accepted)
         finals += taken > accepted
         cut += taken <= accepted
         played += 1
         steps += bool(draft)
-        told += sum(accepted for _, accepted in sequence.chunk().rounds)
+        told += sum(accepted for _, accepted in sequence.next_chunk().rounds)
         counted = sequence.last_round
         assert counted == ((taken, taken) if taken <= accepted else (len(draft), accepted))
         if sequence.finish_reason:
@@ -100,6 +100,6 @@ def test_a_special_tokens_text_stops_as_the_token_does() -> None:
 
 def test_a_special_token_that_the_target_lacks_is_no_stop_token() -> None:
     asked = request("r", [5, 6], stop=("</s>", "<s>"), stop_token_ids=(9,))
-    found = stopped_by_id(asked, {1: "<s>", 2: "</s>", 300: "<s>", 7: "<x>"}, 300)
+    found = with_stop_token_ids(asked, {1: "<s>", 2: "</s>", 300: "<s>", 7: "<x>"}, 300)
     assert found.sampling.stop_token_ids == (9, 1, 2)
     assert found.sampling.stop == asked.sampling.stop

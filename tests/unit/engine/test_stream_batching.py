@@ -223,7 +223,7 @@ def test_a_fault_ends_streams_that_hold_tokens_after_these(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = EngineLoop(make_engine(), num_threads=1, chunks_per_s=0.001)
-    rounds, accept = iter(range(100)), Sequence.accept
+    rounds, accept = iter(range(100)), Sequence.append_round
 
     def failing(self: Sequence, *args: Any) -> None:
         accept(self, *args)
@@ -232,7 +232,7 @@ def test_a_fault_ends_streams_that_hold_tokens_after_these(
 
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(Sequence, "accept", failing)
+            patched.setattr(Sequence, "append_round", failing)
             got: queue.Queue[GenerationChunk] = queue.Queue()
             loop.submit(request("r", [5, 7], ignore_eos=True), got.put)
             parts = [got.get(timeout=20.0)]

@@ -10,28 +10,28 @@ import pytest
 import torch
 from engines import TOKENIZER, make_engine, request, run, tokens_of, twin_engine
 
-from paceline.actors.engine.detokenizer import TextStream
+from paceline.actors.engine.detokenizer import IncrementalDetokenizer
 from paceline.actors.engine.engine import StepOutput
-from paceline.actors.engine.request import TokenOrigin, joined
+from paceline.actors.engine.request import TokenSource, merge_chunks
 from paceline.actors.engine.sequence import Sequence
-from paceline.actors.engine.token_sources import token_origins
+from paceline.actors.engine.token_sources import token_sources
 from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
 
 PROMPT = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. How many", add_special_tokens=False)
 
 
-def origins_of(outputs: list[StepOutput]) -> list[TokenOrigin]:
+def sources_of(outputs: list[StepOutput]) -> list[TokenSource]:
     """One entry per token of every chunk, or the test fails."""
     for output in outputs:
-        assert output.chunk.origins is not None
-        assert len(output.chunk.origins) == len(output.chunk.token_ids)
-    return [item for output in outputs for item in output.chunk.origins or ()]
+        assert output.chunk.token_sources is not None
+        assert len(output.chunk.token_sources) == len(output.chunk.token_ids)
+    return [item for output in outputs for item in output.chunk.token_sources or ()]
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole_and_a_bonus_follows() -> None:
-    asked = request("r", PROMPT, max_tokens=9, ignore_eos=True, origins=True)
-    found = origins_of(run(twin_engine(), [asked])["r"])
-    kinds = [item.origin for item in found]
+    asked = request("r", PROMPT, max_tokens=9, ignore_eos=True, token_sources=True)
+    found = sources_of(run(twin_engine(), [asked])["r"])
+    kinds = [item.kind for item in found]
     # the budget leaves the last token of an answer to the target
     assert kinds == ["accepted"] * 3 + ["bonus"] + ["accepted"] * 3 + ["bonus"] + ["plain"]
     assert [(i.draft, i.weight_version) for i in found] == [("a", 0)] * 8 + [(None, None)]
@@ -40,16 +40,16 @@ def test_a_draft_that_is_the_target_is_accepted_whole_and_a_bonus_follows() -> N
 
 
 def test_another_draft_is_rejected_by_name_and_what_it_said_is_told() -> None:
-    asked = request("r", PROMPT, max_tokens=30, ignore_eos=True, origins=True)
+    asked = request("r", PROMPT, max_tokens=30, ignore_eos=True, token_sources=True)
     outputs = run(make_engine(k=2), [asked])["r"]
-    found = origins_of(outputs)
+    found = sources_of(outputs)
     stats = outputs[-1].chunk.speculative
     assert stats is not None
-    assert sum(i.origin == "accepted" for i in found) == stats.num_accepted_draft_tokens
-    recovered = [i for i in found if i.origin == "recovered"]
+    assert sum(i.kind == "accepted" for i in found) == stats.num_accepted_draft_tokens
+    recovered = [i for i in found if i.kind == "recovered"]
     assert len(recovered) > 5
     for token, item in zip(tokens_of(outputs), found, strict=True):
-        assert (item.rejected_token_id is not None) == (item.origin == "recovered")
+        assert (item.rejected_token_id is not None) == (item.kind == "recovered")
         assert item.rejected_token_id != token
 
 
@@ -58,48 +58,52 @@ def test_asking_changes_no_token_and_costs_the_others_nothing(fields: dict[str, 
     asked = request("r", PROMPT, max_tokens=24, ignore_eos=True, **fields)
     other = request("s", PROMPT[:7], max_tokens=24, ignore_eos=True, draft="b", **fields)
     without = run(make_engine(k=3), [asked, other])
-    told = run(make_engine(k=3), [replace(asked, origins=True), other])
+    told = run(make_engine(k=3), [replace(asked, token_sources=True), other])
     for name in ("r", "s"):
         assert tokens_of(told[name]) == tokens_of(without[name])
-    assert len(origins_of(told["r"])) == 24
-    assert all(output.chunk.origins is None for output in told["s"])
+    assert len(sources_of(told["r"])) == 24
+    assert all(output.chunk.token_sources is None for output in told["s"])
 
 
 def test_the_target_s_probability_is_its_log_probability_s() -> None:
     fields = {"temperature": 0.7, "top_k": 20, "frequency_penalty": 0.5, "logprobs": 0}
-    asked = request("r", PROMPT, max_tokens=24, ignore_eos=True, origins=True, **fields)
-    outputs = run(make_engine(k=3), [asked, request("greedy", PROMPT, origins=True)])["r"]
+    asked = request("r", PROMPT, max_tokens=24, ignore_eos=True, token_sources=True, **fields)
+    outputs = run(make_engine(k=3), [asked, request("greedy", PROMPT, token_sources=True)])["r"]
     logprobs = [item for output in outputs for item in output.chunk.logprobs or ()]
-    found = origins_of(outputs)
+    found = sources_of(outputs)
     for item, other in zip(found, logprobs, strict=True):
         assert math.isclose(item.target_probability, math.exp(other.logprob), rel_tol=1e-4)
         assert item.text_offset == other.text_offset
 
 
 def test_seeded_requests_leave_nothing_to_chance_and_unseeded_do() -> None:
-    asked = request("r", PROMPT, max_tokens=24, ignore_eos=True, origins=True, temperature=0.9)
+    asked = request(
+        "r", PROMPT, max_tokens=24, ignore_eos=True, token_sources=True, temperature=0.9
+    )
     seeded = replace(asked, request_id="s", sampling=replace(asked.sampling, seed=1))
     outputs = run(make_engine(k=3), [asked, seeded])
-    assert all(i.acceptance_probability is None for i in origins_of(outputs["s"]))
-    for item in origins_of(outputs["r"]):
-        tried = item.origin in ("accepted", "recovered")
+    assert all(i.acceptance_probability is None for i in sources_of(outputs["s"]))
+    for item in sources_of(outputs["r"]):
+        tried = item.kind in ("accepted", "recovered")
         assert (item.acceptance_probability is not None) == tried
 
 
 def test_draft_tokens_are_accepted_as_often_as_is_said() -> None:
     """Every look at a draft token is a coin of the probability that is told of it."""
     asked = [
-        request(f"r{i}", PROMPT, max_tokens=60, ignore_eos=True, origins=True, temperature=1.3)
+        request(
+            f"r{i}", PROMPT, max_tokens=60, ignore_eos=True, token_sources=True, temperature=1.3
+        )
         for i in range(8)
     ]
     tried = [
         item
         for outputs in run(twin_engine(k=3, support=8, seed=5), asked).values()
-        for item in origins_of(outputs)
+        for item in sources_of(outputs)
         if item.acceptance_probability is not None
     ]
     chances = [item.acceptance_probability or 0.0 for item in tried]
-    accepted = sum(item.origin == "accepted" for item in tried)
+    accepted = sum(item.kind == "accepted" for item in tried)
     spread = math.sqrt(sum(p * (1 - p) for p in chances))
     assert len(tried) > 200
     assert spread > 2.0  # the draft's law is truncated: not all of it is certain
@@ -109,8 +113,10 @@ def test_draft_tokens_are_accepted_as_often_as_is_said() -> None:
 def test_min_of_one_and_p_over_q_of_the_drafted_token() -> None:
     p = torch.tensor([0.5, 0.25, 0.125, 0.125])
     logits = p.log().expand(1, 3, 4).clone()
-    asked = request("r", [1], temperature=1.0, origins=True, draft="a@0")
-    sequence = Sequence(asked, TextStream(TOKENIZER), 9, None, weight_version=7, recorder=None)
+    asked = request("r", [1], temperature=1.0, token_sources=True, draft="a@0")
+    sequence = Sequence(
+        asked, IncrementalDetokenizer(TOKENIZER), 9, None, weight_version=7, recorder=None
+    )
     proposal = Proposal(
         token_ids=torch.tensor([[0, 2]]),
         num_drafted=torch.tensor([2]),
@@ -119,32 +125,34 @@ def test_min_of_one_and_p_over_q_of_the_drafted_token() -> None:
         support_probs=torch.tensor([[[0.4], [0.5]]]),
     )
     sampled = RejectionSampleOutput(torch.tensor([1]), torch.tensor([1]), p.expand(1, 3, 4))
-    ((first, second),) = token_origins([sequence], proposal, sampled, logits, [[0, 1]])
-    assert (first.origin, first.draft, first.weight_version) == ("accepted", "a@0", 7)
-    assert (second.origin, second.rejected_token_id) == ("recovered", 2)
+    ((first, second),) = token_sources([sequence], proposal, sampled, logits, [[0, 1]])
+    assert (first.kind, first.draft, first.weight_version) == ("accepted", "a@0", 7)
+    assert (second.kind, second.rejected_token_id) == ("recovered", 2)
     assert first.acceptance_probability == 1.0
     assert second.acceptance_probability == pytest.approx(0.125 / 0.5)
     assert first.target_probability == pytest.approx(0.5)
     assert second.target_probability == pytest.approx(0.25)
 
 
-def test_with_stop_strings_origins_come_with_their_tokens_and_the_cut_ones_never() -> None:
-    asked = request("r", PROMPT, max_tokens=40, ignore_eos=True, origins=True)
+def test_with_stop_strings_sources_come_with_their_tokens_and_the_cut_ones_never() -> None:
+    asked = request("r", PROMPT, max_tokens=40, ignore_eos=True, token_sources=True)
     whole = run(make_engine(k=3), [asked])["r"]
-    text = joined([output.chunk for output in whole]).text
+    text = merge_chunks([output.chunk for output in whole]).text
     stop = text[11:15]
     cut = run(make_engine(k=3), [replace(asked, sampling=replace(asked.sampling, stop=(stop,)))])
-    kept, found = origins_of(whole), origins_of(cut["r"])
+    kept, found = sources_of(whole), sources_of(cut["r"])
     assert cut["r"][-1].chunk.num_cut_tokens > 0
     assert 0 < len(found) < len(kept)
     assert found == kept[: len(found)]
 
 
 def test_offsets_cut_the_text_into_its_tokens() -> None:
-    asked = request("r", PROMPT, max_tokens=60, ignore_eos=True, origins=True, temperature=2.0)
+    asked = request(
+        "r", PROMPT, max_tokens=60, ignore_eos=True, token_sources=True, temperature=2.0
+    )
     outputs = run(make_engine(k=3), [replace(asked, sampling=replace(asked.sampling, seed=4))])["r"]
-    text = joined([output.chunk for output in outputs]).text
-    starts = [item.text_offset for item in origins_of(outputs)]
+    text = merge_chunks([output.chunk for output in outputs]).text
+    starts = [item.text_offset for item in sources_of(outputs)]
     assert starts == sorted(starts)
     assert starts[0] == 0
     assert starts[-1] <= len(text)
@@ -155,16 +163,16 @@ def test_offsets_cut_the_text_into_its_tokens() -> None:
         assert "�" in own or "�" in piece or own == piece
 
 
-def test_the_end_of_sequence_token_has_an_origin_too() -> None:
+def test_the_end_of_sequence_token_has_a_source_too() -> None:
     answer = tokens_of(run(make_engine(), [request("r", PROMPT, max_tokens=20)])["r"])
-    asked = request("r", PROMPT, max_tokens=20, origins=True)
+    asked = request("r", PROMPT, max_tokens=20, token_sources=True)
     outputs = run(make_engine(eos=answer[5]), [asked])["r"]
     assert outputs[-1].chunk.finish_reason == "stop"
-    assert len(origins_of(outputs)) == answer.index(answer[5]) + 1
+    assert len(sources_of(outputs)) == answer.index(answer[5]) + 1
 
 
-def test_origins_go_on_where_another_engine_stopped() -> None:
-    asked = request("r", PROMPT, max_tokens=30, ignore_eos=True, origins=True)
+def test_sources_go_on_where_another_engine_stopped() -> None:
+    asked = request("r", PROMPT, max_tokens=30, ignore_eos=True, token_sources=True)
     whole = run(make_engine(k=3), [asked])["r"]
     seen = whole[:4]
     again = replace(
@@ -174,7 +182,7 @@ def test_origins_go_on_where_another_engine_stopped() -> None:
         attempt=1,
     )
     rest = run(make_engine(k=0), [again])["r#1"]
-    found = origins_of(seen) + origins_of(rest)
-    assert [item.text_offset for item in found] == [i.text_offset for i in origins_of(whole)]
-    assert {item.origin for item in origins_of(rest)} == {"plain"}
-    assert origins_of(seen) == origins_of(whole)[: len(tokens_of(seen))]
+    found = sources_of(seen) + sources_of(rest)
+    assert [item.text_offset for item in found] == [i.text_offset for i in sources_of(whole)]
+    assert {item.kind for item in sources_of(rest)} == {"plain"}
+    assert sources_of(seen) == sources_of(whole)[: len(tokens_of(seen))]

@@ -13,7 +13,7 @@ from paceline.actors.engine.request import (
     GenerationRequest,
     SamplingParams,
     SpeculativeStats,
-    joined,
+    merge_chunks,
 )
 from paceline.deploy.api.failover import Failover, FailoverPolicy, Failure, added
 from paceline.deploy.errors import ApiError
@@ -87,7 +87,7 @@ def test_the_client_sees_the_undisturbed_text_whatever_fails(
         assert failure is not None
         assert state.fail(failure, now=1.0) <= POLICY.longest_wait_s
     assert state.finished
-    whole = joined(seen)
+    whole = merge_chunks(seen)
     assert whole.token_ids == tuple(token for token, _ in ANSWER)
     assert whole.text == "".join(text for _, text in ANSWER)
     assert whole.finish_reason == "stop"

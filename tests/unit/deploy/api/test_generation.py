@@ -142,7 +142,7 @@ def test_a_whole_answer_loses_nothing_to_a_fault_of_the_engine(
 ) -> None:
     """No token is taken from a chunk that tells of a failure: others come before it."""
     [expected] = asyncio.run(complete_all(Streams(replicas, []), [asked("a")], Failover(POLICY)))
-    taken, accept = itertools.count(), Sequence.accept
+    taken, accept = itertools.count(), Sequence.append_round
 
     def failing(self: Sequence, *args: Any) -> None:
         accept(self, *args)
@@ -151,7 +151,7 @@ def test_a_whole_answer_loses_nothing_to_a_fault_of_the_engine(
 
     streams = Streams(replicas, [])
     with monkeypatch.context() as patched:
-        patched.setattr(Sequence, "accept", failing)
+        patched.setattr(Sequence, "append_round", failing)
         [found] = asyncio.run(complete_all(streams, [asked("b")], Failover(POLICY)))
     assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
     _, again = streams.requests
@@ -159,20 +159,20 @@ def test_a_whole_answer_loses_nothing_to_a_fault_of_the_engine(
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_tokens_keep_their_origins_over_deaths(replicas: list[TargetReplica], whole: bool) -> None:
-    request = replace(asked("a"), origins=True)
+def test_tokens_keep_their_sources_over_deaths(replicas: list[TargetReplica], whole: bool) -> None:
+    request = replace(asked("a"), token_sources=True)
     streams = Streams(replicas, [(3, GONE), (2, HANG)])
     if whole:
         chunks = asyncio.run(complete_all(streams, [request], Failover(POLICY)))
     else:
         chunks = asyncio.run(streamed(streams, request))
     for chunk in chunks:
-        assert chunk.origins is not None
-        assert len(chunk.origins) == len(chunk.token_ids)
-    found = [item for chunk in chunks for item in chunk.origins or ()]
+        assert chunk.token_sources is not None
+        assert len(chunk.token_sources) == len(chunk.token_ids)
+    found = [item for chunk in chunks for item in chunk.token_sources or ()]
     assert len(found) == 30
     alone = asyncio.run(streamed(Streams(replicas, []), request))
-    offsets = [item.text_offset for chunk in alone for item in chunk.origins or ()]
+    offsets = [item.text_offset for chunk in alone for item in chunk.token_sources or ()]
     assert [item.text_offset for item in found] == offsets
 
 

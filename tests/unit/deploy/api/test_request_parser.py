@@ -354,13 +354,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "stop_token_ids": [9, 8],
     }  # fmt: skip
     sampling = sampling_params(completion(**fields, logprobs=4, n=2, best_of=2), 9, choice_index=1)
-    assert sampling.penalised
+    assert sampling.has_penalties
     assert sampling.logit_bias == ((5, -100.0), (7, 2.0))
     assert (sampling.stop_token_ids, sampling.min_tokens) == ((9, 8), 3)
     assert (sampling.min_p, sampling.logprobs, sampling.choice) == (0.1, 4, 1)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     assert penalties == (1.2, 0.5, -0.5)
-    assert not sampling_params(completion(), 9).penalised
+    assert not sampling_params(completion(), 9).has_penalties
 
 
 @pytest.mark.parametrize(

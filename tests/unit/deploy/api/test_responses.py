@@ -16,7 +16,7 @@ from paceline.actors.engine.request import (
     GenerationChunk,
     SpeculativeStats,
     TokenLogprob,
-    TokenOrigin,
+    TokenSource,
 )
 from paceline.deploy.api.response_builder import (
     DONE,
@@ -88,9 +88,9 @@ def test_no_speculation_divides_by_nothing() -> None:
     assert speculative_metrics([]) is None
 
 
-ORIGINS = (
-    TokenOrigin("accepted", "sql", 3, 0.75, 0.5, None, 0),
-    TokenOrigin("recovered", "sql", 3, 0.25, 0.125, 7, 1),
+SOURCES = (
+    TokenSource("accepted", "sql", 3, 0.75, 0.5, None, 0),
+    TokenSource("recovered", "sql", 3, 0.25, 0.125, 7, 1),
 )
 
 
@@ -98,7 +98,7 @@ ORIGINS = (
 def test_origins_are_told_where_they_were_asked_for(
     answer: ResponseContext,
 ) -> None:
-    told = dataclasses.replace(LAST, origins=ORIGINS)
+    told = dataclasses.replace(LAST, token_sources=SOURCES)
     (choice,) = json.loads(response_body(answer, [told]))["choices"]
     assert choice["token_origins"] == [
         {
@@ -128,8 +128,8 @@ def test_origins_are_told_where_they_were_asked_for(
 
 def test_a_token_without_text_is_an_event_where_origins_are_asked_for() -> None:
     async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
-        yield 0, GenerationChunk("", (8,), origins=ORIGINS[:1])
-        yield 0, dataclasses.replace(LAST, token_ids=(), origins=())
+        yield 0, GenerationChunk("", (8,), token_sources=SOURCES[:1])
+        yield 0, dataclasses.replace(LAST, token_ids=(), token_sources=())
 
     first, last = collect(ANSWER, pieces(), False)
     assert len(first["choices"][0]["token_origins"]) == 1

@@ -30,7 +30,7 @@ SAMPLING = st.builds(
     logit_bias=st.lists(st.tuples(st.integers(0, 300), st.floats(-100.0, 100.0)), max_size=3).map(
         tuple
     ),
-    ending_token_ids=st.lists(st.integers(0, 300), max_size=3).map(tuple),
+    all_stop_token_ids=st.lists(st.integers(0, 300), max_size=3).map(tuple),
 )
 ROWS = st.builds(
     wire.AskRow,
