@@ -11,7 +11,7 @@ from typing import Any
 from paceline.actors.engine import engine as engine_module
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.draft_runner import DraftRunner
 
 PREFILL, DRAFT, PROPOSE = "prefill", "draft forwards", "propose, rest"
 VERIFY, SAMPLE, EMIT, REST = "verify forward", "sample", "emit", "rest"
@@ -76,7 +76,7 @@ def watched(engine: Engine) -> Iterator[PhaseClock]:
     names: list[tuple[Any, str, Callable[[Any], str]]] = [
         (Engine, "step", lambda _: REST),
         (Engine, "_emit", lambda _: EMIT),
-        (Drafting, "propose", lambda _: PROPOSE),
+        (DraftRunner, "propose", lambda _: PROPOSE),
         (ModelRunner, "prefill", lambda _: PREFILL),
         (ModelRunner, "forward", forward_of),
         (engine_module, "rejection_sample", lambda _: SAMPLE),

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from engines import engine_of, request, run, served
-from torch import Tensor
 
+from paceline.actors.speculation.pending_updates import RemoveCandidate, SwapWeights
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
@@ -30,8 +30,8 @@ class Serving:
         """Take what the registry announces."""
         news = asyncio.run(self.registry.wait_newer(self._known, 0.001))
         for slot, (version, flats) in news.items():
-            state: dict[str, Tensor] | None = unflatten(flats[0]) if flats else None
-            self.engine.swap(slot, version, state)
+            loaded = SwapWeights(slot, version, unflatten(flats[0])) if flats else None
+            self.engine.updates.put(loaded or RemoveCandidate(slot))
             self._known[slot] = version
 
     def serve(self, prompts: Iterable[list[int]], at_once: int = 8, max_tokens: int = 16) -> None:

@@ -17,7 +17,7 @@ from paceline.actors.engine.engine import Engine, EngineSettings, StepOutput
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.speculation.colocated import ColocatedProposer
-from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.goodput import GoodputController
 from paceline.actors.speculation.medusa import HeadStack
@@ -116,7 +116,7 @@ def engine_of(
     )
     return Engine(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),
-        drafting=Drafting(
+        draft_runner=DraftRunner(
             ColocatedProposer([*stacks, *heads], support, generator),
             controller,
             target.device,
@@ -127,6 +127,13 @@ def engine_of(
         generator=generator,
         now=lambda: 1234.5,
     )
+
+
+def use_proposer(engine: Engine, proposer: Any) -> None:
+    """Draft with another proposer from now on."""
+    runner = engine.draft_runner
+    for part in (runner, runner._controller, runner.updates):
+        part._proposer = proposer
 
 
 def twin_engine(k: int = 3, **more: Any) -> Engine:

@@ -18,7 +18,7 @@ from tiny_models import tiny_llama
 
 from paceline.actors.engine.engine import Engine, EngineSettings
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.pool.connection import connect
 from paceline.actors.speculation.pool.draft_ahead import AheadPolicy, DraftAhead
@@ -106,7 +106,7 @@ def pool_engine(
     target = served(tiny_llama(target_seed, layers=target_layers, vocab=VOCAB))
     return Engine(
         runner=ModelRunner([target], 4, MAX_LEN),
-        drafting=Drafting(proposer, None, target.device, time.perf_counter),
+        draft_runner=DraftRunner(proposer, None, target.device, time.perf_counter),
         tokenizer=TOKENIZER,
         settings=EngineSettings(4, MAX_LEN, k, 8, 8, frozenset({2}), canary_share=canary_share),
         generator=torch.Generator(target.device).manual_seed(0),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.linear import StackedLinear
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.slots import in_canary
 
@@ -36,7 +37,8 @@ def two_slots(target_seed: int = 1, initial: bool = False, **more: Any) -> Engin
     engine = engine_of(
         served(tiny_llama(target_seed, layers=1)), [drafts], canary_share=SHARE, **more
     )
-    engine.swap("a@candidate", 7, state(target_seed))  # the target's own weights: never rejected
+    own = state(target_seed)  # the target's weights: never rejected
+    engine.updates.put(SwapWeights("a@candidate", 7, own))
     run(engine)
     return engine
 

@@ -30,7 +30,7 @@ from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_s
 from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.engine.settings import EngineSettings, TargetSettings
 from paceline.actors.speculation.colocated import ColocatedProposer
-from paceline.actors.speculation.drafting import Drafting
+from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.speculation.pool.proposer import PoolProposer
@@ -303,7 +303,7 @@ def build_engine(
     controller = build_controller(settings, runner, stacks, pool, heads)
     engine = Engine(
         runner=runner,
-        drafting=Drafting(proposer, controller, device, time.perf_counter),
+        draft_runner=DraftRunner(proposer, controller, device, time.perf_counter),
         tokenizer=tokenizer,
         settings=EngineSettings(
             max_num_seqs=settings.max_num_seqs,

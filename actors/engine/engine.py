@@ -1,13 +1,13 @@
 """The engine: continuous batching over rounds of propose, verify, emit.
 
 Single-threaded and free of Ray: requests come in by :meth:`Engine.add`, weights by
-:meth:`Engine.swap`, and :meth:`Engine.step` runs one round and returns what it emitted.
+:attr:`Engine.updates`, and :meth:`Engine.step` runs one round and returns what it emitted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,8 +37,7 @@ from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.engine.token_sources import token_sources
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.speculation.drafting import Drafting
-from paceline.actors.speculation.pending_updates import Changes
+from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
     RejectionSampleOutput,
@@ -66,7 +65,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        drafting: Drafting,
+        draft_runner: DraftRunner,
         tokenizer: Any,
         settings: EngineSettings,
         generator: torch.Generator,
@@ -76,14 +75,15 @@ class Engine:
 
         Args:
             runner: the target with its key/value memory.
-            drafting: where draft tokens come from, and how many.
+            draft_runner: proposes draft tokens.
             tokenizer: a transformers fast tokenizer, for text and stop strings.
             settings: limits.
             generator: randomness of unseeded requests.
             now: unix time in seconds, for records.
         """
         self._runner = runner
-        self._drafting = drafting
+        self._draft_runner = draft_runner
+        self.updates = draft_runner.updates
         self._tokenizer = tokenizer
         self._settings = settings
         self._generator = generator
@@ -95,18 +95,17 @@ class Engine:
             max_num_seqs=settings.max_num_seqs,
             max_speculative_tokens=settings.max_speculative_tokens,
             prefix_cache=settings.prefix_cache,
-            on_free=drafting.release,
+            on_free=draft_runner.release,
         )
         self._rows = self._scheduler.rows
         self._running = self._scheduler.running
         self._waiting = self._scheduler.waiting
         self._ended: list[Sequence] = []
-        self._changes = Changes()
 
     @property
     def draft_failures(self) -> int:
         """Rounds that went on without speculation because a draft failed."""
-        return self._drafting.failures
+        return self._draft_runner.failures
 
     @property
     def num_running(self) -> int:
@@ -130,9 +129,9 @@ class Engine:
         return allocator.size, allocator.num_available
 
     @property
-    def drafting(self) -> Drafting:
+    def draft_runner(self) -> DraftRunner:
         """Who drafts; others read its counts."""
-        return self._drafting
+        return self._draft_runner
 
     @property
     def admitted(self) -> list[str]:
@@ -142,11 +141,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True where :meth:`step` has something to do."""
-        return bool(self._running or self._waiting or self._ended or self._changes)
+        return bool(self._running or self._waiting or self._ended or self.updates)
 
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
-        return self._drafting.drafts()
+        return self._draft_runner.drafts()
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; one that has output already goes on from there.
@@ -154,7 +153,7 @@ class Engine:
         Raises:
             ValueError: for one that cannot be served, see :func:`make_sequence`.
         """
-        drafts = self._drafting.drafts()
+        drafts = self._draft_runner.drafts()
         size = self._runner.vocab_size
         sequence = make_sequence(request, self._settings, self._tokenizer, drafts, size)
         (self._waiting if sequence.finish_reason is None else self._ended).append(sequence)
@@ -168,20 +167,11 @@ class Engine:
             self._waiting.remove(sequence)
         self._ended = [s for s in self._ended if s.request_id != request_id]
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
-        """Queue new weights of a slot, None to empty a candidate's, for between two rounds."""
-        self._changes.add(lambda: self._drafting.swap(expert, weight_version, state))
-
-    def enlist(self, expert: str, like: str) -> None:
-        """Queue a further expert, a copy of another's initial weights, for between the rounds."""
-        self._changes.add(lambda: self._drafting.enlist(expert, like))
-
     def step(self) -> list[StepOutput]:
         """Run one round; returns what every request got."""
         ended, self._ended = self._ended, []
         outputs = [StepOutput(s.request_id, s.next_chunk()) for s in ended]
-        self._changes.carry_out(busy=bool(self._running))
-        self._drafting.mend()
+        self.updates.apply(busy=bool(self._running))
         self._scheduler.schedule()
         self._prefill()
         ready = [s for s in self._running.values() if s.prefilled]
@@ -217,7 +207,7 @@ class Engine:
                     row,
                     sequence.tokens[start : start + share],
                     start,
-                    hidden=self._drafting.reads_hidden((sequence,)),
+                    hidden=self._draft_runner.reads_hidden((sequence,)),
                 )
                 sequence.num_computed += share
             if sequence.prefilled:
@@ -225,7 +215,7 @@ class Engine:
 
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence], coming: list[Sequence]) -> list[StepOutput]:
-        proposal = self._drafting.propose(batch, coming)
+        proposal = self._draft_runner.propose(batch, coming)
         device = self._runner.device
         now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
         state = device_tensor(now, device)
@@ -234,7 +224,7 @@ class Engine:
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
         rows = [self._rows.row(s.request_id) for s in batch]
         hidden = None
-        if self._drafting.reads_hidden(batch):
+        if self._draft_runner.reads_hidden(batch):
             logits, hidden = self._runner.forward_hidden(rows, tokens, positions, span)
         else:
             logits = self._runner.forward(rows, tokens, positions, span)
@@ -244,7 +234,7 @@ class Engine:
             counts = count_tokens(params.rules, histories, logits.shape[-1], device)
         sampled = rejection_sample(logits, proposal, params, state[:, 2], self._generator, counts)
         if hidden is not None:
-            self._drafting.saw(batch, hidden, sampled.num_accepted)
+            self._draft_runner.keep_hidden(batch, hidden, sampled.num_accepted)
         wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
         return self._emit(batch, proposal, sampled, logits, wanted)
 
@@ -273,7 +263,7 @@ class Engine:
             StepOutput(s.request_id, s.next_chunk(), self._close(s), s.take_outcome())
             for s in batch
         ]
-        self._drafting.finished(batch, drafted, accepted)
+        self._draft_runner.finish_round(batch, drafted, accepted)
         return outputs
 
     def _stop_broken(
@@ -351,7 +341,7 @@ class Engine:
         failed = sequence.finish_reason in FAILED
         if not failed:
             self._scheduler.cache_prefix(sequence)
-            self._drafting.ended(sequence)
+            self._draft_runner.finish_request(sequence)
         self._scheduler.free(sequence.request_id, zero=failed)
         if sequence.recorder is None or failed:
             return None

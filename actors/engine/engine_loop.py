@@ -6,11 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.request import (
@@ -25,6 +24,7 @@ from paceline.actors.engine.request import (
 )
 from paceline.actors.engine.stats import EngineFigures, RequestMeter
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.speculation.pending_updates import Update
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
 logger = logging.getLogger(__name__)
@@ -210,17 +210,10 @@ class EngineLoop:
         """Drop a request by its ``run_id``; it delivers nothing more."""
         self._inbox.put(lambda: self._drop(request_id))
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
-        """Queue new weights of a slot, None to empty a candidate's."""
-        self._inbox.put(lambda: self._engine.swap(expert, weight_version, state))
-
-    def enlist(self, expert: str, like: str) -> None:
-        """Queue a further expert, a copy of another's initial weights."""
-        self._inbox.put(lambda: self._engine.enlist(expert, like))
-
-    def limit_drafting(self, max_tokens: int | None, probe_share: float | None) -> None:
-        """Queue other limits of the controller, see GoodputController."""
-        self._inbox.put(lambda: self._engine.drafting.limit(max_tokens, probe_share))
+    def update(self, update: Update) -> None:
+        """Queue a weight update; it is applied between two rounds."""
+        self._engine.updates.put(update)
+        self._inbox.put(None)  # wakes the thread
 
     def drafts(self) -> dict[str, int]:
         """Every draft with its weight_version."""
@@ -236,7 +229,7 @@ class EngineLoop:
         """What the engine is at and has done."""
         running, waiting = self.load()
         blocks, available = self.kv_blocks
-        chosen, predicted = self._engine.drafting.chosen()
+        chosen, predicted = self._engine.draft_runner.current_choice()
         return EngineFigures(
             running=running,
             waiting=waiting,
@@ -247,7 +240,7 @@ class EngineLoop:
             drafts=self.drafts(),
             chosen=chosen,
             predicted_goodput=predicted,
-            rounds=self._engine.drafting.meter,
+            rounds=self._engine.draft_runner.meter,
             requests=self._requests,
         )
 

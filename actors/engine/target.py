@@ -26,6 +26,12 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineFigures
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import RecordRateLimiter, is_scored
+from paceline.actors.speculation.pending_updates import (
+    AddExpert,
+    RemoveCandidate,
+    SetLimits,
+    SwapWeights,
+)
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.sessions import Leases
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -327,7 +333,7 @@ class TargetReplica:
         fixed = self._settings.num_speculative_tokens is not None
         if fixed and not (max_speculative_tokens is None and probe_share is None):
             raise ValueError("max_speculative_tokens, probe_share: the number of tokens is fixed")
-        self._loop.limit_drafting(max_speculative_tokens, probe_share)
+        self._loop.update(SetLimits(max_speculative_tokens, probe_share))
         share = self._settings.scored_share if scored_share is None else scored_share
         self._scored = (share, self._settings.held_out_fraction)
 
@@ -396,8 +402,11 @@ class TargetReplica:
                     self._take_topics(ray.get(self._registry.topics.remote(), timeout=_POLL_S))
                 for slot, (version, refs) in news.items():
                     # unflatten copies: the object dies with the registry that put it.
-                    state = unflatten(ray.get(refs[0], timeout=_POLL_S)) if refs else None
-                    self._loop.swap(slot, version, state)
+                    if refs:
+                        state = unflatten(ray.get(refs[0], timeout=_POLL_S))
+                        self._loop.update(SwapWeights(slot, version, state))
+                    else:
+                        self._loop.update(RemoveCandidate(slot))
                     known[slot] = version
                 self._insist(known)
             except Exception as error:
@@ -423,7 +432,7 @@ class TargetReplica:
         with self._taking:
             for topic in view.topics:
                 if topic.name not in self._experts and self._pool is None:
-                    self._loop.enlist(topic.name, topic.like)
+                    self._loop.update(AddExpert(topic.name, topic.like))
                 self._experts.add(topic.name)
             for name, parts in view.parts.items():
                 if name not in self._shards:  # a new dictionary: the engine's thread reads it

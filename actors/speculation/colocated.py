@@ -81,8 +81,8 @@ class DraftStack(Protocol):
         """Tokens of a sequence that are to be read before drafting; unknown ones are fine."""
         ...
 
-    def withdraw(self, candidate: str) -> None:
-        """Empty a candidate's slot; one that is not here is fine."""
+    def remove_candidate(self, slot: str) -> None:
+        """Empty a candidate's slot; unknown ones are fine."""
         ...
 
     def propose(
@@ -95,8 +95,8 @@ class DraftStack(Protocol):
         """Free what a sequence held; unknown ones are fine."""
         ...
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Take new weights; a ValueError where they do not fit."""
+    def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Load new weights; a ValueError if they do not fit."""
         ...
 
 
@@ -151,34 +151,28 @@ class ColocatedProposer:
         if stack is not None:
             stack.release(request_id)
 
-    def enlist(self, expert: str, like: str) -> Iterator[None]:
+    def add_expert(self, expert: str, like: str) -> Iterator[None]:
         """See Proposer."""
         stack = self._stacks[like]
         if expert in self._stacks:
             return
         if not isinstance(stack, ExpertStack):
             raise ValueError(f"{expert} cannot be a copy of the heads {like}")
-        yield from stack.enlist(expert, like)
+        yield from stack.add_expert(expert, like)
         names = [n for n in (*stack.names, *stack.versions) if expert_of(n) == expert]
         # A new dictionary: other threads may be reading the old one.
         self._stacks = {**self._stacks, **dict.fromkeys(names, stack)}
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Put new weights in place of an expert's present ones.
+    def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """See Proposer."""
+        if slot.endswith(INITIAL_SUFFIX):
+            raise ValueError(f"{slot} keeps its initial weights")
+        self._stacks[slot].load_weights(slot, weight_version, state)
 
-        Raises:
-            KeyError: for an expert that is not here.
-            ValueError: for weights of another shape.
-        """
-        if expert.endswith(INITIAL_SUFFIX):
-            raise ValueError(f"{expert} keeps its initial weights")
-        self._stacks[expert].swap(expert, weight_version, state)
-
-    def withdraw(self, candidate: str) -> None:
-        """Empty a candidate's slot; one that is not here is fine."""
-        stack = self._stacks.get(candidate)
-        if stack is not None:
-            stack.withdraw(candidate)
+    def remove_candidate(self, slot: str) -> None:
+        """Empty a candidate's slot; unknown ones are fine."""
+        if slot in self._stacks:
+            self._stacks[slot].remove_candidate(slot)
 
     def version(self, draft: str) -> int:
         """The weight_version that a draft proposes with."""

@@ -131,14 +131,14 @@ class ExpertStack:
         self._index[name] = self._index[expert]
         self.versions[name] = self.versions[expert]
 
-    def enlist(self, expert: str, like: str) -> Iterator[None]:
-        """Take a further expert in, as a copy of another one's initial weights.
+    def add_expert(self, expert: str, like: str) -> Iterator[None]:
+        """Add an expert as a copy of another one's initial weights.
 
-        It comes a part at a time: between two parts rounds may run. Afterwards it is at version 0,
-        with an empty candidate's slot where the others have one. Sequences notice nothing.
+        It is added a part at a time: rounds may run between two parts. Afterwards it is at
+        version 0, with an empty candidate's slot if the others have one. Sequences are unaffected.
 
         Args:
-            expert: not here yet.
+            expert: a new name.
             like: one of these.
 
         Raises:
@@ -159,21 +159,21 @@ class ExpertStack:
         if first in self._index:
             self.alias(expert + INITIAL_SUFFIX, first)
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Take new weights; keys and values made by the old ones get recomputed.
+    def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Load new weights; keys and values of the old ones are recomputed.
 
         Raises:
-            KeyError: for a slot that is not here.
-            ValueError: for weights of another shape.
+            KeyError: there is no such slot.
+            ValueError: the weights have another shape.
         """
-        self.runner.load_weights(state, self._index[expert])
-        self.versions[expert] = weight_version
-        self._recompute(expert)
+        self.runner.load_weights(state, self._index[slot])
+        self.versions[slot] = weight_version
+        self._recompute(slot)
 
-    def withdraw(self, candidate: str) -> None:
-        """Empty a candidate's slot; its sequences go on with the stable weights."""
-        if self.versions.pop(candidate, None) is not None:
-            self._recompute(candidate)
+    def remove_candidate(self, slot: str) -> None:
+        """Empty a candidate's slot; its sequences continue with the stable weights."""
+        if self.versions.pop(slot, None) is not None:
+            self._recompute(slot)
 
     def version(self, draft: str) -> int:
         """The weight_version that a draft proposes with: without a candidate the stable one."""

@@ -235,21 +235,21 @@ class HeadStack:
         """The weight_version that these heads propose with."""
         return self.versions[draft]
 
-    def withdraw(self, candidate: str) -> None:
-        """Nothing to do: heads are not tried beside others."""
+    def remove_candidate(self, slot: str) -> None:
+        """Do nothing: heads have no candidates."""
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Take new weights.
+    def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Load new weights.
 
         Raises:
-            ValueError: for weights of another shape.
+            ValueError: the weights have another shape.
         """
         _check_state(self.config, state)
         self._residual.weight.copy_(state["residual"])
         if self.config.own_output:
             self._output.weight.copy_(state["output"])
         self._pack()
-        self.versions[expert] = weight_version
+        self.versions[slot] = weight_version
 
 
 @torch.inference_mode()

@@ -1,7 +1,8 @@
-"""Weights of which a part was loaded: nobody drafts with them, and they are loaded again."""
+"""Weight updates of drafts: typed commands that are queued and applied between two rounds."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,163 +11,265 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.sequence import Sequence
+from paceline.actors.speculation.controller import SpeculationController
+from paceline.actors.speculation.proposer import Proposer
 from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
 
-Change = Callable[[], Iterator[None] | None]
-_DONE = object()
+logger = logging.getLogger(__name__)
 
 
-class Changes:
-    """A queue of changes. One that takes long comes in parts, and those behind it wait."""
+@dataclass(frozen=True, slots=True)
+class SwapWeights:
+    """Load weights into a slot.
+
+    Attributes:
+        slot: an expert (``sql``), or its candidate (``sql@candidate``).
+        weight_version: of the new weights.
+        state: tensors by name.
+    """
+
+    slot: str
+    weight_version: int
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveCandidate:
+    """Empty a candidate's slot; its requests continue with the stable weights."""
+
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddExpert:
+    """Add an expert as a copy of the initial weights of ``like``."""
+
+    expert: str
+    like: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetLimits:
+    """Change the limits of speculation; None restores those of the start.
+
+    Attributes:
+        max_tokens: largest k that the controller may choose.
+        probe_share: share of the rounds' time for probing drafts beyond what pays.
+    """
+
+    max_tokens: int | None
+    probe_share: float | None
+
+
+Update = SwapWeights | RemoveCandidate | AddExpert | SetLimits
+
+
+class FailedCandidates:
+    """Candidates whose load failed, until a request has reported each of them."""
 
     def __init__(self) -> None:
-        """Begin with nothing to do."""
-        self._queue: deque[Change] = deque()
-        self._parts: Iterator[None] | None = None
+        self._versions: dict[str, int] = {}  # by slot
+        self._reporting: set[str] = set()  # slots that this round's requests report
 
-    def __bool__(self) -> bool:
-        """Whether there is something to do."""
-        return self._parts is not None or bool(self._queue)
+    def add(self, slot: str, weight_version: int) -> None:
+        """Note that the load of a candidate failed."""
+        self._versions[slot] = weight_version
 
-    def add(self, change: Change) -> None:
-        """Queue a change; one that gives an iterator is done when that ends."""
-        self._queue.append(change)
+    def discard(self, slot: str) -> None:
+        """Forget a slot: it gets another candidate, or the trial has ended."""
+        self._versions.pop(slot, None)
 
-    @torch.inference_mode()
-    def carry_out(self, *, busy: bool) -> None:
-        """Carry out what is queued.
+    def assign_reports(self, batch: Iterable[Sequence]) -> None:
+        """Have one request of each failed candidate's expert report the failure.
 
-        Args:
-            busy: requests run and wait for it: of a change in parts only one is done.
+        Requests that report no outcome of their expert, or have reported a failure before, are
+        skipped. The reports are kept until :meth:`confirm_reports`.
         """
-        while self:
-            if self._parts is None:
-                self._parts = self._queue.popleft()()
-            elif next(self._parts, _DONE) is _DONE:
-                self._parts = None
-            elif busy:
-                return
-
-
-class Refusals:
-    """Candidates that a replica could not load, until their requests have reported it."""
-
-    def __init__(self) -> None:
-        """Begin with nothing refused."""
-        self._candidates: dict[str, int] = {}
-        self._telling: set[str] = set()  # candidates that this round's requests report
-
-    def note(self, slot: str, weight_version: int) -> None:
-        """A candidate's weights were not taken."""
-        self._candidates[slot] = weight_version
-
-    def over(self, slot: str) -> None:
-        """The slot holds another candidate, or its trial has ended."""
-        self._candidates.pop(slot, None)
-
-    def tell(self, batch: Iterable[Sequence]) -> None:
-        """Have a request of each refused candidate's expert report that it failed.
-
-        It does so after the round, see :meth:`told`. One that says nothing of its expert's
-        versions, or has reported a failure before, is passed over.
-        """
-        self._telling.clear()
-        for sequence in batch if self._candidates else ():
+        self._reporting.clear()
+        for sequence in batch if self._versions else ():
             slot = candidate_of(expert_of(sequence.draft))
-            version = self._candidates.get(slot)
-            if version is None or slot in self._telling or not sequence.can_report_failure:
+            version = self._versions.get(slot)
+            if version is None or slot in self._reporting or not sequence.can_report_failure:
                 continue
             sequence.failed_version = version
-            self._telling.add(slot)
+            self._reporting.add(slot)
 
-    def told(self) -> None:
-        """The round has come to its end, and with it the reports: each is made once.
-
-        Where it does not, they are left to the next one's requests.
-        """
-        for slot in self._telling:
-            self._candidates.pop(slot, None)
-        self._telling.clear()
+    def confirm_reports(self) -> None:
+        """Forget what this round's requests have reported; a failed round never gets here."""
+        for slot in self._reporting:
+            self._versions.pop(slot, None)
+        self._reporting.clear()
 
 
-Load = tuple[str, int, Mapping[str, Tensor]]
-"""A slot, a weight_version, and its weights by name."""
-
-_FIRST_WAIT_S = 1.0
-_LONGEST_WAIT_S = 60.0
+_FIRST_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
-class _Mixture:
-    """What was to be loaded; ``due_s`` is when it is tried again, None until somebody looks."""
+class _PartialLoad:
+    """A load to retry: ``due_s`` is None until the first look at the clock."""
 
-    weight_version: int
-    state: Mapping[str, Tensor]
-    wait_s: float = _FIRST_WAIT_S
+    update: SwapWeights
+    wait_s: float = _FIRST_RETRY_S
     due_s: float | None = None
 
 
-class Mixtures:
-    """Stable slots in which a load broke off: memory ran out in the midst, say.
+class PartialLoads:
+    """Stable slots whose load broke off part-way, for lack of memory say.
 
-    They hold neither the old weights nor the new ones, which are kept, as much memory as the draft
-    itself, until they are in place or others are: without another try the expert would be without
-    drafts until its next version, on a plateau for ever. Tries cost rounds time, so they become
-    rare: after 1 s, then twice as long each time up to a minute.
+    Such a slot mixes old and new weights and must not draft. The new weights are kept, at the cost
+    of as much memory as the draft, and loaded again after 1 s, then twice as long each time up to
+    a minute, until a load succeeds: the next version may never come.
 
-    A candidate's slot is none of this: it is emptied, and its trial has failed.
+    A candidate's slot is not kept here: it is emptied, and its trial has failed.
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._mixtures: dict[str, _Mixture] = {}
+        self._loads: dict[str, _PartialLoad] = {}
 
-    def note(
-        self, slot: str, weight_version: int, state: Mapping[str, Tensor], error: Exception
-    ) -> None:
-        """A load failed.
+    def add(self, update: SwapWeights, error: Exception) -> None:
+        """Note a failed load, unless the slot is unchanged or a candidate's.
 
         Args:
-            slot: an expert's, or its candidate's.
-            weight_version: that was to be loaded.
-            state: its weights.
-            error: KeyError and ValueError come before anything is copied: the slot is what it was.
+            update: the load.
+            error: KeyError and ValueError are raised before anything is copied.
         """
-        if is_candidate(slot) or isinstance(error, (KeyError, ValueError)):
+        if is_candidate(update.slot) or isinstance(error, (KeyError, ValueError)):
             return
-        mixture = _Mixture(weight_version, state)
-        if (earlier := self._mixtures.get(slot)) is not None:
-            mixture.wait_s, mixture.due_s = earlier.wait_s, earlier.due_s
-        self._mixtures[slot] = mixture
+        load = _PartialLoad(update)
+        if (earlier := self._loads.get(update.slot)) is not None:
+            load.wait_s, load.due_s = earlier.wait_s, earlier.due_s
+        self._loads[update.slot] = load
 
-    def over(self, slot: str) -> None:
-        """The slot holds whole weights."""
-        self._mixtures.pop(slot, None)
+    def discard(self, slot: str) -> None:
+        """Forget a slot: it holds whole weights."""
+        self._loads.pop(slot, None)
 
-    def due(self, now_s: float) -> Load | None:
-        """What is to be loaded now, one slot's at a time; whoever asks does so.
+    def next_retry(self, now_s: float) -> SwapWeights | None:
+        """The load to retry now, one slot at a time; None if none is due.
 
         Args:
-            now_s: monotonic; a slot's first wait begins with the first look at it.
+            now_s: monotonic; a slot's first wait starts with the first call.
         """
-        for slot, mixture in self._mixtures.items():
-            if mixture.due_s is None:
-                mixture.due_s = now_s + mixture.wait_s
-            elif now_s >= mixture.due_s:
-                mixture.wait_s = min(2 * mixture.wait_s, _LONGEST_WAIT_S)
-                mixture.due_s = now_s + mixture.wait_s
-                return slot, mixture.weight_version, mixture.state
+        for load in self._loads.values():
+            if load.due_s is None:
+                load.due_s = now_s + load.wait_s
+            elif now_s >= load.due_s:
+                load.wait_s = min(2 * load.wait_s, _MAX_RETRY_S)
+                load.due_s = now_s + load.wait_s
+                return load.update
         return None
 
     @property
-    def next_s(self) -> float | None:
-        """When something is due, by the clock of the looks; None where nothing is known to be."""
-        return min((m.due_s for m in self._mixtures.values() if m.due_s is not None), default=None)
+    def next_retry_s(self) -> float | None:
+        """Time of the next retry, by the clock of :meth:`next_retry`; None if none is known."""
+        return min((m.due_s for m in self._loads.values() if m.due_s is not None), default=None)
 
-    def spoil(self, draft: str, held: Container[str]) -> bool:
-        """Whether a draft's proposals come from a mixture; ``held`` are the slots with weights."""
-        return (draft if draft in held else expert_of(draft)) in self._mixtures
+    def affects(self, draft: str, loaded: Container[str]) -> bool:
+        """Whether a draft proposes with partly loaded weights.
+
+        Args:
+            draft: an expert, its initial weights or its candidate.
+            loaded: drafts with weights; an empty candidate's slot drafts as the stable one.
+        """
+        return (draft if draft in loaded else expert_of(draft)) in self._loads
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._mixtures)
+        return bool(self._loads)
+
+
+_DONE = object()
+
+
+class PendingUpdates:
+    """The queue of updates, and their only dispatcher.
+
+    :meth:`put` may be called from any thread, everything else from the engine's thread.
+
+    Attributes:
+        failed_candidates: candidates that could not be loaded here.
+        partial_loads: stable slots that must not draft until a retry succeeds.
+    """
+
+    def __init__(
+        self, proposer: Proposer, controller: SpeculationController, clock: Callable[[], float]
+    ) -> None:
+        """Start with an empty queue; ``clock`` gives monotonic seconds."""
+        self._proposer = proposer
+        self._controller = controller
+        self._clock = clock
+        self._queue: deque[Update] = deque()
+        self._adding: Iterator[None] | None = None  # the rest of an AddExpert
+        self.failed_candidates = FailedCandidates()
+        self.partial_loads = PartialLoads()
+
+    def __bool__(self) -> bool:
+        """Whether there is something to apply."""
+        return self._adding is not None or bool(self._queue)
+
+    def put(self, update: Update) -> None:
+        """Queue an update."""
+        self._queue.append(update)
+
+    @torch.inference_mode()
+    def apply(self, *, busy: bool) -> None:
+        """Apply the queued updates in order, then retry a partial load if one is due.
+
+        Args:
+            busy: requests are running: of an AddExpert one part is applied, and the updates behind
+                it wait for the next round.
+        """
+        while self:
+            if self._adding is None:
+                self._adding = self._dispatch(self._queue.popleft())
+            elif next(self._adding, _DONE) is _DONE:
+                self._adding = None
+            elif busy:
+                break
+        retry = self.partial_loads.next_retry(self._clock()) if self.partial_loads else None
+        if retry is not None:
+            self._swap_weights(retry)
+
+    def remove_candidate(self, slot: str) -> None:
+        """Empty a candidate's slot at once."""
+        self._proposer.remove_candidate(slot)
+        self._controller.weights_changed(slot, None)
+
+    def _dispatch(self, update: Update) -> Iterator[None] | None:
+        """Apply an update; returns the parts of one that is applied over several rounds."""
+        match update:
+            case SwapWeights():
+                self._swap_weights(update)
+            case RemoveCandidate():
+                self.failed_candidates.discard(update.slot)
+                self.remove_candidate(update.slot)
+            case AddExpert():
+                return self._add_expert(update)
+            case SetLimits():
+                self._controller.set_limits(update.max_tokens, update.probe_share)
+        return None
+
+    def _swap_weights(self, update: SwapWeights) -> None:
+        """Load weights; a failure is logged, fails a candidate's trial, and disables a stable slot.
+
+        The slot is not disabled by weights that do not fit: it still holds its old weights.
+        """
+        slot, version = update.slot, update.weight_version
+        self.failed_candidates.discard(slot)
+        try:
+            self._proposer.load_weights(slot, version, update.state)
+        except Exception as error:
+            logger.exception("draft %s: version %d was not loaded", slot, version)
+            self.partial_loads.add(update, error)
+            if is_candidate(slot):
+                self.failed_candidates.add(slot, version)
+                self.remove_candidate(slot)
+            return
+        self.partial_loads.discard(slot)
+        self._controller.weights_changed(slot, version)
+
+    def _add_expert(self, update: AddExpert) -> Iterator[None]:
+        try:
+            yield from self._proposer.add_expert(update.expert, update.like)
+        except Exception:
+            logger.exception("the expert %s could not be added here", update.expert)

@@ -74,25 +74,30 @@ class Proposer(Protocol):
         """Forget a sequence; unknown ones are fine."""
         ...
 
-    def enlist(self, expert: str, like: str) -> Iterator[None]:
-        """Take a further expert in, a part at a time; one that is here already is fine.
-
-        Args:
-            expert: its name.
-            like: the expert whose initial weights it begins with.
+    def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Load new weights into an expert's slot, stable or candidate.
 
         Raises:
-            KeyError: there is no ``like``.
-            ValueError: that one has no weights to be copied.
+            KeyError: there is no such slot.
+            ValueError: the weights do not fit, or are not to be loaded from here.
         """
         ...
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Put new weights in place of those in an expert's slot, stable or candidate."""
+    def remove_candidate(self, slot: str) -> None:
+        """Empty a candidate's slot; its sequences continue with the stable weights."""
         ...
 
-    def withdraw(self, candidate: str) -> None:
-        """Empty a candidate's slot: its sequences go on with the stable weights."""
+    def add_expert(self, expert: str, like: str) -> Iterator[None]:
+        """Add an expert, a part at a time; one that is known is left as it is.
+
+        Args:
+            expert: name of the new expert.
+            like: the expert of which the initial weights are copied.
+
+        Raises:
+            KeyError: there is no ``like``.
+            ValueError: ``like`` has no weights to copy.
+        """
         ...
 
     def version(self, draft: str) -> int:

@@ -19,6 +19,7 @@ from online.judging import MAX_LENGTH, Judge
 from online.serving import serve
 from paceline.actors.engine.request import DRAFT_OFF
 from paceline.actors.replay.record import ReplayRecord, is_held_out
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.training.batches import make_batch, micro_batches
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.settings import DistillerSettings
@@ -131,7 +132,7 @@ def run_ceiling(
     save_file({k: v.contiguous() for k, v in state.items()}, weights)
     tests = [served.record for served in bench.test(topic)]
     engine = bench.engine([topic])
-    engine.swap(topic, 1, load_file(weights))
+    engine.updates.put(SwapWeights(topic, 1, load_file(weights)))
     test = bench.questions(topic).test
     counts = counts_of(list(serve(engine, test, [topic] * len(test), bench.serving)))
     scores = bench.judge.score(state, tests)

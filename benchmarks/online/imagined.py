@@ -134,7 +134,7 @@ def run_imagined(
     engine, muse = bench.engine([topic]), Muse(bench, topic, learning, imagining)
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(
-            Path(folder), [topic], learning, engine.swap, muse=muse, dtype=bench.dtype
+            Path(folder), [topic], learning, engine.updates.put, muse=muse, dtype=bench.dtype
         )
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         for done, served in enumerate(frozen, start=1):

@@ -179,7 +179,7 @@ def teach(bench: Bench, engine: Engine, lessons: int) -> dict[str, Any]:
         What :meth:`online.world.Learner.facts` says, without the decisions.
     """
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), TOPICS, Learning(), engine.swap)
+        learner = Learner(Path(folder), TOPICS, Learning(), engine.updates.put)
         for served in zip(*(bench.frozen(topic, lessons) for topic in TOPICS), strict=True):
             for one in served:
                 learner.take(one.record)

@@ -151,7 +151,8 @@ def run_shift(
     experts = _experts(system, order)
     engine = bench.engine(experts)
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), experts, tireless(learning), engine.swap, dtype=bench.dtype)
+        put, own = engine.updates.put, tireless(learning)
+        learner = Learner(Path(folder), experts, own, put, dtype=bench.dtype)
         scores, phases = [_look(bench, learner, system, order)], []
         for number, questions in enumerate(phases_of(bench, kind, order)):
             drafts = [_draft(system, question.topic) for question in questions]

@@ -46,7 +46,7 @@ def run_stream(bench: Bench, topic: str, learning: Learning) -> dict[str, Any]:
     frozen = list(serve(bench.engine([topic]), questions, drafts, bench.serving))
     engine = bench.engine([topic])
     with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(Path(folder), [topic], learning, engine.swap, dtype=bench.dtype)
+        learner = Learner(Path(folder), [topic], learning, engine.updates.put, dtype=bench.dtype)
         online: list[Served] = []
         checkpoints = {"0": look(bench.judge, learner, topic, tests)}
         for served in serve(engine, questions, drafts, bench.serving):

@@ -20,6 +20,7 @@ from online.learning import CAPACITY_MB, Imagining, Learning
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import GateSettings
@@ -192,7 +193,7 @@ class Learner:
         folder: Path,
         experts: Sequence[str],
         learning: Learning,
-        swap: Callable[[str, int, dict[str, Tensor]], None],
+        put: Callable[[SwapWeights], None],
         *,
         draft: Path = DRAFT,
         muse: Muse | None = None,
@@ -206,7 +207,7 @@ class Learner:
             folder: of the registry, empty.
             experts: drafts that learn, by the engine's names.
             learning: see Learning.
-            swap: is given (expert, weight_version, weights), as ``Engine.swap``.
+            put: queues new weights, see PendingUpdates.put.
             draft: folder of the weights that every expert starts from.
             muse: has further records in the shards before every round.
             dtype: of training.
@@ -214,7 +215,7 @@ class Learner:
         more = (muse.amount.per_record, muse.amount.capacity_mb) if muse is not None else ()
         self.world = LocalWorld(folder, experts, learning, *more)
         self._muse = muse
-        self._swap = swap
+        self._put = put
         self._clock = Ticks()
         settings = _settings(experts, learning, draft, muse.amount if muse else None, dtype)
         self._rounds = _CountedRounds(settings, self.world, self._clock)
@@ -241,7 +242,7 @@ class Learner:
         for expert, version in self.world.registry.current().items():
             _, references = self.world.registry.newest(expert)
             if version != self._known[expert] and references:
-                self._swap(expert, version, unflatten(references[0]))
+                self._put(SwapWeights(expert, version, unflatten(references[0])))
                 self._known[expert] = version
         self.seconds += time.process_time() - began
 

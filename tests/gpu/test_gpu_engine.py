@@ -14,6 +14,7 @@ from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS, generate
 
@@ -132,7 +133,7 @@ def test_new_weights_are_drafted_with_and_change_no_answer(plain: Any) -> None:
 
     def rate(state: Mapping[str, torch.Tensor] | None, version: int) -> float:
         for topic in TOPICS if state is not None else ():
-            engine.swap(topic, version, state or {})
+            engine.updates.put(SwapWeights(topic, version, state or {}))
         assert answers(engine, tokenizer, rates=rates) == plain
         return rates[-1]
 
@@ -147,6 +148,7 @@ def test_new_weights_are_drafted_with_and_change_no_answer(plain: Any) -> None:
 def test_weights_without_numbers_change_no_answer(graphs: bool, plain: Any) -> None:
     engine, tokenizer = build(cuda_graphs=graphs)
     own = load_causal_lm(DRAFT, torch.float32).state_dict()
-    engine.swap("sql", 1, {k: torch.full_like(v, torch.nan) for k, v in own.items()})
+    broken = {k: torch.full_like(v, torch.nan) for k, v in own.items()}
+    engine.updates.put(SwapWeights("sql", 1, broken))
     assert answers(engine, tokenizer, draft_failures=True) == plain
     assert engine.draft_failures > 0

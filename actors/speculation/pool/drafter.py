@@ -29,7 +29,7 @@ from torch import Tensor
 
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.speculation.experts import ExpertStack
-from paceline.actors.speculation.pending_updates import Mixtures
+from paceline.actors.speculation.pending_updates import PartialLoads, SwapWeights
 from paceline.actors.speculation.pool.draft_ahead import AheadPolicy
 from paceline.actors.speculation.pool.messages import Answer, Ask, AskRow, Float32, Int32
 from paceline.actors.speculation.proposer import DraftRow
@@ -131,14 +131,14 @@ class ExpertSlots:
 
     Attributes:
         failed_candidate: weight_version of the last one that was given up; other threads read it.
-        mixtures: the stable slot, where a load of it broke off.
+        partial_loads: the stable slot, if a load of it broke off.
     """
 
     def __init__(self, stack: ExpertStack) -> None:
         """Take the stack whose slots they are."""
         self._stack = stack
         self.failed_candidate: int | None = None
-        self.mixtures = Mixtures()
+        self.partial_loads = PartialLoads()
 
     @property
     def versions(self) -> dict[str, int]:
@@ -155,28 +155,28 @@ class ExpertSlots:
                 After any of these a candidate's slot is empty, and its trial has failed.
         """
         if state is None:
-            self._stack.withdraw(slot)
+            self._stack.remove_candidate(slot)
             return
         try:
-            self._stack.swap(slot, weight_version, state)
+            self._stack.load_weights(slot, weight_version, state)
         except Exception as error:
-            self.mixtures.note(slot, weight_version, state, error)
+            self.partial_loads.add(SwapWeights(slot, weight_version, state), error)
             if is_candidate(slot):
                 self.failed_candidate = weight_version
-                self._stack.withdraw(slot)
+                self._stack.remove_candidate(slot)
             raise
-        self.mixtures.over(slot)
+        self.partial_loads.discard(slot)
 
     def give_up(self, drafts: Iterable[str]) -> None:
         """Empty the candidate's slot where it is among drafts that failed."""
         for draft in drafts:
             if is_candidate(draft) and draft in self._stack.versions:
                 self.failed_candidate = self._stack.version(draft)
-                self._stack.withdraw(draft)
+                self._stack.remove_candidate(draft)
 
     def spoiled(self, draft: str) -> bool:
         """Whether a draft's proposals would come from a mixture."""
-        return bool(self.mixtures) and self.mixtures.spoil(draft, self._stack.versions)
+        return bool(self.partial_loads) and self.partial_loads.affects(draft, self._stack.versions)
 
 
 logger = logging.getLogger(__name__)

@@ -119,22 +119,22 @@ class PoolProposer:
         versions = self._peers[expert].weight_versions
         return versions.get(draft if draft in versions else expert, 0)
 
-    def enlist(self, expert: str, like: str) -> Iterator[None]:  # noqa: ARG002
+    def add_expert(self, expert: str, like: str) -> Iterator[None]:  # noqa: ARG002
         """See Proposer; in the pool an expert loads its own weights."""
         self.add(expert)
         yield
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Refused: in the pool an expert pulls its own weights.
+    def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
+        """Refuse: in the pool an expert loads its own weights.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
-            f"{expert} pulls its own weights: {len(state)} arrays of version {weight_version}"
+            f"{slot} pulls its own weights: {len(state)} arrays of version {weight_version}"
         )
 
-    def withdraw(self, candidate: str) -> None:
+    def remove_candidate(self, slot: str) -> None:
         """Nothing to do: an expert empties its own slots."""
 
     def lacks(self, request_id: str, draft: str, length: int) -> int:  # noqa: ARG002

@@ -330,15 +330,14 @@ class ExpertServer:
 
     def _mend(self) -> None:
         """Load weights again that were loaded in part, where it is time."""
-        again = self._drafter.slots.mixtures.due(time.monotonic())
-        if again is not None:
-            slot, weight_version, state = again
-            self._take(weight_version, state, slot)
+        retry = self._drafter.slots.partial_loads.next_retry(time.monotonic())
+        if retry is not None:
+            self._take(retry.weight_version, retry.state, retry.slot)
 
     def _patience(self) -> float | None:
         """Seconds until something is due that no socket tells of; None where nothing is."""
-        mixtures = self._drafter.slots.mixtures
-        due = [self._clients.next_deadline, self._listeners.paused_until, mixtures.next_s]
+        retry_s = self._drafter.slots.partial_loads.next_retry_s
+        due = [self._clients.next_deadline, self._listeners.paused_until, retry_s]
         known = [at for at in due if at is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 

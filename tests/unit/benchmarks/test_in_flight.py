@@ -14,6 +14,8 @@ from online.traces import Arrival
 from online.traffic_plan import PLAIN
 from tiny_models import tiny_llama
 
+from paceline.actors.speculation.pending_updates import SwapWeights
+
 WORDS = tuple(TOKENIZER.encode("SELECT name FROM people WHERE age > 30", add_special_tokens=False))
 
 
@@ -63,13 +65,14 @@ def test_so_many_are_in_flight_and_plain_ones_draft_nothing(
 class Taking:
     """A learner that hands weights out with every record."""
 
-    def __init__(self, _: object, topics: Sequence[str], __: object, swap: Any) -> None:
-        self._topics, self._swap, self._taken = topics, swap, 0
+    def __init__(self, _: object, topics: Sequence[str], __: object, put: Any) -> None:
+        self._topics, self._put, self._taken = topics, put, 0
 
     def take(self, _: object) -> None:
         self._taken += 1
         for topic in self._topics:
-            self._swap(topic, self._taken, tiny_llama(9, layers=1, vocab=300).state_dict())
+            state = tiny_llama(9, layers=1, vocab=300).state_dict()
+            self._put(SwapWeights(topic, self._taken, state))
 
     def facts(self) -> dict[str, Any]:
         return {"published": self._taken, "decisions": []}

@@ -185,7 +185,7 @@ def learn(folder: Path, draft: Path) -> tuple[Learner, Any]:
     learning = Learning(
         requests_per_round=20, micro_steps=6, learning_rate=5e-3, held_out_fraction=0.3
     )
-    learner = Learner(folder, ["a"], learning, engine.swap, draft=draft)
+    learner = Learner(folder, ["a"], learning, engine.updates.put, draft=draft)
     for number in range(60):
         learner.take(replace(lesson(number, created=time.time()), topic="a"))
     return learner, engine

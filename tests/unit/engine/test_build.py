@@ -23,6 +23,7 @@ from paceline.actors.engine.kv_cache import position_bytes
 from paceline.actors.engine.model_runner import kv_shapes
 from paceline.actors.engine.native.library import kernels_for
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pending_updates import SwapWeights
 
 
 @pytest.mark.parametrize("max_model_len", [4, 8, 12, None])
@@ -182,7 +183,7 @@ def test_a_canary_gives_every_draft_a_second_slot_and_none_without_it(tmp_path: 
         (stack,) = build_stacks(own, torch.float32, torch.device("cpu"), 128)
         sizes.append((len(stack.runner.models), sum(k.nbytes for k in stack.runner.kv.keys)))
         engine, _, _ = build_engine(own)
-        engine.swap("sql@candidate", 4, tiny_llama(9, layers=1).state_dict())
+        engine.updates.put(SwapWeights("sql@candidate", 4, tiny_llama(9, layers=1).state_dict()))
         run(engine, [request("r", [5, 6], draft="sql")])
         assert ("sql@candidate" in engine.drafts()) == (share > 0)
     assert sizes == [(3, sizes[0][1]), (5, sizes[0][1])]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, tokens_of
+from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, tokens_of, use_proposer
 from tiny_models import tiny_llama
-from torch import Tensor
 
 from paceline.actors.engine.engine import StepOutput
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.costs import Reads
 from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
 
@@ -60,8 +60,11 @@ def test_greedy_equals_generate_in_a_ragged_batch(k: int, draft_seed: int) -> No
 def test_the_targets_twin_as_draft_is_accepted_whole() -> None:
     engine = make_engine(k=4)
     twin = served(tiny_llama(1))
-    engine._drafting._proposer = ColocatedProposer(  # type: ignore[attr-defined]
-        [ExpertStack(ModelRunner([twin], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
+    use_proposer(
+        engine,
+        ColocatedProposer(
+            [ExpertStack(ModelRunner([twin], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
+        ),
     )
     outputs = run(engine, [request("r", PROMPTS[0], max_tokens=21, ignore_eos=True)])["r"]
     stats_ = outputs[-1].chunk.speculative
@@ -118,9 +121,9 @@ def test_weights_swap_between_rounds_without_changing_the_answer() -> None:
     engine = make_engine(k=3)
     engine.add(request("r", PROMPTS[3], max_tokens=40, ignore_eos=True))
     outputs = [o for _ in range(6) for o in engine.step()]
-    engine.swap("a", 1, tiny_llama(1, layers=1).state_dict())
-    engine.swap("nobody", 1, {})
-    engine.swap("b", 1, {"lm_head.weight": torch.zeros(1)})
+    engine.updates.put(SwapWeights("a", 1, tiny_llama(1, layers=1).state_dict()))
+    engine.updates.put(SwapWeights("nobody", 1, {}))
+    engine.updates.put(SwapWeights("b", 1, {"lm_head.weight": torch.zeros(1)}))
     outputs += run(engine).get("r", [])
     assert tokens_of(outputs) == generate_ignoring_eos(PROMPTS[3], 40)
     assert engine.drafts() == {"a": 1, "b": 0, "a@0": 0}
@@ -139,13 +142,16 @@ def test_better_weights_are_accepted_after_the_swap() -> None:
     """A swap to the target's own weights, mid-answer: from then on every draft is right."""
     engine = make_engine(k=4)
     draft = served(tiny_llama(9))
-    engine._drafting._proposer = ColocatedProposer(  # type: ignore[attr-defined]
-        [ExpertStack(ModelRunner([draft], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
+    use_proposer(
+        engine,
+        ColocatedProposer(
+            [ExpertStack(ModelRunner([draft], 4, MAX_LEN), ["a"], 4)], 16, torch.Generator()
+        ),
     )
     engine.add(request("r", PROMPTS[0], max_tokens=60, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    engine.swap("a", 1, tiny_llama(1).state_dict())
+    engine.updates.put(SwapWeights("a", 1, tiny_llama(1).state_dict()))
     lengths = [len(o.chunk.token_ids) for o in run(engine)["r"]]
     assert lengths[:-1]
     assert all(length == 5 for length in lengths[:-1])
@@ -156,6 +162,7 @@ class BrokenProposer:
 
     def __init__(self, inner: ColocatedProposer) -> None:
         self.inner, self.calls, self.always = inner, 0, False
+        self.faulty: frozenset[str] = frozenset()
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         self.calls += 1
@@ -166,9 +173,6 @@ class BrokenProposer:
     def release(self, request_id: str) -> None:
         self.inner.release(request_id)
 
-    def swap(self, expert: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        self.inner.swap(expert, weight_version, state)
-
     def version(self, draft: str) -> int:
         return self.inner.version(draft)
 
@@ -178,7 +182,7 @@ class BrokenProposer:
 
 def test_a_failing_draft_costs_nothing_but_speed() -> None:
     engine = make_engine()
-    engine._drafting._proposer = BrokenProposer(engine._drafting._proposer)  # type: ignore[attr-defined,arg-type]
+    use_proposer(engine, BrokenProposer(engine._draft_runner._proposer))  # type: ignore[arg-type]
     requests = [request(f"r{i}", p) for i, p in enumerate(PROMPTS)]
     outputs = run(engine, requests, draft_failures=True)
     for i, prompt in enumerate(PROMPTS):
@@ -252,9 +256,9 @@ def test_a_prompt_of_one_token_is_served() -> None:
 
 def test_a_draft_that_keeps_failing_is_asked_less_and_less() -> None:
     engine = make_engine()
-    broken = BrokenProposer(engine._drafting._proposer)  # type: ignore[attr-defined,arg-type]
+    broken = BrokenProposer(engine._draft_runner._proposer)  # type: ignore[attr-defined,arg-type]
     broken.always = True
-    engine._drafting._proposer = broken  # type: ignore[attr-defined]
+    use_proposer(engine, broken)
     run(engine, [request("r", PROMPTS[0], max_tokens=60, ignore_eos=True)], draft_failures=True)
     assert 4 <= engine.draft_failures <= 7
 

@@ -13,6 +13,7 @@ from unit.engine.test_graphs import graphed
 from paceline.actors.engine import fused as fused_layers
 from paceline.actors.engine import linear
 from paceline.actors.engine.engine import Engine, StepOutput
+from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
 from paceline.actors.weights.slots import in_canary
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,8 +76,8 @@ def test_an_expert_comes_in_the_midst_of_answers(kind: str) -> None:
         engine.add(own)
     for _ in range(3):
         stepped(engine, outputs)
-    engine.enlist("c", "a")
-    engine.swap("c", 7, state(kind, 1))
+    engine.updates.put(AddExpert("c", "a"))
+    engine.updates.put(SwapWeights("c", 7, state(kind, 1)))
     rounds = 0
     while "c" not in engine.drafts():
         stepped(engine, outputs)
@@ -99,13 +100,13 @@ def test_an_expert_comes_in_the_midst_of_answers(kind: str) -> None:
 def test_weights_of_old_and_new_experts_are_taken_afterwards(kind: str) -> None:
     engine = engine_with(kind)
     for name in ("c", "d"):
-        engine.enlist(name, "a")
+        engine.updates.put(AddExpert(name, "a"))
     run(engine)
     assert engine.drafts() == {"a": 0, "b": 0, "a@0": 0, "c": 0, "c@0": 0, "d": 0, "d@0": 0}
     for name in "abcd":
         first = run(engine, [asked(1, name, max_tokens=24, ignore_eos=True)])
         assert not accepted_all(first["r1"])
-        engine.swap(name, 3, state(kind, 1))
+        engine.updates.put(SwapWeights(name, 3, state(kind, 1)))
         again = run(engine, [asked(2, name, max_tokens=24, ignore_eos=True)])
         assert accepted_all(again["r2"]), name
     initial = run(engine, [asked(3, "c@0", max_tokens=24, ignore_eos=True)])["r3"]
@@ -115,8 +116,8 @@ def test_weights_of_old_and_new_experts_are_taken_afterwards(kind: str) -> None:
 
 def test_several_experts_draft_in_one_round() -> None:
     engine = engine_with("tied")
-    engine.enlist("c", "a")
-    engine.swap("c", 7, state("tied", 1))
+    engine.updates.put(AddExpert("c", "a"))
+    engine.updates.put(SwapWeights("c", 7, state("tied", 1)))
     run(engine)
     batch = [asked(i, "abc"[i % 3], max_tokens=30, ignore_eos=True) for i in range(6)]
     outputs = run(engine, batch)
@@ -127,9 +128,9 @@ def test_several_experts_draft_in_one_round() -> None:
 
 def test_a_new_expert_has_a_candidates_slot_where_the_others_have_one() -> None:
     engine = engine_with("tied", canary_share=SHARE)
-    engine.enlist("c", "a")
-    engine.swap("c", 1, state("tied", 4))
-    engine.swap("c@candidate", 2, state("tied", 1))
+    engine.updates.put(AddExpert("c", "a"))
+    engine.updates.put(SwapWeights("c", 1, state("tied", 4)))
+    engine.updates.put(SwapWeights("c@candidate", 2, state("tied", 1)))
     run(engine)
     assert engine.drafts()["c@candidate"] == 2
     names = range(9)
@@ -143,13 +144,13 @@ def test_a_new_expert_has_a_candidates_slot_where_the_others_have_one() -> None:
 def test_recorded_forwards_do_not_read_what_has_moved() -> None:
     def answers(*, replay: bool) -> list[list[int]]:
         engine = engine_with("tied")
-        stack = engine._drafting._proposer._stacks["a"]  # type: ignore[attr-defined]
+        stack = engine._draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
         capture = graphed(stack.runner) if replay else None
         found = run(engine, [asked(1, "a", max_tokens=40, ignore_eos=True)])
         assert capture is None or capture.replayed > 0
-        engine.enlist("c", "a")
+        engine.updates.put(AddExpert("c", "a"))
         for i, name in enumerate("abc", 2):  # one expert at a time: mixed ones are not recorded
-            engine.swap(name, 2, state("tied", 1))
+            engine.updates.put(SwapWeights(name, 2, state("tied", 1)))
             outputs = run(engine, [asked(i, name, max_tokens=40, ignore_eos=True)])
             assert accepted_all(outputs[f"r{i}"])
             found |= outputs
@@ -162,8 +163,8 @@ def test_recorded_forwards_do_not_read_what_has_moved() -> None:
 def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with("tied")
     before = engine.drafts()
-    engine.enlist("c", "nobody")
-    engine.enlist("a", "b")
+    engine.updates.put(AddExpert("c", "nobody"))
+    engine.updates.put(AddExpert("a", "b"))
     run(engine)
     assert engine.drafts() == before
     grown, calls = fused_layers.Layer.grown, []
@@ -176,16 +177,16 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as broken:
         broken.setattr(fused_layers.Layer, "grown", breaks)
-        engine.enlist("c", "a")
+        engine.updates.put(AddExpert("c", "a"))
         run(engine)
     assert engine.drafts() == before
-    engine.swap("b", 2, state("tied", 1))
+    engine.updates.put(SwapWeights("b", 2, state("tied", 1)))
     outputs = run(engine, [asked(1, "a"), asked(2, "b"), asked(3, "c")])
     for i in (1, 2, 3):
         assert tokens_of(outputs[f"r{i}"]) == plain("tied", i)
     assert accepted_all(outputs["r2"])
-    engine.enlist("c", "a")
-    engine.swap("c", 2, state("tied", 1))
+    engine.updates.put(AddExpert("c", "a"))
+    engine.updates.put(SwapWeights("c", 2, state("tied", 1)))
     run(engine)
     assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])
 
@@ -196,7 +197,7 @@ def test_memory_that_runs_out_anywhere_changes_nothing(
 ) -> None:
     """Whichever allocation fails: weights that come later are drafted with, and memory is back."""
     engine, left = engine_with(kind), [0]
-    decoder = engine._drafting._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
+    decoder = engine._draft_runner._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
     new_empty, pack = Tensor.new_empty, linear._packed
 
     def short(allocate: Any) -> Any:
@@ -218,17 +219,17 @@ def test_memory_that_runs_out_anywhere_changes_nothing(
         with monkeypatch.context() as scarce:
             scarce.setattr(Tensor, "new_empty", short(new_empty))
             scarce.setattr(linear, "_packed", short(pack))
-            engine.enlist("c", "a")
+            engine.updates.put(AddExpert("c", "a"))
             run(engine)
         if "c" in engine.drafts():
             break
         assert experts() == {3}
         for version, seed in ((failures * 2, 1), (failures * 2 + 1, 3)):
-            engine.swap("b", version, state(kind, seed))
+            engine.updates.put(SwapWeights("b", version, state(kind, seed)))
             found = run(engine, [asked(1, "b", max_tokens=12, ignore_eos=True)])["r1"]
             assert accepted_all(found) == (seed == 1)
     assert experts() == {4}
     assert failures > LAYERS * 6
-    engine.swap("c", 2, state(kind, 1))
+    engine.updates.put(SwapWeights("c", 2, state(kind, 1)))
     assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])
     assert engine.draft_failures == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, tokens_of
+from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, tokens_of, use_proposer
 from laws import chi_square
 from tiny_models import tiny_llama
 
@@ -301,7 +301,7 @@ def test_a_twin_draft_with_the_same_rules_is_accepted_whole() -> None:
     """The draft applies the rules too: where it is the target itself, nothing is rejected."""
     engine = make_engine(k=4, draft_seed=1, max_num_seqs=1)
     stack = ExpertStack(ModelRunner([served(tiny_llama(1))], 4, MAX_LEN), ["a"], 4)
-    engine._drafting._proposer = ColocatedProposer([stack], 300, torch.Generator())  # type: ignore[attr-defined]
+    use_proposer(engine, ColocatedProposer([stack], 300, torch.Generator()))
     for name, fields in [("g", {}), ("s", {"temperature": 0.8, "seed": 4})]:
         ask = request(name, PROMPTS[1], max_tokens=21, ignore_eos=True, **fields, **ALL)
         stats = run(engine, [ask])[name][-1].chunk.speculative

@@ -14,7 +14,7 @@ from paceline.actors.engine import engine as decoding
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
 from paceline.actors.speculation.goodput import GoodputController
-from paceline.actors.speculation.pending_updates import Mixtures
+from paceline.actors.speculation.pending_updates import PartialLoads, SetLimits, SwapWeights
 
 
 def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
@@ -26,7 +26,7 @@ def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
     outputs = [o for _ in range(4) for o in engine.step()]
     with monkeypatch.context() as scarce:
         short_of_memory(scarce)
-        engine.swap("a", 1, state(1))
+        engine.updates.put(SwapWeights("a", 1, state(1)))
         outputs += engine.step()
     assert engine.drafts()["a"] == 0
     found = run(engine, [asked("answer-1"), asked("answer-2", draft="b")])
@@ -36,9 +36,10 @@ def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
     steps = {name: stats and stats.num_spec_steps for name, stats in drafted.items()}
     assert steps["answer-1"] == 0
     assert steps["answer-2"]
-    engine.swap("a", 2, {"lm_head.weight": torch.zeros(1)})  # does not fit: still a mixture
+    misfit = {"lm_head.weight": torch.zeros(1)}
+    engine.updates.put(SwapWeights("a", 2, misfit))  # the slot still holds the partial load
     assert run(engine, [asked("answer-3")])["answer-3"][-1].chunk.speculative == drafted["answer-1"]
-    engine.swap("a", 3, state(1))
+    engine.updates.put(SwapWeights("a", 3, state(1)))
     whole = run(engine, [asked("answer-4")])["answer-4"][-1].chunk.speculative
     assert whole is not None
     assert whole.num_spec_steps > 0
@@ -55,7 +56,7 @@ def spoil(engine: Engine, version: int, monkeypatch: pytest.MonkeyPatch) -> None
     """Have a version of a loaded in part."""
     with monkeypatch.context() as scarce:
         short_of_memory(scarce)
-        engine.swap("a", version, state(1))
+        engine.updates.put(SwapWeights("a", version, state(1)))
         run(engine)
 
 
@@ -87,7 +88,7 @@ def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
         tried.append(now[0])
         raise RuntimeError("can't allocate memory")
 
-    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()
     monkeypatch.setattr(stack.runner, "load_weights", short)
     for second in range(70):
         now[0] = float(second)
@@ -95,29 +96,29 @@ def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
     assert tried == [1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
 
 
-def test_mixtures_wait_a_minute_at_most_and_newer_weights_take_the_place_of_older() -> None:
-    mixtures, error = Mixtures(), RuntimeError()
-    mixtures.note("a", 1, {}, error)
-    mixtures.note("b@candidate", 1, {}, error)
-    mixtures.note("c", 1, {}, ValueError("shape"))
-    assert [mixtures.spoil(name, {"a", "a@0", "b"}) for name in ("a", "a@0", "b", "c")] == [
+def test_retries_wait_a_minute_at_most_and_newer_weights_take_the_place_of_older() -> None:
+    loads, error = PartialLoads(), RuntimeError()
+    loads.add(SwapWeights("a", 1, {}), error)
+    loads.add(SwapWeights("b@candidate", 1, {}), error)
+    loads.add(SwapWeights("c", 1, {}), ValueError("shape"))
+    assert [loads.affects(name, {"a", "a@0", "b"}) for name in ("a", "a@0", "b", "c")] == [
         True,
         False,
         False,
         False,
     ]
-    assert mixtures.spoil("a@candidate", {"a"})  # empty: it drafts as the stable slot
-    assert mixtures.due(0.0) is None
+    assert loads.affects("a@candidate", {"a"})  # empty: it drafts as the stable slot
+    assert loads.next_retry(0.0) is None
     for second in range(1, 1000):
-        found = mixtures.due(float(second))
+        found = loads.next_retry(float(second))
         if found is not None:
-            version = found[1]
-            mixtures.note("a", version + 1, {}, error)
+            version = found.weight_version
+            loads.add(SwapWeights("a", version + 1, {}), error)
     assert version == 21
-    assert mixtures.next_s == 63.0 + 16 * 60.0  # six tries, then one a minute
-    mixtures.over("a")
-    assert not mixtures
-    assert mixtures.next_s is None
+    assert loads.next_retry_s == 63.0 + 16 * 60.0  # six tries, then one a minute
+    loads.discard("a")
+    assert not loads
+    assert loads.next_retry_s is None
 
 
 @pytest.mark.parametrize("fits", [False, True])
@@ -129,7 +130,8 @@ def test_a_candidate_that_cannot_be_loaded_has_failed(
     with monkeypatch.context() as scarce:
         if fits:
             short_of_memory(scarce)
-        engine.swap("a@candidate", 8, state(1) if fits else {"lm_head.weight": torch.zeros(1)})
+        weights = state(1) if fits else {"lm_head.weight": torch.zeros(1)}
+        engine.updates.put(SwapWeights("a@candidate", 8, weights))
         run(engine)
     assert "a@candidate" not in engine.drafts()
     found = outcomes(outputs := run(engine, [asked(name) for name in IDS]))
@@ -142,7 +144,7 @@ def test_a_candidate_that_cannot_be_loaded_has_failed(
 
 def refused(engine: Engine, version: int) -> None:
     """A candidate of a that does not fit."""
-    engine.swap("a@candidate", version, {"lm_head.weight": torch.zeros(1)})
+    engine.updates.put(SwapWeights("a@candidate", version, {"lm_head.weight": torch.zeros(1)}))
 
 
 def failures(outputs: Iterable[StepOutput]) -> list[tuple[str, int]]:
@@ -204,10 +206,10 @@ def test_a_controller_that_fails_costs_drafts_and_no_answer(
     engine = two_slots(k=None)
     controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
     monkeypatch.setattr(controller, method, broken)
-    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
-    engine.drafting.limit(3, None)
+    monkeypatch.setattr(engine._draft_runner._controller, "_policy", controller)
+    engine.updates.put(SetLimits(3, None))
     outputs = run(engine, [asked(name) for name in IDS[:5]], draft_failures=True)
-    engine.swap("a", 9, state(4))
+    engine.updates.put(SwapWeights("a", 9, state(4)))
     outputs |= run(engine, [asked(name) for name in IDS[5:]], draft_failures=True)
     assert engine.draft_failures > 0
     assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
@@ -220,10 +222,10 @@ def test_a_controller_that_does_not_take_note_of_new_weights_ends_no_round(
     engine = two_slots(k=None)
     controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
     monkeypatch.setattr(controller, "swapped", lambda _: 1 // 0)
-    monkeypatch.setattr(engine._drafting._choosing, "_controller", controller)
+    monkeypatch.setattr(engine._draft_runner._controller, "_policy", controller)
     engine.add(asked(IDS[0]))
     outputs = [output for _ in range(3) for output in engine.step()]
-    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()
     slot = next(iter(engine._running.values())).draft
     stack.versions[slot] += 1
     outputs += run(engine, draft_failures=True)[IDS[0]]

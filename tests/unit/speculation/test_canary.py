@@ -14,6 +14,7 @@ from slotted import IDS, INSIDE, OUTSIDE, SHARE, asked, outcomes, plain, state, 
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.engine.sampling import LatestBatch
 from paceline.actors.engine.target import OutcomeReporter
+from paceline.actors.speculation.pending_updates import RemoveCandidate, SwapWeights
 from paceline.actors.speculation.pool.drafter import SharedDrafter
 from paceline.actors.speculation.pool.server import ExpertServer
 from paceline.actors.speculation.rejection_sampler import (
@@ -78,8 +79,8 @@ def test_a_decision_in_the_midst_of_answers_changes_no_text_and_mixes_no_evidenc
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
     if promoted:
-        engine.swap("a", 7, state(1))
-    engine.swap("a@candidate", 0, None)
+        engine.updates.put(SwapWeights("a", 7, state(1)))
+    engine.updates.put(RemoveCandidate("a@candidate"))
     for name, parts in run(engine).items():
         outputs.setdefault(name, []).extend(parts)
     for name in IDS[:4]:
@@ -101,7 +102,7 @@ def test_a_candidate_without_probabilities_costs_nobody_else_a_draft(
     fields: dict[str, Any],
 ) -> None:
     engine = two_slots()
-    engine.swap("a@candidate", 8, state(1, float("nan")))
+    engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
     outputs = run(engine, [asked(name, **fields) for name in IDS], draft_failures=True)
     assert engine.draft_failures == 1
     assert "a@candidate" not in engine.drafts()
@@ -121,7 +122,7 @@ def test_a_candidate_without_probabilities_costs_nobody_else_a_draft(
 def test_a_draft_without_probabilities_leaves_sampled_text_to_the_target() -> None:
     """Verification by rejection with q = nan would give tokens that the target never gives."""
     engine = make_engine(target_seed=1)
-    engine.swap("a", 1, state(2, float("nan")))
+    engine.updates.put(SwapWeights("a", 1, state(2, float("nan"))))
     outputs = run(
         engine,
         [asked(name, top_k=1, temperature=1.0) for name in IDS],
@@ -265,7 +266,7 @@ def test_padding_behind_a_short_row_breaks_nothing() -> None:
 def test_a_failure_is_told_at_once_and_by_a_resumed_answer_too() -> None:
     """Its client may go away, and then nothing would ever end the trial."""
     engine = two_slots()
-    engine.swap("a@candidate", 8, state(1, float("nan")))
+    engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
     engine.add(asked(INSIDE[0], output_token_ids=tuple(plain(INSIDE[0])[:3])))
     for _ in range(6):
         told = [out.outcome for out in engine.step() if out.outcome is not None]
@@ -277,8 +278,8 @@ def test_a_failure_is_told_at_once_and_by_a_resumed_answer_too() -> None:
 
 def test_what_broken_weights_wrote_is_read_by_nobody() -> None:
     engine = two_slots()
-    engine.swap("a@candidate", 8, state(1, float("nan")))
+    engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
     run(engine, [asked(name) for name in IDS], draft_failures=True)
-    (stack,) = {id(s): s for s in engine._drafting._proposer._stacks.values()}.values()
+    (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()
     for part in (*stack.runner.kv.keys, *stack.runner.kv.values):
         assert bool(part.isfinite().all())

@@ -30,6 +30,7 @@ from paceline.actors.speculation.medusa import (
     load_heads,
     save_heads,
 )
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.training.medusa import (
     HeadTraining,
     head_accuracy,
@@ -261,8 +262,8 @@ def test_new_heads_are_taken_between_rounds_and_wrong_ones_left() -> None:
     engine = medusa_engine(k=K)
     engine.add(request("r", PROMPTS[3], max_tokens=60, ignore_eos=True))
     outputs = [o for _ in range(5) for o in engine.step()]
-    engine.swap("a", 4, state)
-    engine.swap("a", 5, {"residual": state["residual"]})
+    engine.updates.put(SwapWeights("a", 4, state))
+    engine.updates.put(SwapWeights("a", 5, {"residual": state["residual"]}))
     rest = run(engine)["r"]
     assert tokens_of(outputs + rest) == answers()[3]
     assert engine.drafts() == {"b": 0, "a": 4}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.weights.checkpoint import ModelError, check_tensors, tied_names
 from paceline.actors.weights.flat_weights import load_model, unflatten
 
@@ -131,7 +132,7 @@ def test_serving_training_and_version_0_have_the_weights_that_transformers_loads
     )
     engine, _, _ = build_engine(settings)
     for version, state in ((7, learnt), (8, initial)):
-        engine.swap("general", version, state)
+        engine.updates.put(SwapWeights("general", version, state))
         engine.step()
         assert engine.drafts() == {"general": version, "general@0": 0}
 
@@ -162,6 +163,6 @@ def test_a_replica_refuses_weights_without_an_untied_head(tmp_path: Path) -> Non
     engine, _, _ = build_engine(settings)
     state = unflatten(load_model(folder))
     del state[HEAD]
-    engine.swap("general", 3, state)
+    engine.updates.put(SwapWeights("general", 3, state))
     engine.step()
     assert engine.drafts()["general"] == 0

@@ -23,6 +23,7 @@ from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.router.router import TopicRouter
+from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.topics import TopicParts
@@ -122,7 +123,7 @@ class System:
         self.registry.bring_parts("travel", TopicParts(Actor(self.shards["travel"])))
         self.target._take_topics(self.registry.topics())
         version, [flat] = self.registry.newest("travel")
-        self.target._loop.swap("travel", version, unflatten(flat))
+        self.target._loop.update(SwapWeights("travel", version, unflatten(flat)))
 
     def close(self) -> None:
         self.target._loop.close()

@@ -25,6 +25,7 @@ from waiting import wait_until
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pending_updates import AddExpert
 from paceline.actors.speculation.pool.connection import Channel, ChannelError, connect
 from paceline.actors.speculation.pool.messages import Lease, Ping, encode
 from paceline.actors.speculation.pool.profile import profile_pool
@@ -309,7 +310,7 @@ def test_an_expert_joins_the_pool_while_requests_run() -> None:
         first = engine.step()
         assert "b" not in engine.drafts()
         proposer.add("b")
-        engine.enlist("b", "a")  # twice is fine
+        engine.updates.put(AddExpert("b", "a"))  # twice is fine
         assert proposer.wants_link("b")
         proposer.attach("b", connect(servers["b"].lease("test"), 10.0))
         engine.add(request("r1", PROMPTS[1], draft="b", ignore_eos=True))

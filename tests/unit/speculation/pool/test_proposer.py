@@ -91,7 +91,7 @@ def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_ste
         proposer.attach("b", quiet if silent else connect(servers["b"].lease("t"), 10.0))
         engine = pool_engine(proposer)
         costs = NotedCosts()
-        engine._drafting._choosing._controller = GoodputController(
+        engine._draft_runner._controller._policy = GoodputController(
             StepCosts({(1, 1): 0.01}), costs, 4
         )  # type: ignore[attr-defined]
         if silent:

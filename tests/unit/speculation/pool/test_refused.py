@@ -48,11 +48,11 @@ def rounds_of(engine: Engine) -> list[int]:
 
 
 def try_again_in(server: ExpertServer, seconds: float) -> None:
-    """Put off, or bring forward, the next load of what is a mixture."""
+    """Put off, or bring forward, the next retry of a partial load."""
 
     def put() -> None:
-        mixture = server._drafter.slots.mixtures._mixtures["a"]
-        mixture.due_s = time.monotonic() + seconds
+        load = server._drafter.slots.partial_loads._loads["a"]
+        load.due_s = time.monotonic() + seconds
 
     server._commands.put(put)
 

@@ -1,0 +1,200 @@
+"""The speculation controller: chooses k, the number of tokens to draft, for every sequence."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from paceline.actors.engine.sequence import Sequence as RunningSequence
+from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.goodput import GoodputController, Use
+from paceline.actors.speculation.proposer import Proposer
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculationController:
+    """Chooses k per sequence: the request's own number, or what the goodput policy chooses.
+
+    If the policy fails, nothing is drafted or an observation is lost; no answer changes.
+
+    Attributes:
+        failures: calls of the policy that failed.
+    """
+
+    def __init__(self, policy: GoodputController | None, proposer: Proposer) -> None:
+        """Put the parts together.
+
+        Args:
+            policy: chooses k for requests without a number of their own; None: they do not draft.
+            proposer: reports how much of each sequence its drafts have computed.
+        """
+        self._policy = policy
+        self._proposer = proposer
+        self._versions: dict[str, int] = {}  # with which each draft last proposed
+        self.failures = 0
+
+    def choose_num_draft_tokens(
+        self,
+        batch: Sequence[RunningSequence],
+        prefilling: Sequence[RunningSequence],
+        disabled: Callable[[str], bool],
+    ) -> list[int]:
+        """Tokens to draft in the next round, per sequence.
+
+        Where the policy chooses, nothing is drafted for a sequence's first token if the draft
+        would have to read the prompt first: that would delay the first token.
+
+        Args:
+            batch: B sequences.
+            prefilling: sequences of which the target still reads the prompt; they are part of
+                the policy's choice, which holds for several rounds.
+            disabled: whether a draft must not be used.
+        """
+        unread = {s.request_id for s in batch if self._policy and self._has_unread_prompt(s)}
+        chosen = self._choose_by_use(batch, prefilling, unread)
+        wanted = []
+        for sequence in batch:
+            k = sequence.num_speculative_tokens
+            if k is None:
+                k = 0 if sequence.request_id in unread else chosen.get(use_of(sequence), 0)
+            wanted.append(sequence.draft_budget(0 if disabled(sequence.draft) else k))
+        return wanted
+
+    def observe_round(
+        self,
+        batch: Sequence[RunningSequence],
+        drafted: list[int],
+        accepted: list[int],
+        round_s: float,
+        drafting_s: float,
+        *,
+        proposed: bool,
+    ) -> float | None:
+        """Take the results of a round.
+
+        Args:
+            batch: B sequences.
+            drafted: tokens per row.
+            accepted: tokens per row.
+            round_s: seconds of the whole round.
+            drafting_s: seconds of it that went to drafting.
+            proposed: whether the proposer was called, and may have read prompts.
+
+        Returns:
+            expected seconds of plain decoding for the same tokens; None if unknown.
+        """
+        if self._policy is None:
+            return None
+        try:
+            reads = self._proposer.reads if proposed else Reads()
+            for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
+                self._policy.accepted(use_of(sequence), tried, taken)
+            active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
+            steps = max(drafted)
+            timed_steps = 0 if self._proposer.waited_in_vain else steps
+            sizes = (len(active), len(set(active)), timed_steps)
+            verify_s = round_s - drafting_s
+            self._policy.took(len(batch), steps + 1, verify_s, sizes, drafting_s, reads)
+            return self._policy.plain_seconds(len(batch), len(batch) + sum(accepted))
+        except Exception:
+            self._log_failure("a round was not observed")
+            return None
+
+    def observe_finished(self, sequence: RunningSequence) -> None:
+        """Take the lengths of a finished request."""
+        if sequence.num_speculative_tokens is None:
+            lengths = len(sequence.request.prompt_token_ids), sequence.num_output
+            self._call(lambda policy: policy.ended(*lengths), "a finished request was not observed")
+
+    def observe_version(self, draft: str, weight_version: int) -> None:
+        """Take the version that a draft proposed with: pool experts load weights themselves."""
+        if self._versions.get(draft, weight_version) != weight_version:
+            self.reset_acceptance(draft)
+        self._versions[draft] = weight_version
+
+    def weights_changed(self, draft: str, weight_version: int | None) -> None:
+        """Forget the acceptance of a slot that was loaded, or with None emptied."""
+        self._versions.pop(draft, None)
+        if weight_version is not None:
+            self._versions[draft] = weight_version
+        self.reset_acceptance(draft)
+
+    def reset_acceptance(self, draft: str) -> None:
+        """Forget most of a draft's measured acceptance, and probe the draft soon."""
+        self._call(lambda policy: policy.swapped(draft), "new weights were not noted")
+
+    def set_limits(self, max_tokens: int | None, probe_share: float | None) -> None:
+        """Change the policy's limits, see GoodputController.limit."""
+        self._call(lambda policy: policy.limit(max_tokens, probe_share), "limits were not set")
+
+    def current_choice(self, drafts: Sequence[str]) -> tuple[dict[str, int], float | None]:
+        """The present k of these drafts, and the expected goodput in tokens per second."""
+        if self._policy is None:
+            return {}, None
+        return {d: self._policy.chosen(d) for d in drafts}, self._policy.predicted
+
+    def _choose_by_use(
+        self,
+        batch: Sequence[RunningSequence],
+        prefilling: Sequence[RunningSequence],
+        unread: Container[str],
+    ) -> Mapping[Use, int]:
+        both = (*batch, *prefilling)
+        free = Counter(use_of(s) for s in both if s.num_speculative_tokens is None)
+        if not free or self._policy is None:
+            return {}
+        others = len(both) - free.total()
+        later = (*prefilling, *(s for s in batch if s.request_id in unread))
+        not_decoding = Counter(use_of(s) for s in later if s.num_speculative_tokens is None)
+        try:
+            return self._policy.plan(free, others, self._reading_costs(both), not_decoding)
+        except Exception:
+            self._log_failure("no number of draft tokens was chosen")
+            return {}
+
+    def _has_unread_prompt(self, sequence: RunningSequence) -> bool:
+        """Whether a sequence has no output yet and its draft has not read the prompt."""
+        if sequence.num_output or sequence.num_speculative_tokens is not None:
+            return False
+        return self._proposer.lacks(sequence.request_id, sequence.draft, len(sequence.tokens)) > 0
+
+    def _reading_costs(self, batch: Sequence[RunningSequence]) -> Callable[[], dict[Use, float]]:
+        """Seconds of outstanding draft reading per token still to be emitted, by use."""
+        assert self._policy is not None
+        reading = self._policy.reading
+
+        def costs() -> dict[Use, float]:
+            seconds: dict[Use, float] = {}
+            left: dict[Use, float] = {}
+            for s in batch:
+                if s.num_speculative_tokens is None:
+                    lacking = self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
+                    own = reading.seconds(1.0, lacking) if lacking else 0.0
+                    use = use_of(s)
+                    seconds[use] = seconds.get(use, 0.0) + own
+                    left[use] = left.get(use, 0.0) + reading.left(s.num_output, s.max_tokens)
+            return {use: seconds[use] / tokens for use, tokens in left.items()}
+
+        return costs
+
+    def _call(self, function: Callable[[GoodputController], None], failure: str) -> None:
+        """Call the policy if there is one; log a failure."""
+        if self._policy is None:
+            return
+        try:
+            function(self._policy)
+        except Exception:
+            self._log_failure(failure)
+
+    def _log_failure(self, what: str) -> None:
+        """Count a failure; log the 1st, 2nd, 4th, 8th ..., as it may repeat in every round."""
+        self.failures += 1
+        if self.failures & (self.failures - 1) == 0:
+            logger.exception("%s (failure %d)", what, self.failures)
+
+
+def use_of(sequence: RunningSequence) -> Use:
+    """The acceptance statistics that a sequence belongs to."""
+    return Use(sequence.draft, sampled=not sequence.request.sampling.greedy)

@@ -1,0 +1,226 @@
+"""The draft runner: proposes draft tokens for a batch and observes the results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.actors.engine.sequence import Sequence as RunningSequence
+from paceline.actors.engine.stats import RoundMeter
+from paceline.actors.speculation.controller import SpeculationController
+from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.pending_updates import PendingUpdates
+from paceline.actors.speculation.proposer import DraftRow, Proposer
+from paceline.actors.speculation.rejection_sampler import Proposal
+from paceline.actors.weights.slots import is_candidate
+
+logger = logging.getLogger(__name__)
+
+_MAX_BACKOFF = 256  # rounds
+
+
+class DraftRunner:
+    """Calls the proposer with the controller's k and reports every round's results to both.
+
+    A proposer that fails costs the round its drafts, never an answer.
+
+    Attributes:
+        updates: weight updates, to be put at any time and applied between two rounds.
+        meter: counts and times of all rounds.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        policy: GoodputController | None,
+        device: torch.device,
+        clock: Callable[[], float],
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            proposer: where draft tokens come from.
+            policy: chooses k for requests without a number of their own; None: they do not draft.
+            device: the target's.
+            clock: seconds, monotonic.
+        """
+        self._proposer = proposer
+        self._controller = SpeculationController(policy, proposer)
+        self.updates = PendingUpdates(proposer, self._controller, clock)
+        self.meter = RoundMeter()
+        self._device = device
+        self._clock = clock
+        self._round_start = 0.0
+        self._drafting_s = 0.0
+        self._proposed = False
+        self._failures = 0
+        self._skip_rounds = 0  # before a proposer that failed is called again
+        self._next_backoff = 1
+        self._hidden_drafts = proposer.hidden_drafts
+
+    @property
+    def failures(self) -> int:
+        """Rounds in which drafting or choosing k failed."""
+        return self._failures + self._controller.failures
+
+    def drafts(self) -> dict[str, int]:
+        """Every draft that a request may name, with its weight_version."""
+        return self._proposer.drafts()
+
+    def release(self, request_id: str) -> None:
+        """Forget a sequence."""
+        self._proposer.release(request_id)
+
+    def propose(
+        self, batch: Sequence[RunningSequence], prefilling: Sequence[RunningSequence] = ()
+    ) -> Proposal:
+        """Draft tokens for the batch; starts the round's clock.
+
+        Args:
+            batch: B sequences.
+            prefilling: sequences of which the target still reads the prompt; they decode soon, so
+                k is chosen for them too.
+        """
+        self._round_start = self._clock()
+        self.updates.failed_candidates.assign_reports(batch)
+        num_draft_tokens = self._controller.choose_num_draft_tokens(
+            batch, prefilling, self._disabled_drafts()
+        )
+        indices = [i for i, k in enumerate(num_draft_tokens) if k > 0]
+        proposal = Proposal.empty(len(batch), self._device)
+        self._proposed = bool(indices) and not self._backing_off()
+        if self._proposed:
+            rows = [self._row(batch[i], num_draft_tokens[i]) for i in indices]
+            proposal = self._call_proposer(rows, proposal, indices, batch)
+            for i in indices:
+                version = self._proposer.version(batch[i].draft)
+                batch[i].set_draft_version(version)
+                self._controller.observe_version(batch[i].draft, version)
+        self._drafting_s = self._clock() - self._round_start
+        return proposal
+
+    def reads_hidden(self, batch: Iterable[RunningSequence]) -> bool:
+        """Whether a draft of the batch reads the target's hidden states."""
+        return bool(self._hidden_drafts) and any(
+            s.request.draft in self._hidden_drafts and s.num_speculative_tokens != 0 for s in batch
+        )
+
+    def keep_hidden(
+        self, batch: Sequence[RunningSequence], hidden: Tensor, num_accepted: Tensor
+    ) -> None:
+        """Keep the hidden states that the round's final tokens came from.
+
+        Args:
+            batch: B sequences.
+            hidden: ``[B, k + 1, H]`` of the verified positions.
+            num_accepted: int64 ``[B]``, draft tokens before the final one.
+        """
+        at = torch.arange(len(batch), device=hidden.device)
+        for sequence, state in zip(batch, hidden[at, num_accepted], strict=True):
+            sequence.hidden = state
+
+    def finish_round(
+        self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
+    ) -> None:
+        """Take the results of a round, per row.
+
+        The controller observes all tokens that were verified; the meter counts emitted ones.
+        """
+        self.updates.failed_candidates.confirm_reports()
+        round_s, tokens = self._clock() - self._round_start, len(batch) + sum(accepted)
+        plain_s = self._controller.observe_round(
+            batch, drafted, accepted, round_s, self._drafting_s, proposed=self._proposed
+        )
+        if any(s.request.background for s in batch):  # then all are, and nobody waits for them
+            return
+        self.meter.took(round_s, self._drafting_s, tokens, plain_s)
+        for s in batch:
+            if s.num_speculative_tokens != 0:
+                self.meter.row(s.request.topic, s.draft, s.weight_version, *s.last_round)
+
+    def finish_request(self, sequence: RunningSequence) -> None:
+        """Take the lengths of a finished request."""
+        self._controller.observe_finished(sequence)
+
+    def current_choice(self) -> tuple[dict[str, int], float | None]:
+        """The controller's present k by draft, and the expected goodput in tokens per second."""
+        drafts = sorted({draft for _, draft in list(self.meter.counts)})
+        return self._controller.current_choice(drafts)
+
+    def _disabled_drafts(self) -> Callable[[str], bool]:
+        """Whether a draft's weights are loaded only in part."""
+        partial_loads = self.updates.partial_loads
+        if not partial_loads:
+            return lambda _: False
+        loaded = self._proposer.drafts()
+        return lambda draft: partial_loads.affects(draft, loaded)
+
+    def _backing_off(self) -> bool:
+        """Whether to skip this round: a proposer that fails is called again after 1, 2, 4 ..."""
+        self._skip_rounds = max(0, self._skip_rounds - 1)
+        return self._skip_rounds > 0
+
+    def _row(self, sequence: RunningSequence, k: int) -> DraftRow:
+        return DraftRow(
+            request_id=sequence.request_id,
+            draft=sequence.draft,
+            tokens=sequence.tokens,
+            num_output=sequence.num_output,
+            num_draft_tokens=k,
+            sampling=sequence.request.sampling,
+            hidden=sequence.hidden,
+        )
+
+    def _call_proposer(
+        self,
+        rows: list[DraftRow],
+        nothing: Proposal,
+        indices: list[int],
+        batch: Sequence[RunningSequence],
+    ) -> Proposal:
+        try:
+            proposal = self._proposer.propose(rows).scatter(indices, len(batch))
+            if not self._all_faulty(rows, batch):
+                self._next_backoff = 1
+            return proposal
+        except Exception:
+            self._failures += 1
+            logger.exception("the round continues without speculation")
+            for row in rows:
+                self._proposer.release(row.request_id)
+            if not self._remove_candidates(frozenset(row.draft for row in rows), batch):
+                self._back_off()
+            return nothing
+
+    def _all_faulty(self, rows: list[DraftRow], batch: Sequence[RunningSequence]) -> bool:
+        """Note drafts that gave no probabilities; True if all did and none was a candidate."""
+        faulty = self._proposer.faulty
+        if not faulty:
+            return False
+        self._failures += 1
+        logger.warning("no probabilities of %s", sorted(faulty))
+        if self._remove_candidates(faulty, batch) or any(row.draft not in faulty for row in rows):
+            return False
+        self._back_off()
+        return True
+
+    def _back_off(self) -> None:
+        self._skip_rounds = self._next_backoff + 1
+        self._next_backoff = min(2 * self._next_backoff, _MAX_BACKOFF)
+
+    def _remove_candidates(self, drafts: frozenset[str], batch: Sequence[RunningSequence]) -> bool:
+        """Remove the candidates among drafts that failed; returns whether there were some.
+
+        The next round goes on without them: stable drafts must not back off for a candidate.
+        """
+        loaded = self._proposer.drafts()  # an empty slot drafts as the stable one
+        failed = {d: loaded[d] for d in drafts if is_candidate(d) and d in loaded}
+        for draft in failed:
+            self.updates.remove_candidate(draft)
+        for sequence in batch:
+            if sequence.draft in failed:
+                sequence.failed_version = failed[sequence.draft]
+        return bool(failed)
