@@ -3,10 +3,10 @@
     make bench-idle ARGS="--requests 200"
 
 The embedded models over real HTTP under open-loop traffic with gaps (Poisson arrivals). Blocks with
-trainers on and off (the load board's pause) take turns, a pair of them with the very same requests,
+trainers on and off (a pause of the trainer scheduler) take turns, a pair with the same requests,
 so that each request's times are compared with its own. Idle are gaps of over 200 ms in which no
 request is under way; what the trainer computes in them is read from the kernel's count of its CPU
-time, every 5 ms, and so is how long it goes on after the arrival that ends a gap. The board's own
+time, every 5 ms, and so is how long it goes on after the arrival that ends a gap. The scheduler's
 figures stand beside that. Exit status 1 where a request failed or was altered, a topic is not warm,
 a draft failed or the trainer died: then the figures say nothing. Figures: out/bench/idle.json;
 docs/performance.md says what they mean.
@@ -73,7 +73,7 @@ async def warmed_up(running: RunningApp, options: argparse.Namespace) -> list[st
 
 async def switched(running: RunningApp, clock: CpuClock, side: str) -> None:
     """Trainers on, or off and at rest."""
-    asked(running.board, "resume" if side == ON else "pause")
+    asked(running.scheduler, "resume" if side == ON else "pause")
     if side == OFF:
         await until(lambda: clock.lately() < _RESTS, "the trainer's rest")
     await asyncio.sleep(_SETTLE_S)
@@ -82,24 +82,24 @@ async def switched(running: RunningApp, clock: CpuClock, side: str) -> None:
 async def measure(
     running: RunningApp, clock: CpuClock, options: argparse.Namespace, say: Callable[[str], None]
 ) -> tuple[list[Block], list[dict[str, Any]]]:
-    """All blocks, and the board's figures before and after each one with trainers."""
+    """All blocks, and the scheduler's figures before and after each one with trainers."""
     blocks, boards = [], []
     for pair in range(options.pairs):
         seed = options.seed + pair
         planned = plan(options.requests, options.rate, options.max_tokens, seed, options.draft)
         for side in (ON, OFF) if pair % 2 == 0 else (OFF, ON):
             await switched(running, clock, side)
-            before = asked(running.board, "snapshot")
+            before = asked(running.scheduler, "snapshot")
             blocks.append(await run(running.base_url, planned, pair, side))
             if side == ON:
-                boards.append({"before": before, "after": asked(running.board, "snapshot")})
+                boards.append({"before": before, "after": asked(running.scheduler, "snapshot")})
             say(f"pair {pair + 1} of {options.pairs}, trainers {side}: {blocks[-1].span}")
-    asked(running.board, "resume")
+    asked(running.scheduler, "resume")
     return blocks, boards
 
 
 def board_figures(boards: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the board counted while trainers were on; empty where it counts nothing of the kind."""
+    """What the scheduler counted while trainers were on; empty if it counts no idle time."""
     counted = [b for b in boards if isinstance(b["after"].get("idle_s"), dict)]
     if not counted:
         return {}
@@ -260,7 +260,7 @@ def main() -> int:
     # lists in these would be taken for markup
     console.print(f"Tokens per round: {figures['acceptance_length']}", markup=False)
     console.print(f"Idle: {figures['idle']}", markup=False)
-    console.print(f"The board's own: {figures['board'] or 'it counts nothing of the kind'}")
+    console.print(f"The scheduler's own: {figures['board'] or 'it counts nothing of the kind'}")
     console.print("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")
     missed = any(target["met"] is False for target in figures["targets"])
     return int(bool(figures["faults"]) or (options.strict and missed))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import ray
 from ray import serve
 
+from paceline.cluster.scheduler.leases import Amounts, ReplicaDemand
+
 _LITTLE = 1e-6
 _TIMEOUT_S = 5
-
-Amounts = Mapping[str, float]
 
 
 class Rooms(NamedTuple):
     """What replicas that wait need, with how many need it, and node to what is free there."""
 
-    demands: list[tuple[dict[str, float], int]]
+    demands: list[ReplicaDemand]
     free: dict[str, dict[str, float]]
 
 
@@ -60,7 +60,7 @@ def starting(status: Any) -> int:
 
 def of_serve(
     waiting: Iterable[tuple[Amounts, int]], replicas: int, own: Amounts, own_waiting: int
-) -> list[tuple[dict[str, float], int]]:
+) -> list[ReplicaDemand]:
     """What replicas wait for, of all that waits in the cluster.
 
     Ray does not say whose an actor is: what a trainer would need is a trainer's as far as trainers
@@ -72,13 +72,13 @@ def of_serve(
         own: amounts of a trainer.
         own_waiting: trainers that may wait.
     """
-    left, found = replicas, []
+    left, found = replicas, list[ReplicaDemand]()
     for amounts, count in waiting:
         others = count - own_waiting if _equal(amounts, own) else count
         taken = min(max(0, others), left)
         left -= taken
         if taken:
-            found.append((dict(amounts), taken))
+            found.append(ReplicaDemand(dict(amounts), taken))
     return found
 
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from paceline.cluster.pending_replicas import Rooms
-from paceline.cluster.scheduler.board import FREE, KILL, PLACE
+from paceline.cluster.scheduler.leases import Action
 
 logger = logging.getLogger(__name__)
 
@@ -123,31 +123,31 @@ class TrainerKeeper:
         died = self._dead()
         self._make_missing()
         held = dict.fromkeys(self._makers, self._held)
-        answer = self._board.keep.remote(held, sorted(self._absent), died)
-        for order, name in ray.get(answer, timeout=_ANSWER_S):
+        answer = self._board.sync_trainers.remote(held, sorted(self._absent), died)
+        for instruction in ray.get(answer, timeout=_ANSWER_S):
             try:
-                self._carry_out(order, name)
+                self._carry_out(instruction.action, instruction.trainer)
             except Exception:  # the others' orders are told once
-                logger.warning("%s: %s was not carried out", name, order, exc_info=True)
+                logger.warning("%s was not carried out", instruction, exc_info=True)
 
     def _look(self) -> None:
         waiting = sum(not kept.up for kept in list(self._kept.values()))
         found = self._rooms(self._held, waiting)
-        ray.get(self._board.pending.remote(found.demands, found.free), timeout=_ANSWER_S)
+        ray.get(self._board.report_pending.remote(found.demands, found.free), timeout=_ANSWER_S)
 
-    def _carry_out(self, order: str, name: str) -> None:
+    def _carry_out(self, order: Action, name: str) -> None:
         kept = self._kept.get(name)
-        if order == PLACE:
+        if order is Action.START:
             logger.info("%s returns: there is room again", name)
             self._absent.discard(name)
             self._make_missing()
-        elif order == FREE:
+        elif order is Action.PREEMPT:
             logger.info("%s is ended: a replica waits for its room", name)
             self._absent.add(name)
             if kept is not None:
                 del self._kept[name]
                 ray.kill(kept.handle, no_restart=True)
-        elif order == KILL and kept is not None:
+        elif order is Action.KILL and kept is not None:
             logger.warning("%s is killed: it did not yield in time", name)
             kept.up = False
             ray.kill(kept.handle, no_restart=False)

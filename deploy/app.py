@@ -61,7 +61,7 @@ class RunningApp:
         base_url: scheme, host and port; the API is below ``/v1``.
         shards: expert to handle of its replay shard.
         registry: handle of the weight registry.
-        board: handle of the load board.
+        scheduler: handle of the trainer scheduler.
         trainers: gives the handles of the trainers that are there, by name.
         description: what the target said of itself at the start.
     """
@@ -69,7 +69,7 @@ class RunningApp:
     base_url: str
     shards: dict[str, Any]
     registry: Any
-    board: Any
+    scheduler: Any
     trainers: Callable[[], dict[str, Any]]
     description: dict[str, Any]
     _stops: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -140,7 +140,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         )
         actors = starting.result()
     stops.append(lambda: learning.stop_actors(actors))
-    trainers = learning.keep_trainers(config, actors.board).start()
+    trainers = learning.keep_trainers(config, actors.scheduler).start()
     stops.append(trainers.stop)
     stops.append(lambda: serve.delete(APPLICATION))
     _deploy(build_app(config, actors))
@@ -154,7 +154,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         base_url=f"http://{host}:{config.port}",
         shards=shards,
         registry=actors.registry,
-        board=actors.board,
+        scheduler=actors.scheduler,
         trainers=trainers.handles,
         description=description,
         _stops=stops,
@@ -211,7 +211,7 @@ def build_app(
         target_settings(config),
         dict(actors.shards),
         actors.registry,
-        actors.board,
+        actors.scheduler,
         experts.deployments(config, target_settings(config), actors.registry),
         actors.scorer,
     )

@@ -1,4 +1,4 @@
-"""Start and end the actors that learn: shards, registry, board, trainers.
+"""Start and end the actors that learn: shards, registry, scheduler, trainers.
 
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
@@ -16,7 +16,7 @@ from ray.util import metrics
 
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.training.permits import Tenant
+from paceline.actors.training.permits import ResourceSlot, TrainerIdentity
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.synthetic.generator import SyntheticPrompts
 from paceline.actors.training.trainer import Trainer, lower_priority
@@ -25,8 +25,8 @@ from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.pending_replicas import rooms
 from paceline.cluster.placement import actor_options, booked
 from paceline.cluster.rank_actors import node_address, worker_starter
-from paceline.cluster.scheduler.board import LoadBoard
-from paceline.cluster.scheduler.leases import Fraction, LeaseSettings
+from paceline.cluster.scheduler.leases import SchedulerSettings
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import NAMESPACE
 from paceline.cluster.trainer_supervisor import TrainerKeeper
 from paceline.deploy.api.status import LearningActors
@@ -35,8 +35,8 @@ from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig, defaul
 from paceline.deploy.errors import cause_of
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample, metered
 from paceline.deploy.monitoring.readings import (
-    board_samples,
     registry_samples,
+    scheduler_samples,
     shard_samples,
     trainer_samples,
 )
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
 
 _LIGHT_LOAD, _CORES_FOR_THE_REST = 0.25, 1
-_REGISTRY, BOARD, _TRAINER = "paceline-registry", "paceline-board", "paceline-trainer"
+_REGISTRY, SCHEDULER, _TRAINER = "paceline-registry", "paceline-scheduler", "paceline-trainer"
 _TRAINER_GPU_SHARE = 0.25
 _YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
 _MEBIBYTE = 2**20
@@ -79,7 +79,7 @@ def makers(config: PacelineConfig) -> dict[str, Callable[[], Any]]:
         _shard_name(expert): partial(start_shard, config, expert)
         for expert in config.drafts.experts
     }
-    return found | {_REGISTRY: partial(_registry, config), BOARD: partial(_board, config)}
+    return found | {_REGISTRY: partial(_registry, config), SCHEDULER: partial(_scheduler, config)}
 
 
 def trainer_names(config: PacelineConfig) -> list[str]:
@@ -90,16 +90,16 @@ def trainer_names(config: PacelineConfig) -> list[str]:
     return [_TRAINER, *(f"{_TRAINER}-{number}" for number in further)]
 
 
-def keep_trainers(config: PacelineConfig, board: Any) -> TrainerKeeper:
+def keep_trainers(config: PacelineConfig, scheduler: Any) -> TrainerKeeper:
     """What starts the trainers and keeps them, not started yet.
 
     Args:
         config: see PacelineConfig.
-        board: actor handle of the load board.
+        scheduler: actor handle of the trainer scheduler.
     """
     names = trainer_names(config)
     held = booked(_trainer_options(config)) if names else {}
-    return TrainerKeeper({n: partial(_trainer, config, n) for n in names}, held, board, rooms)
+    return TrainerKeeper({n: partial(_trainer, config, n) for n in names}, held, scheduler, rooms)
 
 
 def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningActors:
@@ -109,7 +109,7 @@ def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningAc
     return LearningActors(
         shards={expert: actor(_shard_name(expert)) for expert in config.drafts.experts},
         registry=actor(_REGISTRY),
-        board=actor(BOARD),
+        scheduler=actor(SCHEDULER),
         trainer=trainer,
         scorer=trainer if scores_experts(config) else None,
         further_trainers=trainers,
@@ -142,13 +142,13 @@ def _has_cores_to_spare(config: PacelineConfig, cores: int) -> bool:
 
 
 def wait_for(actors: LearningActors, seconds: float) -> None:
-    """Return when shards, registry and board answer; trainers may take their time.
+    """Return when shards, registry and scheduler answer; trainers may take their time.
 
     Raises:
         RuntimeError: names the one that did not come up within ``seconds``, and why.
     """
     needed = {f"replay shard {expert}": shard for expert, shard in actors.shards.items()}
-    needed |= {"weight registry": actors.registry, "load board": actors.board}
+    needed |= {"weight registry": actors.registry, "trainer scheduler": actors.scheduler}
     answers = {name: actor.ping.remote() for name, actor in needed.items()}
     deadline = time.monotonic() + seconds
     for name, answer in answers.items():
@@ -160,7 +160,7 @@ def wait_for(actors: LearningActors, seconds: float) -> None:
 
 def stop_actors(actors: LearningActors) -> None:
     """End all but the trainers for good; Ray must not bring them back."""
-    for actor in (actors.board, actors.registry, *actors.shards.values()):
+    for actor in (actors.scheduler, actors.registry, *actors.shards.values()):
         ray.kill(actor, no_restart=True)
 
 
@@ -199,13 +199,17 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
     return shard.remote(expert, replay_settings(config), folder)
 
 
-def _board(config: PacelineConfig) -> Any:
-    metered_board = metered(LoadBoard, lambda b: board_samples(b.snapshot(), b.yields()))
-    board = _named(metered_board, BOARD, actor_options(config.placement.learning))
+def _scheduler(config: PacelineConfig) -> Any:
+    metered_scheduler = metered(
+        TrainerScheduler, lambda s: scheduler_samples(s.snapshot(), s.pop_yield_times())
+    )
+    scheduler = _named(metered_scheduler, SCHEDULER, actor_options(config.placement.learning))
     occupied = occupied_above(config, os.cpu_count() or 1)
     reckoned = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
-    leases = LeaseSettings(yield_timeout_s=config.training.yield_timeout_s or reckoned)
-    return board.remote(config.training.idle_after_s, occupied_above=occupied, leases=leases)
+    settings = SchedulerSettings(yield_timeout_s=config.training.yield_timeout_s or reckoned)
+    return scheduler.remote(
+        config.training.idle_after_s, occupied_above=occupied, settings=settings
+    )
 
 
 def _registry(config: PacelineConfig) -> Any:
@@ -232,7 +236,7 @@ def _trainer_options(config: PacelineConfig) -> dict[str, Any]:
     return actor_options(config.placement.trainer, trainer_gpus(config))
 
 
-def _fractions(config: PacelineConfig, name: str) -> tuple[Fraction, ...]:
+def _slots(config: PacelineConfig, name: str) -> tuple[ResourceSlot, ...]:
     """What a trainer on this node may compute on.
 
     Its own where Ray books something for it; else any of the node's cores, as many as it has
@@ -240,10 +244,10 @@ def _fractions(config: PacelineConfig, name: str) -> tuple[Fraction, ...]:
     """
     node = str(ray.get_runtime_context().get_node_id())
     if amounts := booked(_trainer_options(config)):
-        return (Fraction(name, node, amounts),)
+        return (ResourceSlot(name, node, amounts),)
     each = config.training.num_threads * config.training.ranks
     count = max(1, (os.cpu_count() or 1) // each)
-    return tuple(Fraction(f"{node}/{number}", node) for number in range(count))
+    return tuple(ResourceSlot(f"{node}/{number}", node) for number in range(count))
 
 
 def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
@@ -291,8 +295,8 @@ class TrainerActor(Trainer):
     def __init__(self, config: PacelineConfig, name: str = _TRAINER) -> None:
         """See Trainer; ``name`` is the actor's."""
         shards = {name: NamedActor(_shard_name(name)) for name in config.drafts.experts}
-        registry, board = NamedActor(_REGISTRY), NamedActor(BOARD)
-        for actor in (*shards.values(), registry, board):
+        registry, scheduler = NamedActor(_REGISTRY), NamedActor(SCHEDULER)
+        for actor in (*shards.values(), registry, scheduler):
             actor.find()  # without them there is nothing to learn from or for
         config = with_added(config)  # since the first start; their shards are told of by others
         # Importing torch takes seconds of a core that the replicas, starting now too, need more.
@@ -304,12 +308,16 @@ class TrainerActor(Trainer):
         start_worker = worker_starter(
             settings.num_threads, settings.group_timeout_s, float(_has_gpu(config))
         )
-        tenant = Tenant(name, _fractions(config, name), alone=config.training.trainers == 1)
-        super().__init__(settings, shards, registry, board, start_worker, node_address(), tenant)
-        self._scorer = None if jury is None else Scorer(*jury, registry, board)
+        identity = TrainerIdentity(name, _slots(config, name), sole=config.training.trainers == 1)
+        super().__init__(
+            settings, shards, registry, scheduler, start_worker, node_address(), identity
+        )
+        self._scorer = None if jury is None else Scorer(*jury, registry, scheduler)
         self._synthetic: SyntheticPrompts | None = None
         if synthetic is not None:
-            self._synthetic = SyntheticPrompts(synthetic, shards, registry, board, target_handle)
+            self._synthetic = SyntheticPrompts(
+                synthetic, shards, registry, scheduler, target_handle
+            )
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
     def _samples(self) -> Iterable[Sample]:

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from paceline.cluster.named_actor import NamedActor
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import exposure, serves_on
-from paceline.deploy.learning import BOARD, keep_trainers, makers
+from paceline.deploy.learning import SCHEDULER, keep_trainers, makers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Steward:
         self._makers = makers(config)
         self._handles: dict[str, Any] = {}
         self._made = dict.fromkeys(self._makers, 0)
-        self._trainers = keep_trainers(config, NamedActor(BOARD))
+        self._trainers = keep_trainers(config, NamedActor(SCHEDULER))
         self._error: str | None = None
         self._unmade: str | None = None  # what cannot be made now, and why
         self._looked_at = time.monotonic()

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.engine.target import TargetReplica
-from paceline.cluster.scheduler.board import LoadBoard
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.status import LearningActors
 
@@ -56,19 +56,19 @@ class Handle:
         return self
 
 
-class BoardHandle:
-    """The handle of a real load board that runs here; ``told`` counts announcements."""
+class SchedulerHandle:
+    """The handle of a real trainer scheduler that runs here; ``told`` counts announcements."""
 
     def __init__(self) -> None:
-        self.board, self.told = LoadBoard(), 0
-        self.announce, self.snapshot = Method(self._announce), Method(self._snapshot)
+        self.scheduler, self.told = TrainerScheduler(), 0
+        self.announce_request, self.snapshot = Method(self._announce), Method(self._snapshot)
 
     def _announce(self) -> None:
         self.told += 1
-        self.board.announce()
+        self.scheduler.announce_request()
 
     async def _snapshot(self) -> dict[str, Any]:
-        return self.board.snapshot()
+        return self.scheduler.snapshot()
 
 
 def application(
@@ -76,12 +76,12 @@ def application(
     folder: Path,
     *,
     front: type[Ingress] = Ingress,
-    board: Any = None,
+    scheduler: Any = None,
     **more: Any,
 ) -> FastAPI:
-    """A front door over a target and its folder, with a load board and further settings."""
+    """A front door over a target and its folder, with a trainer scheduler and further settings."""
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
-    nobody = LearningActors(shards={}, registry=None, board=board, trainer=None)
+    nobody = LearningActors(shards={}, registry=None, scheduler=scheduler, trainer=None)
     return front(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
 
 

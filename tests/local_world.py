@@ -12,7 +12,7 @@ from lessons import lesson
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.training.permits import Note, Turn
+from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best
 from paceline.actors.training.training_loop import Rounds
@@ -50,16 +50,16 @@ class LocalWorld:
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         self.shards[topic].update_losses(losses)
 
-    def notes(self) -> dict[str, Note]:
+    def notes(self) -> dict[str, TopicProgress]:
         return {}
 
-    def take(self, wanted: Sequence[Want]) -> Turn:
-        return Turn(best(wanted))
+    def take(self, wanted: Sequence[Want]) -> Assignment:
+        return Assignment(best(wanted))
 
     def rest(self) -> None:
         pass
 
-    def give_back(self, note: Note | None) -> None:
+    def give_back(self, note: TopicProgress | None) -> None:
         pass
 
     def may_train(self) -> bool:

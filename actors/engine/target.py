@@ -155,7 +155,7 @@ _BEAT = GenerationChunk(text="", token_ids=())
 class TargetReplica:
     """Hosts the target, proposes with the experts, logs what the target said.
 
-    The shards, the registry, the board and the scorer may be dead or slow at any time: records
+    The shards, the registry, the scheduler and the scorer may be dead or slow at any time: records
     are then lost, drafts stay as they are, load goes unreported; no request notices.
     """
 
@@ -164,7 +164,7 @@ class TargetReplica:
         settings: TargetSettings,
         shards: Mapping[str, Any] | None = None,
         registry: Any = None,
-        board: Any = None,
+        scheduler: Any = None,
         experts: Mapping[str, Any] | None = None,
         scorer: Any = None,
     ) -> None:
@@ -174,7 +174,7 @@ class TargetReplica:
             settings: see TargetSettings.
             shards: actor handle of the replay shard of every topic; None keeps no records.
             registry: actor handle of the weight registry; None never swaps.
-            board: actor handle of the load board; None reports nothing.
+            scheduler: actor handle of the trainer scheduler; None reports nothing.
             experts: Serve handle of every expert's deployment, where drafts are placed in a pool.
             scorer: actor handle of what compares experts on some of the records, or None.
         """
@@ -189,9 +189,9 @@ class TargetReplica:
         self._open: set[asyncio.Queue[GenerationChunk]] = set()
         self._beating: asyncio.Task[None] | None = None
         self._load_reports: LoadReporter | None = None
-        if board is not None:
+        if scheduler is not None:
             self._load_reports = LoadReporter(
-                partial(board.report.remote, self._replica_id), time.monotonic
+                partial(scheduler.report_load.remote, self._replica_id), time.monotonic
             )
         self._pool = _pool(settings) if settings.placement == "pool" else None
         self._leases: Leases | None = None
@@ -384,7 +384,7 @@ class TargetReplica:
             self._registry.report.remote(again)
 
     def _report(self, running: int, waiting: int) -> None:
-        """Tell registry and board what has changed, where it is time."""
+        """Tell registry and scheduler what has changed, where it is time."""
         if self._outcomes is not None:
             self._outcomes.flush(idle=running + waiting == 0)
         if self._load_reports is not None:

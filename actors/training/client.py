@@ -1,17 +1,17 @@
-"""What a trainer sees of the rest: shards, registry, board. Each may be dead at any time."""
+"""What a trainer sees of the rest: shards, registry, scheduler. Each may be dead at any time."""
 
 from __future__ import annotations
 
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
 
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
-from paceline.actors.training.permits import Note, Tenant, Turn
+from paceline.actors.training.permits import Assignment, Permit, TopicProgress, TrainerIdentity
 from paceline.actors.training.progress import Ousted
 from paceline.actors.training.topic_schedule import Want, best
 from paceline.actors.weights.flat_weights import FlatWeights
@@ -32,10 +32,10 @@ class World(Protocol):
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         """Tell a topic's shard the latest loss on records, by request id; nothing waits for it."""
 
-    def notes(self) -> dict[str, Note]:
+    def notes(self) -> dict[str, TopicProgress]:
         """What other trainers said last of the topics that they had last."""
 
-    def take(self, wanted: Sequence[Want]) -> Turn:
+    def take(self, wanted: Sequence[Want]) -> Assignment:
         """A topic of these for a round, which :meth:`give_back` ends."""
 
     def may_train(self) -> bool:
@@ -44,7 +44,7 @@ class World(Protocol):
     def rest(self) -> None:
         """No micro-step for a while: others may have the processor."""
 
-    def give_back(self, note: Note | None) -> None:
+    def give_back(self, note: TopicProgress | None) -> None:
         """The round has ended; None: it taught nothing."""
 
     def versions(self) -> dict[str, int] | None:
@@ -83,25 +83,25 @@ class RayWorld:
         self,
         shards: Mapping[str, Any],
         registry: Any,
-        board: Any,
+        scheduler: Any,
         timeout_s: float,
-        tenant: Tenant | None = None,
+        identity: TrainerIdentity | None = None,
     ) -> None:
         """Take actor handles.
 
         Args:
             shards: topic to ReplayShard.
             registry: WeightRegistry.
-            board: LoadBoard; None always gives leave.
+            scheduler: TrainerScheduler; None always grants permits.
             timeout_s: longest wait per call.
-            tenant: who trains; None is somebody who computes now and then, and takes no topic.
+            identity: of the trainer; None for a client that computes without a topic.
         """
         self._shards = dict(shards)
         self._registry = registry
-        self._board = board
+        self._scheduler = scheduler
         self._timeout_s = timeout_s
-        self._tenant = tenant
-        self._life = uuid.uuid4().hex  # a trainer that comes back is another to the board
+        self._identity = identity
+        self._incarnation = uuid.uuid4().hex
         self._topics = TopicsView(etag="")
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -132,51 +132,56 @@ class RayWorld:
         except Exception as error:
             logger.info("%s: losses were not handed on (%s)", topic, type(error).__name__)
 
-    def notes(self) -> dict[str, Note]:
+    def notes(self) -> dict[str, TopicProgress]:
         """What other trainers said; nothing where there are none."""
-        if self._board is None or self._tenant is None or self._tenant.alone:
+        if self._scheduler is None or self._identity is None or self._identity.sole:
             return {}
-        told = self._get(self._board.notes.remote(self._tenant.name)) or {}
-        return {topic: Note(**note) for topic, note in told.items()}
+        progress: dict[str, TopicProgress] | None = self._get(
+            self._scheduler.topic_progress.remote(self._identity.name)
+        )
+        return progress or {}
 
-    def take(self, wanted: Sequence[Want]) -> Turn:
-        """A topic of these; none where the board does not answer."""
-        if self._board is None or self._tenant is None:
-            return Turn(best(wanted))
+    def take(self, wanted: Sequence[Want]) -> Assignment:
+        """A topic of these; none where the scheduler does not answer."""
+        if self._scheduler is None or self._identity is None:
+            return Assignment(best(wanted))
         gains = {want.topic: want.gain for want in wanted}
-        who = self._tenant
-        answer = self._get(self._board.ask.remote(who.name, self._life, who.fractions, gains))
+        answer: Assignment | None = self._get(
+            self._scheduler.request_topic.remote(self._identity, self._incarnation, gains)
+        )
         if answer is None:
-            return Turn(None)
-        # Whatever a board that was restarted believes: beside one that is alone nobody had it.
-        return Turn(answer["topic"], answer["anew"] and not who.alone)
+            return Assignment(None)
+        # A scheduler that was restarted calls every topic stale.
+        return replace(answer, stale=answer.stale and not self._identity.sole)
 
     def may_train(self) -> bool:
-        """Leave for one micro-step; a board that does not answer gives none."""
-        if self._board is None:
+        """Whether one micro-step is permitted; not if the scheduler does not answer."""
+        if self._scheduler is None:
             return True
-        if self._tenant is None:
-            return bool(self._get(self._board.may_train.remote(), 1.0))
-        verdict = self._get(self._board.check.remote(self._tenant.name, self._life), 1.0)
-        if verdict == "stop":
+        if self._identity is None:
+            return bool(self._get(self._scheduler.may_train.remote(), 1.0))
+        call = self._scheduler.acquire_permit.remote(self._identity.name, self._incarnation)
+        permit: Permit | None = self._get(call, 1.0)
+        if permit is Permit.UNASSIGNED:
             raise Ousted
-        return bool(verdict == "go")
+        return permit is Permit.GRANTED
 
     def rest(self) -> None:
-        """Tell the board; nothing waits for it."""
-        self._tell("rest")
+        """End the lease without waiting for an answer."""
+        self._send("release_permit")
 
-    def give_back(self, note: Note | None) -> None:
-        """Tell the board; what it does not hear of, the next question tells it."""
-        self._tell("release", None if note is None else asdict(note))
+    def give_back(self, note: TopicProgress | None) -> None:
+        """Best effort; the next request for a topic implies it."""
+        self._send("release_topic", note)
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        if self._board is None or self._tenant is None:
+    def _send(self, method: str, *arguments: Any) -> None:
+        if self._scheduler is None or self._identity is None:
             return
         try:
-            getattr(self._board, method).remote(self._tenant.name, self._life, *arguments)
+            call = getattr(self._scheduler, method)
+            call.remote(self._identity.name, self._incarnation, *arguments)
         except Exception as error:
-            logger.info("the board was not told (%s)", type(error).__name__)
+            logger.info("the scheduler was not called (%s)", type(error).__name__)
 
     def versions(self) -> dict[str, int] | None:
         """Topic to stable weight_version."""

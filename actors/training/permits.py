@@ -1,38 +1,54 @@
-"""How a trainer gets its topics and its leave to compute from the broker."""
+"""Messages between a trainer and the scheduler that gives it topics and permits to compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
-    """Who a trainer is to the broker; plain data that crosses process borders.
+class ResourceSlot:
+    """A part of a node that one trainer at a time computes on.
 
     Attributes:
-        name: of its own among the trainers.
-        fractions: that it may compute on, in the broker's words; none is one of its own.
-        alone: whether there is no other trainer: what it has learnt is then always the last.
+        name: unique in the cluster; the trainer's own name if Ray books the slot for it.
+        node: Ray's node id, None if it is not known yet.
+        amounts: resource to the amount that Ray books for the trainer until its process ends;
+            empty if nothing is booked.
+    """
+
+    name: str
+    node: str | None = None
+    amounts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerIdentity:
+    """A trainer as the scheduler knows it.
+
+    Attributes:
+        name: unique among trainers.
+        slots: on any of which it may compute; empty for one slot of its own.
+        sole: whether it is the only trainer: its memory of a topic is then never stale.
     """
 
     name: str = "paceline-trainer"
-    fractions: Sequence[Any] = ()
-    alone: bool = True
+    slots: tuple[ResourceSlot, ...] = ()
+    sole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """What a trainer tells at a round's end to whoever has the topic next.
+class TopicProgress:
+    """State of a topic at the end of a round, for the trainer that has the next one.
 
     Attributes:
-        inserted: the topic's records so far at the round's beginning.
+        inserted: the topic's records at the beginning of the round.
         rejections: rounds in a row without a gain.
-        fruitless: rounds in a row, the last ones, without hope of one.
-        acceptance: expected acceptance of the served draft, None where it is not known.
+        fruitless: rounds in a row, up to the last, whose gain had no prospect.
+        acceptance: expected acceptance of the served draft, None if it is not known.
         rate_share: share of the learning rate that its steps have.
-        rolled_back: candidates of the stable version that live requests did not like, in a row.
+        rolled_back: candidates of the stable version that were rolled back, in a row.
     """
 
     inserted: int = 0
@@ -44,13 +60,21 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """The broker's answer to a trainer that wants a topic.
+class Assignment:
+    """Answer to a trainer that requests a topic.
 
     Attributes:
-        topic: that is its own until the round ends; None: none now.
-        anew: whether another trainer has had it since: this one's memory of it is stale.
+        topic: assigned until the round ends; None if there is none now.
+        stale: whether another trainer has trained it since this one did.
     """
 
     topic: str | None
-    anew: bool = False
+    stale: bool = False
+
+
+class Permit(StrEnum):
+    """Answer to a trainer that asks to run a micro-step."""
+
+    GRANTED = "granted"
+    DENIED = "denied"  # retry later; the topic stays assigned
+    UNASSIGNED = "unassigned"  # the scheduler knows no topic of this trainer: the round ends

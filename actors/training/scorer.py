@@ -314,18 +314,20 @@ class Scorer:
     are gone, and other requests come.
     """
 
-    def __init__(self, settings: ScorerSettings, judge: Judge, registry: Any, board: Any) -> None:
+    def __init__(
+        self, settings: ScorerSettings, judge: Judge, registry: Any, scheduler: Any
+    ) -> None:
         """Start scoring.
 
         Args:
             settings: see ScorerSettings.
             judge: runs the experts; used by this thread alone from now on.
             registry: actor handle of the WeightRegistry.
-            board: actor handle of the LoadBoard; None always gives leave.
+            scheduler: actor handle of the TrainerScheduler; None always grants permits.
         """
         self._settings = settings
         self._judge = judge
-        self._handles = (registry, board)
+        self._handles = (registry, scheduler)
         self._stop = threading.Event()
         self._failures = 0
         self._file = None if settings.state_file is None else Path(settings.state_file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.drift import Drift, DriftSettings
-from paceline.actors.training.permits import Note
+from paceline.actors.training.permits import TopicProgress
 from paceline.actors.training.progress import Seen
 from paceline.actors.training.topic_schedule import TopicView, TrafficMeter
 
@@ -106,7 +106,7 @@ class Survey:
         self._clock = clock
         self._seen = {topic: Seen(ended_at=clock()) for topic in settings.draft_paths}
         self._traffic = TrafficMeter()
-        self._told: Mapping[str, Note] = {}
+        self._told: Mapping[str, TopicProgress] = {}
 
     def knows(self, topic: str) -> bool:
         """Whether a topic is among them."""
@@ -121,24 +121,24 @@ class Survey:
         """What this trainer has seen of a topic."""
         return self._seen[topic]
 
-    def hear(self, notes: Mapping[str, Note]) -> None:
+    def hear(self, notes: Mapping[str, TopicProgress]) -> None:
         """Take what other trainers said of the topics that they had last."""
         self._told = notes
 
-    def told(self, topic: str) -> Note | None:
+    def told(self, topic: str) -> TopicProgress | None:
         """What another trainer said of a topic, None where this one had it last."""
         return self._told.get(topic)
 
-    def note(self, topic: str, candidate: Candidate | None) -> Note:
+    def note(self, topic: str, candidate: Candidate | None) -> TopicProgress:
         """What to say of a topic after a round."""
         seen = self._seen[topic]
         if candidate is None:
-            return Note(seen.inserted)
+            return TopicProgress(seen.inserted)
         acceptance = None if candidate.acceptance is None else float(candidate.acceptance)
         # A rollback that was not followed yet is one more, and all that counts from then on.
         withdrawn = self.outlook.withdrawn(candidate.topic, candidate.version)
         rolled_back = seen.rolled_back + withdrawn
-        return Note(
+        return TopicProgress(
             inserted=seen.inserted,
             rejections=rolled_back if withdrawn else candidate.rejections,
             fruitless=rolled_back if withdrawn else candidate.fruitless,

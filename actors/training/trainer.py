@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
-from paceline.actors.training.permits import Tenant
+from paceline.actors.training.permits import TrainerIdentity
 
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
@@ -35,10 +35,10 @@ class Trainer:
         settings: TrainerSettings,
         shards: Mapping[str, Any],
         registry: Any,
-        board: Any,
+        scheduler: Any,
         start_worker: Callable[[WorkerSpec], WorkerHandle] | None = None,
         address: str = "127.0.0.1",
-        tenant: Tenant | None = None,
+        identity: TrainerIdentity | None = None,
     ) -> None:
         """Start learning.
 
@@ -46,18 +46,18 @@ class Trainer:
             settings: see TrainerSettings.
             shards: topic to actor handle of its ReplayShard.
             registry: actor handle of the WeightRegistry.
-            board: actor handle of the LoadBoard; None always gives leave.
+            scheduler: actor handle of the TrainerScheduler; None always grants permits.
             start_worker: starts the process of a further rank; needed with more than one.
             address: of this node, at which further ranks find this one.
-            tenant: who this trainer is to the board; None is the only one.
+            identity: of this trainer; None for the only one.
         """
         # Before torch runs anything: threads that wait must not burn the server's cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         prepare_environment(settings.distiller.device)
         self._settings = settings
-        self._handles = (dict(shards), registry, board)
+        self._handles = (dict(shards), registry, scheduler)
         self._start_worker, self._address = start_worker, address
-        self._tenant = tenant or Tenant()
+        self._identity = identity or TrainerIdentity()
         self._stop = threading.Event()
         self._rounds: Rounds | None = None
         self._failures = 0
@@ -104,8 +104,8 @@ class Trainer:
         from paceline.actors.training.training_loop import Rounds
 
         torch.set_num_threads(self._settings.num_threads)
-        shards, registry, board = self._handles
-        world = RayWorld(shards, registry, board, self._settings.timeout_s, self._tenant)
+        shards, registry, scheduler = self._handles
+        world = RayWorld(shards, registry, scheduler, self._settings.timeout_s, self._identity)
         forbid_compiling()
         workers = self._worker_group()
         self._rounds = Rounds(self._settings, world, workers=workers, stopped=self._stop.is_set)

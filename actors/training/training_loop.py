@@ -15,7 +15,7 @@ from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.client import World
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, judge
 from paceline.actors.training.learning_rate import Stride
-from paceline.actors.training.permits import Turn
+from paceline.actors.training.permits import Assignment
 from paceline.actors.training.progress import Diverged, Ousted, Progress, Stopped, Unfit
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.step_runner import Drill
@@ -104,7 +104,7 @@ class Rounds:
             note = self._survey.note(turn.topic, self._candidates.get(turn.topic))
             self._world.give_back(note if self.progress.micro_steps > learnt else None)
 
-    def _teach(self, topic: str, turn: Turn, stats: dict[str, dict[str, Any]]) -> bool:
+    def _teach(self, topic: str, turn: Assignment, stats: dict[str, dict[str, Any]]) -> bool:
         """A round of a topic, and what to do where it fails."""
         versions = self._world.versions()
         if versions is None:
@@ -176,11 +176,15 @@ class Rounds:
         logger.info("%s: the round is over, the broker does not know of it", topic)
 
     def _round(
-        self, topic: str, turn: Turn, versions: dict[str, int], stats: dict[str, dict[str, Any]]
+        self,
+        topic: str,
+        turn: Assignment,
+        versions: dict[str, int],
+        stats: dict[str, dict[str, Any]],
     ) -> bool:
         """Train and judge; False where no time for training was left."""
         candidate = self.candidate(topic)
-        self._follow(candidate, versions.get(topic, 0), anew=turn.anew)
+        self._follow(candidate, versions.get(topic, 0), anew=turn.stale)
         if topic != GENERAL or stats.keys() >= self._settings.draft_paths.keys():
             candidate.begin(to_learn_from(stats, topic))
         self._base_on_general(candidate, versions.get(GENERAL, 0))

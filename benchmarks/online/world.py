@@ -24,7 +24,7 @@ from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.gate import GateSettings
-from paceline.actors.training.permits import Note, Turn
+from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.shares import Share
 from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best, hope_of
@@ -89,18 +89,18 @@ class LocalWorld:
         """As the shard draws them."""
         return [decode(data) for data in self.shards[topic].sample(count, split)]
 
-    def notes(self) -> dict[str, Note]:
+    def notes(self) -> dict[str, TopicProgress]:
         """There is no other trainer."""
         return {}
 
-    def take(self, wanted: Sequence[Want]) -> Turn:
+    def take(self, wanted: Sequence[Want]) -> Assignment:
         """The best of them: nobody else trains."""
-        return Turn(best(wanted))
+        return Assignment(best(wanted))
 
     def rest(self) -> None:
         """Nobody waits for the processor."""
 
-    def give_back(self, note: Note | None) -> None:
+    def give_back(self, note: TopicProgress | None) -> None:
         """Nobody else has the topic next."""
 
     def may_train(self) -> bool:

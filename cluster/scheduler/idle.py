@@ -1,78 +1,74 @@
-"""When serving is idle: a first, simple rule over the load that the replicas report."""
+"""Idleness of serving, by the load that replicas report."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-_ON_ITS_WAY_S = 0.25  # through the router and a queue; what takes longer is seen by its report
+_ROUTING_S = 0.25  # from the front door to a replica's report; a longer queue is in the report
 
 
 @dataclass(slots=True)
-class _Report:
+class _Load:
     running: int
     waiting: int
     at: float
 
 
 @dataclass(slots=True)
-class IdleRule:
-    """Training may run once no replica has been busy for ``idle_after_s``.
+class IdleDetector:
+    """Allows training once no replica has been busy for ``idle_after_s``.
 
     Attributes:
-        occupied_above: requests that a replica may decode and still count as idle. 0 where
-            training takes its processor; more where it has one to itself.
-        idle_after_s: quiet seconds after the last request; keeps a burst's gaps for serving.
+        idle_after_s: quiet seconds after the last request; reserves a burst's gaps for serving.
         stale_after_s: a replica silent for this long is gone and counts as idle. Busy
             replicas report every second or so.
+        occupied_above: requests that a replica may decode and still count as idle. 0 if
+            training takes its processor; more if it has one to itself.
     """
 
     idle_after_s: float = 0.05
     stale_after_s: float = 6.0
     occupied_above: int = 0
-    _reports: dict[str, _Report] = field(default_factory=dict)
-    _busy_until: float = float("-inf")
-    _announced_until: float = float("-inf")
+    _loads: dict[str, _Load] = field(default_factory=dict)
+    _busy_until: float = -math.inf
+    _announced_until: float = -math.inf
     _paused: bool = False
     _draining: bool = False
 
-    def report(self, replica_id: str, running: int, waiting: int, now: float) -> None:
+    def report_load(self, replica_id: str, running: int, waiting: int, now: float) -> None:
         """Take a replica's load.
 
         Args:
-            replica_id: who reports.
+            replica_id: of the replica.
             running: requests being decoded.
-            waiting: requests that are queued.
+            waiting: requests in its queue.
             now: monotonic seconds.
         """
-        before = self._reports.get(replica_id)
-        fresh = _Report(running, waiting, now)
-        self._reports[replica_id] = fresh
-        if self._busy(fresh) or (before is not None and self._busy(before)):
-            self._busy_until, self._announced_until = now, float("-inf")
+        before = self._loads.get(replica_id)
+        load = self._loads[replica_id] = _Load(running, waiting, now)
+        if self._busy(load) or (before is not None and self._busy(before)):
+            self._busy_until, self._announced_until = now, -math.inf
 
-    def announce(self, now: float) -> None:
-        """A request has come, and is on its way to a replica, which will report it.
+    def announce_request(self, now: float) -> None:
+        """Count serving as busy until a busy replica reports, for ``_ROUTING_S`` at most.
 
-        Until a busy replica reports, and for ``_ON_ITS_WAY_S`` at most, serving is not idle.
-        Nothing where a replica may be busy with a request and count as idle.
+        Does nothing if a replica may decode a request and still count as idle.
         """
         if not self.occupied_above:
-            self._announced_until = now + _ON_ITS_WAY_S
-
-    def _busy(self, report: _Report) -> bool:
-        return report.running > self.occupied_above or report.waiting > 0
+            self._announced_until = now + _ROUTING_S
 
     def pause(self) -> None:
-        """No training until :meth:`resume`."""
+        """Allow no training until :meth:`resume`."""
         self._paused = True
 
     def resume(self) -> None:
-        """Training again, when idle."""
+        """End a pause."""
         self._paused = False
 
     def drain(self, *, on: bool) -> None:
-        """Whether the server takes nothing new; then nothing is trained either."""
+        """Start or end a drain of the server, during which no training is allowed."""
         self._draining = on
 
     def may_train(self, now: float) -> bool:
@@ -81,35 +77,32 @@ class IdleRule:
         return begun is not None and now >= begun
 
     def idle_since(self, now: float) -> float | None:
-        """When serving's present idleness began, or will have begun if nothing comes.
+        """Start of the current idle time, in the future during the quiet time before it.
 
-        None where a replica is busy or nothing shall be trained. ``-inf`` where no replica has
-        ever been busy.
+        None if a replica is busy or training is not allowed; ``-inf`` if no replica has ever been
+        busy.
         """
-        self._forget(now)
+        self._loads = {k: r for k, r in self._loads.items() if now - r.at <= self.stale_after_s}
         if (
             self._paused
             or self._draining
             or now < self._announced_until
-            or any(self._busy(report) for report in self._reports.values())
+            or any(self._busy(load) for load in self._loads.values())
         ):
             return None
         return self._busy_until + self.idle_after_s
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """The rule's view, for people."""
+        """Load and switches as plain data."""
         may_train = self.may_train(now)
         return {
             "may_train": may_train,
             "paused": self._paused,
             "draining": self._draining,
-            "running": sum(report.running for report in self._reports.values()),
-            "waiting": sum(report.waiting for report in self._reports.values()),
-            "replicas": len(self._reports),
+            "running": sum(load.running for load in self._loads.values()),
+            "waiting": sum(load.waiting for load in self._loads.values()),
+            "replicas": len(self._loads),
         }
 
-    def _forget(self, now: float) -> None:
-        """Drop replicas that have stopped reporting."""
-        gone = [key for key, r in self._reports.items() if now - r.at > self.stale_after_s]
-        for key in gone:
-            del self._reports[key]
+    def _busy(self, load: _Load) -> bool:
+        return load.running > self.occupied_above or load.waiting > 0

@@ -1,7 +1,7 @@
 """Draining: what is under way is finished, nothing new is let in.
 
-The switch lies on the load board, which all replicas of the front door can ask. Where the board
-dies, the replicas go on with what they last heard; the new board knows of no drain, and
+The trainer scheduler has the switch, which all replicas of the front door poll. While it is down,
+they keep the last value; a restarted scheduler knows of no drain, and
 ``paceline drain`` tells it again for as long as it runs.
 """
 
@@ -76,20 +76,20 @@ _RETRY_AFTER_S = 5
 class Drain:
     """A front door's view of the switch; it follows in the background, and no request waits."""
 
-    def __init__(self, board: Any) -> None:
+    def __init__(self, scheduler: Any) -> None:
         """Ask nothing yet.
 
         Args:
-            board: actor handle of the load board; None: never drained.
+            scheduler: actor handle of the trainer scheduler; None: never drained.
         """
-        self._board = board
+        self._scheduler = scheduler
         self._following: asyncio.Task[None] | None = None
         self.on = False
 
     def follow(self) -> None:
         """See that the switch is followed; call it in a running loop."""
         following = self._following
-        if self._board is not None and (following is None or following.done()):
+        if self._scheduler is not None and (following is None or following.done()):
             self._following = asyncio.create_task(self._follow())
 
     def check(self) -> None:
@@ -108,12 +108,12 @@ class Drain:
             )
 
     async def look(self) -> None:
-        """Ask the board once."""
+        """Ask the scheduler once."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                self.on = bool((await self._board.snapshot.remote()).get("draining"))
+                self.on = bool((await self._scheduler.snapshot.remote()).get("draining"))
         except Exception as error:
-            logger.info("the load board does not say whether to drain (%r)", error)
+            logger.info("the trainer scheduler does not say whether to drain (%r)", error)
 
     async def _follow(self) -> None:
         while True:

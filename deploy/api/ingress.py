@@ -133,11 +133,11 @@ class Ingress:
         parts = (self._experts, router, target, actors, self._encoder)
         keyed = bool(settings.key_digests)
         self._admin = TopicAdmin(settings.topics, *parts, keyed=keyed)
-        self._drain = Drain(actors.board)
-        self._arrivals = Arrivals(actors.board, time.monotonic)
+        self._drain = Drain(actors.scheduler)
+        self._arrivals = Arrivals(actors.scheduler, time.monotonic)
         self._operations = Operations(
             actors.registry,
-            actors.board,
+            actors.scheduler,
             self._shards_now,
             self._drain,
             scorer=actors.scorer,

@@ -132,7 +132,7 @@ class Operations:
     def __init__(
         self,
         registry: Any,
-        board: Any,
+        scheduler: Any,
         shards: Callable[[], Awaitable[Mapping[str, Any]]],
         drain: Drain,
         *,
@@ -144,7 +144,7 @@ class Operations:
 
         Args:
             registry: of weights.
-            board: of load.
+            scheduler: of trainers.
             shards: gives the replay shards by topic, those of today.
             drain: this replica's view of the switch.
             scorer: keeps a sample of the records, too; None where there is none.
@@ -152,7 +152,7 @@ class Operations:
             keyed: whether the server has API keys.
         """
         self._registry = registry
-        self._board = board
+        self._scheduler = scheduler
         self._shards = shards
         self._scorer = scorer
         self._drain = drain
@@ -206,10 +206,10 @@ class Operations:
     async def drain(self, request: Request) -> Response:
         """Let nothing new in, or let it in again; says what is under way."""
         order = await self._order(request, DrainOrder, "A drain")
-        await _part("load board", lambda: self._board.drain.remote(order.on))
+        await _part("trainer scheduler", lambda: self._scheduler.drain.remote(order.on))
         self._drain.follow()
         await self._drain.look()
-        facts = await _part("load board", lambda: self._board.snapshot.remote())
+        facts = await _part("trainer scheduler", lambda: self._scheduler.snapshot.remote())
         state = {name: facts[name] for name in ("draining", "running", "waiting")}
         logger.warning("draining: %s", state)
         return JSONResponse(state)

@@ -21,7 +21,7 @@ class LearningActors:
 
     shards: Mapping[str, Any]
     registry: Any
-    board: Any
+    scheduler: Any
     trainer: Any
     scorer: Any = None
     steward: Any = None
@@ -38,7 +38,7 @@ async def _ask(actor: Any, method: str, *arguments: Any) -> Any:
 
 
 async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
-    """Target, weight versions, last gate decisions, trainer, routing, load board and shards."""
+    """Status of target, registry, trainers, scorer, trainer scheduler and shards."""
     asked: dict[str, Awaitable[Any]] = {"target": _ask(target, "describe")}
     if actors.registry is not None:
         asked["weight_versions"] = _ask(actors.registry, "current")
@@ -48,8 +48,8 @@ async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
         asked["trainer"] = _ask(actors.trainer, "status")
     if actors.scorer is not None:
         asked["routing"] = _ask(actors.scorer, "table")
-    if actors.board is not None:
-        asked["board"] = _ask(actors.board, "snapshot")
+    if actors.scheduler is not None:
+        asked["board"] = _ask(actors.scheduler, "snapshot")
     if actors.steward is not None:
         asked["steward"] = _ask(actors.steward, "describe")
     further = {name: _ask(one, "status") for name, one in actors.further_trainers.items()}

@@ -16,29 +16,29 @@ _QUIET_S = 0.02  # what is told keeps trainers off for longer than that
 
 
 class Arrivals:
-    """A front door's word to the board, some 50 times a second at most; it never fails."""
+    """Announces requests to the trainer scheduler, at most 50 times a second; never fails."""
 
-    def __init__(self, board: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Any, clock: Callable[[], float]) -> None:
         """Tell nothing yet.
 
         Args:
-            board: actor handle of the load board; None: nobody is told.
+            scheduler: actor handle of the trainer scheduler; None: nothing is announced.
             clock: monotonic seconds.
         """
-        self._board = board
+        self._scheduler = scheduler
         self._clock = clock
         self._told_at = -_QUIET_S
 
     def tell(self) -> None:
         """A request has come. Nothing is waited for."""
         now = self._clock()
-        if self._board is None or now - self._told_at < _QUIET_S:
+        if self._scheduler is None or now - self._told_at < _QUIET_S:
             return
         self._told_at = now
         try:
-            self._board.announce.remote()
+            self._scheduler.announce_request.remote()
         except Exception as error:
-            logger.info("the load board was not told of a request (%r)", error)
+            logger.info("a request was not announced to the trainer scheduler (%r)", error)
 
 
 COLUMNS = ("at", "topic", "draft", "requests", "tokens", "rounds", "drafted", "accepted")

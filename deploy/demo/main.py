@@ -198,14 +198,14 @@ async def _drive(
             config.model_name,
             num_speculative_tokens=_NUM_SPECULATIVE_TOKENS,
         )
-        board = running.board
+        scheduler = running.scheduler
 
         async def pause() -> None:
-            await board.pause.remote()
+            await scheduler.pause.remote()
             await asyncio.sleep(0.5)  # a micro-step that has begun is finished
 
         async def resume() -> None:
-            await board.resume.remote()
+            await scheduler.resume.remote()
 
         course = await play(plan, client, prompts, clock, view, pause, resume)
         await _take_status(http, view)

@@ -235,8 +235,8 @@ def trainer_samples(
             yield Sample("routing_weight", weight, (topic, expert))
 
 
-def board_samples(snapshot: Mapping[str, Any], yields: Iterable[float]) -> Iterator[Sample]:
-    """Samples of ``LoadBoard.snapshot`` and ``LoadBoard.yields``."""
+def scheduler_samples(snapshot: Mapping[str, Any], yields: Iterable[float]) -> Iterator[Sample]:
+    """Samples of ``TrainerScheduler.snapshot`` and ``TrainerScheduler.pop_yield_times``."""
     yield Sample("training_permitted", float(snapshot["may_train"]))
     yield Sample("training_paused", float(snapshot["paused"]))
     yield Sample("draining", float(snapshot["draining"]))

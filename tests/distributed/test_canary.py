@@ -109,7 +109,7 @@ def live(running: RunningApp) -> dict[str, Any]:
 
 
 def test_noise_is_tried_on_a_share_and_withdrawn_everywhere(running: RunningApp) -> None:
-    ray.get(running.board.pause.remote())
+    ray.get(running.scheduler.pause.remote())
     prompts = generate("math", 40, seed=3)  # what the first draft knows
     plain = tokens(served(running, prompts, speculative={"draft": "off"}, store=False))
     before = speculation(served(running, prompts))
@@ -148,7 +148,7 @@ def rate(figures: list[dict[str, Any]]) -> float:
 
 
 def test_a_candidate_survives_the_registrys_death(running: RunningApp) -> None:
-    ray.get(running.board.pause.remote())
+    ray.get(running.scheduler.pause.remote())
     version = call(running, "publish", "sql", noise(0.3), {"forged": True})
     pid = ray.get(running.registry.__ray_call__.remote(lambda _self: os.getpid()))
     os.kill(pid, signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_a_candidate_survives_the_registrys_death(running: RunningApp) -> None:
 
 
 def test_what_is_learnt_is_promoted_by_live_requests(running: RunningApp) -> None:
-    ray.get(running.board.resume.remote())
+    ray.get(running.scheduler.resume.remote())
     number = iter(range(1_000))
 
     def promoted() -> bool:

@@ -26,14 +26,14 @@ from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.distiller import DistillerSettings
-from paceline.actors.training.permits import Tenant
+from paceline.actors.training.permits import ResourceSlot, TrainerIdentity
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.pending_replicas import rooms
-from paceline.cluster.scheduler.board import LoadBoard
-from paceline.cluster.scheduler.leases import Fraction, LeaseSettings
+from paceline.cluster.scheduler.leases import SchedulerSettings
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import ray_session, thread_environment
 from paceline.cluster.trainer_supervisor import TrainerKeeper
 
@@ -42,20 +42,20 @@ pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 TOPICS = ("sql", "code")
 NAMES = ("trainer-1", "trainer-2")
 SHARE = {"GPU": 0.25}
-LEASES = LeaseSettings(yield_timeout_s=2.0, return_after_s=1.0)
+LEASES = SchedulerSettings(yield_timeout_s=2.0, restart_after_s=1.0)
 
 
 @dataclasses.dataclass
 class System:
     """Handles of a small system that learns, without targets."""
 
-    board: Any
+    scheduler: Any
     registry: Any
     keeper: TrainerKeeper
     optimizer_dir: Path
 
     def snapshot(self) -> dict[str, Any]:
-        found: dict[str, Any] = ray.get(self.board.snapshot.remote(), timeout=5)
+        found: dict[str, Any] = ray.get(self.scheduler.snapshot.remote(), timeout=5)
         return found
 
     def status(self, name: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class System:
         return [lease["state"] for lease in self.snapshot()["leases"]].count("working") >= trainers
 
     def load(self, running: int) -> None:
-        ray.get(self.board.report.remote("replica", running, 0), timeout=5)
+        ray.get(self.scheduler.report_load.remote("replica", running, 0), timeout=5)
 
     def judged(self, since: float) -> set[str]:
         """Topics about which something was decided after a unix time."""
@@ -108,16 +108,16 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
                 record = dataclasses.replace(lesson(number, created=time.time()), topic=topic)
                 ray.get(shard.insert.remote(encode(record)), timeout=30)
         registry = actor(WeightRegistry, str(folder / "weights"), TOPICS, "mark")
-        board = actor(LoadBoard, 0.05, 60.0, 0, LEASES)
+        scheduler = actor(TrainerScheduler, 0.05, 60.0, 0, LEASES)
 
         def trainer(name: str) -> Any:
-            tenant = Tenant(name, (Fraction(name, node, SHARE),), alone=False)
-            arguments = settings, shards, registry, board, None, "127.0.0.1", tenant
+            identity = TrainerIdentity(name, (ResourceSlot(name, node, SHARE),), sole=False)
+            arguments = settings, shards, registry, scheduler, None, "127.0.0.1", identity
             return actor(Trainer, *arguments, num_gpus=SHARE["GPU"])
 
         makers = {name: partial(trainer, name) for name in NAMES}
-        keeper = TrainerKeeper(makers, SHARE, board, rooms).start()
-        yield System(board, registry, keeper, folder / "optimizer")
+        keeper = TrainerKeeper(makers, SHARE, scheduler, rooms).start()
+        yield System(scheduler, registry, keeper, folder / "optimizer")
         serve.shutdown()
         keeper.stop()
 
@@ -201,9 +201,9 @@ def test_a_broker_that_dies_has_trainers_ask_anew(system: System) -> None:
     eventually(system.at_work)
     began = time.time()
     pids = {name: system.status(name)["pid"] for name in NAMES}
-    board = pid_of(system.board)
-    ray.kill(system.board, no_restart=False)
-    eventually(lambda: pid_of(system.board) != board)
+    scheduler = pid_of(system.scheduler)
+    ray.kill(system.scheduler, no_restart=False)
+    eventually(lambda: pid_of(system.scheduler) != scheduler)
     eventually(system.at_work)
     assert system.snapshot()["leases_ended"]["killed"] == 0  # it has forgotten
     eventually(lambda: system.judged(began) == set(TOPICS))
@@ -216,7 +216,7 @@ def test_a_replica_that_waits_gets_the_trainers_room_and_they_come_back(system: 
     serve.start(http_options={"host": "127.0.0.1", "port": find_port()})
     options = {"num_cpus": 0, "num_gpus": 0.5}
     # Any class will do that a replica's process can import.
-    small = serve.deployment(name="small", ray_actor_options=options)(LoadBoard)
+    small = serve.deployment(name="small", ray_actor_options=options)(TrainerScheduler)
     serve.run(small.bind(), name="first", route_prefix=None)
     assert set(system.keeper.handles()) == set(NAMES)  # there was room
     began = time.monotonic()

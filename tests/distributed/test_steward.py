@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
 TRAINERS = {"paceline-trainer", "paceline-trainer-2"}
 NAMES = {
     "paceline-registry",
-    "paceline-board",
+    "paceline-scheduler",
     "paceline-shard-general",
     "paceline-shard-sql",
     *TRAINERS,
@@ -99,8 +99,8 @@ def test_a_trainer_that_ray_gives_up_on_is_made_anew_and_both_have_themselves_he
     handle: Any,
 ) -> None:
     def heard() -> set[str]:
-        board = ray.get_actor("paceline-board", NAMESPACE)
-        leases = ray.get(board.snapshot.remote(), timeout=30)["leases"]
+        scheduler = ray.get_actor("paceline-scheduler", NAMESPACE)
+        leases = ray.get(scheduler.snapshot.remote(), timeout=30)["leases"]
         return {lease["trainer"] for lease in leases}
 
     eventually(lambda: heard() == TRAINERS)

@@ -98,8 +98,8 @@ def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: Running
         return found["records_synthetic"] >= PER_RECORD * found["records_train"] - 1
 
     assert eventually(done)
-    board = ray.get(running.board.snapshot.remote(), timeout=10)
-    assert (board["running"], board["waiting"]) == (0, 0)
+    load = ray.get(running.scheduler.snapshot.remote(), timeout=10)
+    assert (load["running"], load["waiting"]) == (0, 0)
     assert eventually(lambda: ray.get(running.registry.current.remote(), timeout=10)["sql"] >= 1)
 
 

@@ -23,7 +23,7 @@ from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.scheduler.board import LoadBoard
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import ray_session, thread_environment
 
 pytestmark = pytest.mark.cluster
@@ -73,7 +73,7 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     replay = ReplaySettings(held_out_fraction=0.3)
     shard = actor(ReplayShard, "sql", replay, str(tmp_path / "replay"))
     registry = actor(WeightRegistry, str(tmp_path / "weights"), TOPICS, "mark")
-    board = actor(LoadBoard, 0.05)
+    scheduler = actor(TrainerScheduler, 0.05)
     settings = TrainerSettings(
         draft_paths=dict.fromkeys(TOPICS, str(draft)),
         distiller=DistillerSettings(learning_rate=1e-3, dtype="float32"),
@@ -82,7 +82,7 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
         refresh_s=0.1,
         low_priority=False,
     )
-    trainer = actor(Trainer, settings, {"sql": shard}, registry, board)
+    trainer = actor(Trainer, settings, {"sql": shard}, registry, scheduler)
     seen: list[int] = [0]
 
     def version() -> int:
@@ -133,8 +133,8 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     assert newer[-1]["version"] >= last
     version()
 
-    # the board dies: training waits for its return, and no longer
-    ray.kill(board, no_restart=False)
-    eventually(lambda: ray.get(board.ping.remote(), timeout=5), 60)
+    # the scheduler dies: training waits for its return, and no longer
+    ray.kill(scheduler, no_restart=False)
+    eventually(lambda: ray.get(scheduler.ping.remote(), timeout=5), 60)
     assert eventually(lambda: ray.get(trainer.status.remote(), timeout=5))["alive"]
     assert seen == sorted(seen)

@@ -1,38 +1,38 @@
-"""The broker against a drawn world of replicas, trainers that hang and die, and Ray's books."""
+"""The scheduler's policy under drawn replicas, trainers that hang and die, and bookings of Ray."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from paceline.cluster.scheduler.idle import IdleRule
-from paceline.cluster.scheduler.leases import (
-    Assign,
-    Fraction,
-    Free,
-    Grant,
-    Kill,
-    LeaseSettings,
-    Place,
-    Renew,
-    Revoke,
-    Stop,
+from paceline.actors.training.permits import (
+    Permit,
+    ResourceSlot,
+    TopicProgress,
+    TrainerIdentity,
 )
-from paceline.cluster.scheduler.policy import Broker, Demand, TopicBook, fits
+from paceline.cluster.scheduler.idle import IdleDetector
+from paceline.cluster.scheduler.leases import (
+    Action,
+    Instruction,
+    ReplicaDemand,
+    SchedulerSettings,
+)
+from paceline.cluster.scheduler.policy import SchedulerPolicy, TopicQueue
+from paceline.cluster.scheduler.preemption import fits
 
 TOPICS = ("a", "b", "c")
 NAMES = ("t0", "t1", "t2")
 STEP_S = 0.25
-LEASES = LeaseSettings(
-    yield_timeout_s=1.0, silent_after_s=20.0, return_after_s=2.0, pending_stale_s=5.0, settle_s=0.0
+LEASES = SchedulerSettings(
+    yield_timeout_s=1.0, silent_after_s=20.0, restart_after_s=2.0, pending_stale_s=5.0, settle_s=0.0
 )
-PATIENCE_S = LEASES.yield_timeout_s * LEASES.most_patience
+PATIENCE_S = LEASES.yield_timeout_s * LEASES.max_backoff
 GAINS = st.dictionaries(st.sampled_from(TOPICS), st.floats(0.0, 5.0) | st.just(math.nan))
 
 
@@ -48,13 +48,13 @@ class Process:
 
 
 class World(RuleBasedStateMachine):
-    """Two trainers that book half a GPU each on a node of one, and one on a shared core."""
+    """Two trainers that queue half a GPU each on a node of one, and one on a shared core."""
 
     @initialize(shared=st.booleans())
     def begin(self, shared: bool) -> None:
         self.now = 0.0
-        self.idle = IdleRule(idle_after_s=0.1, stale_after_s=6.0)
-        self.broker = Broker(self.idle, LEASES)
+        self.idle = IdleDetector(idle_after_s=0.1, stale_after_s=6.0)
+        self.policy = SchedulerPolicy(self.idle, LEASES)
         self.processes = {name: Process(name) for name in NAMES}
         self.shared = shared
         self.free = {"gpu": {"GPU": 0.0}, "cpu": {}}
@@ -67,13 +67,13 @@ class World(RuleBasedStateMachine):
     def held(self, name: str) -> dict[str, float]:
         return {} if self.shared or name == "t2" else {"GPU": 0.5}
 
-    def fractions(self, name: str) -> tuple[Fraction, ...]:
+    def slots(self, name: str) -> tuple[ResourceSlot, ...]:
         if self.held(name):
-            return (Fraction(name, "gpu", self.held(name)),)
-        return (Fraction("core-0", "cpu"),)
+            return (ResourceSlot(name, "gpu", self.held(name)),)
+        return (ResourceSlot("core-0", "cpu"),)
 
     def tick(self) -> None:
-        """One step of the trainers' keeper, and of Ray."""
+        """One step of the supervisor, and of Ray."""
         there = {name: self.held(name) for name, p in self.processes.items() if p.there}
         gone = {name: self.held(name) for name, p in self.processes.items() if not p.there}
         used = sum(a.get("GPU", 0.0) for a in there.values()) + 0.5 * self.replicas
@@ -82,30 +82,33 @@ class World(RuleBasedStateMachine):
             self.pending.pop(0)
             self.replicas += 1
             self.free["gpu"]["GPU"] -= 0.5
-        self.broker.kept(there | gone, gone)
-        demands = [Demand({"GPU": 0.5}, len(self.pending))]
-        self.broker.pending(demands, self.free, self.now)
-        for order in self.broker.tick(self.now):
-            self.carry_out(order)
+        self.policy.preemption.sync(there | gone, gone)
+        demands = [ReplicaDemand({"GPU": 0.5}, len(self.pending))]
+        self.policy.preemption.report(demands, self.free, self.now)
+        instructions = self.policy.tick(self.now)
+        for instruction in instructions:
+            self.carry_out(instruction)
+        self.note_revocations()
 
-    def carry_out(self, order: Any) -> None:
+    def note_revocations(self) -> None:
+        for lease in self.policy.leases():
+            if lease.revoked_at is not None:
+                self.revoked[lease.trainer] = lease.revoked_at
+
+    def carry_out(self, order: Instruction) -> None:
         process = self.processes[order.trainer]
-        if isinstance(order, Revoke):
-            self.revoked[order.trainer] = self.now
-            return
-        if isinstance(order, Place):
+        if order.action is Action.START:
             assert not process.there
             assert not self.pending
             process.there = True
         else:
-            assert isinstance(order, Kill | Free)
             assert process.there
-            assert order.trainer not in self.broker.assignments()
-            # Who has a lease has time to yield; a broker that was restarted knows of none.
+            assert order.trainer not in self.policy.assignments()
+            # A trainer with a lease has time to yield; a scheduler that was restarted knows none.
             if process.works and order.trainer in self.revoked:
                 waited = self.now - self.revoked[order.trainer]
                 assert waited >= LEASES.yield_timeout_s
-            process.there = isinstance(order, Kill)
+            process.there = order.action is Action.KILL
         process.life, process.hangs, process.works = process.life + 1, False, False
 
     def alive(self, name: str) -> Process | None:
@@ -113,19 +116,19 @@ class World(RuleBasedStateMachine):
         return process if process.there and not process.hangs else None
 
     def has_a_round(self, process: Process) -> bool:
-        """By the broker's books, which may still be an earlier life's."""
+        """By the policy's state, which may still be of an earlier incarnation."""
         return (
-            self.broker._trainers.find(process.name, str(process.life)) is not None
-            and process.name in self.broker.assignments()
+            self.policy._find(process.name, str(process.life)) is not None
+            and process.name in self.policy.assignments()
         )
 
     @rule()
     def everybody_works(self) -> None:
         for name, process in self.processes.items():
-            if name not in self.broker.assignments():
+            if name not in self.policy.assignments():
                 self.ask_for_a_topic(name, dict.fromkeys(TOPICS, 1.0))
             if not process.works:
-                self.ask_for_leave(name)
+                self.ask_for_a_permit(name)
 
     @rule(steps=st.integers(1, 30))
     def time_passes(self, steps: int) -> None:
@@ -133,19 +136,19 @@ class World(RuleBasedStateMachine):
             self.now += STEP_S
             for process in self.processes.values():  # who works looks up after a micro-step
                 if process.works and not process.hangs:
-                    self.ask_for_leave(process.name)
+                    self.ask_for_a_permit(process.name)
             self.tick()
 
     @rule(busy=st.booleans())
     def load(self, busy: bool) -> None:
         self.busy = busy
-        for order in self.broker.report("r", int(busy), 0, self.now):
-            self.carry_out(order)
+        self.policy.report_load("r", int(busy), 0, self.now)
+        self.note_revocations()
 
     @rule()
     def a_request_comes(self) -> None:
-        for order in self.broker.announce(self.now):
-            self.carry_out(order)
+        self.policy.announce_request(self.now)
+        self.note_revocations()
 
     @rule(name=st.sampled_from(NAMES), gains=GAINS)
     def ask_for_a_topic(self, name: str, gains: dict[str, float]) -> None:
@@ -153,23 +156,23 @@ class World(RuleBasedStateMachine):
         if process is None:
             return
         process.works = False
-        orders = self.broker.ask(name, str(process.life), self.fractions(name), gains, self.now)
-        for order in orders:
-            assert isinstance(order, Assign)
-            assert order.topic in gains
-            assert not math.isnan(gains[order.topic])
+        identity = TrainerIdentity(name, self.slots(name))
+        topic = self.policy.request_topic(identity, str(process.life), gains, self.now).topic
+        if topic is not None:
+            assert topic in gains
+            assert not math.isnan(gains[topic])
 
     @rule(name=st.sampled_from(NAMES))
-    def ask_for_leave(self, name: str) -> None:
+    def ask_for_a_permit(self, name: str) -> None:
         process = self.alive(name)
         if process is None:
             return
-        [order] = self.broker.check(name, str(process.life), self.now)
-        process.works = isinstance(order, Grant | Renew)
+        permit = self.policy.acquire_permit(name, str(process.life), self.now)
+        process.works = permit is Permit.GRANTED
         if process.works:
             assert self.idle.may_train(self.now)
-            assert name not in self.broker._rooms.leaving
-        if isinstance(order, Stop):
+            assert name not in self.policy.preemption.selected
+        if permit is Permit.UNASSIGNED:
             assert not self.has_a_round(process)
 
     @rule(name=st.sampled_from(NAMES), ends=st.booleans())
@@ -179,10 +182,10 @@ class World(RuleBasedStateMachine):
             return
         process.works = False
         if ends:
-            self.broker.release(name, str(process.life), {}, self.now)
+            self.policy.release_topic(name, str(process.life), TopicProgress(), self.now)
             assert not self.has_a_round(process)
         else:
-            self.broker.rest(name, str(process.life), self.now)
+            self.policy.release_permit(name, str(process.life), self.now)
 
     @rule(name=st.sampled_from(NAMES))
     def hangs(self, name: str) -> None:
@@ -194,8 +197,8 @@ class World(RuleBasedStateMachine):
         if process.there:
             process.life, process.hangs, process.works = process.life + 1, False, False
             if told:
-                self.broker.died(name, self.now)
-                assert name not in self.broker.assignments()
+                self.policy.trainer_died(name, self.now)
+                assert name not in self.policy.assignments()
 
     @rule()
     def a_replica_comes(self) -> None:
@@ -208,34 +211,34 @@ class World(RuleBasedStateMachine):
         self.replicas = max(0, self.replicas - 1)
 
     @rule()
-    def the_broker_dies(self) -> None:
-        self.idle = IdleRule(idle_after_s=0.1, stale_after_s=6.0)
-        self.broker = Broker(self.idle, LEASES)
+    def the_scheduler_dies(self) -> None:
+        self.idle = IdleDetector(idle_after_s=0.1, stale_after_s=6.0)
+        self.policy = SchedulerPolicy(self.idle, LEASES)
         self.revoked.clear()
         if self.busy:
-            self.broker.report("r", 1, 0, self.now)
+            self.policy.report_load("r", 1, 0, self.now)
         self.tick()
 
     @invariant()
-    def no_fraction_has_two_leases(self) -> None:
-        names = [lease.fraction.name for lease in self.broker.leases()]
+    def no_slot_has_two_leases(self) -> None:
+        names = [lease.slot.name for lease in self.policy.leases()]
         assert len(names) == len(set(names))
 
     @invariant()
     def no_topic_has_two_trainers(self) -> None:
-        topics = list(self.broker.assignments().values())
+        topics = list(self.policy.assignments().values())
         assert len(topics) == len(set(topics))
-        for lease in self.broker.leases():
-            assert self.broker.assignments()[lease.trainer] == lease.topic
+        for lease in self.policy.leases():
+            assert self.policy.assignments()[lease.trainer] == lease.topic
 
     @invariant()
     def every_lease_ends_once(self) -> None:
-        ledger = self.broker.ledger
-        assert ledger.grants == sum(ledger.endings.values()) + len(self.broker.leases())
+        stats = self.policy.stats
+        assert stats.grants == sum(stats.lease_ends.values()) + len(self.policy.leases())
 
     @invariant()
-    def nobody_goes_on_for_long_who_is_to_yield(self) -> None:
-        for lease in self.broker.leases():
+    def no_trainer_goes_on_for_long_after_a_revocation(self) -> None:
+        for lease in self.policy.leases():
             if not self.idle.may_train(self.now):
                 assert lease.revoked_at is not None
             if lease.revoked_at is not None:
@@ -249,12 +252,11 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def a_dead_trainer_holds_nothing_for_long(self) -> None:
-        for lease in self.broker.leases():
+        for lease in self.policy.leases():
             process = self.processes[lease.trainer]
-            known = self.broker._trainers.find(lease.trainer)
-            assert known is not None
-            if known.life != str(process.life) or process.hangs:
-                limit = LEASES.silent_after_s * LEASES.most_patience + PATIENCE_S + STEP_S
+            known = self.policy._trainers[lease.trainer]
+            if known.incarnation != str(process.life) or process.hangs:
+                limit = LEASES.silent_after_s * LEASES.max_backoff + PATIENCE_S + STEP_S
                 assert self.now - lease.renewed_at <= limit
 
 
@@ -270,22 +272,22 @@ TestWorld = World.TestCase
 )
 def test_no_topic_starves(gains: list[float], lengths: list[float], trainers: int) -> None:
     """However small its gain: rounds that are under way end, then the longest wait is over."""
-    broker, now, rounds = Broker(IdleRule()), 0.0, 0
+    policy, now, rounds = SchedulerPolicy(IdleDetector()), 0.0, 0
     offer = {f"topic-{index}": gain for index, gain in enumerate(gains)}
-    fractions = [(Fraction(str(t), "node"),) for t in range(trainers)]
+    slots = [(ResourceSlot(str(t), "node"),) for t in range(trainers)]
     ends = dict.fromkeys(range(trainers), 0.0)
     waits = dict.fromkeys(offer, 0.0)
-    limit = LeaseSettings().longest_wait_s + (len(gains) + 1) * max(lengths)
+    limit = SchedulerSettings().longest_wait_s + (len(gains) + 1) * max(lengths)
     while now < 4_000.0:
         trainer = min(ends, key=lambda t: ends[t])
         now = ends[trainer]
         name = str(trainer)
-        broker.release(name, "life", {}, now)
-        orders = broker.ask(name, "life", fractions[trainer], offer, now)
+        policy.release_topic(name, "life", TopicProgress(), now)
+        identity = TrainerIdentity(name, slots[trainer])
+        topic = policy.request_topic(identity, "life", offer, now).topic
         length = lengths[rounds % len(lengths)]
-        for order in orders:
-            assert isinstance(order, Assign)
-            waits[order.topic] = now + length
+        if topic is not None:
+            waits[topic] = now + length
         ends[trainer] = now + length
         rounds += 1
         assert now - min(waits.values()) <= limit
@@ -293,28 +295,28 @@ def test_no_topic_starves(gains: list[float], lengths: list[float], trainers: in
 
 @given(st.floats(0.0, 10.0), st.floats(0.0, 10.0))
 def test_the_larger_gain_comes_first_and_equal_ones_by_waiting(one: float, two: float) -> None:
-    book = TopicBook(LeaseSettings())
-    chosen = book.choose("t", {"one": one, "two": two}, (), (), 0.0)
+    queue = TopicQueue(SchedulerSettings())
+    chosen = queue.choose("t", {"one": one, "two": two}, (), (), 0.0)
     assert chosen == ("one" if one >= two else "two")
-    book.ended("one", "t", 1.0)
-    assert book.choose("t", {"one": 1.0, "two": 1.0}, (), (), 30.0) == "two"
-    assert book.choose("t", {"one": 1.0, "two": 1.0}, ("two",), (), 30.0) == "one"
+    queue.round_ended("one", "t", 1.0)
+    assert queue.choose("t", {"one": 1.0, "two": 1.0}, (), (), 30.0) == "two"
+    assert queue.choose("t", {"one": 1.0, "two": 1.0}, ("two",), (), 30.0) == "one"
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3])
 def test_trainers_on_one_core_take_turns(trainers: int) -> None:
-    broker, now = Broker(IdleRule()), 0.0
-    names, core = [str(t) for t in range(trainers)], (Fraction("core", "node"),)
+    policy, now = SchedulerPolicy(IdleDetector()), 0.0
+    names, core = [str(t) for t in range(trainers)], (ResourceSlot("core", "node"),)
     offer = {str(number): 1.0 for number in range(trainers)}
     for name in names:
-        assert broker.ask(name, "life", core, offer, now)
+        identity = TrainerIdentity(name, core)
+        assert policy.request_topic(identity, "life", offer, now).topic is not None
     steps = dict.fromkeys(names, 0)
     for _ in range(60 * trainers):
         for name in names:
             now += 0.01
-            [order] = broker.check(name, "life", now)
-            works = isinstance(order, Grant | Renew)
+            works = policy.acquire_permit(name, "life", now) is Permit.GRANTED
             steps[name] += works
             if works and steps[name] % 10 == 0:  # it judges, or its round ends
-                broker.rest(name, "life", now)
+                policy.release_permit(name, "life", now)
     assert min(steps.values()) >= 60 * 0.6

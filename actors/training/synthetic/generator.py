@@ -249,7 +249,7 @@ class SyntheticPrompts:
         settings: SyntheticSettings,
         shards: Mapping[str, Any],
         registry: Any,
-        board: Any,
+        scheduler: Any,
         target: Callable[[], Any],
     ) -> None:
         """Start the thread.
@@ -258,11 +258,11 @@ class SyntheticPrompts:
             settings: see SyntheticSettings.
             shards: topic to actor handle of its ReplayShard.
             registry: actor handle of the WeightRegistry, for topics that are added later.
-            board: actor handle of the LoadBoard; None always permits.
+            scheduler: actor handle of the TrainerScheduler; None always permits.
             target: ``find_handle`` of ServeTargetClient.
         """
         self._settings = settings
-        self._handles = (dict(shards), registry, board)
+        self._handles = (dict(shards), registry, scheduler)
         self._generator = SyntheticPromptGenerator(settings)
         self._target = target
         self._failures = 0
@@ -280,8 +280,8 @@ class SyntheticPrompts:
         lower_priority()
         from paceline.actors.training.client import RayWorld
 
-        shards, registry, board = self._handles
-        world = RayWorld(shards, registry, board, self._settings.timeout_s)
+        shards, registry, scheduler = self._handles
+        world = RayWorld(shards, registry, scheduler, self._settings.timeout_s)
         target = ServeTargetClient(self._target, world.may_train)
         while True:
             try:

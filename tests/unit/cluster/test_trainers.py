@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cluster import trainer_supervisor as module
 from paceline.cluster.pending_replicas import Rooms, of_serve, starting
+from paceline.cluster.scheduler.leases import Action, Instruction, ReplicaDemand
 from paceline.cluster.trainer_supervisor import TrainerKeeper
 
 OWN = {"GPU": 0.25}
@@ -29,7 +30,8 @@ REPLICA = {"GPU": 0.5, "CPU": 1.0}
 def test_what_waits_is_serve_s_as_far_as_serve_starts_and_no_trainer_waits(
     waiting: list[Any], replicas: int, own_waiting: int, expected: list[Any]
 ) -> None:
-    assert of_serve(waiting, replicas, OWN, own_waiting) == expected
+    demands = [ReplicaDemand(amounts, count) for amounts, count in expected]
+    assert of_serve(waiting, replicas, OWN, own_waiting) == demands
 
 
 def test_starting_replicas_are_counted_over_all_applications() -> None:
@@ -46,11 +48,11 @@ class Board:
     """Answers with what a test has written down, and remembers what it was told."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[str, str]] = []
+        self.orders: list[Instruction] = []
         self.told: list[Any] = []
-        self.keep = SimpleNamespace(remote=self._keep)
+        self.sync_trainers = SimpleNamespace(remote=self._sync)
 
-    def _keep(self, held: Any, absent: Any, died: Any) -> Any:
+    def _sync(self, held: Any, absent: Any, died: Any) -> Any:
         self.told.append((held, absent, died))
         orders, self.orders = self.orders, []
         return orders
@@ -91,16 +93,16 @@ def test_orders_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
     assert made == ["a", "b"]
     assert board.told[-1] == ({"a": OWN, "b": OWN}, [], [])
     a = keeper.handles()["a"]
-    board.orders = [("kill", "a")]
+    board.orders = [Instruction(Action.KILL, "a")]
     keeper._turn()
     assert killed == [(a, False)]
-    board.orders = [("free", "a")]
+    board.orders = [Instruction(Action.PREEMPT, "a")]
     keeper._turn()
     assert killed == [(a, False), (a, True)]
     keeper._turn()
     assert (made, list(keeper.handles())) == (["a", "b"], ["b"])  # it is not made meanwhile
     assert board.told[-1] == ({"a": OWN, "b": OWN}, ["a"], [])
-    board.orders = [("place", "a")]
+    board.orders = [Instruction(Action.START, "a")]
     keeper._turn()
     assert made == ["a", "b", "a"]
     keeper._turn()

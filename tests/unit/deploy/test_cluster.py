@@ -162,7 +162,7 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
 def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
     asked = config(drafts__topics=["sql"])
     actors = named_actors(asked)
-    found = [*actors.shards.values(), actors.registry, actors.board]
+    found = [*actors.shards.values(), actors.registry, actors.scheduler]
     assert [actor._name for actor in found] == list(makers(asked))
     assert actors.scorer is actors.trainer
     assert (actors.trainer._name, actors.further_trainers) == ("paceline-trainer", {})

@@ -16,7 +16,7 @@ from paceline.actors.training.adapters import Adapters, is_adapter
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.permits import Turn
+from paceline.actors.training.permits import Assignment
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.weights.flat_weights import flatten, unflatten
 
@@ -179,7 +179,7 @@ def test_an_expert_s_first_adapters_lie_on_what_general_is_served_as(
     again = rounds.candidate("sql")
     again.rejections, again._began_with, again.version = 1, 1, 0
     again._ahead = False
-    rounds._round("sql", Turn("sql"), world.registry.current() | {"sql": 0}, world.stats())
+    rounds._round("sql", Assignment("sql"), world.registry.current() | {"sql": 0}, world.stats())
     newest = own(again._distiller)
     assert any(not torch.equal(base[name], weight) for name, weight in newest.items())
     _, flat = world.weights("general") or (0, None)

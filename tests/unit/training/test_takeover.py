@@ -1,4 +1,4 @@
-"""Two trainers, one board: a topic goes from one to the other with what was learnt, never stale."""
+"""Two trainers, one scheduler: a topic is taken over with what was learnt, never stale."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from local_world import LocalWorld, filled, make_rounds, trainer_settings
 from paceline.actors.replay.record import encode
 from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.learning_rate import Stride
-from paceline.actors.training.permits import Note, Turn
+from paceline.actors.training.permits import Assignment, Permit, TopicProgress, TrainerIdentity
 from paceline.actors.training.progress import Ousted
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings, Want
 from paceline.actors.training.training_loop import Rounds
-from paceline.cluster.scheduler.board import LoadBoard
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
@@ -26,37 +26,39 @@ SCHEDULE = ScheduleSettings(min_train=4, min_held_out=3, min_new=0, max_rejectio
 
 
 class Guest(LocalWorld):
-    """A host's shards and registry, and a board that several trainers ask."""
+    """A host's shards and registry, and a scheduler that several trainers ask."""
 
-    def __init__(self, host: LocalWorld, board: LoadBoard, name: str) -> None:
+    def __init__(self, host: LocalWorld, scheduler: TrainerScheduler, name: str) -> None:
         self.shards, self.registry = host.shards, host.registry
-        self.board, self.name, self.life = board, name, "life"
-        self.turns: list[Turn] = []
+        self.scheduler, self.name, self.life = scheduler, name, "life"
+        self.turns: list[Assignment] = []
 
-    def take(self, wanted: Sequence[Want]) -> Turn:
+    def take(self, wanted: Sequence[Want]) -> Assignment:
         gains = {want.topic: want.gain for want in wanted}
-        self.turns.append(Turn(**self.board.ask(self.name, self.life, (), gains)))
+        self.turns.append(
+            self.scheduler.request_topic(TrainerIdentity(self.name), self.life, gains)
+        )
         return self.turns[-1]
 
-    def notes(self) -> dict[str, Note]:
-        return {topic: Note(**note) for topic, note in self.board.notes(self.name).items()}
+    def notes(self) -> dict[str, TopicProgress]:
+        return self.scheduler.topic_progress(self.name)
 
     def may_train(self) -> bool:
-        verdict = self.board.check(self.name, self.life)
-        if verdict == "stop":
+        permit = self.scheduler.acquire_permit(self.name, self.life)
+        if permit is Permit.UNASSIGNED:
             raise Ousted
-        return verdict == "go"
+        return permit is Permit.GRANTED
 
     def rest(self) -> None:
-        self.board.rest(self.name, self.life)
+        self.scheduler.release_permit(self.name, self.life)
 
-    def give_back(self, note: Note | None) -> None:
-        self.board.release(self.name, self.life, dataclasses.asdict(note))
+    def give_back(self, note: TopicProgress | None) -> None:
+        self.scheduler.release_topic(self.name, self.life, note)
 
 
 def two(host: LocalWorld, settings: TrainerSettings) -> tuple[Rounds, Rounds, Guest, Guest]:
-    board = LoadBoard()
-    guests = Guest(host, board, "one"), Guest(host, board, "two")
+    scheduler = TrainerScheduler()
+    guests = Guest(host, scheduler, "one"), Guest(host, scheduler, "two")
     return (*(make_rounds(settings, guest) for guest in guests), *guests)
 
 
@@ -80,7 +82,7 @@ def test_who_takes_a_topic_over_goes_on_from_what_was_published(
     published = host.registry.history("sql")[-1]
     assert (published["outcome"], published["version"]) == ("published", 1)
     assert two_.tick()
-    assert second.turns[-1].anew
+    assert second.turns[-1].stale
     after = host.registry.history("sql")[-1]
     assert after["served_expected_acceptance"] == pytest.approx(
         published["candidate_expected_acceptance"], abs=0.02
@@ -89,7 +91,7 @@ def test_who_takes_a_topic_over_goes_on_from_what_was_published(
     # and back again: what the first one has in memory is not the last any more
     before = one.candidate("sql").version
     assert one.tick()
-    assert first.turns[-1].anew
+    assert first.turns[-1].stale
     assert one.candidate("sql").version >= before
     assert one.progress.published + one.progress.rejected == 2
 
@@ -166,7 +168,7 @@ def test_a_board_that_was_restarted_ends_the_round_and_no_more(draft: Path, tmp_
     def interrupted(*arguments: object) -> object:
         calls.append(1)
         if len(calls) == 3:
-            guest.board = LoadBoard()
+            guest.scheduler = TrainerScheduler()
         return practise(*arguments)  # type: ignore[arg-type]
 
     one.candidate("sql").practise = interrupted  # type: ignore[method-assign,assignment]

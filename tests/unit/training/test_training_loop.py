@@ -22,7 +22,7 @@ from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic, sy
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.learning_rate import Stride
-from paceline.actors.training.permits import Turn
+from paceline.actors.training.permits import Assignment
 from paceline.actors.training.progress import Ousted, Stopped
 from paceline.actors.training.settings import DistillerSettings, Loss, ObjectiveSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
@@ -255,7 +255,7 @@ def test_general_does_not_start_over_because_shards_had_been_silent(
     every, begun = world.stats(), []
     general.begin = begun.append  # type: ignore[method-assign]
     silent = {"general": every["general"]}
-    turn = Turn("general")
+    turn = Assignment("general")
     for stats in (silent, every):
         rounds._round("general", turn, {"general": 0, "sql": 0}, stats)
     assert begun == [sum(int(facts["records_train"]) for facts in every.values())]

@@ -1,4 +1,4 @@
-"""A front door tells the load board of requests as they come."""
+"""A front door tells the trainer scheduler of requests as they come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from paceline.deploy.api.traffic import Arrivals
 
 
-class Board:
+class Scheduler:
     """Counts what it is told, as Ray's handle of an actor takes it."""
 
     def __init__(self, error: Exception | None = None) -> None:
@@ -17,7 +17,7 @@ class Board:
         self._error = error
 
     @property
-    def announce(self) -> Any:
+    def announce_request(self) -> Any:
         return self
 
     def remote(self) -> None:
@@ -27,14 +27,14 @@ class Board:
 
 
 def test_the_first_of_a_burst_is_told_and_the_next_after_a_while() -> None:
-    board, now = Board(), [100.0]
-    arrivals = Arrivals(board, lambda: now[0])
+    scheduler, now = Scheduler(), [100.0]
+    arrivals = Arrivals(scheduler, lambda: now[0])
     for at in (100.0, 100.001, 100.019, 100.021, 105.0):
         now[0] = at
         arrivals.tell()
-    assert board.told == 3
+    assert scheduler.told == 3
 
 
-@pytest.mark.parametrize("board", [None, Board(RuntimeError("no such actor"))])
-def test_a_board_that_is_not_there_costs_no_request(board: Any) -> None:
-    Arrivals(board, lambda: 0.0).tell()
+@pytest.mark.parametrize("scheduler", [None, Scheduler(RuntimeError("no such actor"))])
+def test_a_scheduler_that_is_not_there_costs_no_request(scheduler: Any) -> None:
+    Arrivals(scheduler, lambda: 0.0).tell()

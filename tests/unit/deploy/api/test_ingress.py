@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from front_doors import CONTEXT, BoardHandle, freed, front_door
+from front_doors import CONTEXT, SchedulerHandle, freed, front_door
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
@@ -160,38 +160,38 @@ def test_health_is_that_of_any_replica(
 def test_the_load_board_hears_of_a_request_before_the_target_does(
     target: TargetReplica, target_folder: Path
 ) -> None:
-    board, leave = BoardHandle(), list[bool]()
+    scheduler, leave = SchedulerHandle(), list[bool]()
 
     class Watched:
         describe = target.describe
 
         def generate(self, *arguments: Any) -> Any:
-            leave.append(board.board.may_train())
+            leave.append(scheduler.scheduler.may_train())
             return target.generate(*arguments)
 
     async def ask() -> list[int]:
-        async with front_door(Watched(), target_folder, board=board) as http:
+        async with front_door(Watched(), target_folder, scheduler=scheduler) as http:
             bodies = (LONG | {"n": "many"}, LONG | {"max_tokens": 2})
             return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
 
-    assert board.board.may_train()
+    assert scheduler.scheduler.may_train()
     assert asyncio.run(ask()) == [400, 200]
     assert leave == [False]
-    assert board.told == 1  # nothing of the one that was refused
+    assert scheduler.told == 1  # nothing of the one that was refused
 
 
 def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
     target: TargetReplica, target_folder: Path
 ) -> None:
-    board = BoardHandle()
+    scheduler = SchedulerHandle()
     short = LONG | {"max_tokens": 60, "stream": True}
 
     async def ask() -> None:
-        async with front_door(target, target_folder, board=board) as http:
+        async with front_door(target, target_folder, scheduler=scheduler) as http:
             running = asyncio.create_task(http.post("/v1/completions", json=short))
             while not (await target.describe())["running"]:
                 await asyncio.sleep(0.001)
-            board.board.drain(True)
+            scheduler.scheduler.drain(True)
             deadline = time.monotonic() + 10
             while (await http.get("/health")).status_code == 200:
                 assert time.monotonic() < deadline
@@ -203,7 +203,7 @@ def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
             answer = await running
             assert answer.status_code == 200
             assert answer.text.rstrip().endswith("data: [DONE]")
-            board.board.drain(False)
+            scheduler.scheduler.drain(False)
             while (await http.get("/health")).status_code == 503:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)

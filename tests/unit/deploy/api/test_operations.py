@@ -19,11 +19,12 @@ from replay_samples import make_record
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat_weights import flatten, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.named_actor import NamedActor
-from paceline.cluster.scheduler.board import LoadBoard
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.admission import Drain
 from paceline.deploy.api.operations import Operations
 from paceline.deploy.cli import operations as operations_command
@@ -49,13 +50,13 @@ class Remote:
 
 
 class World:
-    """Registry, board and shards, and the endpoints over them."""
+    """Registry, scheduler and shards, and the endpoints over them."""
 
     def __init__(self, folder: Path, *, enabled: bool = True, keyed: bool = False) -> None:
         self.registry = WeightRegistry(
             str(folder), TOPICS, "aa", keep_versions=9, put=lambda flat: flat
         )
-        self.board = LoadBoard()
+        self.scheduler = TrainerScheduler()
         self.behind: dict[str, dict[str, int]] = {}  # of a replica, the versions that it has
         settings = ReplaySettings(held_out_fraction=0.0)
         self.shards = {
@@ -63,14 +64,14 @@ class World:
         }
         self.handles: dict[str, Any] = {
             "registry": Remote(self.registry),
-            "board": Remote(self.board),
+            "scheduler": Remote(self.scheduler),
             **{topic: Remote(shard) for topic, shard in self.shards.items()},
         }
-        self.drain = Drain(self.handles["board"])
+        self.drain = Drain(self.handles["scheduler"])
         self.api = FastAPI()
         self.operations = Operations(
             self.handles["registry"],
-            self.handles["board"],
+            self.handles["scheduler"],
             self.shards_now,
             self.drain,
             enabled=enabled,
@@ -160,27 +161,27 @@ def test_a_shard_that_is_dead_is_told_apart_from_one_that_is_empty(world: World)
 
 
 def test_draining_is_known_to_all_and_ends(world: World) -> None:
-    world.board.report("r", 2, 1)
+    world.scheduler.report_load("r", 2, 1)
     answer = world.post("drain", {}).json()
     assert answer == {"draining": True, "running": 2, "waiting": 1}
-    other = Drain(world.handles["board"])
+    other = Drain(world.handles["scheduler"])
     asyncio.run(other.look())
     for view in (world.drain, other):
         with pytest.raises(ApiError) as refused:
             view.check()
         assert (refused.value.status, refused.value.headers()) == (503, {"Retry-After": "5"})
-    world.board.report("r", 0, 0)
-    assert not world.board.may_train()
-    world.handles["board"].dead = True
+    world.scheduler.report_load("r", 0, 0)
+    assert not world.scheduler.may_train()
+    world.handles["scheduler"].dead = True
     asyncio.run(other.look())
     assert other.on  # what was last heard holds
-    world.handles["board"].dead = False
+    world.handles["scheduler"].dead = False
     assert world.post("drain", {"on": False}).json()["draining"] is False
     world.drain.check()
 
 
 def test_a_dead_part_is_a_503_that_does_not_say_what_was_done(world: World) -> None:
-    world.handles["registry"].dead = world.handles["board"].dead = True
+    world.handles["registry"].dead = world.handles["scheduler"].dead = True
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
         answer = world.post(path, body)
         assert answer.status_code == 503
@@ -194,7 +195,7 @@ def test_a_part_that_was_never_there_is_a_503_too(
         raise ValueError(f"Failed to look up actor with name '{name}'")
 
     monkeypatch.setattr(ray, "get_actor", nobody)
-    world.operations._registry = world.operations._board = NamedActor("paceline-somebody")
+    world.operations._registry = world.operations._scheduler = NamedActor("paceline-somebody")
     world.handles |= {topic: NamedActor(f"paceline-shard-{topic}") for topic in TOPICS}
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
         answer = world.post(path, body)
@@ -221,7 +222,7 @@ def test_operators_alone_are_heard(
     world = World(tmp_path, keyed=keyed)
     answer = world.post("drain", {"on": True}, client, **headers)
     assert answer.status_code == status
-    assert world.board.snapshot()["draining"] is (status == 200)
+    assert world.scheduler.snapshot()["draining"] is (status == 200)
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
@@ -348,16 +349,18 @@ def test_the_command_waits_until_nothing_is_under_way(
     asked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    asked.board.report("r", 1, 0)
-    monkeypatch.setattr(operations_command.time, "sleep", lambda _: asked.board.report("r", 0, 0))
+    asked.scheduler.report_load("r", 1, 0)
+    monkeypatch.setattr(
+        operations_command.time, "sleep", lambda _: asked.scheduler.report_load("r", 0, 0)
+    )
     assert operations_command.drain("u", said.append)
     assert said[0] == "draining: 1 running, 0 waiting"
     assert said.count("draining: 0 running, 0 waiting") == 4  # one look is not enough
     assert said[-1].startswith("nothing is under way")
-    asked.board.report("r", 1, 0)
+    asked.scheduler.report_load("r", 1, 0)
     assert not operations_command.drain("u", said.append, wait_s=-1.0)
     assert operations_command.drain("u", said.append, on=False)
-    assert not asked.board.snapshot()["draining"]
+    assert not asked.scheduler.snapshot()["draining"]
 
 
 def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
@@ -391,11 +394,14 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert row.split() == ["sql", "3", "0.75", "9", "9"]
     assert "trainer   does not answer (ActorDiedError)" in words
     assert len(words.splitlines()) <= 24
-    assert "leases" not in words  # this board tells of none
-    board = LoadBoard()
-    board.ask("paceline-trainer", "life", (), {"sql": 1.0})
-    assert board.check("paceline-trainer", "life") == "go"
-    busy = status | {"board": board.snapshot(), "further_trainers": {"t-2": {"state": "training"}}}
+    assert "leases" not in words  # this scheduler tells of none
+    scheduler = TrainerScheduler()
+    scheduler.request_topic(TrainerIdentity("paceline-trainer"), "life", {"sql": 1.0})
+    assert scheduler.acquire_permit("paceline-trainer", "life") is Permit.GRANTED
+    busy = status | {
+        "board": scheduler.snapshot(),
+        "further_trainers": {"t-2": {"state": "training"}},
+    }
     words = operations_command.status_words("http://x", busy)
     assert "leases    1 working; 0 of 0 s idle used, 0 killed" in words
     assert words.count("trainer   ") == 2
@@ -408,21 +414,21 @@ def test_the_command_tells_a_board_again_that_was_away(
     asked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    asked.board.report("r", 1, 0)
+    asked.scheduler.report_load("r", 1, 0)
     steps = iter([("dead", True), ("dead", False), ("idle", None), *9 * [("", None)]])
 
     def pass_time(_: float) -> None:
         what, value = next(steps)
         if what == "dead":
-            asked.handles["board"].dead = bool(value)
-            asked.board.drain(on=False)  # as one that was made anew
+            asked.handles["scheduler"].dead = bool(value)
+            asked.scheduler.drain(on=False)  # as one that was made anew
         if what == "idle":
-            asked.board.report("r", 0, 0)
+            asked.scheduler.report_load("r", 0, 0)
 
     monkeypatch.setattr(operations_command.time, "sleep", pass_time)
     assert operations_command.drain("u", said.append)
     assert any("did not answer" in line for line in said)
-    assert asked.board.snapshot()["draining"]
+    assert asked.scheduler.snapshot()["draining"]
 
 
 def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:

@@ -192,7 +192,7 @@ def test_the_status_survives_a_dead_part() -> None:
     actors = LearningActors(
         shards={"sql": Remote(stats=dead)},
         registry=Remote(current=current, history=history, live=live),
-        board=None,
+        scheduler=None,
         trainer=Remote(status=dead),
     )
     status = asyncio.run(gather_status(Remote(describe=describe), actors))

@@ -20,7 +20,7 @@ from paceline.deploy.config.live import Live, LiveIngress, LiveTarget
 from paceline.deploy.errors import ApiError
 from paceline.deploy.monitoring.target import MeteredTarget
 
-NOBODY = LearningActors(shards={}, registry=None, board=None, trainer=None)
+NOBODY = LearningActors(shards={}, registry=None, scheduler=None, trainer=None)
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,14 @@ from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.router.hedge import Hedge
 from paceline.actors.speculation.pool.peer import Peer
 from paceline.actors.training.drift import DriftSettings
+from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.actors.training.progress import Progress
 from paceline.actors.training.topic_stats import Outlook
 from paceline.actors.weights.archive import outcome_of
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.scheduler.board import LoadBoard
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.monitoring import readings
 from paceline.deploy.monitoring.catalogue import (
     BY_NAME,
@@ -258,20 +259,20 @@ def test_a_trainer_that_has_not_begun_or_cannot_teach(state: str) -> None:
     assert by_labels(samples, "trainer_micro_steps") == {(): 0}
 
 
-def test_a_board_s_figures() -> None:
+def test_the_scheduler_s_figures() -> None:
     now = [100.0]
-    board = LoadBoard(0.1, clock=lambda: now[0])
-    board.report("r", 2, 0)
-    assert not board.may_train()
+    scheduler = TrainerScheduler(0.1, clock=lambda: now[0])
+    scheduler.report_load("r", 2, 0)
+    assert not scheduler.may_train()
     now[0] = 120.0
-    assert board.may_train()
-    board.ask("t", "life", (), {"sql": 1.0})
-    assert board.check("t", "life") == "go"
+    assert scheduler.may_train()
+    scheduler.request_topic(TrainerIdentity("t"), "life", {"sql": 1.0})
+    assert scheduler.acquire_permit("t", "life") is Permit.GRANTED
     now[0] = 130.0
-    board.report("r", 1, 0)
+    scheduler.report_load("r", 1, 0)
     now[0] = 130.5
-    assert board.check("t", "life") == "wait"
-    samples = list(readings.board_samples(board.snapshot(), board.yields()))
+    assert scheduler.acquire_permit("t", "life") is Permit.DENIED
+    samples = list(readings.scheduler_samples(scheduler.snapshot(), scheduler.pop_yield_times()))
     check(samples, SCHEDULER)
     values = {sample.name: sample.value for sample in samples}
     assert values["training_permit_requests"] == 4
@@ -281,4 +282,4 @@ def test_a_board_s_figures() -> None:
     assert by_labels(samples, "training_leases_ended")[("revoked",)] == 1
     assert by_labels(samples, "training_leases")[("waiting",)] == 1
     assert by_labels(samples, "idle_seconds")[("used",)] == 10.0
-    assert not list(board.yields())  # each is one observation
+    assert not list(scheduler.pop_yield_times())  # each is one observation

@@ -1,0 +1,174 @@
+"""The actor that gives trainers topics and permits, by the load that replicas report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.actors.training.permits import (
+    Assignment,
+    Permit,
+    ResourceSlot,
+    TopicProgress,
+    TrainerIdentity,
+)
+from paceline.cluster.scheduler.idle import IdleDetector
+from paceline.cluster.scheduler.leases import (
+    Amounts,
+    Instruction,
+    ReplicaDemand,
+    SchedulerSettings,
+)
+from paceline.cluster.scheduler.policy import SchedulerPolicy
+
+
+class TrainerScheduler:
+    """Actor around :class:`SchedulerPolicy`; books no CPU, a call costs about a millisecond.
+
+    It persists nothing: restarted, it knows no replica and no trainer and is not paused; busy
+    replicas report within a second, and trainers without a known assignment end their rounds and
+    request a topic.
+
+    Thread-safe: a thread beside the actor's own exports its figures.
+    """
+
+    def __init__(
+        self,
+        idle_after_s: float = 0.05,
+        stale_after_s: float = 6.0,
+        occupied_above: int = 0,
+        settings: SchedulerSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without replicas and trainers.
+
+        Args:
+            idle_after_s: see IdleDetector.
+            stale_after_s: see IdleDetector.
+            occupied_above: see IdleDetector.
+            settings: see SchedulerSettings.
+            clock: monotonic seconds.
+        """
+        idle = IdleDetector(idle_after_s, stale_after_s, occupied_above)
+        self._policy = SchedulerPolicy(idle, settings)
+        self._clock = clock
+        self._asked = 0
+        self._granted = 0
+        self._lock = threading.Lock()
+
+    def report_load(self, replica_id: str, running: int, waiting: int) -> None:
+        """Take a replica's load; see LoadReporter for when replicas call it."""
+        with self._lock:
+            self._policy.report_load(replica_id, running, waiting, self._clock())
+
+    def announce_request(self) -> None:
+        """Take note of a request before it is routed; called by the front door."""
+        with self._lock:
+            self._policy.announce_request(self._clock())
+
+    def may_train(self) -> bool:
+        """Whether one forward without a lease may run: the scorer's or the prompt generator's."""
+        with self._lock:
+            return self._counted(self._policy.may_train(self._clock()))
+
+    def request_topic(
+        self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float]
+    ) -> Assignment:
+        """Assign a topic to a trainer, see SchedulerPolicy."""
+        if not trainer.slots:
+            trainer = replace(trainer, slots=(ResourceSlot(trainer.name),))
+        with self._lock:
+            return self._policy.request_topic(trainer, incarnation, gains, self._clock())
+
+    def topic_progress(self, trainer: str) -> dict[str, TopicProgress]:
+        """Topic to the progress that other trainers have made last."""
+        with self._lock:
+            return self._policy.topics.progress_of_others(trainer)
+
+    def acquire_permit(self, trainer: str, incarnation: str) -> Permit:
+        """Grant or deny one micro-step."""
+        with self._lock:
+            permit = self._policy.acquire_permit(trainer, incarnation, self._clock())
+            self._counted(permit is Permit.GRANTED)
+            return permit
+
+    def release_permit(self, trainer: str, incarnation: str) -> None:
+        """End a trainer's lease; its topic stays assigned."""
+        with self._lock:
+            self._policy.release_permit(trainer, incarnation, self._clock())
+
+    def release_topic(self, trainer: str, incarnation: str, progress: TopicProgress | None) -> None:
+        """End a trainer's round, see SchedulerPolicy."""
+        with self._lock:
+            self._policy.release_topic(trainer, incarnation, progress, self._clock())
+
+    def sync_trainers(
+        self,
+        booked: Mapping[str, Amounts],
+        preempted: Iterable[str],
+        died: Iterable[str],
+    ) -> list[Instruction]:
+        """Take the supervisor's view and return its instructions; called several times a second.
+
+        Args:
+            booked: trainer to what Ray books for it.
+            preempted: trainers that were ended and not started again.
+            died: trainers whose processes have ended by themselves since the last call.
+        """
+        with self._lock:
+            now = self._clock()
+            self._policy.preemption.sync(booked, preempted)
+            for trainer in died:
+                self._policy.trainer_died(trainer, now)
+            return self._policy.tick(now)
+
+    def report_pending(
+        self, demands: Iterable[ReplicaDemand], free: Mapping[str, Amounts] | None
+    ) -> None:
+        """Take the replicas of Serve that wait for resources.
+
+        Args:
+            demands: pending replicas.
+            free: node to unbooked resources, None if unknown.
+        """
+        with self._lock:
+            self._policy.preemption.report(demands, free, self._clock())
+
+    def pause(self) -> None:
+        """Grant no permits until :meth:`resume`."""
+        with self._lock:
+            self._policy.pause(self._clock())
+
+    def resume(self) -> None:
+        """End a pause."""
+        with self._lock:
+            self._policy.resume(self._clock())
+
+    def drain(self, on: bool) -> None:
+        """Start or end a drain: no new requests and no permits."""
+        with self._lock:
+            self._policy.drain(self._clock(), on=on)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Load, leases and totals as plain data; ``asked`` and ``granted`` count permits."""
+        with self._lock:
+            view = self._policy.snapshot(self._clock())
+            return view | {"asked": self._asked, "granted": self._granted}
+
+    def pop_yield_times(self) -> list[float]:
+        """Seconds from revocation to yield, of the yields since the last call."""
+        with self._lock:
+            return self._policy.stats.pop_yield_times()
+
+    def ping(self) -> bool:
+        """Return True: the actor answers."""
+        return True
+
+    def _counted(self, granted: bool) -> bool:
+        self._asked += 1
+        self._granted += granted
+        return granted

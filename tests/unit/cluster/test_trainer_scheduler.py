@@ -1,0 +1,146 @@
+"""The idle detector and the trainer scheduler."""
+
+from __future__ import annotations
+
+from paceline.actors.training.permits import Permit, TrainerIdentity
+from paceline.cluster.scheduler.idle import IdleDetector
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_trains_when_nothing_was_ever_reported() -> None:
+    assert IdleDetector().may_train(0.0)
+
+
+def test_stops_at_once_and_resumes_after_the_quiet_time() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.report_load("a", 1, 0, 10.0)
+    assert not idle.may_train(10.0)
+    assert not idle.may_train(12.0)
+    idle.report_load("a", 0, 0, 12.0)
+    assert not idle.may_train(12.05)
+    assert idle.may_train(12.11)
+
+
+def test_idle_reports_do_not_prolong_the_quiet_time() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.report_load("a", 0, 0, 10.0)
+    assert idle.may_train(10.0)
+
+
+def test_waiting_requests_are_load() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.report_load("a", 0, 3, 10.0)
+    assert not idle.may_train(11.0)
+
+
+def test_one_busy_replica_among_several_is_enough() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.report_load("a", 1, 0, 10.0)
+    idle.report_load("b", 0, 0, 10.5)
+    assert not idle.may_train(11.0)
+
+
+def test_a_replica_that_died_busy_is_forgotten() -> None:
+    idle = IdleDetector(idle_after_s=0.1, stale_after_s=5.0)
+    idle.report_load("a", 4, 0, 10.0)
+    assert not idle.may_train(15.0)
+    assert idle.may_train(15.01)
+    assert idle.snapshot(15.01)["replicas"] == 0
+
+
+def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.announce_request(10.0)
+    assert not idle.may_train(10.2)
+    idle.report_load("a", 1, 0, 10.21)
+    assert not idle.may_train(12.0)
+    idle.report_load("a", 0, 0, 12.0)
+    assert not idle.may_train(12.05)
+    assert idle.may_train(12.11)
+
+
+def test_one_that_no_replica_ever_reports_is_forgotten() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.announce_request(10.0)
+    idle.report_load("a", 0, 0, 10.1)  # of an idle replica, which says nothing of it
+    assert not idle.may_train(10.2)
+    assert idle.may_train(10.26)
+
+
+def test_permits_are_denied_from_the_announcement_on() -> None:
+    clock = Clock()
+    scheduler = TrainerScheduler(clock=clock)
+    assert scheduler.request_topic(TrainerIdentity("t"), "life", {"sql": 1.0}).topic == "sql"
+    assert scheduler.acquire_permit("t", "life") is Permit.GRANTED
+    scheduler.announce_request()
+    assert scheduler.acquire_permit("t", "life") is Permit.DENIED
+
+
+def test_announcements_stop_nothing_that_may_run_beside_a_request() -> None:
+    idle = IdleDetector(occupied_above=2)
+    idle.announce_request(10.0)
+    assert idle.may_train(10.0)
+
+
+def test_pause_wins_over_idleness() -> None:
+    clock = Clock()
+    scheduler = TrainerScheduler(clock=clock)
+    scheduler.pause()
+    assert not scheduler.may_train()
+    scheduler.resume()
+    assert scheduler.may_train()
+    assert scheduler.snapshot() == {
+        "may_train": True,
+        "paused": False,
+        "draining": False,
+        "running": 0,
+        "waiting": 0,
+        "replicas": 0,
+        "asked": 2,
+        "granted": 1,
+        "leases": [],
+        "replicas_pending": 0,
+        "trainers_freed": [],
+        "idle_s": {"used": 0.0, "waiting": 0.0, "unwanted": 0.0},
+        "idle_used_share": None,
+        "leases_granted": 0,
+        "leases_ended": dict.fromkeys(("released", "revoked", "killed", "freed", "died"), 0),
+        "last_yield_s": None,
+        "longest_yield_s": None,
+        "yield_p50_s": None,
+        "yield_p99_s": None,
+    }
+
+
+def test_gaps_between_requests_of_a_steady_stream_are_used() -> None:
+    clock = Clock()
+    scheduler = TrainerScheduler(idle_after_s=0.08, clock=clock)
+    granted = 0
+    for _ in range(10):  # 200 ms of work, 300 ms of gap
+        for busy, ticks in ((1, 20), (0, 30)):
+            scheduler.report_load("a", busy, 0)
+            for _ in range(ticks):
+                clock.now += 0.01
+                granted += scheduler.may_train()
+    assert granted == 10 * 23
+
+
+def test_a_quiet_replica_counts_as_idle_up_to_the_given_occupancy() -> None:
+    idle = IdleDetector(idle_after_s=0.1, occupied_above=2)
+    idle.report_load("a", 2, 0, 0.0)
+    assert idle.may_train(0.0)
+    idle.report_load("a", 3, 0, 1.0)
+    assert not idle.may_train(1.0)
+    idle.report_load("a", 2, 0, 2.0)
+    assert not idle.may_train(2.05)
+    assert idle.may_train(2.2)
+    idle.report_load("a", 1, 1, 3.0)
+    assert not idle.may_train(3.2)
