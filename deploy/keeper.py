@@ -5,13 +5,13 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray import serve
 
+from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicParts, TopicsView
 from paceline.deploy import learning
 from paceline.deploy.config.added_topics import with_topics
@@ -19,9 +19,6 @@ from paceline.deploy.config.config import PacelineConfig
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 5.0
-_RETRY_S = 1.0
-_TURN_S = 0.5
 _TIMEOUT_S = 30.0
 
 # Starts an expert of a pool beside those that there are; gives (deployment, application).
@@ -69,13 +66,13 @@ class TopicKeeper:
         self._parts: dict[str, TopicParts] = {}
         self._stopped = threading.Event()
         self._making = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="paceline-topics", daemon=True)
-        self._thread.start()
+        self._subscriber = RegistrySubscriber(registry, on_topics=self._keep)
+        self._subscriber.start()
 
     def stop(self) -> None:
         """End what was started here; nothing is started afterwards, and nobody waits in Ray."""
         self._stopped.set()
-        self._thread.join(_TIMEOUT_S)
+        self._subscriber.stop(_TIMEOUT_S)
         with self._making:
             for shard in self._own.values():
                 ray.kill(shard, no_restart=True)
@@ -83,49 +80,27 @@ class TopicKeeper:
                 if parts.expert is not None:
                     serve.delete(parts.expert[1])
 
-    def _run(self) -> None:
-        etag = ""
-        while not self._stopped.is_set():
-            try:
-                view: TopicsView | None = self._get(
-                    self._registry.wait_topics.remote(etag, _POLL_S)
-                )
-                if view is not None and self._keep(view):
-                    etag = view.etag
-                elif view is not None:
-                    self._stopped.wait(_RETRY_S)
-            except Exception as error:
-                logger.info("no topics from the registry (%r), trying again", error)
-                self._stopped.wait(_RETRY_S)
+    def _keep(self, view: TopicsView) -> None:
+        """Start what is missing and announce it.
 
-    def _keep(self, view: TopicsView) -> bool:
-        """Start what is missing and tell of it; False where something is to be tried again."""
-        done = True
+        Raises:
+            RuntimeError: something is to be tried again.
+        """
+        missing = []
         config = with_topics(self._config, [topic.name for topic in view.topics])
         for name in config.drafts.topics:
             if name in self._config.drafts.topics or name in view.parts:
                 continue
             try:
                 parts = self._parts.get(name) or self._make(config, name)
-                self._get(self._registry.bring_parts.remote(name, parts))
+                told = self._registry.bring_parts.remote(name, parts)
+                self._subscriber.get(told, _TIMEOUT_S)
             except Exception:
-                if self._stopped.is_set():
-                    return False
-                logger.warning("%s: its parts are not all there yet", name, exc_info=True)
-                done = False
-        return done
-
-    def _get(self, reference: Any) -> Any:
-        """An answer, waited for in short turns: Ray must not end under a thread that waits in it.
-
-        Raises:
-            TimeoutError: it does not come, or the server ends.
-        """
-        deadline = time.monotonic() + _TIMEOUT_S
-        while not self._stopped.is_set() and time.monotonic() < deadline:
-            if ray.wait([reference], timeout=_TURN_S)[0]:
-                return ray.get(reference)
-        raise TimeoutError("no answer from the registry")
+                if not self._stopped.is_set():
+                    logger.warning("%s: its parts are not all there yet", name, exc_info=True)
+                missing.append(name)
+        if missing:
+            raise RuntimeError(f"no parts of {', '.join(missing)} yet")
 
     def _make(self, config: PacelineConfig, name: str) -> TopicParts:
         with self._making:

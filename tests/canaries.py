@@ -28,11 +28,14 @@ class Serving:
 
     def follow(self) -> None:
         """Take what the registry announces."""
-        news = asyncio.run(self.registry.wait_newer(self._known, 0.001))
-        for slot, (version, flats) in news.items():
-            loaded = SwapWeights(slot, version, unflatten(flats[0])) if flats else None
-            self.engine.updates.put(loaded or RemoveCandidate(slot))
-            self._known[slot] = version
+        changes = asyncio.run(self.registry.wait_for_changes(self._known, None, 0.001))
+        for slot, new in changes.weights.items():
+            if new.reference is None:
+                self.engine.updates.put(RemoveCandidate(slot))
+            else:
+                state = unflatten(new.reference)
+                self.engine.updates.put(SwapWeights(slot, new.weight_version, state))
+            self._known[slot] = new.weight_version
 
     def serve(self, prompts: Iterable[list[int]], at_once: int = 8, max_tokens: int = 16) -> None:
         """Answer prompts, so many at a time, and report between them."""

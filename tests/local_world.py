@@ -70,8 +70,8 @@ class LocalWorld:
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         assert self.registry is not None
-        version, references = self.registry.newest(topic)
-        return version, references[0] if references else None
+        stable = self.registry.stable_weights(topic)
+        return stable.weight_version, stable.reference
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         if self.registry is None:

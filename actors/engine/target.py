@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -13,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from torch import Tensor
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.compatibility import read_config
@@ -35,8 +34,7 @@ from paceline.actors.speculation.pending_updates import (
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.sessions import Leases
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.flat_weights import unflatten
-from paceline.actors.weights.slots import candidate_of, expert_of
+from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
 
 logger = logging.getLogger(__name__)
@@ -145,8 +143,6 @@ def row_load(running: int, waiting: int, rows: int) -> float:
     return occupied + waiting / rows
 
 
-_POLL_S = 10.0
-_RETRY_S = 0.5
 _BEATS_PER_TIMEOUT = 4
 _ROUNDS_HANG = 3  # in units of the timeout: then the replica is given up
 _BEAT = GenerationChunk(text="", token_ids=())
@@ -179,7 +175,6 @@ class TargetReplica:
             scorer: actor handle of what compares experts on some of the records, or None.
         """
         self._shards = dict(shards or {})
-        self._registry = registry
         self._scorer = scorer
         self._settings = settings
         self._scored = (settings.scored_share, settings.held_out_fraction)
@@ -199,7 +194,6 @@ class TargetReplica:
             self._leases = Leases(self._pool, experts or {}, self._replica_id)
         self._experts = set(settings.drafts)
         self._leased = set(experts or {})
-        self._taking = threading.Lock()  # of added topics
         self._failed: dict[str, DraftOutcome] = {}  # by expert, the last candidate that did
         self._outcomes: OutcomeReporter | None = None
         if registry is not None:
@@ -213,10 +207,14 @@ class TargetReplica:
             on_outcome=self._tell if self._outcomes is not None else None,
             chunks_per_s=settings.stream_chunks_per_s,
         )
-        if registry is not None and self._pool is None:  # experts of a pool pull their own
-            threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
         if registry is not None:
-            threading.Thread(target=self._follow, name="paceline-topics", daemon=True).start()
+            RegistrySubscriber(
+                registry,
+                on_topics=self._take_topics,
+                # the experts of a pool load their own weights
+                on_weights=self._load_weights if self._pool is None else None,
+                failed=lambda: list(self._failed.copy().values()),
+            ).start()
 
     async def generate(
         self, request: GenerationRequest, whole: bool = False
@@ -373,16 +371,6 @@ class TargetReplica:
         if outcome.failed:
             self._failed[outcome.expert] = outcome
 
-    def _insist(self, known: Mapping[str, int]) -> None:
-        """Report failed candidates again for as long as they are announced.
-
-        The report may be lost; nobody drafts with them any more, so nothing else would end them.
-        """
-        failed = self._failed.copy().values()
-        again = [o for o in failed if known.get(candidate_of(o.expert)) == o.weight_version]
-        if again:
-            self._registry.report.remote(again)
-
     def _report(self, running: int, waiting: int) -> None:
         """Tell registry and scheduler what has changed, where it is time."""
         if self._outcomes is not None:
@@ -390,55 +378,21 @@ class TargetReplica:
         if self._load_reports is not None:
             self._load_reports(running, waiting)
 
-    def _watch(self) -> None:
-        """Long-poll the registry for new weights, for ever."""
-        known: dict[str, int] = {}
-        while True:
-            try:
-                news = ray.get(
-                    self._registry.wait_newer.remote(known, _POLL_S), timeout=3 * _POLL_S
-                )
-                if any(expert_of(slot) not in self._experts for slot in news):
-                    self._take_topics(ray.get(self._registry.topics.remote(), timeout=_POLL_S))
-                for slot, (version, refs) in news.items():
-                    # unflatten copies: the object dies with the registry that put it.
-                    if refs:
-                        state = unflatten(ray.get(refs[0], timeout=_POLL_S))
-                        self._loop.update(SwapWeights(slot, version, state))
-                    else:
-                        self._loop.update(RemoveCandidate(slot))
-                    known[slot] = version
-                self._insist(known)
-            except Exception as error:
-                logger.info("no weights from the registry (%s), trying again", error)
-                time.sleep(_RETRY_S)
-
-    def _follow(self) -> None:
-        """Long-poll the registry for added topics, for ever."""
-        etag = ""
-        while True:
-            try:
-                asked = self._registry.wait_topics.remote(etag, _POLL_S)
-                view: TopicsView | None = ray.get(asked, timeout=3 * _POLL_S)
-                if view is not None:
-                    self._take_topics(view)
-                    etag = view.etag
-            except Exception as error:
-                logger.info("no topics from the registry (%s), trying again", error)
-                time.sleep(_RETRY_S)
+    def _load_weights(self, slot: str, version: int, state: Mapping[str, Tensor] | None) -> None:
+        update = RemoveCandidate(slot) if state is None else SwapWeights(slot, version, state)
+        self._loop.update(update)
 
     def _take_topics(self, view: TopicsView) -> None:
         """Have experts for added topics, and shards for their records; twice is fine."""
-        with self._taking:
-            for topic in view.topics:
-                if topic.name not in self._experts and self._pool is None:
-                    self._loop.update(AddExpert(topic.name, topic.like))
-                self._experts.add(topic.name)
-            for name, parts in view.parts.items():
-                if name not in self._shards:  # a new dictionary: the engine's thread reads it
-                    self._shards = {**self._shards, name: parts.shard}
-                if parts.expert is not None and name not in self._leased:
-                    self._lease(name, *parts.expert)
+        for topic in view.topics:
+            if topic.name not in self._experts and self._pool is None:
+                self._loop.update(AddExpert(topic.name, topic.like))
+            self._experts.add(topic.name)
+        for name, parts in view.parts.items():
+            if name not in self._shards:  # a new dictionary: the engine's thread reads it
+                self._shards = {**self._shards, name: parts.shard}
+            if parts.expert is not None and name not in self._leased:
+                self._lease(name, *parts.expert)
 
     def _lease(self, expert: str, deployment: str, application: str) -> None:
         """Draft with a further expert of the pool."""

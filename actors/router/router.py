@@ -17,11 +17,11 @@ from paceline.actors.router.classifier import TopicClassifier
 from paceline.actors.router.grown_head import GrownHead
 from paceline.actors.router.growth import Growth, GrowthSettings, grow
 from paceline.actors.router.regression import Texts
+from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.topics import TopicsView
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 10.0
-_RETRY_S = 0.5
 # A thread has to take the interpreter from a busy event loop after every operation: under load that
 # makes a brief classification several times as long, and answers wait for the topic.
 _BRIEF_S = 0.004
@@ -67,8 +67,6 @@ class TopicRouter:
         """
         torch.set_num_threads(num_threads)
         self._classifier = TopicClassifier(model_path)
-        self._registry = registry
-        self._following: asyncio.Task[None] | None = None
         # One thread: forwards of a millisecond gain nothing from running side by side, and a
         # caller that gives up waiting leaves no pile of threads behind.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="router")
@@ -77,10 +75,11 @@ class TopicRouter:
         where = "the event loop" if self._brief else "a thread"
         logger.info("router: %.1f ms for a long text, on %s", 1e3 * seconds, where)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        if registry is not None:
+            RegistrySubscriber(registry, on_topics=self._take_topics).start()
 
     async def classify(self, text: str) -> dict[str, float]:
         """Probability by topic, ``general`` included; they sum to 1."""
-        self.follow()
         loop = asyncio.get_running_loop()
         if not self._brief:
             return await loop.run_in_executor(self._worker, self._classifier.classify, text)
@@ -102,18 +101,8 @@ class TopicRouter:
             self._turn = loop, asyncio.Lock()
         return self._turn[1]
 
-    def follow(self) -> None:
-        """Take added topics up as the registry tells of them; call it in a running loop.
-
-        Every question does too; where none has come yet, the first would not know them.
-        """
-        following = self._following
-        if self._registry is not None and (following is None or following.done()):
-            self._following = asyncio.create_task(self._follow_topics())
-
     async def labels(self) -> tuple[str, ...]:
         """The topics that are told apart here and now."""
-        self.follow()
         return self._classifier.labels
 
     async def grow(
@@ -176,20 +165,8 @@ class TopicRouter:
                 found.append(features)
         return torch.stack(found) if found else torch.zeros(0, self._classifier.feature_size)
 
-    async def _follow_topics(self) -> None:
-        etag = ""
-        while True:
-            try:
-                async with asyncio.timeout(3 * _POLL_S):
-                    view = await self._registry.wait_topics.remote(etag, _POLL_S)
-                if view is not None:
-                    etag = view.etag
-                    self._take(view.head)
-            except Exception as error:
-                logger.info("no topics from the registry (%r), trying again", error)
-                await asyncio.sleep(_RETRY_S)
-
-    def _take(self, head: Any) -> None:
+    def _take_topics(self, view: TopicsView) -> None:
+        head = view.head
         if head is None:
             return
         try:

@@ -15,6 +15,8 @@ from paceline.actors.training.permits import Assignment, Permit, TopicProgress, 
 from paceline.actors.training.progress import Ousted
 from paceline.actors.training.topic_schedule import Want, best
 from paceline.actors.weights.flat_weights import FlatWeights
+from paceline.actors.weights.notifications import SlotWeights
+from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class RayWorld:
         self._identity = identity
         self._incarnation = uuid.uuid4().hex
         self._topics = TopicsView(etag="")
+        self._subscriber = RegistrySubscriber(registry, on_topics=self._take_topics)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Topic to shard statistics, of the shards that answered."""
@@ -195,24 +198,21 @@ class RayWorld:
 
     def added(self) -> dict[str, str]:
         """Added topics, each with its origin, as last heard; notes the shards of new ones."""
-        asked = self._registry.wait_topics.remote(self._topics.etag, 0.0)
-        view: TopicsView | None = self._get(asked)
-        if view is not None:
-            self._topics = view
-            for topic, parts in view.parts.items():
-                self._shards.setdefault(topic, parts.shard)
+        self._subscriber.poll(0.0, self._timeout_s)
         return {topic.name: topic.like for topic in self._topics.topics}
+
+    def _take_topics(self, view: TopicsView) -> None:
+        self._topics = view
+        for topic, parts in view.parts.items():
+            self._shards.setdefault(topic, parts.shard)
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         """The stable weight_version and its weights."""
-        newest = self._get(self._registry.newest.remote(topic))
-        if newest is None:
-            return None
-        version, references = newest
-        if not references:
-            return version, None
-        flat = self._get(references[0])
-        return None if flat is None else (version, flat)
+        stable: SlotWeights | None = self._get(self._registry.stable_weights.remote(topic))
+        if stable is None or stable.reference is None:
+            return None if stable is None else (stable.weight_version, None)
+        flat = self._get(stable.reference)
+        return None if flat is None else (stable.weight_version, flat)
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """The new weight_version; raises Ray's error where the registry does not confirm."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.actors.weights.flat_weights import FlatWeights, load_model
 from paceline.actors.weights.history import decision_time, finite
-from paceline.actors.weights.notifications import News, news_for
+from paceline.actors.weights.notifications import SlotWeights, changed_weights
 from paceline.actors.weights.slots import candidate_of
 from paceline.actors.weights.store import Shelf, WeightStore
 from paceline.actors.weights.versions import TopicVersions
@@ -118,7 +118,7 @@ class WeightArchive:
         initial: Mapping[str, str],
         put: Callable[[Any], Any],
         clock: Callable[[], float],
-        changed: Callable[[str], None],
+        on_change: Callable[[str], None],
     ) -> None:
         """Come back with the newest versions on disk.
 
@@ -130,7 +130,7 @@ class WeightArchive:
             initial: topic to the folder of its initial draft.
             put: places an object in the object store and returns its reference.
             clock: unix seconds.
-            changed: is told of a topic whose versions are others now; not while coming back.
+            on_change: called with a topic whose versions have changed; not during construction.
         """
         self._marks = dict(marks)
         self._keep_versions = keep_versions
@@ -138,7 +138,7 @@ class WeightArchive:
         self._initial = dict(initial)
         self._put = put
         self._clock = clock
-        self._changed = changed
+        self._on_change = on_change
         self._store = WeightStore(directory, marks)
         self.decisions = Decisions(self._store, clock, _HISTORY)
         self._shelves = {topic: self._shelf(topic) for topic in marks}
@@ -178,14 +178,13 @@ class WeightArchive:
         """Those of all topics."""
         return {topic: shelf.state for topic, shelf in self._shelves.items()}
 
-    def stable(self, topic: str) -> tuple[int, list[Any]]:
-        """See WeightRegistry.newest."""
-        reference = self._references.get(topic)
-        return self.state(topic).stable, [] if reference is None else [reference]
+    def stable(self, topic: str) -> SlotWeights:
+        """See WeightRegistry.stable_weights."""
+        return SlotWeights(self.state(topic).stable, self._references.get(topic))
 
-    def news(self, known: Mapping[str, int]) -> News:
-        """What differs from the known versions, see `news_for`."""
-        return news_for(known, self.states(), self._references)
+    def changed(self, known: Mapping[str, int]) -> dict[str, SlotWeights]:
+        """See :func:`changed_weights`."""
+        return changed_weights(known, self.states(), self._references)
 
     def weights(self, topic: str, version: int) -> FlatWeights | None:
         """The weights of a version, 0 being the initial ones; None where they cannot be read."""
@@ -239,7 +238,7 @@ class WeightArchive:
             self._references[topic] = self._references[slot]
         if state.candidate is None:
             self._references.pop(slot, None)
-        self._changed(topic)
+        self._on_change(topic)
         self.decisions.add(topic, entry)
 
     def add(self, name: str, like: str, enter: Callable[[], None]) -> int:
@@ -275,6 +274,6 @@ class WeightArchive:
         enter()
         self._references[name] = reference
         self._shelves = {**self._shelves, name: shelf}  # others may be looking through it
-        self._changed(name)
+        self._on_change(name)
         self.decisions.add(name, entry)
         return version

@@ -22,9 +22,15 @@ from paceline.actors.weights.canary import Action, CanarySettings, Step, Trials
 from paceline.actors.weights.cooldown import ASKED_FOR, Admission, NotNow
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights
-from paceline.actors.weights.notifications import News
+from paceline.actors.weights.notifications import ChangeNotifier, RegistryChanges, SlotWeights
 from paceline.actors.weights.state_folder import hold
-from paceline.actors.weights.topics import AddedTopic, RouterHead, TopicDesk
+from paceline.actors.weights.topics import (
+    AddedTopic,
+    AddedTopics,
+    RouterHead,
+    TopicParts,
+    TopicsView,
+)
 from paceline.actors.weights.versions import VersionChanged
 
 logger = logging.getLogger(__name__)
@@ -32,7 +38,7 @@ logger = logging.getLogger(__name__)
 _NOT_FINITE = "weights that are not finite"
 
 
-class WeightRegistry(TopicDesk):
+class WeightRegistry:
     """Actor (asynchronous, for the long polls) that owns the weights of every topic.
 
     It decides, and WeightArchive carries out: disk first, announcement second, so that what a
@@ -69,7 +75,8 @@ class WeightRegistry(TopicDesk):
             StateFolderLocked: where another process has the directory.
         """
         hold(directory)
-        super().__init__(directory)
+        self._added = AddedTopics(directory)
+        self._notifier = ChangeNotifier()
         marks = dict.fromkeys(topics, fingerprint) if isinstance(fingerprint, str) else fingerprint
         marks = self._added.inherited({topic: marks[topic] for topic in topics})
         self._canary = canary
@@ -84,7 +91,7 @@ class WeightRegistry(TopicDesk):
             initial=self._added.inherited(initial or {}),
             put=put,
             clock=clock,
-            changed=self._changed,
+            on_change=self._changed,
         )
         for topic in self._archive:
             self._admission.recall(topic, self._archive.decisions.of(topic))
@@ -92,7 +99,7 @@ class WeightRegistry(TopicDesk):
 
     def _changed(self, topic: str) -> None:
         self._begin_trial(topic)
-        self._announcements.wake()
+        self._notifier.notify()
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """Announce new weights of a topic, on trial where there is a canary.
@@ -312,31 +319,46 @@ class WeightRegistry(TopicDesk):
             for topic, state in self._archive.states().items()
         }
 
-    def newest(self, topic: str) -> tuple[int, list[Any]]:
-        """A topic's stable weight_version with the reference of its FlatWeights, in a list of one.
+    def stable_weights(self, topic: str) -> SlotWeights:
+        """A topic's stable weights.
 
-        The list is empty where there are none: at version 0, and where files were lost and the
-        initial ones cannot be read here. Then the initial weights stand for that version.
+        Without a reference the initial weights stand for the version: at version 0, and if files
+        were lost and the initial ones cannot be read here.
 
         Raises:
             KeyError: for an unknown topic.
         """
         return self._archive.stable(topic)
 
-    async def wait_newer(self, known: Mapping[str, int], timeout_s: float) -> News:
-        """Wait for versions other than the known ones.
+    def topics(self) -> TopicsView:
+        """The added topics, the router's head, and the handles of the topics' actors."""
+        return self._added.view()
+
+    def bring_parts(self, topic: str, parts: TopicParts) -> None:
+        """Announce the handles of an added topic's actors."""
+        if self._added.bring(topic, parts):
+            self._notifier.notify()
+
+    async def wait_for_changes(
+        self, versions: Mapping[str, int] | None, etag: str | None, timeout_s: float
+    ) -> RegistryChanges:
+        """Wait for changes of weights or topics; empty after the timeout.
 
         Args:
-            known: slot (``sql``, ``sql@candidate``) to the weight_version that the caller has;
-                a missing slot has 0.
+            versions: slot to the weight_version that the caller has, a missing slot has 0; None
+                if the caller needs no weights.
+            etag: of the view that the caller has, "" if none; None if it needs no topics.
             timeout_s: longest wait, seconds.
-
-        Returns:
-            slot to (weight_version, [reference of FlatWeights]); the reference lies in a list
-            so that Ray does not resolve it. A stable version is above the known one; a candidate
-            is another one, or (0, []) where there is none any more. Empty after the time-out.
         """
-        return await self._announcements.wait(lambda: self._archive.news(known), timeout_s)
+
+        def look() -> RegistryChanges:
+            view = self._added.view()
+            return RegistryChanges(
+                {} if versions is None else self._archive.changed(versions),
+                None if etag in (None, view.etag) else view,
+            )
+
+        return await self._notifier.wait(look, timeout_s)
 
     def history(self, topic: str | None = None) -> list[dict[str, Any]]:
         """Decisions of a topic, or of all, oldest first."""

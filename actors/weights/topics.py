@@ -1,4 +1,4 @@
-"""The registry's part about added topics: what there is, what is refused, what is announced."""
+"""Added topics: their catalogue on disk, and what subscribers are sent of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
-
-from paceline.actors.weights.notifications import Announcements
 
 logger = logging.getLogger(__name__)
 
@@ -261,34 +259,3 @@ class AddedTopics:
         own = self._catalogue
         etag = f"{own.revision} {' '.join(sorted(self._parts))}"
         return TopicsView(etag, own.revision, own.topics, own.head, dict(self._parts))
-
-
-class TopicDesk:
-    """The registry's face to those who follow the added topics."""
-
-    def __init__(self, directory: str | Path) -> None:
-        """Read what lies there.
-
-        Args:
-            directory: of all versions; this process's alone.
-        """
-        self._added = AddedTopics(directory)
-        self._announcements = Announcements()
-
-    def bring_parts(self, topic: str, parts: TopicParts) -> None:
-        """Take the handles of what works for an added topic, and hand them to all who ask."""
-        if self._added.bring(topic, parts):
-            self._announcements.wake()
-
-    def topics(self) -> TopicsView:
-        """The added topics, the router's head, and the handles of what works for them."""
-        return self._added.view()
-
-    async def wait_topics(self, etag: str, timeout_s: float) -> TopicsView | None:
-        """Wait for another view than that of an ``etag``; None after ``timeout_s`` seconds."""
-
-        def look() -> dict[str, TopicsView]:
-            view = self._added.view()
-            return {} if view.etag == etag else {"view": view}
-
-        return (await self._announcements.wait(look, timeout_s)).get("view")

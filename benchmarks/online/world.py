@@ -113,8 +113,8 @@ class LocalWorld:
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         """The newest ones."""
-        version, references = self.registry.newest(topic)
-        return version, references[0] if references else None
+        stable = self.registry.stable_weights(topic)
+        return stable.weight_version, stable.reference
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
         """To the registry."""
@@ -240,16 +240,17 @@ class Learner:
         began = time.process_time()
         self._rounds.tick()
         for expert, version in self.world.registry.current().items():
-            _, references = self.world.registry.newest(expert)
-            if version != self._known[expert] and references:
-                self._put(SwapWeights(expert, version, unflatten(references[0])))
+            flat = self.world.registry.stable_weights(expert).reference
+            if version != self._known[expert] and flat is not None:
+                self._put(SwapWeights(expert, version, unflatten(flat)))
                 self._known[expert] = version
         self.seconds += time.process_time() - began
 
     def served(self, expert: str) -> tuple[int, dict[str, Tensor] | None]:
         """weight_version and weights that requests get now; None are the initial ones."""
-        version, references = self.world.registry.newest(expert)
-        return version, unflatten(references[0]) if references else None
+        stable = self.world.registry.stable_weights(expert)
+        flat = stable.reference
+        return stable.weight_version, None if flat is None else unflatten(flat)
 
     def facts(self) -> dict[str, Any]:
         """What learning has cost and decided so far.

@@ -38,7 +38,7 @@ from paceline.deploy.api.request_schemas import (
     GenerationOptions,
 )
 from paceline.deploy.api.response_builder import ResponseContext, response_body
-from paceline.deploy.api.routing import RouterHere, RouteTable, TopicFinder, load_router
+from paceline.deploy.api.routing import RouteTable, TopicFinder, load_router
 from paceline.deploy.api.status import LearningActors, gather_status
 from paceline.deploy.api.streaming import EventStream, events, started, timed, until
 from paceline.deploy.api.token_names import TokenNames
@@ -108,9 +108,8 @@ class Ingress:
         self._actors = actors
         self._routes = RouteTable(actors.scorer, time.monotonic, settings.trial_share)
         self._experts = TopicList(settings.experts, actors.registry)
-        self._own_router: RouterHere | None = None
         if settings.own_router is not None:
-            router = self._own_router = load_router(*settings.own_router, actors.registry)
+            router = load_router(*settings.own_router, actors.registry)
         self._topics = TopicFinder(
             router,
             self._experts,
@@ -163,7 +162,6 @@ class Ingress:
         with suppress(RuntimeError):  # no loop runs: the first request begins it
             asyncio.get_running_loop()
             self._drain.follow()
-            self._follow_topics()
         if self._settings.page:
             add_page(api)
         if keys := self._settings.key_digests:
@@ -172,12 +170,6 @@ class Ingress:
         api.add_exception_handler(HTTPException, _answer_error)
         api.add_exception_handler(Exception, _answer_error)
         return api
-
-    def _follow_topics(self) -> None:
-        """Hear of added topics from now on; needs a running loop."""
-        self._experts.follow()
-        if self._own_router is not None:
-            self._own_router.follow()
 
     async def reconfigure(self, user_config: Any) -> None:
         """Take other limits while requests run; Serve calls it. See LiveIngress."""
@@ -231,7 +223,6 @@ class Ingress:
 
     async def status(self) -> Response:
         """What target, drafts, replay and trainer are doing."""
-        self._follow_topics()
         status = await gather_status(self._target, replace(self._actors, shards=self._shards()))
         own = {
             "failover": self._failover.counts(),
@@ -280,7 +271,6 @@ class Ingress:
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         self._drain.follow()
         self._drain.check()
-        self._follow_topics()
         check_draft(asked.speculative.draft, self._experts)
         self._encoder.check_options(asked)
         count = len(parsed.prompts) * asked.num_choices

@@ -31,7 +31,6 @@ class RouterHere:
         classify: see TopicRouter, as the others.
         labels: likewise.
         grow: likewise; seconds of a thread that classifications share the processor with.
-        follow: likewise, called at once.
     """
 
     def __init__(self, router: Any) -> None:
@@ -39,7 +38,6 @@ class RouterHere:
         self.classify = Method(router.classify)
         self.labels = Method(router.labels)
         self.grow = Method(router.grow)
-        self.follow: Callable[[], None] = router.follow
 
 
 def load_router(path: str, num_threads: int, registry: Any) -> RouterHere:

@@ -123,10 +123,12 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     kill(pid)
     assert eventually(version, 60) >= last
     assert pid_of(registry) != pid
-    news = eventually(lambda: ray.get(registry.wait_newer.remote({}, 1.0), timeout=5), 60)
-    number, [reference] = news["sql"]
-    assert number >= last
-    assert unflatten(ray.get(reference, timeout=5))["model.norm.weight"].shape == (32,)
+    changes = eventually(
+        lambda: ray.get(registry.wait_for_changes.remote({}, None, 1.0), timeout=5), 60
+    )
+    published = changes.weights["sql"]
+    assert published.weight_version >= last
+    assert unflatten(ray.get(published.reference, timeout=5))["model.norm.weight"].shape == (32,)
     feed(shard, range(80, 90))
     newer = eventually(lambda: decisions_since(registry, killed_at))
     assert newer[-1]["topic"] == "sql"

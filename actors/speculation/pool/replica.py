@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -18,8 +17,7 @@ from paceline.actors.speculation.pool.messages import Lease
 from paceline.actors.speculation.pool.sessions import LeaseSharing
 from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.flat_weights import unflatten
-from paceline.actors.weights.slots import candidate_of, expert_of
+from paceline.actors.weights.subscriber import RegistrySubscriber
 
 
 class BusyShare:
@@ -52,9 +50,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 _UNUSED_S = 30.0
 _PING_S = 10.0
-_POLL_S = 10.0
-_RETRY_S = 0.5
-_FIRST_PULL_S = 5.0
+_FIRST_POLL_S = 5.0
 _COUNT_EVERY_S = 5.0
 
 
@@ -72,7 +68,6 @@ class ExpertReplica:
             registry: actor handle of the weight registry; None never swaps.
         """
         self._expert = settings.expert
-        self._registry = registry
         host = ray.util.get_node_ip_address() if settings.across_nodes else None
         self._server = build_server(settings, host)
         self._names = itertools.count()
@@ -81,10 +76,15 @@ class ExpertReplica:
         self._sharing = LeaseSharing(0)
         self._ending: set[str] = set()
         self._counting: asyncio.Task[None] | None = None
-        self._known: dict[str, int] = {}
         if registry is not None:
-            self._try_to_pull(0.0, _FIRST_PULL_S)
-            threading.Thread(target=self._watch, name="paceline-weights", daemon=True).start()
+            subscriber = RegistrySubscriber(
+                registry,
+                on_weights=lambda slot, version, state: self._server.swap(version, state, slot),
+                expert=self._expert,
+                failed=self._failed_candidates,
+            )
+            subscriber.poll(0.0, _FIRST_POLL_S)  # serve with the newest weights from the start
+            subscriber.start()
 
     async def open(self, client: str) -> AsyncIterator[Lease | None]:
         """A target's lease: what it connects by, then a heartbeat every few seconds.
@@ -138,34 +138,11 @@ class ExpertReplica:
         if not await asyncio.to_thread(self._server.ping, _PING_S):
             raise RuntimeError("the expert's thread has stopped or hangs")
 
-    def _watch(self) -> None:
-        """Long-poll the registry for new weights, for ever."""
-        while True:
-            if not self._try_to_pull(_POLL_S, 3 * _POLL_S):
-                time.sleep(_RETRY_S)
-
-    def _report_failure(self) -> None:
-        """Have a candidate that failed here rolled back everywhere; until it is, again."""
+    def _failed_candidates(self) -> list[DraftOutcome]:
         version = self._server.failed_candidate()
-        if version is not None and self._known.get(candidate_of(self._expert)) == version:
-            failed = DraftOutcome(self._expert, version, 0, 0, failed=True)
-            self._registry.report.remote([failed])
-
-    def _try_to_pull(self, wait_s: float, timeout_s: float) -> bool:
-        """Take this expert's news, if there are any within ``wait_s``; False where that failed."""
-        try:
-            asked = self._registry.wait_newer.remote(self._known, wait_s)
-            for slot, (version, refs) in ray.get(asked, timeout=timeout_s).items():
-                if expert_of(slot) == self._expert:
-                    # unflatten copies: the object dies with the registry that put it.
-                    state = unflatten(ray.get(refs[0], timeout=_POLL_S)) if refs else None
-                    self._server.swap(version, state, slot)
-                self._known[slot] = version
-            self._report_failure()
-        except Exception as error:
-            logger.info("no weights from the registry (%s), trying again", error)
-            return False
-        return True
+        if version is None:
+            return []
+        return [DraftOutcome(self._expert, version, 0, 0, failed=True)]
 
 
 def _num_replicas() -> int:

@@ -18,6 +18,9 @@ from paceline.actors.router.growth import GrowthSettings, grow
 from paceline.actors.router.policy import choose
 from paceline.actors.router.regression import Texts
 from paceline.actors.router.router import GrownRouter, TopicRouter
+from paceline.actors.weights.notifications import RegistryChanges
+from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.topics import RouterHead, TopicsView
 from paceline.deploy.api.topic_admin import bundled
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import router_confidence
@@ -159,26 +162,27 @@ def test_examples_of_a_topic_that_there_is_are_refused() -> None:
     assert grown("queries", list(generate("sql", 40, 77))).fault is not None
 
 
-def test_a_router_takes_up_what_the_registry_announces(travel: GrownRouter) -> None:
-    head = SimpleNamespace(facts=travel.facts, arrays=travel.arrays)
-    foreign = SimpleNamespace(facts=travel.facts | {"base": "other"}, arrays=travel.arrays)
-    said = [
-        OSError("not up"),
-        SimpleNamespace(etag="0", head=foreign),
-        SimpleNamespace(etag="1", head=head),
-    ]
+def test_a_router_takes_up_what_the_registry_announces(
+    travel: GrownRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = RouterHead(travel.facts, travel.arrays)
+    foreign = RouterHead(travel.facts | {"base": "other"}, travel.arrays)
+    views = [TopicsView("0", head=foreign), TopicsView("1", head=head)]
     asked: list[str] = []
 
-    async def wait_topics(etag: str, _timeout_s: float) -> Any:
+    def wait_for_changes(_versions: None, etag: str, _timeout_s: float) -> RegistryChanges:
         asked.append(etag)
-        if not said:
-            await asyncio.Event().wait()
-        now = said.pop(0)
-        if isinstance(now, Exception):
-            raise now
-        return now
+        if len(asked) == 1:
+            raise OSError("not up")
+        return RegistryChanges(topics=views.pop(0)) if views else RegistryChanges()
 
-    registry = SimpleNamespace(wait_topics=SimpleNamespace(remote=wait_topics))
+    def get(subscriber: RegistrySubscriber, changes: RegistryChanges, _timeout_s: float) -> Any:
+        if not changes:
+            subscriber._stopped.set()
+        return changes
+
+    monkeypatch.setattr(RegistrySubscriber, "get", get)
+    registry = SimpleNamespace(wait_for_changes=SimpleNamespace(remote=wait_for_changes))
     router = TopicRouter(str(ROUTER), registry=registry)
 
     async def labels() -> tuple[str, ...]:

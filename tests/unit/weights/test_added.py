@@ -49,8 +49,8 @@ def taught(directory: Path, **more: Any) -> WeightRegistry:
 
 
 def news(reg: WeightRegistry, topic: str) -> tuple[int, float]:
-    version, [flat] = asyncio.run(reg.wait_newer({}, 0.01))[topic]
-    return version, float(unflatten(flat)["w"][0])
+    found = asyncio.run(reg.wait_for_changes({}, None, 0.01)).weights[topic]
+    return found.weight_version, float(unflatten(found.reference)["w"][0])
 
 
 def test_a_topic_starts_as_a_copy_of_what_general_is_served_as(tmp_path: Path) -> None:
@@ -71,8 +71,7 @@ def test_what_general_was_loaded_from_is_copied_where_nothing_was_learnt(tmp_pat
     model.save_pretrained(tmp_path / "draft")
     reg = registry(tmp_path / "state", initial=dict.fromkeys(TOPICS, str(tmp_path / "draft")))
     reg.add_topic("geo", "general")
-    _, [flat] = reg.newest("geo")
-    for name, own in unflatten(flat).items():
+    for name, own in unflatten(reg.stable_weights("geo").reference).items():
         assert torch.equal(own, model.state_dict()[name])
     assert reg.roll_back("geo", 0) == 2
 
@@ -130,7 +129,7 @@ def test_an_addition_that_ends_before_the_catalogue_was_never_there(
     reg = registry(tmp_path) if died else reg
     assert "geo" not in reg.current()
     assert reg.topics().topics == ()
-    assert "geo" not in asyncio.run(reg.wait_newer({}, 0.01))
+    assert "geo" not in asyncio.run(reg.wait_for_changes({}, None, 0.01)).weights
     assert reg.add_topic("geo", "general", head(1.0), 0) == 2  # numbers are not given out twice
     assert news(registry(tmp_path), "geo") == (2, 3.0)
 
@@ -150,24 +149,23 @@ def test_a_torn_catalogue_or_head_costs_the_topics_or_the_router_alone(tmp_path:
 def test_those_who_wait_hear_of_topics_and_of_who_works_for_them(tmp_path: Path) -> None:
     reg = taught(tmp_path)
 
+    async def changed(reg: WeightRegistry, etag: str, timeout_s: float = 5.0) -> Any:
+        return (await reg.wait_for_changes(None, etag, timeout_s)).topics
+
     async def scenario() -> None:
-        first = await reg.wait_topics("", 5.0)
-        assert first is not None
-        assert await reg.wait_topics(first.etag, 0.01) is None
-        poll = asyncio.create_task(reg.wait_topics(first.etag, 5.0))
+        first = await changed(reg, "")
+        assert await changed(reg, first.etag, 0.01) is None
+        poll = asyncio.create_task(changed(reg, first.etag))
         await asyncio.sleep(0.01)
         reg.add_topic("geo", "general", head(1.0), 0)
         second = await asyncio.wait_for(poll, 2.0)
-        assert second is not None
         assert [topic.name for topic in second.topics] == ["geo"]
-        poll = asyncio.create_task(reg.wait_topics(second.etag, 5.0))
+        poll = asyncio.create_task(changed(reg, second.etag))
         await asyncio.sleep(0.01)
         reg.bring_parts("geo", TopicParts("shard"))
         third = await asyncio.wait_for(poll, 2.0)
-        assert third is not None
         assert third.parts == {"geo": TopicParts("shard")}
-        reborn = await registry(tmp_path).wait_topics(third.etag, 5.0)
-        assert reborn is not None
+        reborn = await changed(registry(tmp_path), third.etag)
         assert reborn.etag == second.etag
 
     asyncio.run(scenario())

@@ -164,7 +164,7 @@ def test_after_some_versions_that_were_only_no_worse_the_last_good_one_is_tried(
         reg.publish("sql", weights(9.0), {})
     report(reg, {last: EVEN, again: EVEN + 3}, 8)
     assert reg.current()["sql"] == again
-    flat = reg.newest("sql")[1][0]
+    flat = reg.stable_weights("sql").reference
     assert float(flat.arrays["float32"][0]) == 1.0  # its file was kept, whatever came after it
     assert reg.history("sql")[-1]["restored_from"] == good
     for value in range(2):

@@ -7,9 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from paceline.actors.weights.flat_weights import (
     unflatten,
 )
 from paceline.actors.weights.history import append_decision, read_all_decisions
+from paceline.actors.weights.notifications import SlotWeights
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.state_folder import StateFolderLocked, fingerprint, fingerprints
 from paceline.actors.weights.store import WeightStore
@@ -41,33 +41,37 @@ def registry(directory: Path, *, mark: str = "aa", keep: int = 3) -> WeightRegis
 
 
 def served(reg: WeightRegistry, topic: str) -> tuple[int, float]:
-    version, [flat] = asyncio.run(reg.wait_newer({}, 0.01))[topic]
-    return version, float(unflatten(flat)["w"][0])
+    found = changed(reg, {})[topic]
+    return found.weight_version, float(unflatten(found.reference)["w"][0])
+
+
+def changed(reg: WeightRegistry, known: dict[str, int]) -> Mapping[str, SlotWeights]:
+    return asyncio.run(reg.wait_for_changes(known, None, 0.01)).weights
 
 
 def test_starts_with_version_zero_which_is_never_sent(tmp_path: Path) -> None:
     reg = registry(tmp_path)
     assert reg.current() == {"sql": 0, "shell": 0, "general": 0}
-    assert asyncio.run(reg.wait_newer({}, 0.01)) == {}
+    assert changed(reg, {}) == {}
 
 
 def test_published_weights_reach_those_who_have_older_ones(tmp_path: Path) -> None:
     reg = registry(tmp_path)
     assert reg.publish("sql", weights(1.0), {"records": 9}) == 1
     assert served(reg, "sql") == (1, 1.0)
-    assert asyncio.run(reg.wait_newer({"sql": 1}, 0.01)) == {}
+    assert changed(reg, {"sql": 1}) == {}
     assert reg.publish("sql", weights(2.0), {}) == 2
-    assert asyncio.run(reg.wait_newer({"sql": 1}, 0.01))["sql"][0] == 2
+    assert changed(reg, {"sql": 1})["sql"].weight_version == 2
 
 
 def test_a_waiting_poll_is_answered_by_the_publication(tmp_path: Path) -> None:
     reg = registry(tmp_path)
 
-    async def scenario() -> dict[str, Any]:
-        poll = asyncio.create_task(reg.wait_newer({"shell": 0}, 5.0))
+    async def scenario() -> Mapping[str, SlotWeights]:
+        poll = asyncio.create_task(reg.wait_for_changes({"shell": 0}, None, 5.0))
         await asyncio.sleep(0.01)
         reg.publish("shell", weights(3.0), {})
-        return await asyncio.wait_for(poll, 1.0)
+        return (await asyncio.wait_for(poll, 1.0)).weights
 
     assert set(asyncio.run(scenario())) == {"shell"}
 
@@ -149,12 +153,13 @@ def test_lost_weights_give_way_to_the_initial_ones_under_a_new_number(
         file.unlink() if cause == "unlinked" else file.write_bytes(b"torn")
     again = start()
     assert again.current() == {"sql": 2, "shell": 1, "general": 0}
-    version, (restored,) = again.newest("sql")
-    assert (version, restored.digest()) == (2, initial_weights.digest())
-    assert again.newest("shell") == (1, [])  # whose initial ones cannot be read either
+    restored = again.stable_weights("sql")
+    assert restored.weight_version == 2
+    assert restored.reference.digest() == initial_weights.digest()
+    assert again.stable_weights("shell") == SlotWeights(1)  # no initial ones either
     last = again.history("sql")[-1]
     assert (last["outcome"], last["version"], last["restored_from"]) == ("restored", 2, 0)
-    assert start().newest("sql")[0] == 2
+    assert start().stable_weights("sql").weight_version == 2
     assert again.publish("sql", weights(3.0), {}) == 3
 
 
@@ -166,16 +171,16 @@ def test_a_full_disk_loses_a_line_of_the_history_until_the_next_start_and_no_mor
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    async def scenario() -> dict[str, Any]:
-        poll = asyncio.create_task(reg.wait_newer({"sql": 0}, 5.0))
+    async def scenario() -> Mapping[str, SlotWeights]:
+        poll = asyncio.create_task(reg.wait_for_changes({"sql": 0}, None, 5.0))
         await asyncio.sleep(0.01)
         with monkeypatch.context() as patch:
             patch.setattr(WeightStore, "append_history", full)
             assert reg.publish("sql", weights(1.0), {"records": 9, "loss": float("nan")}) == 1
             reg.reject("shell", {})  # not worth a trainer's round
-        return await asyncio.wait_for(poll, 1.0)
+        return (await asyncio.wait_for(poll, 1.0)).weights
 
-    assert asyncio.run(scenario())["sql"][0] == 1
+    assert asyncio.run(scenario())["sql"].weight_version == 1
     assert [d["topic"] for d in reg.history()] == ["sql", "shell"]
     reg.note("sql", {"outcome": "drift"})
     for _ in range(2):  # the line comes back once
@@ -228,14 +233,14 @@ def test_a_line_cut_short_does_not_spoil_the_history(tmp_path: Path) -> None:
 
 def test_the_newest_weights_of_a_topic_come_with_their_version(tmp_path: Path) -> None:
     reg = registry(tmp_path)
-    assert reg.newest("sql") == (0, [])
+    assert reg.stable_weights("sql") == SlotWeights(0)
     reg.publish("sql", weights(1.0), {})
-    version, [flat] = reg.newest("sql")
-    assert (version, float(unflatten(flat)["w"][0])) == (1, 1.0)
+    stable = reg.stable_weights("sql")
+    assert (stable.weight_version, float(unflatten(stable.reference)["w"][0])) == (1, 1.0)
     (tmp_path / "aa" / "sql" / "1.safetensors").unlink()
-    assert registry(tmp_path).newest("sql") == (1, [])
+    assert registry(tmp_path).stable_weights("sql") == SlotWeights(1)
     with pytest.raises(KeyError):
-        reg.newest("poems")
+        reg.stable_weights("poems")
 
 
 def test_what_is_kept_of_a_decision_is_always_json(tmp_path: Path) -> None:

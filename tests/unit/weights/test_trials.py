@@ -17,6 +17,7 @@ from paceline.actors.training.topic_stats import Outlook
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, load_model, unflatten
+from paceline.actors.weights.notifications import SlotWeights
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.store import WeightStore
 
@@ -41,10 +42,10 @@ def registry(directory: Path, *, canary: bool = True, **more: Any) -> WeightRegi
 
 def served(reg: WeightRegistry, known: dict[str, int] | None = None) -> dict[str, Any]:
     """Slot to (version, value of its weights)."""
-    news = asyncio.run(reg.wait_newer(known or {}, 0.01))
+    changes = asyncio.run(reg.wait_for_changes(known or {}, None, 0.01))
     return {
-        slot: (version, float(unflatten(flats[0])["w"][0]) if flats else None)
-        for slot, (version, flats) in news.items()
+        slot: (new.weight_version, new.reference and float(unflatten(new.reference)["w"][0]))
+        for slot, new in changes.weights.items()
     }
 
 
@@ -66,7 +67,7 @@ def test_new_weights_are_on_trial_and_promoted_by_live_requests(tmp_path: Path) 
     reg = registry(tmp_path)
     assert reg.publish("sql", weights(1.0), {"records": 9}) == 1
     assert reg.current()["sql"] == 0
-    assert reg.newest("sql") == (0, [])
+    assert reg.stable_weights("sql") == SlotWeights(0)
     assert served(reg) == {"sql@candidate": (1, 1.0)}
     assert served(reg, {"sql@candidate": 1}) == {}
     report(reg, {0: BAD, 1: GOOD})
@@ -217,16 +218,18 @@ def test_an_operator_goes_back_to_any_version_that_is_there(tmp_path: Path) -> N
     assert reg.roll_back("sql", 2) == 5
     assert served(reg) == {"sql": (5, 2.0)}
     assert reg.roll_back("sql", 0) == 6
-    version, (restored,) = reg.newest("sql")
-    assert (version, restored.digest()) == (6, initial_weights.digest())
+    restored = reg.stable_weights("sql")
+    assert restored.weight_version == 6
+    assert restored.reference.digest() == initial_weights.digest()
     with pytest.raises(ValueError, match="version 99"):
         reg.roll_back("sql", 99)
     with pytest.raises(KeyError):
         reg.roll_back("poems")
     last = reg.history("sql")[-1]
     assert (last["outcome"], last["restored_from"], last["parent"]) == ("rolled_back", 0, 5)
-    version, (restored,) = registry(tmp_path / "state").newest("sql")
-    assert (version, restored.digest()) == (6, initial_weights.digest())
+    restored = registry(tmp_path / "state").stable_weights("sql")
+    assert restored.weight_version == 6
+    assert restored.reference.digest() == initial_weights.digest()
     assert first == 1
 
 

@@ -100,8 +100,8 @@ class World:
         self.registry.publish("sql", flatten({"w": torch.full((2,), value)}), {})
 
     def served(self) -> float:
-        _, [flat] = self.registry.newest("sql")
-        return float(unflatten(flat)["w"][0])
+        stable = self.registry.stable_weights("sql")
+        return float(unflatten(stable.reference)["w"][0])
 
     def insert(self, *names: str) -> None:
         for number, name in enumerate(names):

@@ -29,9 +29,6 @@ class Classifier:
     async def labels(self) -> tuple[str, ...]:
         return ("sql", "general")
 
-    def follow(self) -> None:
-        self.asked.append("follow")
-
     async def grow(self, *told: Any) -> tuple[Any, ...]:
         return told
 
@@ -47,11 +44,9 @@ def test_it_is_asked_as_a_handle_is() -> None:
 
     async def asked() -> tuple[Any, Any]:
         here = RouterHere(classifier)
-        here.follow()
         return await here.labels.remote(), await here.grow.remote("trivia", ["a"])
 
     assert asyncio.run(asked()) == (("sql", "general"), ("trivia", ["a"]))
-    assert classifier.asked[-1] == "follow"
 
 
 @pytest.mark.parametrize(

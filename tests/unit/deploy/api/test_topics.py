@@ -26,6 +26,7 @@ from paceline.actors.router.router import TopicRouter
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicParts
 from paceline.cluster.named_actor import NamedActor
 from paceline.deploy.api import topic_admin as negatives
@@ -62,6 +63,27 @@ class Answer:
         if asyncio.iscoroutine(self._found):
             return (yield from self._found.__await__())
         return self._found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def local_references() -> Iterator[None]:
+    """Subscribers wait for an Answer in place of Ray's reference, and end with the module."""
+    started: list[RegistrySubscriber] = []
+    start = RegistrySubscriber.start
+
+    async def awaited(answer: Answer) -> Any:
+        return await answer
+
+    def start_noted(own: RegistrySubscriber) -> None:
+        started.append(own)
+        start(own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RegistrySubscriber, "get", lambda _, answer, _s: asyncio.run(awaited(answer)))
+        patch.setattr(RegistrySubscriber, "start", start_noted)
+        yield
+        for own in started:
+            own.stop(0.0)
 
 
 class Actor:
@@ -122,8 +144,9 @@ class System:
         self.shards["travel"] = ReplayShard("travel")
         self.registry.bring_parts("travel", TopicParts(Actor(self.shards["travel"])))
         self.target._take_topics(self.registry.topics())
-        version, [flat] = self.registry.newest("travel")
-        self.target._loop.update(SwapWeights("travel", version, unflatten(flat)))
+        stable = self.registry.stable_weights("travel")
+        state = unflatten(stable.reference)
+        self.target._loop.update(SwapWeights("travel", stable.weight_version, state))
 
     def close(self) -> None:
         self.target._loop.close()
