@@ -1,7 +1,7 @@
-"""What an engine counts: rounds by topic and draft, and how long requests wait. Pure.
+"""Statistics of an engine: rounds by topic and draft, and latencies of requests.
 
-Plain numbers that the engine's thread alone writes. Any other thread may read them at any time: a
-reader sees each of them as it is now, not all of them as of one round.
+The engine's thread alone writes them. Other threads may read at any time; they see each number as
+it is now, not all of them as of one round.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 from paceline.actors.engine.request import FAILED, FINISH_NOT_FINITE, GenerationRequest
 
-_VERSIONS = 3  # of a slot: the present one, and those that requests may still draft with
-_MOST_WAITING = 4096  # latencies that nobody has taken; the oldest go
+_MAX_VERSIONS = 3  # per slot: the current one, and those that requests may still draft with
+_MAX_LATENCIES = 4096  # kept until drained; the oldest are dropped
 
 
 @dataclass(slots=True)
-class DraftCounts:
-    """What a draft did, in vLLM's words.
+class DraftStats:
+    """Totals of a draft, named as in vLLM.
 
     Attributes:
-        rounds: of a request that may speculate, drafted or not.
-        drafts: rounds that drafted.
-        draft_tokens: drafted in them.
-        accepted_tokens: of these, accepted; recovered and bonus tokens are none of them.
-        histogram: rounds with drafts by how many tokens were accepted, from 0.
+        rounds: of requests that may speculate, with or without draft tokens.
+        drafts: rounds with draft tokens.
+        draft_tokens: drafted tokens.
+        accepted_tokens: accepted draft tokens; recovered and bonus tokens do not count.
+        histogram: entry i counts the rounds with drafts and i accepted tokens.
     """
 
     rounds: int = 0
@@ -35,7 +35,7 @@ class DraftCounts:
     histogram: list[int] = field(default_factory=lambda: [0])
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Count a request's round."""
+        """Count a round of one request."""
         self.rounds += 1
         if not drafted:
             return
@@ -47,44 +47,45 @@ class DraftCounts:
         self.histogram[accepted] += 1
 
     def accepted_per_position(self) -> list[int]:
-        """Accepted tokens by their position in the draft, from 0."""
+        """Return the accepted tokens by position in the draft."""
         histogram = list(self.histogram)
         return [sum(histogram[position:]) for position in range(1, len(histogram))]
 
 
-class RoundMeter:
-    """Rounds since the start.
+class RoundStats:
+    """Totals of rounds.
 
     Attributes:
-        seconds: of all rounds, without the reading of prompts.
-        drafting_s: of these, the part that drafting took.
+        seconds: of all rounds, without prefill.
+        drafting_s: seconds of these spent on drafting.
         plain_s: seconds that plain decoding is expected to take for the same tokens.
-        tokens: that the rounds emitted, those behind an answer's end included.
-        counts: by topic and draft, that is its slot or initial weights (``sql@candidate``).
-        versions: by draft and weight_version, of the latest versions of each; of rounds with
-            drafts alone.
+        tokens: emitted, those behind the end of an answer included.
+        counts: by topic and draft, which is its slot or initial weights (``sql@candidate``).
+        versions: by draft and weight_version, for the latest versions of each; only rounds with
+            drafts.
     """
 
     def __init__(self) -> None:
-        """Begin at zero."""
         self.seconds = self.drafting_s = self.plain_s = 0.0
         self.tokens = 0
-        self.counts: dict[tuple[str, str], DraftCounts] = {}
-        self.versions: dict[tuple[str, int], DraftCounts] = {}
+        self.counts: dict[tuple[str, str], DraftStats] = {}
+        self.versions: dict[tuple[str, int], DraftStats] = {}
 
-    def row(self, topic: str, draft: str, weight_version: int, drafted: int, accepted: int) -> None:
-        """Count what a round did for one request.
+    def add_row(
+        self, topic: str, draft: str, weight_version: int, drafted: int, accepted: int
+    ) -> None:
+        """Count a round of one request.
 
         Args:
             topic: of the request.
             draft: its slot or initial weights.
-            weight_version: that drafted, or would have.
-            drafted: tokens.
+            weight_version: of the draft.
+            drafted: draft tokens.
             accepted: of these.
         """
         counts = self.counts.get((topic, draft))
         if counts is None:
-            counts = self.counts[topic, draft] = DraftCounts()
+            counts = self.counts[topic, draft] = DraftStats()
         counts.add(drafted, accepted)
         if not drafted:
             return
@@ -93,114 +94,120 @@ class RoundMeter:
             counts = self._new_version(draft, weight_version)
         counts.add(drafted, accepted)
 
-    def took(self, seconds: float, drafting_s: float, tokens: int, plain_s: float | None) -> None:
-        """Count a round's time; ``plain_s`` None: nobody knows what plain decoding costs."""
+    def add_round(
+        self, seconds: float, drafting_s: float, tokens: int, plain_s: float | None
+    ) -> None:
+        """Count the time of a round; ``plain_s`` is None if it is not known."""
         self.seconds += seconds
         self.drafting_s += drafting_s
         self.tokens += tokens
         self.plain_s += plain_s or 0.0
 
-    def _new_version(self, draft: str, weight_version: int) -> DraftCounts:
+    def _new_version(self, draft: str, weight_version: int) -> DraftStats:
         own = [key for key in self.versions if key[0] == draft]
-        for key in own[: max(0, len(own) + 1 - _VERSIONS)]:
+        for key in own[: max(0, len(own) + 1 - _MAX_VERSIONS)]:
             del self.versions[key]
-        counts = self.versions[draft, weight_version] = DraftCounts()
+        counts = self.versions[draft, weight_version] = DraftStats()
         return counts
 
 
 @dataclass(slots=True)
 class _Times:
-    """One request's moments, monotonic seconds, and the tokens that it has had."""
+    """Times of one request, monotonic seconds, and its tokens."""
 
     topic: str
-    came: float
+    arrived_at: float
     resumed: bool
-    begun: bool = False
-    first: float | None = None
-    at_first: int = 0
+    admitted: bool = False
+    first_at: float | None = None
+    first_tokens: int = 0
     tokens: int = 0
 
 
-class RequestMeter:
-    """Tokens by topic, and what requests wait for, in seconds.
+class RequestStats:
+    """Totals of requests, and their latencies in seconds.
 
     Attributes:
-        queue_s: from a request's arrival to its beginning.
-        first_token_s: from its arrival to its first token.
-        per_token_s: between its tokens after the first, the mean of the request.
-        not_finite: requests that failed, their logits being NaN or infinite.
+        prompt_tokens: by topic.
+        generation_tokens: by topic.
+        queue_s: from arrival to admission.
+        first_token_s: from arrival to the first token.
+        per_token_s: mean time per token after the first chunk, of each request.
+        not_finite: requests that failed with NaN or infinite logits.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Begin with nobody; ``clock`` gives monotonic seconds."""
+        """``clock`` returns monotonic seconds."""
         self._clock = clock
         self._requests: dict[str, _Times] = {}
         self.prompt_tokens: Counter[str] = Counter()
         self.generation_tokens: Counter[str] = Counter()
-        self.queue_s: deque[float] = deque(maxlen=_MOST_WAITING)
-        self.first_token_s: deque[float] = deque(maxlen=_MOST_WAITING)
-        self.per_token_s: deque[float] = deque(maxlen=_MOST_WAITING)
+        self.queue_s: deque[float] = deque(maxlen=_MAX_LATENCIES)
+        self.first_token_s: deque[float] = deque(maxlen=_MAX_LATENCIES)
+        self.per_token_s: deque[float] = deque(maxlen=_MAX_LATENCIES)
         self.not_finite = 0
 
-    def came(self, request: GenerationRequest, at: float) -> None:
-        """A request came at ``at`` and is taken in.
+    def on_arrival(self, request: GenerationRequest, at: float) -> None:
+        """Note a request that arrived at ``at``.
 
-        Of one that another replica has begun, nobody here knows how long its client waits.
+        The latencies of a resumed one are not counted: when its client sent it is not known here.
         """
         resumed = bool(request.output_token_ids) or request.attempt > 0
         self._requests[request.run_id] = _Times(request.topic, at, resumed)
         if not resumed:
             self.prompt_tokens[request.topic] += len(request.prompt_token_ids)
 
-    def begun(self, run_ids: Iterable[str], at: float) -> None:
-        """Requests have got a row and memory, perhaps not for the first time."""
+    def on_admitted(self, run_ids: Iterable[str], at: float) -> None:
+        """Note requests that got a row, perhaps not for the first time."""
         for run_id in run_ids:
             times = self._requests.get(run_id)
-            if times is None or times.begun:
+            if times is None or times.admitted:
                 continue
-            times.begun = True
+            times.admitted = True
             if not times.resumed:
-                self.queue_s.append(max(0.0, at - times.came))
+                self.queue_s.append(max(0.0, at - times.arrived_at))
 
-    def gave(self, run_id: str, tokens: int, finish_reason: str | None) -> None:
-        """A request has had tokens, or has come to its end."""
+    def on_output(self, run_id: str, tokens: int, finish_reason: str | None) -> None:
+        """Note tokens of a request, or that it finished."""
         times = self._requests.get(run_id)
         if times is None:
             return
         if tokens:
             self.generation_tokens[times.topic] += tokens
             times.tokens += tokens
-            if times.first is None:
-                times.first, times.at_first = self._clock(), times.tokens
+            if times.first_at is None:
+                times.first_at, times.first_tokens = self._clock(), times.tokens
                 if not times.resumed:
-                    self.first_token_s.append(times.first - times.came)
+                    self.first_token_s.append(times.first_at - times.arrived_at)
         if finish_reason is not None:
             self.not_finite += finish_reason == FINISH_NOT_FINITE
             del self._requests[run_id]
-            self._end(times, finish_reason)
+            self._finish(times, finish_reason)
 
-    def dropped(self, run_id: str) -> None:
-        """A request's client has gone; an unknown one is fine."""
+    def on_abort(self, run_id: str) -> None:
+        """Forget a request if it is known."""
         self._requests.pop(run_id, None)
 
-    def _end(self, times: _Times, finish_reason: str) -> None:
-        further = times.tokens - times.at_first
-        if times.first is not None and further > 0 and finish_reason not in FAILED:
-            self.per_token_s.append((self._clock() - times.first) / further)
+    def _finish(self, times: _Times, finish_reason: str) -> None:
+        further = times.tokens - times.first_tokens
+        if times.first_at is not None and further > 0 and finish_reason not in FAILED:
+            self.per_token_s.append((self._clock() - times.first_at) / further)
 
 
-def drained(values: deque[float]) -> tuple[float, ...]:
-    """What lies in a deque that another thread goes on filling, taken out."""
+def drain(values: deque[float]) -> tuple[float, ...]:
+    """Remove and return the items of a deque that another thread appends to."""
     return tuple(values.popleft() for _ in range(len(values)))
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """What an engine is at and what it has done since its start.
+class EngineStats:
+    """Present state of an engine, and its totals since the start.
 
-    ``drafts`` are slots with their weight_version; ``chosen`` the controller's present k of the
-    drafts that were asked for, ``predicted_goodput`` the tokens per second that it expects of it,
-    None where there is no controller or no choice yet.
+    Attributes:
+        drafts: weight_version by slot.
+        chosen: the controller's current k by draft.
+        predicted_goodput: tokens per second that the controller expects of it; None without a
+            controller or a choice.
     """
 
     running: int
@@ -212,5 +219,5 @@ class EngineFigures:
     drafts: Mapping[str, int]
     chosen: Mapping[str, int]
     predicted_goodput: float | None
-    rounds: RoundMeter
-    requests: RequestMeter
+    rounds: RoundStats
+    requests: RequestStats

@@ -1,4 +1,4 @@
-"""The target replica: the engine behind an asynchronous, Serve-friendly face."""
+"""Ray Serve replica of the target: the engine loop behind asynchronous methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.model_loader import resolve_device
 from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRequest, merge_chunks
 from paceline.actors.engine.settings import TargetSettings
-from paceline.actors.engine.stats import EngineFigures
+from paceline.actors.engine.stats import EngineStats
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import RecordRateLimiter, is_scored
 from paceline.actors.speculation.pending_updates import (
@@ -39,56 +39,58 @@ from paceline.actors.weights.topics import TopicsView
 
 logger = logging.getLogger(__name__)
 
-_REPEAT_S = 1.0  # while nothing changes: who is silent for long counts as gone
-_CHANGES_S = 0.2  # a busy replica's changes wait for so long, at most
+_REPEAT_S = 1.0  # between reports of an unchanged load: a silent replica counts as gone
+_CHANGE_S = 0.2  # between reports of a busy replica
 
 
 class LoadReporter:
-    """Tells of the first request, the last one's end and bursts at once, of other changes later.
+    """Reports when work starts, ends or doubles at once, and other changes five times a second.
 
-    A call costs both sides a share of a millisecond, on the engine's thread too: with a report
-    for every request that comes or goes, a busy server has a hundred a second. A trainer that may
-    compute beside a light load hears of a heavier one so much later, where it is no burst. The
-    caller's thread alone uses it; it never fails.
+    A call costs both sides a fraction of a millisecond, on the engine's thread too, and a busy
+    server would make a hundred a second. Trainers that run beside a light load see a slow rise
+    that much later. Not thread-safe; never raises.
     """
 
     def __init__(self, send: Callable[[int, int], object], clock: Callable[[], float]) -> None:
-        """Nothing is told yet.
+        """Set where to report to.
 
         Args:
-            send: takes (running, waiting) without waiting; where it raises, they are lost.
-            clock: seconds, monotonic.
+            send: takes (running, waiting) without blocking; if it raises, the report is lost.
+            clock: monotonic seconds.
         """
         self._send = send
         self._clock = clock
-        self._told: tuple[int, int] | None = None
-        self._told_at = 0.0
+        self._reported: tuple[int, int] | None = None
+        self._reported_at = 0.0
 
-    def __call__(self, running: int, waiting: int) -> None:
-        """Take the present load; call it after every round and once when all is done."""
+    def update(self, running: int, waiting: int) -> None:
+        """Report the load if it is due; call it after every round and when all is done."""
         load, now = (running, waiting), self._clock()
-        if self._told is not None and now - self._told_at < self._least_s(self._told, load):
+        if self._reported is not None and now - self._reported_at < self._interval_s(
+            self._reported, load
+        ):
             return
-        self._told, self._told_at = load, now
+        self._reported, self._reported_at = load, now
         try:
             self._send(running, waiting)
         except Exception:
             logger.warning("load was not reported", exc_info=True)
 
     @staticmethod
-    def _least_s(told: tuple[int, int], load: tuple[int, int]) -> float:
-        """Seconds that have to be between a report and one of this load."""
-        if load == told:
+    def _interval_s(reported: tuple[int, int], load: tuple[int, int]) -> float:
+        """Return the minimum seconds between a report and one of this load."""
+        if load == reported:
             return _REPEAT_S
-        burst = sum(load) > 2 * sum(told)  # a trainer may have leave beside what was told
-        return _CHANGES_S if told[0] and sum(load) and not burst else 0.0  # (0, 1) ends in a round
+        burst = sum(load) > 2 * sum(reported)  # trainers may run beside the reported load
+        # (0, 1) ends within a round.
+        return _CHANGE_S if reported[0] and sum(load) and not burst else 0.0
 
 
 _EVERY_S = 1.0
 
 
 class OutcomeReporter:
-    """Collects outcomes and sends them together. The caller's thread alone uses it."""
+    """Sends draft outcomes to the registry in batches. Not thread-safe; never raises."""
 
     def __init__(
         self,
@@ -96,12 +98,12 @@ class OutcomeReporter:
         clock: Callable[[], float],
         every_s: float = _EVERY_S,
     ) -> None:
-        """Begin with nothing.
+        """Set where to report to.
 
         Args:
-            send: takes outcomes without waiting; where it raises, they are lost.
-            clock: seconds, monotonic.
-            every_s: shortest time between two calls while requests run.
+            send: takes outcomes without blocking; if it raises, they are lost.
+            clock: monotonic seconds.
+            every_s: minimum seconds between two calls while requests run.
         """
         self._send = send
         self._clock = clock
@@ -110,11 +112,11 @@ class OutcomeReporter:
         self._sent_at = clock()
 
     def add(self, outcome: DraftOutcome) -> None:
-        """Keep an outcome until the next :meth:`flush` that is due."""
+        """Add an outcome to the next batch."""
         self._pending.append(outcome)
 
     def flush(self, *, idle: bool) -> None:
-        """Send what there is, if it is time; at once where nothing runs any more."""
+        """Send the batch if it is due, or at once if the engine is idle."""
         now = self._clock()
         if not self._pending or not (idle or now - self._sent_at >= self._every_s):
             return
@@ -125,34 +127,33 @@ class OutcomeReporter:
             logger.warning("%d outcomes were not reported", len(outcomes), exc_info=True)
 
 
-def row_load(running: int, waiting: int, rows: int) -> float:
-    """The load in full replicas; it rises with either count.
+def replica_load(running: int, waiting: int, max_num_seqs: int) -> float:
+    """Return the load in units of full replicas; it rises with either count.
 
-    A replica with a queue counts as full, however many of its rows run: what waits has no row, or
-    no memory for keys and values.
+    A replica with a queue counts as full even if rows are free, since the KV cache may be full.
 
     Args:
-        running: requests being decoded.
+        running: requests with a row.
         waiting: requests in the queue.
-        rows: requests that may be decoded at once.
+        max_num_seqs: rows.
 
     Returns:
-        0.0 for nothing, 1.0 for full, more with a queue: 2.0 where ``rows`` requests wait.
+        0.0 if idle, 1.0 if full, 2.0 with ``max_num_seqs`` waiting requests.
     """
-    occupied = 1.0 if waiting else min(running / rows, 1.0)
-    return occupied + waiting / rows
+    occupied = 1.0 if waiting else min(running / max_num_seqs, 1.0)
+    return occupied + waiting / max_num_seqs
 
 
-_BEATS_PER_TIMEOUT = 4
-_ROUNDS_HANG = 3  # in units of the timeout: then the replica is given up
-_BEAT = GenerationChunk(text="", token_ids=())
+_HEARTBEATS_PER_TIMEOUT = 4
+_MAX_STALL = 3  # stall timeouts until the replica is replaced
+_HEARTBEAT = GenerationChunk(text="", token_ids=())
 
 
 class TargetReplica:
-    """Hosts the target, proposes with the experts, logs what the target said.
+    """Serves the target with its drafts, and records what the target computes.
 
-    The shards, the registry, the scheduler and the scorer may be dead or slow at any time: records
-    are then lost, drafts stay as they are, load goes unreported; no request notices.
+    Shards, registry, scheduler and scorer may be dead or slow: then records are lost, drafts keep
+    their weights and load goes unreported, but no request is affected.
     """
 
     def __init__(
@@ -168,11 +169,11 @@ class TargetReplica:
 
         Args:
             settings: see TargetSettings.
-            shards: actor handle of the replay shard of every topic; None keeps no records.
-            registry: actor handle of the weight registry; None never swaps.
-            scheduler: actor handle of the trainer scheduler; None reports nothing.
-            experts: Serve handle of every expert's deployment, where drafts are placed in a pool.
-            scorer: actor handle of what compares experts on some of the records, or None.
+            shards: replay shard actor by topic; None keeps no records.
+            registry: weight registry actor; None never swaps weights.
+            scheduler: trainer scheduler actor; None reports no load.
+            experts: Serve handle of each expert's deployment, if drafts are placed in a pool.
+            scorer: actor that compares experts on some of the records, or None.
         """
         self._shards = dict(shards or {})
         self._scorer = scorer
@@ -181,36 +182,36 @@ class TargetReplica:
         self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
-        self._open: set[asyncio.Queue[GenerationChunk]] = set()
-        self._beating: asyncio.Task[None] | None = None
-        self._load_reports: LoadReporter | None = None
+        self._streams: set[asyncio.Queue[GenerationChunk]] = set()
+        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._load_reporter: LoadReporter | None = None
         if scheduler is not None:
-            self._load_reports = LoadReporter(
+            self._load_reporter = LoadReporter(
                 partial(scheduler.report_load.remote, self._replica_id), time.monotonic
             )
         self._pool = _pool(settings) if settings.placement == "pool" else None
         self._leases: Leases | None = None
-        if self._pool is not None:  # experts load meanwhile
+        if self._pool is not None:  # connects while the experts load
             self._leases = Leases(self._pool, experts or {}, self._replica_id)
         self._experts = set(settings.drafts)
-        self._leased = set(experts or {})
-        self._failed: dict[str, DraftOutcome] = {}  # by expert, the last candidate that did
-        self._outcomes: OutcomeReporter | None = None
+        self._connected = set(experts or {})
+        self._failed: dict[str, DraftOutcome] = {}  # of the latest failed candidate, by expert
+        self._outcome_reporter: OutcomeReporter | None = None
         if registry is not None:
-            self._outcomes = OutcomeReporter(registry.report.remote, time.monotonic)
+            self._outcome_reporter = OutcomeReporter(registry.report.remote, time.monotonic)
         engine, _, self._facts = build_engine(settings, self._pool)
         self._loop = EngineLoop(
             engine,
             num_threads=settings.num_threads,
-            on_record=self._store if self._shards else None,
+            on_record=self._insert_record if self._shards else None,
             on_load=self._report,
-            on_outcome=self._tell if self._outcomes is not None else None,
+            on_outcome=self._add_outcome if self._outcome_reporter is not None else None,
             chunks_per_s=settings.stream_chunks_per_s,
         )
         if registry is not None:
             RegistrySubscriber(
                 registry,
-                on_topics=self._take_topics,
+                on_topics=self._add_topics,
                 # the experts of a pool load their own weights
                 on_weights=self._load_weights if self._pool is None else None,
                 failed=lambda: list(self._failed.copy().values()),
@@ -219,38 +220,37 @@ class TargetReplica:
     async def generate(
         self, request: GenerationRequest, whole: bool = False
     ) -> AsyncIterator[GenerationChunk]:
-        """Stream an answer; closing the iterator drops the request.
+        """Stream an answer; closing the iterator aborts the request.
 
-        While the engine works or the request waits, an empty chunk comes several times in every
-        ``stall_timeout_s``: where even that is missing, the replica hangs.
+        Several heartbeats, empty chunks, are sent per ``stall_timeout_s`` while the engine works,
+        also if the request waits; without them the replica hangs.
 
         Args:
             request: see GenerationRequest.
-            whole: True for an answer that nobody reads before its end: what has come is handed
-                out as one chunk with every sign of life, the rest at the end.
+            whole: the client does not stream: chunks are merged until a heartbeat or the end.
         """
-        request = self._sparing(request)
+        request = self._limit_records(request)
         chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
-        events = asyncio.get_running_loop()
+        event_loop = asyncio.get_running_loop()
 
         def deliver(chunk: GenerationChunk) -> None:
-            events.call_soon_threadsafe(chunks.put_nowait, chunk)
+            event_loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
         self._loop.submit(request, deliver, whole=whole)
         finished = False
         parts: list[GenerationChunk] = []
         try:
-            with self._beats(chunks):
+            with self._heartbeats(chunks):
                 while not finished:
                     chunk = await chunks.get()
                     if chunk.finish_reason in FAILED:
                         chunk = replace(chunk, replica_id=self._replica_id)
-                        if parts:  # no token is taken from a chunk that tells of a failure
+                        if parts:  # apart, since tokens of a failure chunk are ignored
                             yield merge_chunks(parts)
                             parts.clear()
                     finished = chunk.finish_reason is not None
                     parts.append(chunk)
-                    if finished or chunk is _BEAT or not whole:
+                    if finished or chunk is _HEARTBEAT or not whole:
                         yield merge_chunks(parts)
                         parts.clear()
         finally:
@@ -258,29 +258,29 @@ class TargetReplica:
                 self._loop.abort(request.run_id)
 
     @contextmanager
-    def _beats(self, chunks: asyncio.Queue[GenerationChunk]) -> Iterator[None]:
-        """Signs of life go into the queue meanwhile."""
-        self._open.add(chunks)
-        if self._beating is None or self._beating.done():
-            self._beating = asyncio.create_task(self._beat())
+    def _heartbeats(self, chunks: asyncio.Queue[GenerationChunk]) -> Iterator[None]:
+        """Put heartbeats into the queue within the context."""
+        self._streams.add(chunks)
+        if self._heartbeat_task is None or self._heartbeat_task.done():
+            self._heartbeat_task = asyncio.create_task(self._send_heartbeats())
         try:
             yield
         finally:
-            self._open.discard(chunks)
+            self._streams.discard(chunks)
 
-    async def _beat(self) -> None:
-        """Tell every open stream that its request lives, as long as rounds come to their ends."""
-        while self._open:
-            await asyncio.sleep(self._stall_timeout_s / _BEATS_PER_TIMEOUT)
-            if self._loop.healthy and self._loop.silent_s() < self._stall_timeout_s:
-                for chunks in self._open:
-                    chunks.put_nowait(_BEAT)
+    async def _send_heartbeats(self) -> None:
+        """Put heartbeats into every open stream while the engine's rounds end in time."""
+        while self._streams:
+            await asyncio.sleep(self._stall_timeout_s / _HEARTBEATS_PER_TIMEOUT)
+            if self._loop.healthy and self._loop.round_age_s() < self._stall_timeout_s:
+                for chunks in self._streams:
+                    chunks.put_nowait(_HEARTBEAT)
 
     async def describe(self, attempt: int = 0) -> dict[str, Any]:  # noqa: ARG002 (see below)
-        """What runs here and how busy it is.
+        """Describe the models and the load.
 
         Args:
-            attempt: how many replicas gave no answer before; the choice of this one went by it.
+            attempt: number of replicas that did not answer before, for the request router.
         """
         running, waiting = self._loop.load()
         blocks, available = self._loop.kv_blocks
@@ -300,30 +300,30 @@ class TargetReplica:
             }
         )
 
-    def figures(self) -> EngineFigures:
-        """What the engine is at and has done; any thread may ask."""
-        return self._loop.figures()
+    def stats(self) -> EngineStats:
+        """Return the engine's statistics; thread-safe."""
+        return self._loop.stats()
 
     def experts(self) -> dict[str, dict[str, Any]]:
-        """State and counts of every expert of the pool; empty where drafts are colocated."""
+        """Return state and counts of every expert of the pool; empty if drafts are colocated."""
         return {} if self._pool is None else self._pool.describe()
 
-    def retune(
+    def set_limits(
         self,
         max_speculative_tokens: int | None = None,
         probe_share: float | None = None,
         scored_share: float | None = None,
     ) -> None:
-        """Other values from the next round on, None those of the settings.
+        """Change limits from the next round on; None restores the settings' value.
 
         Args:
-            max_speculative_tokens: drafted at most where the controller chooses.
-            probe_share: of the rounds' time, for looks at drafts that do not seem to pay.
+            max_speculative_tokens: limit of what the controller chooses.
+            probe_share: share of the rounds' time for probing drafts that do not seem to pay.
             scored_share: see TargetSettings.
 
         Raises:
-            ValueError: more tokens than the settings allow, for which there may be no memory, or
-                a number that no controller follows; nothing is changed.
+            ValueError: more tokens than in the settings, for which there may be no memory, or a
+                limit of the controller while the number of tokens is fixed; nothing is changed.
         """
         most = self._settings.max_speculative_tokens
         if max_speculative_tokens is not None and max_speculative_tokens > most:
@@ -336,24 +336,24 @@ class TargetReplica:
         self._scored = (share, self._settings.held_out_fraction)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the number of replicas goes by; Serve asks now and then where it is not fixed."""
-        return {"load": row_load(*self._loop.load(), self._settings.max_num_seqs)}
+        """Return the metrics of Serve's autoscaler, which calls it periodically."""
+        return {"load": replica_load(*self._loop.load(), self._settings.max_num_seqs)}
 
     def check_health(self) -> None:
-        """Serve's health check; RuntimeError has Serve replace this replica."""
+        """Raise RuntimeError if Serve should replace this replica."""
         if not self._loop.healthy:
             raise RuntimeError("the engine has stopped or keeps failing")
-        if self._loop.silent_s() > _ROUNDS_HANG * self._stall_timeout_s:
+        if self._loop.round_age_s() > _MAX_STALL * self._stall_timeout_s:
             raise RuntimeError("a round of the engine does not come to its end")
 
-    def _sparing(self, request: GenerationRequest) -> GenerationRequest:
-        """The request without its record, where its topic has had enough of late."""
+    def _limit_records(self, request: GenerationRequest) -> GenerationRequest:
+        """Drop the record of a request if its topic is over the rate limit."""
         limited = request.has_record and not request.background and self._shards
         if limited and not self._record_limiter.acquire(request.topic):
             return replace(request, recorded=False)
         return request
 
-    def _store(self, record: ReplayRecord) -> None:
+    def _insert_record(self, record: ReplayRecord) -> None:
         shard = self._shards.get(record.topic)
         if shard is None:
             return
@@ -363,27 +363,27 @@ class TargetReplica:
             if self._scorer is not None and is_scored(record, *self._scored):
                 self._scorer.offer.remote(data)
         except Exception:
-            logger.warning("record of %s was not kept", record.topic, exc_info=True)
+            logger.warning("a record of %s was not inserted", record.topic, exc_info=True)
 
-    def _tell(self, outcome: DraftOutcome) -> None:
-        if self._outcomes is not None:
-            self._outcomes.add(outcome)
+    def _add_outcome(self, outcome: DraftOutcome) -> None:
+        if self._outcome_reporter is not None:
+            self._outcome_reporter.add(outcome)
         if outcome.failed:
             self._failed[outcome.expert] = outcome
 
     def _report(self, running: int, waiting: int) -> None:
-        """Tell registry and scheduler what has changed, where it is time."""
-        if self._outcomes is not None:
-            self._outcomes.flush(idle=running + waiting == 0)
-        if self._load_reports is not None:
-            self._load_reports(running, waiting)
+        """Report outcomes and load if they are due."""
+        if self._outcome_reporter is not None:
+            self._outcome_reporter.flush(idle=running + waiting == 0)
+        if self._load_reporter is not None:
+            self._load_reporter.update(running, waiting)
 
     def _load_weights(self, slot: str, version: int, state: Mapping[str, Tensor] | None) -> None:
         update = RemoveCandidate(slot) if state is None else SwapWeights(slot, version, state)
         self._loop.update(update)
 
-    def _take_topics(self, view: TopicsView) -> None:
-        """Have experts for added topics, and shards for their records; twice is fine."""
+    def _add_topics(self, view: TopicsView) -> None:
+        """Add the experts and replay shards of new topics; idempotent."""
         for topic in view.topics:
             if topic.name not in self._experts and self._pool is None:
                 self._loop.update(AddExpert(topic.name, topic.like))
@@ -391,19 +391,19 @@ class TargetReplica:
         for name, parts in view.parts.items():
             if name not in self._shards:  # a new dictionary: the engine's thread reads it
                 self._shards = {**self._shards, name: parts.shard}
-            if parts.expert is not None and name not in self._leased:
-                self._lease(name, *parts.expert)
+            if parts.expert is not None and name not in self._connected:
+                self._add_pool_expert(name, *parts.expert)
 
-    def _lease(self, expert: str, deployment: str, application: str) -> None:
-        """Draft with a further expert of the pool."""
+    def _add_pool_expert(self, expert: str, deployment: str, application: str) -> None:
+        """Connect to another expert of the pool."""
         if self._pool is not None and self._leases is not None:
             self._pool.add(expert)
             self._leases.add(expert, serve.get_deployment_handle(deployment, application))
-            self._leased.add(expert)
+            self._connected.add(expert)
 
 
 def _replica_id() -> str:
-    """Serve's own name of this replica, which the choice of replicas knows; else one like it."""
+    """Return Serve's id of this replica, or a random one outside Serve."""
     try:
         return str(serve.get_replica_context().replica_id.unique_id)
     except RayServeException:  # not in Serve
@@ -411,7 +411,7 @@ def _replica_id() -> str:
 
 
 def _pool(settings: TargetSettings) -> PoolProposer:
-    """The proposer over experts of their own, without connections yet."""
+    """Make the proposer of the pool, without connections."""
     return PoolProposer(
         list(settings.drafts),
         device=resolve_device(settings.device),

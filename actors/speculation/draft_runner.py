@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.sequence import Sequence as RunningSequence
-from paceline.actors.engine.stats import RoundMeter
+from paceline.actors.engine.stats import RoundStats
 from paceline.actors.speculation.controller import SpeculationController
 from paceline.actors.speculation.goodput import GoodputController
 from paceline.actors.speculation.pending_updates import PendingUpdates
@@ -29,7 +29,7 @@ class DraftRunner:
 
     Attributes:
         updates: weight updates, to be put at any time and applied between two rounds.
-        meter: counts and times of all rounds.
+        round_stats: counts and times of all rounds.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DraftRunner:
         self._proposer = proposer
         self._controller = SpeculationController(policy, proposer)
         self.updates = PendingUpdates(proposer, self._controller, clock)
-        self.meter = RoundMeter()
+        self.round_stats = RoundStats()
         self._device = device
         self._clock = clock
         self._round_start = 0.0
@@ -127,7 +127,7 @@ class DraftRunner:
     ) -> None:
         """Take the results of a round, per row.
 
-        The controller observes all tokens that were verified; the meter counts emitted ones.
+        The controller observes all tokens that were verified; ``round_stats`` counts emitted ones.
         """
         self.updates.failed_candidates.confirm_reports()
         round_s, tokens = self._clock() - self._round_start, len(batch) + sum(accepted)
@@ -136,10 +136,10 @@ class DraftRunner:
         )
         if any(s.request.background for s in batch):  # then all are, and nobody waits for them
             return
-        self.meter.took(round_s, self._drafting_s, tokens, plain_s)
+        self.round_stats.add_round(round_s, self._drafting_s, tokens, plain_s)
         for s in batch:
             if s.num_speculative_tokens != 0:
-                self.meter.row(s.request.topic, s.draft, s.weight_version, *s.last_round)
+                self.round_stats.add_row(s.request.topic, s.draft, s.weight_version, *s.last_round)
 
     def finish_request(self, sequence: RunningSequence) -> None:
         """Take the lengths of a finished request."""
@@ -147,7 +147,7 @@ class DraftRunner:
 
     def current_choice(self) -> tuple[dict[str, int], float | None]:
         """The controller's present k by draft, and the expected goodput in tokens per second."""
-        drafts = sorted({draft for _, draft in list(self.meter.counts)})
+        drafts = sorted({draft for _, draft in list(self.round_stats.counts)})
         return self._controller.current_choice(drafts)
 
     def _disabled_drafts(self) -> Callable[[str], bool]:

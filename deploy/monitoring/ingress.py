@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve import metrics
 
-from paceline.actors.engine.stats import drained
+from paceline.actors.engine.stats import drain
 from paceline.deploy.api.ingress import Ingress
 from paceline.deploy.monitoring.exporter import Exporter, RaySink
 from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
@@ -35,10 +35,10 @@ class MeteredIngress(Ingress):
         """Counts of this replica; removes the latencies it returns. Thread-safe for one reader."""
         return IngressFigures(
             outcomes=dict(self._outcomes.counts),
-            latencies=drained(self._outcomes.latencies),
+            latencies=drain(self._outcomes.latencies),
             in_flight=self._slots.taken,
             router=dict(self._topics.asked),
-            router_latencies=drained(self._topics.latencies),
+            router_latencies=drain(self._topics.latencies),
             routed=self._topics.counts(),
             failovers=self._failover.counts(),
         )

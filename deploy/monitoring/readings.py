@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.actors.engine.stats import DraftCounts, EngineFigures, drained
+from paceline.actors.engine.stats import DraftStats, EngineStats, drain
 from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.deploy.monitoring.exporter import Sample
 from paceline.deploy.monitoring.outcomes import OUTCOMES
@@ -65,7 +65,7 @@ def slot_labels(draft: str) -> tuple[str, str]:
     return expert, "stable" if draft == expert else "initial"
 
 
-def target_samples(figures: EngineFigures) -> Iterator[Sample]:
+def target_samples(figures: EngineStats) -> Iterator[Sample]:
     """Samples of an engine; removes the latencies it returns."""
     yield from _speculation(figures)
     yield from _engine(figures)
@@ -81,7 +81,7 @@ def target_samples(figures: EngineFigures) -> Iterator[Sample]:
         ("time_to_first_token_seconds", requests.first_token_s),
         ("request_time_per_output_token_seconds", requests.per_token_s),
     ):
-        yield from (Sample(name, value) for value in drained(values))
+        yield from (Sample(name, value) for value in drain(values))
 
 
 def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
@@ -92,7 +92,7 @@ def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
             yield Sample("expert_requests", facts[outcome], (draft, outcome))
 
 
-def _engine(figures: EngineFigures) -> Iterator[Sample]:
+def _engine(figures: EngineStats) -> Iterator[Sample]:
     rounds = figures.rounds
     yield Sample("decode_tokens", rounds.tokens)
     yield Sample("decode_seconds", rounds.seconds)
@@ -111,7 +111,7 @@ def _engine(figures: EngineFigures) -> Iterator[Sample]:
     yield Sample("kv_blocks", figures.kv_blocks - free, ("used",))
 
 
-def _speculation(figures: EngineFigures) -> Iterator[Sample]:
+def _speculation(figures: EngineStats) -> Iterator[Sample]:
     for (topic, draft), counts in list(figures.rounds.counts.items()):
         labels = topic, *slot_labels(draft)
         yield Sample("spec_decode_num_rounds", counts.rounds, labels)
@@ -129,7 +129,7 @@ def _speculation(figures: EngineFigures) -> Iterator[Sample]:
     yield from _versions(list(figures.rounds.versions.items()))
 
 
-def _versions(held: Iterable[tuple[tuple[str, int], DraftCounts]]) -> Iterator[Sample]:
+def _versions(held: Iterable[tuple[tuple[str, int], DraftStats]]) -> Iterator[Sample]:
     """Sum an expert's version over its slots: after a promotion it has drafted in both."""
     totals: dict[tuple[str, str], tuple[int, int, int]] = {}
     for (draft, version), counts in held:

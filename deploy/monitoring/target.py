@@ -23,14 +23,14 @@ class MeteredTarget(TargetReplica):
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
     def _samples(self) -> Iterable[Sample]:
-        return chain(target_samples(self.figures()), pool_samples(self.experts()))
+        return chain(target_samples(self.stats()), pool_samples(self.experts()))
 
     async def reconfigure(self, user_config: Any) -> None:
         """Apply new settings while requests run; called by Serve. See LiveTarget."""
         self._live.take(user_config)
 
     def _retune(self, asked: LiveTarget) -> None:
-        self.retune(asked.max_speculative_tokens, asked.probe_share, asked.sample_share)
+        self.set_limits(asked.max_speculative_tokens, asked.probe_share, asked.sample_share)
 
     async def describe(self, attempt: int = 0) -> dict[str, Any]:
         """See TargetReplica; ``live`` has the settings that were changed since the start."""

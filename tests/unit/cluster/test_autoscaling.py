@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve._private.autoscaling_state import _resolve_policy_callable
 
-from paceline.actors.engine.target import row_load
+from paceline.actors.engine.target import replica_load
 from paceline.actors.speculation.pool.replica import BusyShare
 from paceline.actors.speculation.pool.sessions import LeaseSharing
 from paceline.cluster.autoscaling import LoadPolicy, replica_options
@@ -94,13 +94,13 @@ def test_without_reports_or_with_nonsense_the_policy_never_raises() -> None:
 
 
 def test_a_queue_counts_as_full_and_the_load_rises_with_either_count() -> None:
-    assert row_load(0, 0, 16) == 0.0
-    assert row_load(8, 0, 16) == 0.5
-    assert row_load(16, 0, 16) == 1.0
-    assert row_load(4, 1, 16) > 1.0  # no memory for the fifth
-    assert row_load(16, 16, 16) == 2.0
+    assert replica_load(0, 0, 16) == 0.0
+    assert replica_load(8, 0, 16) == 0.5
+    assert replica_load(16, 0, 16) == 1.0
+    assert replica_load(4, 1, 16) > 1.0  # no memory for the fifth
+    assert replica_load(16, 16, 16) == 2.0
     for waiting in (0, 3):
-        loads = [row_load(running, waiting, 16) for running in range(17)]
+        loads = [replica_load(running, waiting, 16) for running in range(17)]
         assert loads == sorted(loads)
 
 

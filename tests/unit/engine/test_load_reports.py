@@ -1,4 +1,4 @@
-"""When a replica's load is told: begin and end of work at once, what is between seldom."""
+"""Reports of a replica's load: start and end of work at once, other changes seldom."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Board:
 
     def after(self, seconds: float, running: int, waiting: int = 0) -> None:
         self.now += seconds
-        self.report(running, waiting)
+        self.report.update(running, waiting)
 
 
 def test_the_first_request_and_the_last_one_s_end_are_told_at_once() -> None:

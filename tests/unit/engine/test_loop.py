@@ -86,7 +86,7 @@ def test_a_fault_of_the_target_ends_every_request_and_the_next_ones_are_served(
     monkeypatch.setattr(Sequence, "next_chunk", failing)
     # The first ends in the very round that fails: it has left the engine by then.
     both = threading.Event()
-    loop._inbox.put(lambda: both.wait() and None)  # type: ignore[attr-defined]
+    loop._commands.put(lambda: both.wait() and None)  # type: ignore[attr-defined]
     names = ("first", "last")
     answers = [send(loop, request(name, [5], max_tokens=1)) for name in names]
     both.set()
@@ -131,7 +131,7 @@ def test_those_that_wait_have_no_part_in_a_fault(
 
     monkeypatch.setattr(loop._engine, "_decode", failing)
     all_there = threading.Event()
-    loop._inbox.put(lambda: all_there.wait() and None)  # type: ignore[attr-defined]
+    loop._commands.put(lambda: all_there.wait() and None)  # type: ignore[attr-defined]
     answers = [send(loop, request(f"r{i}", [5])) for i in range(5)]
     all_there.set()
     assert [reason(a) for a in answers] == ["fault"] * 4 + ["refused"]

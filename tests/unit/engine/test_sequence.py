@@ -78,7 +78,7 @@ def test_what_an_end_cuts_is_counted_nowhere() -> None:
     assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (2, 2)
     assert stats.mean_acceptance_length == 2.0
     assert outputs[-1].chunk.rounds == ((2, 2),)
-    counts = engine.draft_runner.meter.counts["sql", "a"]
+    counts = engine.draft_runner.round_stats.counts["sql", "a"]
     assert (counts.drafts, counts.draft_tokens, counts.accepted_tokens) == (1, 2, 2)
     outcome = outputs[-1].outcome
     assert outcome is not None

@@ -15,12 +15,12 @@ from paceline.actors.engine.request import (
     GenerationChunk,
     GenerationRequest,
 )
-from paceline.actors.engine.stats import EngineFigures, RequestMeter, RoundMeter
+from paceline.actors.engine.stats import EngineStats, RequestStats, RoundStats
 
 WAIT_S = 20.0
 
 
-def served(wanted: Iterable[GenerationRequest]) -> tuple[list[GenerationChunk], EngineFigures]:
+def served(wanted: Iterable[GenerationRequest]) -> tuple[list[GenerationChunk], EngineStats]:
     """Last chunks of the answers, and the figures when all is done; drafts like the target."""
     loop = EngineLoop(make_engine(draft_seed=1, layers=1), num_threads=1)
     try:
@@ -34,7 +34,7 @@ def served(wanted: Iterable[GenerationRequest]) -> tuple[list[GenerationChunk], 
                 pass
             last.append(chunk)
         assert loop.draft_failures == 0
-        return last, loop.figures()
+        return last, loop.stats()
     finally:
         loop.close()
 
@@ -98,16 +98,16 @@ def test_requests_that_want_no_drafts_are_no_speculation() -> None:
 
 
 def test_only_the_latest_versions_of_a_slot_are_kept() -> None:
-    meter = RoundMeter()
+    stats = RoundStats()
     for version in range(9):
-        meter.row("sql", "sql@candidate" if version % 2 else "sql", version, 4, 2)
-        meter.row("sql", "sql@0", 0, 4, 1)
-    meter.row("code", "code", 3, 4, 4)
-    assert [version for draft, version in meter.versions if draft == "sql"] == [4, 6, 8]
-    assert [v for draft, v in meter.versions if draft == "sql@candidate"] == [3, 5, 7]
-    assert meter.versions["sql@0", 0].drafts == 9
-    assert meter.versions["code", 3].accepted_tokens == 4
-    assert sum(c.drafts for (_, d), c in meter.counts.items() if d == "sql@0") == 9
+        stats.add_row("sql", "sql@candidate" if version % 2 else "sql", version, 4, 2)
+        stats.add_row("sql", "sql@0", 0, 4, 1)
+    stats.add_row("code", "code", 3, 4, 4)
+    assert [version for draft, version in stats.versions if draft == "sql"] == [4, 6, 8]
+    assert [v for draft, v in stats.versions if draft == "sql@candidate"] == [3, 5, 7]
+    assert stats.versions["sql@0", 0].drafts == 9
+    assert stats.versions["code", 3].accepted_tokens == 4
+    assert sum(c.drafts for (_, d), c in stats.counts.items() if d == "sql@0") == 9
 
 
 class Clock:
@@ -120,39 +120,39 @@ class Clock:
 
 def test_times_of_a_request() -> None:
     clock = Clock()
-    meter = RequestMeter(clock)
-    meter.came(request("r", [5, 6]), 10.0)
-    meter.begun(["r", "unknown"], 12.0)
+    stats = RequestStats(clock)
+    stats.on_arrival(request("r", [5, 6]), 10.0)
+    stats.on_admitted(["r", "unknown"], 12.0)
     clock.now = 13.0
-    meter.gave("r", 0, None)  # its prompt is read
-    meter.gave("r", 3, None)
-    meter.begun(["r"], 14.0)  # again: it gave up its memory
+    stats.on_output("r", 0, None)  # its prompt is read
+    stats.on_output("r", 3, None)
+    stats.on_admitted(["r"], 14.0)  # again: it gave up its memory
     clock.now = 15.0
-    meter.gave("r", 4, FINISH_LENGTH)
-    assert list(meter.queue_s) == [2.0]
-    assert list(meter.first_token_s) == [3.0]
-    assert list(meter.per_token_s) == [0.5]
-    meter.gave("r", 1, FINISH_LENGTH)
-    assert meter.generation_tokens["sql"] == 7
+    stats.on_output("r", 4, FINISH_LENGTH)
+    assert list(stats.queue_s) == [2.0]
+    assert list(stats.first_token_s) == [3.0]
+    assert list(stats.per_token_s) == [0.5]
+    stats.on_output("r", 1, FINISH_LENGTH)
+    assert stats.generation_tokens["sql"] == 7
 
 
 def test_failed_resumed_and_dropped_requests_say_nothing_of_waits() -> None:
     clock = Clock()
-    meter = RequestMeter(clock)
-    meter.came(request("failed", [5]), 0.0)
-    meter.came(request("resumed", [5], output_token_ids=(6, 7), attempt=1), 0.0)
-    meter.came(request("dropped", [5]), 0.0)
-    meter.begun(["failed#0", "resumed#1"], 1.0)
-    meter.dropped("dropped")
-    meter.dropped("dropped")
-    meter.gave("failed", 1, None)
+    stats = RequestStats(clock)
+    stats.on_arrival(request("failed", [5]), 0.0)
+    stats.on_arrival(request("resumed", [5], output_token_ids=(6, 7), attempt=1), 0.0)
+    stats.on_arrival(request("dropped", [5]), 0.0)
+    stats.on_admitted(["failed#0", "resumed#1"], 1.0)
+    stats.on_abort("dropped")
+    stats.on_abort("dropped")
+    stats.on_output("failed", 1, None)
     clock.now = 5.0
-    meter.gave("failed", 2, FINISH_ERROR)
-    meter.gave("resumed#1", 2, FINISH_LENGTH)
-    assert list(meter.per_token_s) == []
-    assert list(meter.first_token_s) == [0.0]
-    assert meter.prompt_tokens["sql"] == 2
-    assert meter.generation_tokens["sql"] == 5
+    stats.on_output("failed", 2, FINISH_ERROR)
+    stats.on_output("resumed#1", 2, FINISH_LENGTH)
+    assert list(stats.per_token_s) == []
+    assert list(stats.first_token_s) == [0.0]
+    assert stats.prompt_tokens["sql"] == 2
+    assert stats.generation_tokens["sql"] == 5
 
 
 def test_the_controller_says_what_it_chose_and_expects() -> None:

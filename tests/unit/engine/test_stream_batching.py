@@ -11,7 +11,7 @@ from engines import make_engine, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.engine.engine_loop import EngineLoop, Outbox, interval_s
+from paceline.actors.engine.engine_loop import EngineLoop, StreamBatcher, flush_interval_s
 from paceline.actors.engine.request import (
     FINISH_ERROR,
     FINISH_FAULT,
@@ -48,110 +48,110 @@ def chunk(*tokens: int, reason: str | None = None) -> GenerationChunk:
     return GenerationChunk(text, tokens, reason, rounds=((2, len(tokens) - 1),))
 
 
-def outbox(rate: float = 100.0) -> tuple[Outbox, Clock, list[str]]:
+def make_batcher(rate: float = 100.0) -> tuple[StreamBatcher, Clock, list[str]]:
     clock, lost = Clock(), list[str]()
-    return Outbox(rate, clock, lost.append), clock, lost
+    return StreamBatcher(rate, clock, lost.append), clock, lost
 
 
 def test_the_first_chunk_goes_at_once_the_next_with_those_that_come_soon_after() -> None:
-    box, clock, _ = outbox()
+    batcher, clock, _ = make_batcher()
     client = Client()
-    box.open("a", client)
+    batcher.open("a", client)
     for token in (1, 2, 3):
-        box.put("a", chunk(token))
+        batcher.put("a", chunk(token))
     assert client.tokens == [(1,)]
     clock.now = 0.011
-    box.flush()
+    batcher.flush()
     assert client.tokens == [(1,), (2, 3)]
     assert client.chunks[-1].text == "<2><3>"
     assert client.chunks[-1].rounds == ((2, 0), (2, 0))
 
 
 def test_the_last_chunk_brings_what_was_held() -> None:
-    box, _, _ = outbox()
+    batcher, _, _ = make_batcher()
     client = Client()
-    box.open("a", client)
+    batcher.open("a", client)
     for each in (chunk(1), chunk(2), chunk(3, reason=FINISH_LENGTH)):
-        box.put("a", each)
+        batcher.put("a", each)
     assert client.tokens == [(1,), (2, 3)]
     assert client.chunks[-1].finish_reason == FINISH_LENGTH
-    assert not len(box)
+    assert not len(batcher)
 
 
 @pytest.mark.parametrize("reason", [FINISH_FAULT, FINISH_ERROR])
 def test_a_failure_comes_by_itself(reason: str) -> None:
     """The front door takes no token from a chunk that tells of a failure."""
-    box, _, _ = outbox()
+    batcher, _, _ = make_batcher()
     client = Client()
-    box.open("a", client)
+    batcher.open("a", client)
     for each in (chunk(1), chunk(2), GenerationChunk("", (), reason)):
-        box.put("a", each)
+        batcher.put("a", each)
     assert client.tokens == [(1,), (2,), ()]
     assert [c.finish_reason for c in client.chunks] == [None, None, reason]
 
 
 def test_without_a_limit_every_chunk_goes_at_once() -> None:
-    box, _, _ = outbox(0.0)
+    batcher, _, _ = make_batcher(0.0)
     client, whole = Client(), Client()
-    box.open("a", client)
-    box.open("b", whole, whole=True)
+    batcher.open("a", client)
+    batcher.open("b", whole, whole=True)
     for name in "ab":
         for token in (1, 2):
-            box.put(name, chunk(token))
+            batcher.put(name, chunk(token))
     assert client.tokens == whole.tokens == [(1,), (2,)]
 
 
 def test_a_whole_answer_comes_together() -> None:
-    box, clock, _ = outbox()
+    batcher, clock, _ = make_batcher()
     client = Client()
-    box.open("a", client, whole=True)
+    batcher.open("a", client, whole=True)
     for token in range(50):
         clock.now += 0.01
-        box.put("a", chunk(token))
-    box.put("a", chunk(50, reason=FINISH_LENGTH))
+        batcher.put("a", chunk(token))
+    batcher.put("a", chunk(50, reason=FINISH_LENGTH))
     assert client.tokens == [(0,), tuple(range(1, 51))]
 
 
 def test_whoever_takes_nothing_any_more_is_dropped_alone() -> None:
-    box, clock, lost = outbox()
+    batcher, clock, lost = make_batcher()
     client = Client()
 
     def gone(_: GenerationChunk) -> None:
         raise ConnectionError
 
-    box.open("gone", gone)
-    box.open("a", client)
-    box.put("gone", chunk(1))
-    box.put("gone", chunk(2))
-    box.put("a", chunk(1))
+    batcher.open("gone", gone)
+    batcher.open("a", client)
+    batcher.put("gone", chunk(1))
+    batcher.put("gone", chunk(2))
+    batcher.put("a", chunk(1))
     clock.now = 1.0
-    box.flush()
-    assert (lost, box.names, client.tokens) == (["gone"], ["a"], [(1,)])
+    batcher.flush()
+    assert (lost, batcher.names, client.tokens) == (["gone"], ["a"], [(1,)])
 
 
 def test_what_is_dropped_gets_nothing_more() -> None:
-    box, clock, _ = outbox()
+    batcher, clock, _ = make_batcher()
     client = Client()
-    box.open("a", client)
-    box.put("a", chunk(1))
-    box.put("a", chunk(2))
-    box.close("a")
-    box.close("a")
-    box.put("a", chunk(3))
+    batcher.open("a", client)
+    batcher.put("a", chunk(1))
+    batcher.put("a", chunk(2))
+    batcher.close("a")
+    batcher.close("a")
+    batcher.put("a", chunk(3))
     clock.now = 1.0
-    box.flush()
+    batcher.flush()
     assert client.tokens == [(1,)]
 
 
 @pytest.mark.parametrize(("round_s", "every"), [(0.045, 1), (0.021, 2), (0.1, 1), (0.0041, 12)])
 def test_a_chunk_goes_at_the_nearest_round_s_end(round_s: float, every: int) -> None:
-    box, clock, _ = outbox(1.0)  # one stream has 50 ms
+    batcher, clock, _ = make_batcher(1.0)  # one stream has 50 ms
     client = Client()
-    box.open("a", client)
+    batcher.open("a", client)
     for token in range(1 + 3 * every):
         clock.now += round_s
-        box.put("a", chunk(token))
-        box.flush()
+        batcher.put("a", chunk(token))
+        batcher.flush()
     assert [len(tokens) for tokens in client.tokens] == [1, every, every, every]
 
 
@@ -160,25 +160,25 @@ def test_a_chunk_goes_at_the_nearest_round_s_end(round_s: float, every: int) -> 
     st.floats(1.0, 5000.0),
 )
 def test_streams_share_the_limit_but_get_twenty_each(streams: int, rate: float) -> None:
-    least = interval_s(streams, rate)
+    least = flush_interval_s(streams, rate)
     assert 0.0 < least <= 0.05  # every stream twenty a second
     assert least == 0.05 or streams / least == pytest.approx(rate)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 0.1)), max_size=60))
 def test_nothing_is_lost_or_reordered(rounds: list[tuple[int, float]]) -> None:
-    box, clock, _ = outbox()
+    batcher, clock, _ = make_batcher()
     clients = [Client() for _ in range(4)]
     for i, client in enumerate(clients):
-        box.open(str(i), client, whole=i == 3)
+        batcher.open(str(i), client, whole=i == 3)
     said: list[list[int]] = [[], [], [], []]
     for token, (who, pause) in enumerate(rounds):
         clock.now += pause
-        box.put(str(who), chunk(token))
+        batcher.put(str(who), chunk(token))
         said[who].append(token)
-        box.flush()
+        batcher.flush()
     for i in range(4):
-        box.put(str(i), chunk(1000, reason=FINISH_LENGTH))
+        batcher.put(str(i), chunk(1000, reason=FINISH_LENGTH))
         assert [t for part in clients[i].tokens for t in part] == [*said[i], 1000]
 
 
@@ -201,21 +201,21 @@ def test_the_engine_s_streams_say_the_same_held_or_not() -> None:
 
 
 def test_answers_that_are_wanted_whole_do_not_slow_streams() -> None:
-    box, clock, _ = outbox(100.0)
+    batcher, clock, _ = make_batcher(100.0)
     client = Client()
-    box.open("a", client)
+    batcher.open("a", client)
     for i in range(9):
-        box.open(f"whole {i}", Client(), whole=True)
-    box.put("a", chunk(1))
+        batcher.open(f"whole {i}", Client(), whole=True)
+    batcher.put("a", chunk(1))
     clock.now = 0.011
-    box.put("a", chunk(2))
+    batcher.put("a", chunk(2))
     assert client.tokens == [(1,), (2,)]
     for i in range(9):
-        box.close(f"whole {i}")
-        box.close(f"whole {i}")
-    box.open("b", Client())
+        batcher.close(f"whole {i}")
+        batcher.close(f"whole {i}")
+    batcher.open("b", Client())
     clock.now = 0.025
-    box.put("a", chunk(3))  # two streams now: 20 ms each
+    batcher.put("a", chunk(3))  # two streams now: 20 ms each
     assert client.tokens == [(1,), (2,)]
 
 

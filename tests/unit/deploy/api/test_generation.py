@@ -363,7 +363,7 @@ def test_a_request_that_waits_in_the_queue_is_not_taken_for_lost(
 def test_an_engine_that_hangs_gives_no_sign_of_life(
     replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas[0]._loop, "silent_s", lambda: 99.0)
+    monkeypatch.setattr(replicas[0]._loop, "round_age_s", lambda: 99.0)
     monkeypatch.setattr(replicas[0]._loop._engine._scheduler, "schedule", lambda: None)
     streams = Streams(replicas, [])
     assert len(tokens(asyncio.run(streamed(streams, asked("h"))))) == 30

@@ -143,7 +143,7 @@ class System:
         """What the target's threads and the keeper do over Ray."""
         self.shards["travel"] = ReplayShard("travel")
         self.registry.bring_parts("travel", TopicParts(Actor(self.shards["travel"])))
-        self.target._take_topics(self.registry.topics())
+        self.target._add_topics(self.registry.topics())
         stable = self.registry.stable_weights("travel")
         state = unflatten(stable.reference)
         self.target._loop.update(SwapWeights("travel", stable.weight_version, state))

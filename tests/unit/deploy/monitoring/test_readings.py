@@ -14,7 +14,7 @@ from lessons import lesson
 from unit.engine.test_stats import served
 from unit.weights.test_registry import weights
 
-from paceline.actors.engine.stats import RoundMeter
+from paceline.actors.engine.stats import RoundStats
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
@@ -81,11 +81,11 @@ def test_a_target_s_figures() -> None:
 
 
 def test_a_version_that_was_promoted_goes_on_under_its_number() -> None:
-    meter = RoundMeter()
-    meter.row("sql", "sql@candidate", 1, 4, 2)
-    meter.row("sql", "sql", 0, 4, 1)
-    meter.row("sql", "sql", 1, 4, 3)  # promoted
-    held = list(readings._versions(meter.versions.items()))
+    stats = RoundStats()
+    stats.add_row("sql", "sql@candidate", 1, 4, 2)
+    stats.add_row("sql", "sql", 0, 4, 1)
+    stats.add_row("sql", "sql", 1, 4, 3)  # promoted
+    held = list(readings._versions(stats.versions.items()))
     drafts, accepted = (by_labels(held, f"version_num_{n}") for n in ("drafts", "accepted_tokens"))
     assert drafts == {("sql", "0"): 1, ("sql", "1"): 2}
     assert accepted == {("sql", "0"): 1, ("sql", "1"): 5}
