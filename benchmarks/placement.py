@@ -34,8 +34,8 @@ from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pool.build import build_server
-from paceline.actors.speculation.pool.connection import ExpertLink, connect
-from paceline.actors.speculation.pool.messages import Lease, Ping
+from paceline.actors.speculation.pool.connection import Connection, connect
+from paceline.actors.speculation.pool.messages import Ping, Session
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.actors.speculation.proposer import DraftRow
@@ -61,24 +61,24 @@ class NeverAhead(PoolProposer):
     """Asks the experts not to draft beyond their answers."""
 
     def propose(
-        self, rows: Sequence[DraftRow], *, ahead: bool = False, timeout_s: float | None = None
+        self, rows: Sequence[DraftRow], *, draft_ahead: bool = False, timeout_s: float | None = None
     ) -> Proposal:
         """See PoolProposer."""
-        del ahead
-        return super().propose(rows, ahead=False, timeout_s=timeout_s)
+        del draft_ahead
+        return super().propose(rows, draft_ahead=False, timeout_s=timeout_s)
 
 
-def serve_expert(settings: ExpertSettings, leases: Any) -> None:
-    """The expert's process: tells what connects to it, and serves until the parent is gone."""
+def serve_expert(settings: ExpertSettings, pipe: Any) -> None:
+    """The expert's process: sends its sessions, and serves until the parent is gone."""
     server = build_server(settings, "127.0.0.1")
-    leases.send([server.lease(name) for name in (POOL, AHEAD, "unix", "tcp")])
-    leases.poll(None)  # the parent closes its end
+    pipe.send([server.open_session(name) for name in (POOL, AHEAD, "unix", "tcp")])
+    pipe.poll(None)  # the parent closes its end
     server.close()
 
 
 @contextmanager
-def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Lease]]]:
-    """An expert's process per draft; yields expert to its leases by name."""
+def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Session]]]:
+    """An expert's process per draft; yields expert to its sessions by name."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for expert in target.drafts:
@@ -101,7 +101,7 @@ def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Lease]]]:
         for expert, pipe in pipes.items():
             if not pipe.poll(_START_S):
                 raise RuntimeError(f"the expert {expert} does not come up")
-            found[expert] = {lease.name: lease for lease in pipe.recv()}
+            found[expert] = {session.name: session for session in pipe.recv()}
         yield found
     finally:
         for pipe in pipes.values():
@@ -110,10 +110,12 @@ def pool_of(target: TargetSettings) -> Iterator[dict[str, dict[str, Lease]]]:
             process.join(10)
 
 
-def attached(proposer: PoolProposer, leases: Mapping[str, Mapping[str, Lease]], name: str) -> Any:
+def attached(
+    proposer: PoolProposer, sessions: Mapping[str, Mapping[str, Session]], name: str
+) -> Any:
     """The proposer, connected to every expert."""
-    for expert, own in leases.items():
-        proposer.attach(expert, connect(own[name], _CONNECT_S))
+    for expert, own in sessions.items():
+        proposer.attach(expert, *connect(own[name], _CONNECT_S))
     return proposer
 
 
@@ -129,17 +131,18 @@ def make_proposer(cls: type[PoolProposer], settings: TargetSettings) -> PoolProp
     )
 
 
-def round_trips(lease: Lease, count: int) -> dict[str, float]:
+def round_trips(session: Session, count: int) -> dict[str, float]:
     """Microseconds from ping to pong, p50 and p99."""
-    link, times = connect(lease, _CONNECT_S), []
+    connection, _ = connect(session, _CONNECT_S)
+    times = []
     try:
         for number in range(count):
             began = time.perf_counter()
-            link.send(Ping(number))
-            _await_pong(link)
+            connection.send(Ping(number))
+            _await_pong(connection)
             times.append(1e6 * (time.perf_counter() - began))
     finally:
-        link.close()
+        connection.close()
     times.sort()
     return {
         "p50_us": round(times[count // 2], 1),
@@ -147,11 +150,11 @@ def round_trips(lease: Lease, count: int) -> dict[str, float]:
     }
 
 
-def _await_pong(link: ExpertLink) -> None:
+def _await_pong(connection: Connection) -> None:
     while True:
-        if not select.select([link], [], [], _CONNECT_S)[0]:
+        if not select.select([connection], [], [], _CONNECT_S)[0]:
             raise RuntimeError("an expert does not answer a ping")
-        if link.receive():
+        if connection.receive():
             return
 
 
@@ -229,17 +232,17 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
     plain, _, _ = build_engine(replace(settings, drafts={}, num_speculative_tokens=0))
     colocated, _, _ = build_engine(settings)
     torch.set_num_threads(options.threads)
-    with pool_of(settings) as leases:
+    with pool_of(settings) as sessions:
         trips = {
-            "unix": round_trips(next(iter(leases.values()))["unix"], plan.pings),
-            "tcp": round_trips(_by_tcp(next(iter(leases.values()))["tcp"]), plan.pings),
+            "unix": round_trips(next(iter(sessions.values()))["unix"], plan.pings),
+            "tcp": round_trips(_by_tcp(next(iter(sessions.values()))["tcp"]), plan.pings),
         }
         console.print(trips)
         proposers = {POOL: make_proposer(NeverAhead, settings)}
         proposers[AHEAD] = make_proposer(PoolProposer, settings)
         variants = [Served(PLAIN, plain, 0), Served(COLOCATED, colocated, None)]
         for name, proposer in proposers.items():
-            engine, _, _ = build_engine(settings, attached(proposer, leases, name))
+            engine, _, _ = build_engine(settings, attached(proposer, sessions, name))
             variants.append(Served(name, engine, None))
         batches = {
             str(batch): run_batch(variants, prompts, plan, batch, console) for batch in plan.batches
@@ -256,8 +259,8 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
     }
 
 
-def _by_tcp(lease: Lease) -> Lease:
-    return Lease(lease.name, lease.key, b"\0nowhere", lease.host, lease.port)
+def _by_tcp(session: Session) -> Session:
+    return Session(session.name, session.key, b"\0nowhere", session.host, session.port)
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ class LoadPolicy:
 
     Serve's own rule counts requests under way. Here that says nothing of how full a replica is:
     an answer is a request whether its rows are four of sixteen or wait for memory, and an
-    expert's requests are leases that last for days.
+    expert's requests are sessions that last for days.
     """
 
     def __init__(self, occupancy: float) -> None:

@@ -16,7 +16,7 @@ from paceline.deploy.config.config import PacelineConfig
 _PREFIX = "expert-"
 # By name: the driver then need not import torch and transformers.
 _EXPERT_CLASS: Any = "paceline.actors.speculation.pool.replica.ExpertReplica"
-# Leases are requests that last as long as their target; their number must not be capped.
+# SessionManager are requests that last as long as their target; their number must not be capped.
 _UNBOUNDED = 100_000
 
 
@@ -59,7 +59,7 @@ def _settings(config: PacelineConfig, target: TargetSettings, expert: str) -> Ex
         num_threads=config.drafts.num_threads,
         draft_ahead=config.drafts.draft_ahead,
         across_nodes=config.drafts.across_nodes,
-        scaled=config.drafts.autoscaling is not None,
+        autoscaled=config.drafts.autoscaling is not None,
     )
 
 
@@ -69,7 +69,7 @@ def _deployment(config: PacelineConfig, expert: str) -> serve.Deployment:
         **replica_options(config.drafts.num_replicas, config.drafts.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
         ray_actor_options=actor_options(config.placement.experts, config.drafts.num_gpus),
-        # A lease ends only with its target: there is nothing to wait for.
+        # A session ends only with its target: there is nothing to wait for.
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,

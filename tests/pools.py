@@ -21,9 +21,9 @@ from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.pool.connection import connect
-from paceline.actors.speculation.pool.draft_ahead import AheadPolicy, DraftAhead
-from paceline.actors.speculation.pool.drafter import SharedDrafter
-from paceline.actors.speculation.pool.messages import Lease
+from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode, DraftAheadPolicy
+from paceline.actors.speculation.pool.drafter import Drafter
+from paceline.actors.speculation.pool.messages import Session
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.server import ExpertServer
 
@@ -34,7 +34,7 @@ DRAFT_SEEDS = {"a": 2, "b": 3}  # those of engines.make_engine
 def make_drafter(
     expert: str = "a",
     *,
-    ahead: DraftAhead = "off",
+    draft_ahead: DraftAheadMode = "off",
     rows: int = 8,
     support: int = 16,
     seed: int = 0,
@@ -42,19 +42,19 @@ def make_drafter(
     positions: int | None = None,
     candidate: bool = False,
     vocab: int = VOCAB,
-) -> SharedDrafter:
+) -> Drafter:
     names = [expert, f"{expert}@0", *([f"{expert}@candidate"] if candidate else [])]
     models = [served(tiny_llama(DRAFT_SEEDS[expert], layers=1, vocab=vocab)) for _ in names]
     runner = ModelRunner(models, rows, MAX_LEN, positions, vocab_size=VOCAB)
     stack = ExpertStack(runner, names, rows, chunk)
-    return SharedDrafter(
+    return Drafter(
         stack,
         expert,
         support=support,
         generator=torch.Generator(DEVICE).manual_seed(seed),
         max_sequences=rows,
         epoch=seed + 1,
-        ahead=AheadPolicy(ahead, 2, 1),
+        draft_ahead=DraftAheadPolicy(draft_ahead, 2, 1),
     )
 
 
@@ -90,7 +90,7 @@ def attached(
     """A proposer with a connection to every server."""
     proposer = make_proposer(tuple(servers), timeout_s)
     for name, server in servers.items():
-        proposer.attach(name, connect(server.lease(client), 10.0))
+        proposer.attach(name, *connect(server.open_session(client), 10.0))
     return proposer
 
 
@@ -115,7 +115,7 @@ def pool_engine(
 
 
 class ExpertProcess:
-    """An expert's server in a process of its own; tells its lease on its standard output."""
+    """An expert's server in a process of its own; writes its session to its standard output."""
 
     def __init__(self, expert: str = "a") -> None:
         self._process = subprocess.Popen(
@@ -128,7 +128,7 @@ class ExpertProcess:
         )
         assert self._process.stdout is not None
         facts = json.loads(self._process.stdout.readline())
-        self.lease = Lease(
+        self.session = Session(
             facts["name"], bytes.fromhex(facts["key"]), bytes.fromhex(facts["unix"]), None, None
         )
 
@@ -142,8 +142,8 @@ class ExpertProcess:
 
 def _main(expert: str) -> None:
     with serving((expert,)) as servers:
-        lease = servers[expert].lease("parent")
-        facts = {"name": lease.name, "key": lease.key.hex(), "unix": lease.unix.hex()}
+        session = servers[expert].open_session("parent")
+        facts = {"name": session.name, "key": session.key.hex(), "unix": session.unix.hex()}
         print(json.dumps(facts), flush=True)  # noqa: T201
         sys.stdin.read()
 

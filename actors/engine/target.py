@@ -14,6 +14,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from torch import Tensor
 
 from paceline.actors.engine.build import build_engine
@@ -31,8 +32,9 @@ from paceline.actors.speculation.pending_updates import (
     SetLimits,
     SwapWeights,
 )
+from paceline.actors.speculation.pool.client import ExpertStats
 from paceline.actors.speculation.pool.proposer import PoolProposer
-from paceline.actors.speculation.pool.sessions import Leases
+from paceline.actors.speculation.pool.sessions import SessionManager, SessionStream
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
@@ -162,7 +164,7 @@ class TargetReplica:
         shards: Mapping[str, Any] | None = None,
         registry: Any = None,
         scheduler: Any = None,
-        experts: Mapping[str, Any] | None = None,
+        experts: Mapping[str, DeploymentHandle[Any]] | None = None,
         scorer: Any = None,
     ) -> None:
         """Load the models and start the engine.
@@ -190,11 +192,11 @@ class TargetReplica:
                 partial(scheduler.report_load.remote, self._replica_id), time.monotonic
             )
         self._pool = _pool(settings) if settings.placement == "pool" else None
-        self._leases: Leases | None = None
-        if self._pool is not None:  # connects while the experts load
-            self._leases = Leases(self._pool, experts or {}, self._replica_id)
+        self._sessions = None if self._pool is None else SessionManager(self._pool)
+        self._connected: set[str] = set()
+        for expert, handle in (experts or {}).items():  # connects while the experts load
+            self._connect(expert, handle)
         self._experts = set(settings.drafts)
-        self._connected = set(experts or {})
         self._failed: dict[str, DraftOutcome] = {}  # of the latest failed candidate, by expert
         self._outcome_reporter: OutcomeReporter | None = None
         if registry is not None:
@@ -304,7 +306,7 @@ class TargetReplica:
         """Return the engine's statistics; thread-safe."""
         return self._loop.stats()
 
-    def experts(self) -> dict[str, dict[str, Any]]:
+    def experts(self) -> dict[str, ExpertStats]:
         """Return state and counts of every expert of the pool; empty if drafts are colocated."""
         return {} if self._pool is None else self._pool.describe()
 
@@ -392,13 +394,13 @@ class TargetReplica:
             if name not in self._shards:  # a new dictionary: the engine's thread reads it
                 self._shards = {**self._shards, name: parts.shard}
             if parts.expert is not None and name not in self._connected:
-                self._add_pool_expert(name, *parts.expert)
+                self._connect(name, serve.get_deployment_handle(*parts.expert))
 
-    def _add_pool_expert(self, expert: str, deployment: str, application: str) -> None:
-        """Connect to another expert of the pool."""
-        if self._pool is not None and self._leases is not None:
-            self._pool.add(expert)
-            self._leases.add(expert, serve.get_deployment_handle(deployment, application))
+    def _connect(self, expert: str, handle: DeploymentHandle[Any]) -> None:
+        """Connect to an expert of the pool."""
+        if self._pool is not None and self._sessions is not None:
+            self._pool.add_client(expert)
+            self._sessions.add(expert, partial(_session_stream, handle, self._replica_id))
             self._connected.add(expert)
 
 
@@ -408,6 +410,11 @@ def _replica_id() -> str:
         return str(serve.get_replica_context().replica_id.unique_id)
     except RayServeException:  # not in Serve
         return uuid.uuid4().hex[:12]
+
+
+def _session_stream(handle: DeploymentHandle[Any], replica_id: str) -> SessionStream:
+    stream: SessionStream = handle.options(stream=True).open_session.remote(replica_id)
+    return stream
 
 
 def _pool(settings: TargetSettings) -> PoolProposer:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from paceline.actors.engine.settings import DraftPlacement
 from paceline.actors.replay.table import Remover, Sampler
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.speculation.pool.draft_ahead import DraftAhead
+from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
 from paceline.actors.training.settings import (
     Loss,
     ObjectiveSettings,
@@ -122,7 +122,7 @@ class DraftsConfig(Section):
     top_k: Count = 64
     placement: DraftPlacement = "colocated"
     round_timeout_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 100.0
-    draft_ahead: DraftAhead = "auto"
+    draft_ahead: DraftAheadMode = "auto"
     num_replicas: Count = 1
     autoscaling: AutoscalingConfig | None = None
     num_threads: Count = 1

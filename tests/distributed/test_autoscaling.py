@@ -1,7 +1,7 @@
 """Replicas that come with a load and go with it, over real HTTP: no request fails or is altered.
 
 The drafts are in a pool, whose expert is scaled as well: its second replica comes only once there
-are two targets, and takes one of their leases.
+are two targets, and takes one of their sessions.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_replicas_come_with_the_load_take_requests_and_go_with_it(
             await until(lambda: serving("target") == 2, "a second target", COMES_S)
             await until(the_other_works, "requests on the second target", COMES_S)
             await until(lambda: serving("expert-general") == 2, "a second expert", COMES_S)
-            await until(both_drafted_for, "a lease for each expert", COMES_S)
+            await until(both_drafted_for, "a session for each expert", COMES_S)
 
     def both_drafted_for() -> bool:
         expert = serve.get_deployment_handle("expert-general", "paceline")

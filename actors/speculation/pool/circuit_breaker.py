@@ -1,9 +1,9 @@
-"""Whether a round should wait for an expert: a circuit breaker per expert, without a clock.
+"""Circuit breaker of an expert: decides whether rounds wait for it; takes times, reads no clock.
 
-A round waits for an expert only while its circuit is closed. An expert that was silent, failed or
-went away opens it; after a back-off it is *half open*: a ping is sent, for which no round waits,
-and its answer closes the circuit again. The back-off doubles until an answer comes in time, so
-that an expert that answers pings but never in time costs a vanishing share of the rounds.
+Rounds wait for an expert only while its circuit is closed. A timeout or a lost connection opens
+it. After a backoff it is half open: a ping is sent, for which no round waits, and the pong closes
+the circuit. The backoff doubles until a response comes in time, so an expert that answers pings
+but never in time costs a vanishing share of the rounds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 FIRST_BACKOFF_S = 0.25
-LONGEST_BACKOFF_S = 8.0
+MAX_BACKOFF_S = 8.0
 
 
 class CircuitState(StrEnum):
@@ -22,68 +22,58 @@ class CircuitState(StrEnum):
     HALF_OPEN = "half_open"
 
 
-class ExpertCircuit:
-    """Takes what happened to one expert, tells what to do. Times are monotonic seconds."""
+class CircuitBreaker:
+    """State machine of events; times are monotonic seconds. Opens without a connection."""
 
-    def __init__(
-        self, first_backoff_s: float = FIRST_BACKOFF_S, longest_backoff_s: float = LONGEST_BACKOFF_S
-    ) -> None:
-        """Begin open without a time to wait for: there is no connection yet.
-
-        Args:
-            first_backoff_s: wait after a failure that follows an answer.
-            longest_backoff_s: most that doubling makes of it.
-        """
-        self._first_s = first_backoff_s
-        self._longest_s = longest_backoff_s
-        self._failures = 0  # since the last answer in time
-        self._until = float("inf")
+    def __init__(self) -> None:
+        self._failures = 0  # since the last response in time
+        self._retry_at = float("inf")
         self.state = CircuitState.OPEN
 
     @property
     def closed(self) -> bool:
-        """True where rounds may wait for the expert."""
+        """Whether rounds may wait for the expert."""
         return self.state is CircuitState.CLOSED
 
     @property
     def backoff_s(self) -> float:
-        """The wait that the latest failure brought; 0 where there was none since an answer."""
+        """Wait after the latest failure; 0 if a response has followed it."""
         if not self._failures:
             return 0.0
         doublings = min(self._failures - 1, 64)
-        return min(self._first_s * 2.0**doublings, self._longest_s)
+        return min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
 
-    def connected(self) -> None:
-        """There is a new connection: the expert may be asked."""
+    def on_connect(self) -> None:
+        """Close the circuit."""
         self.state = CircuitState.CLOSED
 
-    def disconnected(self) -> None:
-        """The connection is gone: nobody can be asked or pinged before there is a new one."""
+    def on_disconnect(self) -> None:
+        """Open the circuit until the next connection."""
         self._failures += 1
-        self._until = float("inf")
+        self._retry_at = float("inf")
         self.state = CircuitState.OPEN
 
-    def failed(self, now: float) -> None:
-        """The expert was silent for a round's time, or answered with an error."""
+    def on_timeout(self, now: float) -> None:
+        """Open the circuit for the backoff."""
         self._failures += 1
-        self._until = now + self.backoff_s
+        self._retry_at = now + self.backoff_s
         self.state = CircuitState.OPEN
 
-    def answered(self) -> None:
-        """A round got its answer in time."""
+    def on_response(self) -> None:
+        """Reset the backoff."""
         self._failures = 0
 
-    def due(self, now: float) -> bool:
-        """True where a ping must be sent now; says so once per back-off."""
-        if self.closed or now < self._until:
-            return False
-        if self.state is CircuitState.HALF_OPEN:  # the last ping was never answered
-            self._failures += 1
-        self.state = CircuitState.HALF_OPEN
-        self._until = now + self.backoff_s
-        return True
-
-    def pong(self) -> None:
-        """A ping was answered: ask again; a further failure waits longer than the last."""
+    def on_pong(self) -> None:
+        """Close a half-open circuit; another timeout waits longer than the last."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.CLOSED
+
+    def should_ping(self, now: float) -> bool:
+        """Return True, once per backoff, if a ping is to be sent now."""
+        if self.closed or now < self._retry_at:
+            return False
+        if self.state is CircuitState.HALF_OPEN:  # the last ping had no pong
+            self._failures += 1
+        self.state = CircuitState.HALF_OPEN
+        self._retry_at = now + self.backoff_s
+        return True

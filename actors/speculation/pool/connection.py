@@ -1,4 +1,4 @@
-"""Where an expert listens: a unix socket for its own node, tcp for others."""
+"""Sockets of the pool: unix within a node, tcp between nodes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
 
 from paceline.actors.speculation.pool.messages import (
-    MAX_FRAME,
+    Authenticate,
     Challenge,
-    Hello,
-    Lease,
     Message,
+    ProtocolError,
+    Session,
     Welcome,
-    WireError,
     decode,
     encode,
     sign,
 )
 
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 1 << 26
+MAX_UNAUTHENTICATED_FRAME_BYTES = 1 << 10
+_MAX_UNSENT_BYTES = 1 << 27
+_READ_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
-_READ = 1 << 18
-MAX_GREETING = 1 << 10
-_MAX_UNSENT = 1 << 27
-# A peer whose machine is gone says nothing more: probe it, and do not wait for it for minutes.
+_PAUSE_S = 0.2
+# A peer whose machine is gone closes nothing: probe it, and give up within seconds.
 _TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -39,59 +41,72 @@ _TCP_OPTIONS = (
 )
 
 
-class ChannelError(ConnectionError):
-    """The other side is gone, or says what no frame can be."""
+class ConnectionLostError(ConnectionError):
+    """The peer is gone, does not read, or sends more than is allowed."""
 
 
-class Channel:
-    """A socket that neither reading nor writing ever blocks.
+class Connection:
+    """Length-prefixed frames over a socket; neither reading nor writing ever blocks.
 
-    What the kernel does not take at once waits here, so that a peer that stands still costs its
-    sender nothing but this memory, and only up to a limit.
+    Bytes that the kernel does not take at once are kept, up to a limit, so a stalled peer costs
+    its sender nothing but this memory.
     """
 
-    def __init__(self, sock: socket.socket, max_frame: int = MAX_FRAME) -> None:
+    def __init__(self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         """Take over a connected socket.
 
         Args:
             sock: unix or tcp; closed by :meth:`close`. A tcp peer whose machine is gone is
                 noticed after about 20 seconds.
-            max_frame: bytes that a received frame may have; the limit may be changed later.
+            max_frame_bytes: limit for received frames; may be changed later.
         """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             for option in _TCP_OPTIONS:
                 sock.setsockopt(*option)
         self._socket = sock
-        self.max_frame = max_frame
+        self.max_frame_bytes = max_frame_bytes
         self._unread = bytearray()
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        """The descriptor, for selectors; -1 once closed."""
+        """Return the descriptor, for selectors; -1 once closed."""
         return self._socket.fileno()
 
     @property
-    def sending(self) -> bool:
-        """True where bytes wait for the kernel to take them."""
+    def has_unsent(self) -> bool:
+        """Whether bytes wait for :meth:`flush`."""
         return bool(self._unsent)
 
-    def put(self, payload: bytes) -> None:
-        """Send a frame.
+    def send(self, message: Message) -> None:
+        """Send a message.
 
         Raises:
-            ChannelError: the connection is gone, or the peer has read nothing for too long.
+            ConnectionLostError: the peer is gone, or has read nothing for too long.
         """
+        self.send_frame(encode(message))
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived.
+
+        Raises:
+            ConnectionLostError: see :meth:`receive_frames`.
+            ProtocolError: a frame cannot be decoded.
+        """
+        return [decode(payload) for payload in self.receive_frames()]
+
+    def send_frame(self, payload: bytes) -> None:
+        """Send a frame; see :meth:`send`."""
         self._unsent += _LENGTH.pack(len(payload)) + payload
         self.flush()
-        if len(self._unsent) > _MAX_UNSENT:
-            raise ChannelError("the peer does not read")
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            raise ConnectionLostError("the peer does not read")
 
     def flush(self) -> None:
-        """Send what waits, as far as the kernel takes it.
+        """Send what is kept, as far as the kernel takes it.
 
         Raises:
-            ChannelError: the connection is gone.
+            ConnectionLostError: the peer is gone.
         """
         try:
             while self._unsent:
@@ -99,21 +114,21 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            raise ChannelError(str(error)) from error
+            raise ConnectionLostError(str(error)) from error
 
-    def take(self) -> list[bytes]:
-        """The whole frames that have arrived.
+    def receive_frames(self) -> list[bytes]:
+        """Return the whole frames that have arrived.
 
         Raises:
-            ChannelError: the connection is gone and no whole frame is left, or a frame is
-                larger than allowed.
+            ConnectionLostError: the peer is gone and no whole frame is left, or a frame exceeds
+                the limit.
         """
         ended = self._fill()
         frames, start = [], 0
         while len(self._unread) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread, start)
-            if length > self.max_frame:
-                raise ChannelError(f"a frame of {length} bytes")
+            if length > self.max_frame_bytes:
+                raise ConnectionLostError(f"a frame of {length} bytes")
             end = start + _LENGTH.size + length
             if end > len(self._unread):
                 break
@@ -121,14 +136,14 @@ class Channel:
             start = end
         del self._unread[:start]
         if ended and not frames:
-            raise ChannelError("the peer closed the connection")
+            raise ConnectionLostError("the peer closed the connection")
         return frames
 
     def _fill(self) -> bool:
-        """Read what is there; True where nothing more will come."""
-        while len(self._unread) < _LENGTH.size + self.max_frame:
+        """Read what has arrived; True at the end of the stream."""
+        while len(self._unread) < _LENGTH.size + self.max_frame_bytes:
             try:
-                data = self._socket.recv(_READ)
+                data = self._socket.recv(_READ_BYTES)
             except BlockingIOError:
                 return False
             except OSError:
@@ -136,7 +151,7 @@ class Channel:
             if not data:
                 return True
             self._unread += data
-            if len(data) < _READ:
+            if len(data) < _READ_BYTES:
                 return False
         return False
 
@@ -145,139 +160,93 @@ class Channel:
         self._socket.close()
 
 
-class ExpertLink:
-    """A connection that has been let in. Nothing here blocks, except :func:`connect`."""
-
-    def __init__(self, channel: Channel, epoch: int, weight_versions: Mapping[str, int]) -> None:
-        """Take over the channel; see Welcome for the rest."""
-        self._channel = channel
-        self.epoch = epoch
-        self.weight_versions = dict(weight_versions)
-
-    def fileno(self) -> int:
-        """The descriptor, for selectors; -1 once closed."""
-        return self._channel.fileno()
-
-    @property
-    def sending(self) -> bool:
-        """True where :meth:`flush` has something to do."""
-        return self._channel.sending
-
-    def send(self, message: Message) -> None:
-        """Send, or keep what the kernel does not take yet.
-
-        Raises:
-            ChannelError: the connection is gone.
-        """
-        self._channel.put(encode(message))
-
-    def flush(self) -> None:
-        """Send what was kept.
-
-        Raises:
-            ChannelError: the connection is gone.
-        """
-        self._channel.flush()
-
-    def receive(self) -> list[Message]:
-        """What has come.
-
-        Raises:
-            ChannelError: the connection is gone.
-            WireError: for a frame that cannot be read.
-        """
-        return [decode(payload) for payload in self._channel.take()]
-
-    def close(self) -> None:
-        """Close the connection; a second call does nothing."""
-        self._channel.close()
-
-
-def connect(lease: Lease, timeout_s: float) -> ExpertLink:
-    """Connect by a lease: by the unix socket where it is on this node, else by tcp. Blocks.
+def connect(session: Session, timeout_s: float) -> tuple[Connection, Welcome]:
+    """Connect and authenticate: by the unix socket if it is on this node, else by tcp. Blocks.
 
     Raises:
-        OSError: nobody listens, or does not answer within ``timeout_s``.
-        WireError: the server speaks otherwise, or does not know the lease.
+        OSError: no server listens, or none answers within ``timeout_s``.
+        ProtocolError: the server does not speak the protocol.
     """
     deadline = time.monotonic() + timeout_s
-    channel = Channel(_open(lease, timeout_s))
+    connection = Connection(_open(session, timeout_s))
     try:
-        challenge = _next(channel, deadline)
+        challenge = _next_message(connection, deadline)
         if not isinstance(challenge, Challenge):
-            raise WireError("a server begins with Challenge")
-        channel.put(encode(Hello(lease.name, sign(lease.key, challenge.nonce))))
-        welcome = _next(channel, deadline)
+            raise ProtocolError("the server's first message is not a Challenge")
+        connection.send(Authenticate(session.name, sign(session.key, challenge.nonce)))
+        welcome = _next_message(connection, deadline)
         if not isinstance(welcome, Welcome):
-            raise WireError("a server answers Hello with Welcome")
+            raise ProtocolError("the server's second message is not a Welcome")
     except BaseException:
-        channel.close()
-        raise
-    return ExpertLink(channel, welcome.epoch, welcome.weight_versions)
-
-
-def _open(lease: Lease, timeout_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(lease.unix)
-        return connection
-    except OSError:
         connection.close()
-        if lease.host is None or lease.port is None:
+        raise
+    return connection, welcome
+
+
+def _open(session: Session, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(session.unix)
+        return sock
+    except OSError:
+        sock.close()
+        if session.host is None or session.port is None:
             raise
-    return socket.create_connection((lease.host, lease.port), timeout_s)
+    return socket.create_connection((session.host, session.port), timeout_s)
 
 
-def _next(channel: Channel, deadline: float) -> Message:
-    """The next message, of which there is only one at a time in a greeting."""
+def _next_message(connection: Connection, deadline: float) -> Message:
+    """Wait for the next message; the handshake has one at a time."""
     while True:
-        frames = channel.take()
-        if frames:
-            return decode(frames[0])
+        messages = connection.receive()
+        if messages:
+            return messages[0]
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([channel], [], [], left)[0]:
-            raise ChannelError("no answer in time")
+        if left <= 0 or not select.select([connection], [], [], left)[0]:
+            raise ConnectionLostError("no answer in time")
 
 
-logger = logging.getLogger(__name__)
+class ListeningSockets:
+    """A drafter's listening sockets, in its selector.
 
-_PAUSE_S = 0.2
+    When the process runs out of descriptors they are unregistered for a moment: a connection that
+    cannot be accepted stays readable, and would keep the selector from ever waiting.
 
-
-class Listeners:
-    """Listening sockets in a selector.
-
-    Where the process has no descriptor left they are taken out of it for a moment: a connection
-    that cannot be accepted stays readable, and would keep the selector from ever waiting.
+    Attributes:
+        unix_address: in Linux's abstract namespace, so a killed process leaves no file.
+        tcp_address: host and port; None if it does not listen on tcp.
+        paused_until: monotonic seconds; None while listening.
     """
 
     def __init__(self, selector: selectors.BaseSelector, host: str | None) -> None:
         """Listen.
 
         Args:
-            selector: gets the sockets, without data.
-            host: interface on which to listen on tcp too; None: the node's clients only.
+            selector: the sockets are registered without data.
+            host: interface for tcp; None listens for clients on this node only.
         """
         self._selector = selector
-        unix = _unix_listener()
-        self.name: bytes = unix.getsockname()
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind(b"\0paceline-" + secrets.token_hex(16).encode())
+        unix.listen()
+        self.unix_address: bytes = unix.getsockname()
         self._sockets = [unix]
-        self.address: tuple[str | None, int | None] = None, None
+        self.tcp_address: tuple[str | None, int | None] = None, None
         if host is not None:
             tcp = socket.create_server((host, 0))
-            self.address = tcp.getsockname()[:2]
+            self.tcp_address = tcp.getsockname()[:2]
             self._sockets.append(tcp)
         self.paused_until: float | None = None
         for listener in self._sockets:
             listener.setblocking(False)
-        self._watch()
+        self._register()
 
     def accept(self, listener: socket.socket, now: float) -> socket.socket | None:
-        """The next connection; None where there is none, or no descriptor for it.
+        """Accept a connection; None if there is none, or no descriptor for it.
 
         Args:
-            listener: one of these.
+            listener: one of these sockets.
             now: monotonic seconds.
         """
         try:
@@ -285,22 +254,22 @@ class Listeners:
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
             return None
         except OSError as error:
-            logger.warning("no connection can be accepted for a moment: %s", error)
+            logger.warning("cannot accept connections for a moment: %s", error)
             self._pause(now)
             return None
 
     def resume(self, now: float) -> None:
-        """Listen again where the pause is over."""
+        """Listen again if a pause is over."""
         if self.paused_until is not None and now >= self.paused_until:
             self.paused_until = None
-            self._watch()
+            self._register()
 
     def close(self) -> None:
         """Close the sockets; a second call does nothing."""
         for listener in self._sockets:
             listener.close()
 
-    def _watch(self) -> None:
+    def _register(self) -> None:
         for listener in self._sockets:
             self._selector.register(listener, selectors.EVENT_READ)
 
@@ -309,11 +278,3 @@ class Listeners:
             for listener in self._sockets:
                 self._selector.unregister(listener)
             self.paused_until = now + _PAUSE_S
-
-
-def _unix_listener() -> socket.socket:
-    """In Linux's abstract namespace: no file that a killed process would leave behind."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(b"\0paceline-" + secrets.token_hex(16).encode())
-    listener.listen()
-    return listener

@@ -1,8 +1,7 @@
-"""What targets and experts say to each other: versioned msgpack frames.
+"""Messages between targets and drafters: versioned msgpack frames.
 
-A frame is a msgpack array ``[version, kind, fields...]``; arrays inside are their little-endian
-bytes with the shape beside them. Only what a draft needs travels: new tokens of a sequence, not
-the sequence, and its sampling parameters once.
+A frame is a msgpack array ``[version, kind, fields...]``; arrays inside are little-endian bytes
+with their shape. Only new tokens of a sequence are sent, and its sampling parameters once.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.actors.engine.request import SamplingParams
-
-MAX_FRAME = 1 << 26
-
 
 VERSION = 1
 _BIG_INTEGER = 1  # msgpack extension: a decimal number beyond 64 bits
@@ -30,44 +26,59 @@ Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
 
-class WireError(ValueError):
-    """A frame that this side cannot read."""
+class ProtocolError(ValueError):
+    """A frame or message that violates the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Address and key of a target's session with a drafter; sent through Serve, not the socket.
+
+    ``unix`` is a socket on the drafter's node; ``host`` and ``port`` are None if the drafter does
+    not listen on tcp. ``key`` signs the server's challenge.
+    """
+
+    name: str
+    key: bytes = field(repr=False)
+    unix: bytes
+    host: str | None
+    port: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """The server's first frame: ``nonce`` is to be signed with the lease's key."""
+    """The server's first message: a nonce to sign with the session's key."""
 
     nonce: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """The client's answer to a challenge; see :func:`sign`."""
+class Authenticate:
+    """The client's reply to a challenge; see :func:`sign`."""
 
-    lease: str
+    session: str
     signature: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The connection stands; ``epoch`` names this life of the server."""
+    """The server's reply to valid credentials; ``epoch`` identifies the server's process."""
 
     epoch: int
     weight_versions: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class AskRow:
-    """One sequence that wants draft tokens.
+class DraftRequestRow:
+    """A sequence to draft for.
 
-    ``base`` tokens of it should be known to the server, and ``tokens`` follow them; base 0
-    begins anew. ``sampling`` comes with base 0 and is None afterwards.
+    The server should hold ``num_cached_tokens`` of it, and ``tokens`` follow them; 0 starts the
+    sequence and brings ``sampling``, which is None afterwards.
     """
 
     request_id: str
     draft: str
-    base: int
+    num_cached_tokens: int
     tokens: tuple[int, ...]
     num_output: int
     num_draft_tokens: int
@@ -75,24 +86,24 @@ class AskRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A round's question; ``ahead`` False asks the server not to draft beyond its answer."""
+class DraftRequest:
+    """A round's request; ``draft_ahead`` allows drafting beyond the response."""
 
     round: int
-    rows: tuple[AskRow, ...]
-    ahead: bool = True
+    rows: tuple[DraftRequestRow, ...]
+    draft_ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What an expert proposes for the rows of an Ask, in their order.
+class DraftResponse:
+    """Proposals for the rows of a DraftRequest, in their order.
 
     Attributes:
         epoch: of the server, as in its Welcome.
-        round: of the Ask.
-        weight_versions: of every draft that the expert serves, as it proposed with them.
-        unknown: indices of rows whose sequence has to be sent whole.
-        ahead: rows answered with what had been drafted ahead.
+        round: of the request.
+        weight_versions: of every draft that the expert serves, as used for this response.
+        unknown_rows: indices of rows to send whole in the next round.
+        num_ahead_hits: rows served from tokens drafted ahead.
         num_drafted: int32 ``[B]``.
         token_ids: int32 ``[B, k]``.
         token_probs: float32 ``[B, k]``.
@@ -103,8 +114,8 @@ class Answer:
     epoch: int
     round: int
     weight_versions: Mapping[str, int]
-    unknown: tuple[int, ...]
-    ahead: int
+    unknown_rows: tuple[int, ...]
+    num_ahead_hits: int
     num_drafted: Int32
     token_ids: Int32
     token_probs: Float32
@@ -121,81 +132,108 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Asks for a Pong with the same number."""
+    """A request for a Pong with the same number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The server's thread is alive, and what it would propose with."""
+    """The reply of a live server, with its present weight versions."""
 
     number: int
     epoch: int
     weight_versions: Mapping[str, int]
 
 
-Message = Challenge | Hello | Welcome | Ask | Answer | Release | Ping | Pong
-_KINDS: tuple[type[Any], ...] = (Challenge, Hello, Welcome, Ask, Answer, Release, Ping, Pong)
+Message = Challenge | Authenticate | Welcome | DraftRequest | DraftResponse | Release | Ping | Pong
+_KINDS: tuple[type[Any], ...] = get_args(Message)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def sign(key: bytes, nonce: bytes) -> bytes:
-    """HMAC-SHA256 of a challenge's nonce under a lease's key."""
+    """Return the HMAC-SHA256 of a challenge's nonce under a session's key."""
     return hmac.digest(key, nonce, hashlib.sha256)
 
 
 def encode(message: Message) -> bytes:
-    """A message as a frame's payload."""
-    if isinstance(message, Ask):
-        fields: list[Any] = [message.round, [_pack_row(row) for row in message.rows], message.ahead]
-    else:
-        fields = [_plain(getattr(message, field.name)) for field in dataclasses.fields(message)]
-    payload: bytes = msgpack.packb(
-        [VERSION, _NUMBER[type(message)], *fields], default=_pack_unusual
-    )
+    """Encode a message as a frame's payload."""
+    values = [VERSION, _NUMBER[type(message)], *_values(message)]
+    payload: bytes = msgpack.packb(values, default=_pack)
     return payload
 
 
 def decode(payload: bytes) -> Message:
-    """The message in a frame's payload.
+    """Decode a frame's payload.
 
     Raises:
-        WireError: for a frame of another version, or one that is not whole.
+        ProtocolError: a frame of another version, or a malformed one.
     """
     try:
-        version, kind, *fields = msgpack.unpackb(
-            payload, ext_hook=_unpack_unusual, strict_map_key=False, use_list=False
+        version, kind, *values = msgpack.unpackb(
+            payload, ext_hook=_unpack_extension, strict_map_key=False, use_list=False
         )
         if version != VERSION:
-            raise WireError(f"a frame of version {version}, this side speaks {VERSION}")
-        message: Message = _READERS.get(_KINDS[kind], _KINDS[kind])(*fields)
-    except WireError:
+            raise ProtocolError(f"a frame of version {version}, this side speaks {VERSION}")
+        message: Message = _DECODERS.get(_KINDS[kind], _KINDS[kind])(*values)
+    except ProtocolError:
         raise
-    except Exception as error:  # whatever bytes from outside may lead to
-        raise WireError(f"not a frame: {error}") from error
+    except Exception as error:  # any bytes may arrive
+        raise ProtocolError(f"not a frame: {error}") from error
     return message
 
 
-def _pack_row(row: AskRow) -> list[Any]:
-    sampling = None if row.sampling is None else _sampling_fields(row.sampling)
-    return [
-        row.request_id,
-        row.draft,
-        row.base,
-        np.asarray(row.tokens, dtype="<i4").tobytes(),
-        row.num_output,
-        row.num_draft_tokens,
-        sampling,
-    ]
+def _values(instance: Any) -> list[Any]:
+    return [getattr(instance, field.name) for field in dataclasses.fields(instance)]
 
 
-def _read_row(fields: tuple[Any, ...]) -> AskRow:
-    request_id, draft, base, tokens, num_output, num_draft_tokens, sampling = fields
-    return AskRow(
+def _pack(value: Any) -> Any:
+    """Reduce a value to what msgpack has a form for."""
+    if isinstance(value, np.ndarray):
+        return [value.shape, value.astype(f"<{value.dtype.kind}4", copy=False).tobytes()]
+    if isinstance(value, DraftRequestRow):
+        return [
+            value.request_id,
+            value.draft,
+            value.num_cached_tokens,
+            np.asarray(value.tokens, dtype="<i4").tobytes(),
+            value.num_output,
+            value.num_draft_tokens,
+            value.sampling,
+        ]
+    if isinstance(value, SamplingParams):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, int):  # a seed may be any
+        return msgpack.ExtType(_BIG_INTEGER, str(value).encode())
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _unpack_extension(code: int, data: bytes) -> int:
+    if code != _BIG_INTEGER:
+        raise ProtocolError(f"unknown extension {code}")
+    return int(data)
+
+
+def _decode_authenticate(session: Any, signature: Any) -> Authenticate:
+    if not isinstance(session, str) or not isinstance(signature, bytes):
+        raise ProtocolError("malformed credentials")
+    return Authenticate(session, signature)
+
+
+def _decode_request(number: int, rows: tuple[Any, ...], draft_ahead: bool) -> DraftRequest:
+    return DraftRequest(number, tuple(_decode_row(*row) for row in rows), draft_ahead)
+
+
+def _decode_row(
+    request_id: str, draft: str, num_cached_tokens: Any, tokens: bytes, *rest: Any
+) -> DraftRequestRow:
+    num_output, num_draft_tokens, sampling = rest
+    return DraftRequestRow(
         request_id=request_id,
         draft=draft,
-        base=int(base),
+        num_cached_tokens=int(num_cached_tokens),
         tokens=tuple(np.frombuffer(tokens, dtype="<i4").tolist()),
         num_output=int(num_output),
         num_draft_tokens=int(num_draft_tokens),
@@ -203,71 +241,29 @@ def _read_row(fields: tuple[Any, ...]) -> AskRow:
     )
 
 
-def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    return {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-
-
-def _read_ask(number: int, rows: tuple[Any, ...], ahead: bool) -> Ask:
-    return Ask(round=number, rows=tuple(_read_row(row) for row in rows), ahead=ahead)
-
-
-def _read_answer(*fields: Any) -> Answer:
-    epoch, number, versions, unknown, ahead, *arrays = fields
-    parts = [
-        _array(part, kind) for part, kind in zip(arrays, ("i", "i", "f", "i", "f"), strict=True)
-    ]
-    answer = Answer(epoch, number, versions, unknown, ahead, *parts)
-    rows, steps, width = answer.support_ids.shape
-    shapes = (
-        answer.num_drafted.shape == (rows,)
-        and answer.token_ids.shape == answer.token_probs.shape == (rows, steps)
-        and answer.support_probs.shape == (rows, steps, width)
+def _decode_response(*values: Any) -> DraftResponse:
+    epoch, number, versions, unknown_rows, num_ahead_hits, *arrays = values
+    dtypes = ("<i4", "<i4", "<f4", "<i4", "<f4")
+    parts = [_array(*part) for part in zip(arrays, dtypes, strict=True)]
+    response = DraftResponse(epoch, number, versions, unknown_rows, num_ahead_hits, *parts)
+    rows, steps, width = response.support_ids.shape
+    shapes_fit = (
+        response.num_drafted.shape == (rows,)
+        and response.token_ids.shape == response.token_probs.shape == (rows, steps)
+        and response.support_probs.shape == (rows, steps, width)
     )
-    if not shapes:
-        raise WireError("an answer whose arrays do not fit together")
-    return answer
+    if not shapes_fit:
+        raise ProtocolError("a response whose arrays do not fit together")
+    return response
 
 
-_READERS: dict[type[Any], Callable[..., Any]] = {Ask: _read_ask, Answer: _read_answer}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        little = value.astype("<i4" if value.dtype.kind == "i" else "<f4", copy=False)
-        return [list(value.shape), little.tobytes()]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _array(part: Any, kind: str) -> NDArray[Any]:
+def _array(part: Any, dtype: str) -> NDArray[Any]:
     shape, data = part
-    return np.frombuffer(data, dtype=f"<{kind}4").reshape(shape)
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def _pack_unusual(value: Any) -> Any:
-    """Integers beyond 64 bits (a seed may be any), which msgpack has no form for."""
-    if isinstance(value, int):
-        return msgpack.ExtType(_BIG_INTEGER, str(value).encode())
-    if isinstance(value, frozenset | set):
-        return sorted(value)
-    raise TypeError(f"{type(value).__name__} cannot be sent")
-
-
-def _unpack_unusual(code: int, data: bytes) -> Any:
-    if code != _BIG_INTEGER:
-        raise WireError(f"unknown extension {code}")
-    return int(data)
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """What a client needs to connect; travels through Serve, never over the socket.
-
-    ``unix`` is the name of a socket on the expert's node; ``host`` and ``port`` are None where
-    the expert does not listen on tcp. ``key`` signs the server's challenge.
-    """
-
-    name: str
-    key: bytes = field(repr=False)
-    unix: bytes
-    host: str | None
-    port: int | None
+_DECODERS: dict[type[Any], Callable[..., Any]] = {
+    Authenticate: _decode_authenticate,
+    DraftRequest: _decode_request,
+    DraftResponse: _decode_response,
+}

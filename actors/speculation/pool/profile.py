@@ -1,4 +1,4 @@
-"""What asking the pool costs, measured before the first request."""
+"""Costs of drafting with the pool, measured before the first request."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from paceline.actors.speculation.proposer import DraftRow
 
 logger = logging.getLogger(__name__)
 
-_WAIT_S = 20.0
-_ROUND_S = 2.0
-_CONTEXT = 128
+_CONNECT_TIMEOUT_S = 20.0
+_ROUND_TIMEOUT_S = 2.0
+_CONTEXT = 128  # tokens
 _STEPS = 4
-_MOST_READS = 256  # questions until an expert has read the prompts
-_GUESS = 0.5  # of a target's step, where no expert answers
+_MAX_PREFILL_ROUNDS = 256
+_GUESS = 0.5  # of a target's step
 
 
 class _NotDraftedError(Exception):
-    """A round of the profile came back without its drafts."""
+    """A profiling round came back without its drafts."""
 
 
 def profile_pool(
     pool: PoolProposer, settings: TargetSettings, rows: Sequence[int], target_s: float
 ) -> dict[tuple[int, int], float]:
-    """Seconds of one draft step by (rows, experts), with its share of a round trip.
+    """Measure the seconds of a draft step by (rows, experts), with its share of a round trip.
 
-    Waits some seconds for the experts to be there. Where they are not, the costs are a guess that
-    the first rounds correct.
+    Waits for the experts. Without them the costs are a guess, which the first rounds correct.
 
     Args:
         pool: not in use yet.
@@ -40,23 +39,23 @@ def profile_pool(
         rows: grid of batch sizes.
         target_s: seconds of a target step of one row and token.
     """
-    found = pool.wait_for_links(_WAIT_S)
+    connected = pool.wait_connected(_CONNECT_TIMEOUT_S)
     experts = grid_points(min(len(settings.drafts), settings.max_num_seqs))
-    rounds = _Rounds(pool, found, settings.prefill_chunk)
+    rounds = _ProfileRounds(pool, connected, settings.prefill_chunk)
     try:
-        if len(found) == len(settings.drafts):
+        if len(connected) == len(settings.drafts):
             times = profile(rounds.run, rows, experts, time.perf_counter)
             return {size: seconds / _STEPS for size, seconds in times.items()}
-        logger.warning("%d of %d experts are there", len(found), len(settings.drafts))
+        logger.warning("%d of %d experts are connected", len(connected), len(settings.drafts))
     except _NotDraftedError:
-        logger.warning("the experts do not answer a profile")
+        logger.warning("experts do not respond to profiling")
     finally:
         rounds.release()
     return {(b, e): _GUESS * target_s for b in rows for e in experts}
 
 
-class _Rounds:
-    """Rounds of made-up sequences, the same ones as long as the sizes stay."""
+class _ProfileRounds:
+    """Rounds of synthetic sequences, reused as long as the batch's size stays."""
 
     def __init__(self, pool: PoolProposer, experts: Sequence[str], prefill_chunk: int) -> None:
         self._pool = pool
@@ -66,29 +65,29 @@ class _Rounds:
         self._rows: list[DraftRow] = []
 
     def run(self, batch: int, experts: int) -> None:
-        """One round over so many experts; the first of a size, which warms up, has prompts read.
+        """Run one round over so many experts; the first of a size prefills its prompts.
 
         Raises:
-            _NotDraftedError: an expert was silent.
+            _NotDraftedError: an expert did not draft.
         """
-        reads = 0
+        prefill_rounds = 0
         if self._size != (batch, experts):
             self.release()
             self._size = (batch, experts)
             self._rows = [self._row(i, self._experts[i % experts], batch) for i in range(batch)]
-            reads = _MOST_READS
+            prefill_rounds = _MAX_PREFILL_ROUNDS
         while not self._drafted():
-            if not reads:
+            if not prefill_rounds:
                 raise _NotDraftedError
-            reads -= 1
+            prefill_rounds -= 1
 
     def _drafted(self) -> bool:
-        """Whether a round had its drafts; it waits for a silent expert no more than once."""
-        drafted = self._pool.propose(self._rows, ahead=False, timeout_s=_ROUND_S).num_drafted
-        return int(drafted.min()) >= _STEPS
+        """Run a round; return whether every row has all its drafts."""
+        proposal = self._pool.propose(self._rows, draft_ahead=False, timeout_s=_ROUND_TIMEOUT_S)
+        return int(proposal.num_drafted.min()) >= _STEPS
 
     def release(self) -> None:
-        """End the sequences."""
+        """Release the sequences."""
         for row in self._rows:
             self._pool.release(row.request_id)
         self._rows = []

@@ -1,4 +1,4 @@
-"""The target's proposer over experts in processes of their own."""
+"""Proposer over experts in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import selectors
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.actors.speculation.colocated import merge
 from paceline.actors.speculation.costs import Reads
-from paceline.actors.speculation.pool.connection import ChannelError, ExpertLink
-from paceline.actors.speculation.pool.messages import Answer, Ask, Float32, Int32, Pong, WireError
-from paceline.actors.speculation.pool.peer import Peer
+from paceline.actors.speculation.pool.client import ExpertClient, ExpertStats
+from paceline.actors.speculation.pool.connection import Connection, ConnectionLostError
+from paceline.actors.speculation.pool.messages import (
+    DraftResponse,
+    Float32,
+    Int32,
+    Pong,
+    ProtocolError,
+    Welcome,
+)
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
 from paceline.actors.weights.slots import expert_of
@@ -26,20 +32,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question of the present round: the rows' places in the batch."""
+class _PendingRequest:
+    """A request of the present round; ``indices`` are its rows' places in the batch."""
 
-    peer: Peer
+    client: ExpertClient
     indices: list[int]
     rows: list[DraftRow]
 
 
 class PoolProposer:
-    """Asks every expert of a round at once and waits for their answers, but not for long.
+    """Requests drafts from all experts of a round at once, and waits for them up to a timeout.
 
-    Rows of an expert that is dead, silent or slow draft nothing; its circuit then keeps rounds
-    from waiting for it until it answers again. :meth:`add`, :meth:`attach`, :meth:`wants_link`
-    and :meth:`describe` may be called from any thread, everything else from the engine's alone.
+    Rows of a dead or slow expert draft nothing; its circuit breaker then keeps rounds from waiting
+    for it until it answers again. :meth:`add_client`, :meth:`attach`, :meth:`needs_connection`,
+    :meth:`wait_connected` and :meth:`describe` may be called from any thread, all else from the
+    engine's alone.
     """
 
     hidden_drafts: frozenset[str] = frozenset()
@@ -53,79 +60,80 @@ class PoolProposer:
         round_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Begin without connections: until there are some, nothing is drafted.
+        """Create clients without connections.
 
         Args:
             experts: their names; each also serves its initial weights (``sql@0``).
-            device: where proposals are to be.
-            vocab_size: of the target; an answer with other tokens breaks its connection.
-            round_timeout_s: how long a round waits for answers.
+            device: of the proposals.
+            vocab_size: of the target; a response with other tokens ends its connection.
+            round_timeout_s: how long a round waits for responses.
             clock: seconds, monotonic.
         """
-        self._peers = {name: Peer(name) for name in experts}
+        self._clients = {name: ExpertClient(name) for name in experts}
         self._device = device
         self._vocab_size = vocab_size
         self._timeout_s = round_timeout_s
         self._clock = clock
         self._rounds = itertools.count(1)
-        self._expert_of: dict[str, str] = {}
-        self._attached = threading.Condition()
-        self._links: dict[str, ExpertLink] = {}  # not taken yet; guarded by the condition
+        self._expert_of: dict[str, str] = {}  # by request_id
+        self._connected = threading.Condition()
+        self._new_connections: dict[str, tuple[Connection, Welcome]] = {}  # guarded by it
         self.waited_in_vain = False
         self.reads = Reads()  # experts read while the target works
-        self.faulty: frozenset[str] = frozenset()  # an expert sees to that itself
+        self.faulty: frozenset[str] = frozenset()  # an expert handles its faulty drafts itself
 
-    def add(self, expert: str) -> None:
-        """Ask a further expert too, once it has a connection; one that is known is fine."""
-        if expert not in self._peers:  # a new dictionary: the rounds may be reading the old one
-            self._peers = {**self._peers, expert: Peer(expert)}
+    def add_client(self, expert: str) -> None:
+        """Draft with a further expert, once it is connected; a known one is fine."""
+        if expert not in self._clients:  # a new dictionary: rounds may be reading the old one
+            self._clients = {**self._clients, expert: ExpertClient(expert)}
 
-    def attach(self, expert: str, link: ExpertLink) -> None:
+    def attach(self, expert: str, connection: Connection, welcome: Welcome) -> None:
         """Use a connection from the next round on, in place of an earlier one."""
-        with self._attached:
-            replaced = self._links.pop(expert, None)
-            self._links[expert] = link
-            self._peers[expert].wanting = False
-            self._attached.notify_all()
+        with self._connected:
+            replaced = self._new_connections.pop(expert, None)
+            self._new_connections[expert] = connection, welcome
+            self._clients[expert].needs_connection = False
+            self._connected.notify_all()
         if replaced is not None:
-            replaced.close()
+            replaced[0].close()
 
-    def wants_link(self, expert: str) -> bool:
-        """True where an expert has no connection, or has lost it."""
-        return self._peers[expert].wanting
+    def needs_connection(self, expert: str) -> bool:
+        """Return whether an expert has no connection, or has lost it."""
+        return self._clients[expert].needs_connection
 
-    def wait_for_links(self, timeout_s: float) -> list[str]:
-        """Wait until every expert has a connection; returns those that have one by then."""
-        with self._attached:
-            self._attached.wait_for(
-                lambda: not any(peer.wanting for peer in self._peers.values()), timeout_s
+    def wait_connected(self, timeout_s: float) -> list[str]:
+        """Wait until every expert is connected; return those that are by then."""
+        with self._connected:
+            self._connected.wait_for(
+                lambda: not any(client.needs_connection for client in self._clients.values()),
+                timeout_s,
             )
-        return [name for name, peer in self._peers.items() if not peer.wanting]
+        return [name for name, client in self._clients.items() if not client.needs_connection]
 
-    def describe(self) -> dict[str, dict[str, Any]]:
-        """State and counts of every expert's circuit, for people."""
-        return {name: peer.describe() for name, peer in self._peers.items()}
+    def describe(self) -> dict[str, ExpertStats]:
+        """Return the state and counts of every expert."""
+        return {name: client.stats() for name, client in self._clients.items()}
 
     def drafts(self) -> dict[str, int]:
-        """Every draft with the weight_version of its expert's latest answer."""
-        known = {name + suffix: 0 for name in self._peers for suffix in ("", INITIAL_SUFFIX)}
-        for name, peer in self._peers.items():
-            known |= {d: v for d, v in peer.weight_versions.items() if expert_of(d) == name}
+        """Every draft with the weight_version of its expert's latest response."""
+        known = {name + suffix: 0 for name in self._clients for suffix in ("", INITIAL_SUFFIX)}
+        for name, client in self._clients.items():
+            known |= {d: v for d, v in client.weight_versions.items() if expert_of(d) == name}
         return known
 
     def version(self, draft: str) -> int:
-        """The weight_version with which a draft last proposed: without a candidate the stable."""
+        """The weight_version that a draft last proposed with: the stable one's if it has none."""
         expert = expert_of(draft)
-        versions = self._peers[expert].weight_versions
+        versions = self._clients[expert].weight_versions
         return versions.get(draft if draft in versions else expert, 0)
 
     def add_expert(self, expert: str, like: str) -> Iterator[None]:  # noqa: ARG002
-        """See Proposer; in the pool an expert loads its own weights."""
-        self.add(expert)
+        """See Proposer; an expert of the pool loads its own weights."""
+        self.add_client(expert)
         yield
 
     def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
-        """Refuse: in the pool an expert loads its own weights.
+        """Refuse: an expert of the pool pulls its own weights.
 
         Raises:
             ValueError: always.
@@ -135,139 +143,144 @@ class PoolProposer:
         )
 
     def remove_candidate(self, slot: str) -> None:
-        """Nothing to do: an expert empties its own slots."""
+        """Do nothing: an expert of the pool empties its own slots."""
 
     def lacks(self, request_id: str, draft: str, length: int) -> int:  # noqa: ARG002
-        """Nothing that a round waits for: an expert reads while the target works."""
+        """Return 0: no round waits for an expert's prefill, which runs beside the target."""
         return 0
 
     def release(self, request_id: str) -> None:
-        """Tell the expert that a sequence has ended."""
+        """Have a sequence's expert release it."""
         expert = self._expert_of.pop(request_id, None)
         if expert is None:
             return
-        peer = self._peers[expert]
+        client = self._clients[expert]
         try:
-            peer.release(request_id)
-        except ChannelError:
-            peer.lose()
+            client.release(request_id)
+        except ConnectionLostError:
+            client.disconnect()
 
     def propose(
-        self, rows: Sequence[DraftRow], *, ahead: bool = True, timeout_s: float | None = None
+        self, rows: Sequence[DraftRow], *, draft_ahead: bool = True, timeout_s: float | None = None
     ) -> Proposal:
-        """Draft tokens for every row, as far as the experts answer in time.
+        """Draft tokens for every row, as far as the experts respond in time.
 
         Args:
             rows: see Proposer.
-            ahead: whether the experts may draft beyond their answers.
-            timeout_s: how long to wait for answers; None: what was set.
+            draft_ahead: whether the experts may draft beyond their responses.
+            timeout_s: how long to wait for responses; None: as configured.
         """
-        self._look()
+        self._poll_clients()
         number = next(self._rounds)
-        asked = self._ask(number, rows, ahead)
-        parts = self._gather(number, asked, self._timeout_s if timeout_s is None else timeout_s)
+        pending = self._send_requests(number, rows, draft_ahead)
+        parts = self._collect(number, pending, self._timeout_s if timeout_s is None else timeout_s)
         if not parts:
             return Proposal.empty(len(rows), self._device)
         return merge(parts, len(rows))
 
-    def _look(self) -> None:
-        """Take new connections, late frames and pongs; ping those that may be back."""
-        with self._attached:
-            links, self._links = self._links, {}
-        for expert, link in links.items():
-            self._peers[expert].take(link)
+    def _poll_clients(self) -> None:
+        """Take new connections, late responses and pongs; ping experts whose backoff is over."""
+        with self._connected:
+            connections, self._new_connections = self._new_connections, {}
+        for expert, (connection, welcome) in connections.items():
+            self._clients[expert].connect(connection, welcome)
         now = self._clock()
-        for peer in self._peers.values():
-            if peer.link is None:
+        for client in self._clients.values():
+            if client.connection is None:
                 continue
             try:
-                peer.flush()
-                for message in peer.receive():
+                client.flush()
+                for message in client.receive():
                     if isinstance(message, Pong):
-                        peer.pong(message)
-                    elif isinstance(message, Answer):
-                        peer.late += 1
-                if peer.circuit.due(now):
-                    peer.ping()
-            except (ChannelError, WireError) as error:
-                logger.info("the connection to %s is lost: %s", peer.name, error)
-                peer.lose()
+                        client.on_pong(message)
+                    elif isinstance(message, DraftResponse):
+                        client.late += 1
+                if client.circuit.should_ping(now):
+                    client.ping()
+            except (ConnectionLostError, ProtocolError) as error:
+                _disconnect(client, error)
 
-    def _ask(self, number: int, rows: Sequence[DraftRow], ahead: bool) -> dict[int, _Asked]:
-        """Send the round's questions; returns them by their link's descriptor."""
+    def _send_requests(
+        self, number: int, rows: Sequence[DraftRow], draft_ahead: bool
+    ) -> dict[int, _PendingRequest]:
+        """Send the round's requests; returns them by their connection's descriptor."""
         groups: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
             expert = self._expert_of[row.request_id] = expert_of(row.draft)
             groups.setdefault(expert, []).append(index)
-        asked = {}
+        pending = {}
         for expert, indices in groups.items():
-            peer = self._peers[expert]
-            if peer.link is None or not peer.circuit.closed:
+            client = self._clients[expert]
+            if client.connection is None or not client.circuit.closed:
                 continue
-            mine = [rows[i] for i in indices]
+            own = [rows[i] for i in indices]
             try:
-                peer.ask(Ask(number, peer.rows(mine), ahead), self._clock())
-            except ChannelError:
-                peer.lose()
+                client.request(number, own, draft_ahead, self._clock())
+            except ConnectionLostError:
+                client.disconnect()
                 continue
-            asked[peer.link.fileno()] = _Asked(peer, indices, mine)
-        return asked
+            pending[client.connection.fileno()] = _PendingRequest(client, indices, own)
+        return pending
 
-    def _gather(
-        self, number: int, asked: dict[int, _Asked], timeout_s: float
+    def _collect(
+        self, number: int, pending: dict[int, _PendingRequest], timeout_s: float
     ) -> list[tuple[list[int], Proposal]]:
-        """Answers of this round that come in time; the others' circuits open."""
+        """Wait for the round's responses; open the circuits of experts that miss the deadline."""
         parts = []
         deadline = self._clock() + timeout_s
         with selectors.PollSelector() as selector:
-            for descriptor, question in asked.items():
-                writing = selectors.EVENT_WRITE if question.peer.sending else 0
-                selector.register(descriptor, selectors.EVENT_READ | writing, question)
+            for descriptor, request in pending.items():
+                writing = selectors.EVENT_WRITE if request.client.has_unsent else 0
+                selector.register(descriptor, selectors.EVENT_READ | writing, request)
             while selector.get_map():
                 left = deadline - self._clock()
                 for key, _ in selector.select(max(left, 0.0)):
-                    question = key.data
-                    done, answer = self._read(number, question)
+                    request = key.data
+                    done, proposal = self._receive(number, request)
                     if done:
                         selector.unregister(key.fd)
-                    elif not question.peer.sending:
-                        selector.modify(key.fd, selectors.EVENT_READ, question)
-                    if answer is not None:
-                        parts.append((question.indices, answer))
-                if left <= 0:  # even where bytes go on coming, one by one
+                    elif not request.client.has_unsent:
+                        selector.modify(key.fd, selectors.EVENT_READ, request)
+                    if proposal is not None:
+                        parts.append((request.indices, proposal))
+                if left <= 0:  # even if bytes keep coming
                     break
-            silent = [key.data.peer for key in selector.get_map().values()]
-        for peer in silent:
-            peer.silent(self._clock())
-        self.waited_in_vain = bool(silent)
+            late = [key.data.client for key in selector.get_map().values()]
+        for client in late:
+            client.on_timeout(self._clock())
+        self.waited_in_vain = bool(late)
         return parts
 
-    def _read(self, number: int, asked: _Asked) -> tuple[bool, Proposal | None]:
-        """What an expert has said: (no more to wait for, its proposal)."""
-        peer = asked.peer
+    def _receive(self, number: int, request: _PendingRequest) -> tuple[bool, Proposal | None]:
+        """Read what an expert sent: (whether the request is done, its proposal)."""
+        client = request.client
         try:
-            peer.flush()
-            for message in peer.receive():
-                if isinstance(message, Answer):
-                    if not peer.answers(message, number):
-                        peer.late += 1
+            client.flush()
+            for message in client.receive():
+                if isinstance(message, DraftResponse):
+                    if not client.is_response(message, number):
+                        client.late += 1
                         continue
-                    peer.accept(message, asked.rows, self._vocab_size, self._clock())
+                    client.on_response(message, request.rows, self._vocab_size, self._clock())
                     return True, self._proposal(message)
-        except (ChannelError, WireError) as error:
-            logger.info("the connection to %s is lost: %s", peer.name, error)
-            peer.lose()
+        except (ConnectionLostError, ProtocolError) as error:
+            _disconnect(client, error)
             return True, None
         return False, None
 
-    def _proposal(self, answer: Answer) -> Proposal:
+    def _proposal(self, response: DraftResponse) -> Proposal:
         def tensor(array: Int32 | Float32, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array.copy()).to(self._device, dtype)
 
         return Proposal(
-            token_ids=tensor(answer.token_ids, torch.int64),
-            num_drafted=tensor(answer.num_drafted, torch.int64),
-            token_probs=tensor(answer.token_probs, torch.float32),
-            support_ids=tensor(answer.support_ids, torch.int64),
-            support_probs=tensor(answer.support_probs, torch.float32),
+            token_ids=tensor(response.token_ids, torch.int64),
+            num_drafted=tensor(response.num_drafted, torch.int64),
+            token_probs=tensor(response.token_probs, torch.float32),
+            support_ids=tensor(response.support_ids, torch.int64),
+            support_probs=tensor(response.support_probs, torch.float32),
         )
+
+
+def _disconnect(client: ExpertClient, error: Exception) -> None:
+    logger.info("lost the connection to %s: %s", client.name, error)
+    client.disconnect()

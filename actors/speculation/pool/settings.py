@@ -1,21 +1,28 @@
-"""Settings of the pool: plain data that crosses process borders."""
+"""Settings of an expert's replica."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from paceline.actors.engine.settings import TargetSettings
-from paceline.actors.speculation.pool.draft_ahead import DraftAhead
+from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
     """How one replica of an expert drafts.
 
-    ``target`` are the settings of the targets that it drafts for, among whose drafts is
-    ``expert``. ``max_sequences`` is over all targets, which together compute on ``target_cores``.
-    ``other_cores`` are what the pool's other processes draft on. ``across_nodes`` lets targets of
-    other nodes connect too. ``scaled``: the number of replicas may change, and they share.
+    Attributes:
+        expert: one of the target's drafts.
+        target: settings of the targets that it drafts for.
+        max_sequences: over all targets.
+        target_cores: cores on which all targets compute.
+        other_cores: cores on which the pool's other processes draft.
+        device: of the expert.
+        num_threads: torch threads of its forwards.
+        draft_ahead: see DraftAheadPolicy.
+        across_nodes: whether targets of other nodes connect too.
+        autoscaled: whether the number of replicas may change, so that they share sessions.
     """
 
     expert: str
@@ -25,6 +32,6 @@ class ExpertSettings:
     other_cores: int = 0
     device: str = "auto"
     num_threads: int = 1
-    draft_ahead: DraftAhead = "auto"
+    draft_ahead: DraftAheadMode = "auto"
     across_nodes: bool = False
-    scaled: bool = False
+    autoscaled: bool = False

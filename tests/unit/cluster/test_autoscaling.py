@@ -9,8 +9,7 @@ import pytest
 from ray.serve._private.autoscaling_state import _resolve_policy_callable
 
 from paceline.actors.engine.target import replica_load
-from paceline.actors.speculation.pool.replica import BusyShare
-from paceline.actors.speculation.pool.sessions import LeaseSharing
+from paceline.actors.speculation.pool.replica import SessionBalancer, Utilization
 from paceline.cluster.autoscaling import LoadPolicy, replica_options
 from paceline.deploy import app, experts
 from paceline.deploy.cluster_app import for_cluster
@@ -58,10 +57,10 @@ def test_what_is_shared_out_is_reckoned_with_all_replicas_that_there_may_be() ->
     assert replica_settings._in_flight(config) == 5 * 8 + 2
     settings = experts._settings(config, replica_settings.target_settings(config), "sql")
     assert settings.max_sequences == 40
-    assert not settings.scaled
+    assert not settings.autoscaled
     two = load_config(None, {**POOL, "drafts.autoscaling": {"max_replicas": 3}})
     assert two.drafts.pool_processes == 6
-    assert experts._settings(two, replica_settings.target_settings(two), "sql").scaled
+    assert experts._settings(two, replica_settings.target_settings(two), "sql").autoscaled
 
 
 @pytest.mark.parametrize(
@@ -106,30 +105,30 @@ def test_a_queue_counts_as_full_and_the_load_rises_with_either_count() -> None:
 
 def test_the_busy_share_is_of_the_time_since_the_last_look() -> None:
     at, spent = [0.0], [0.0]
-    share = BusyShare(lambda: spent[0], lambda: at[0])
-    assert share.look() == 0.0
+    share = Utilization(lambda: spent[0], lambda: at[0])
+    assert share.sample() == 0.0
     at[0], spent[0] = 2.0, 1.0
-    assert share.look() == 0.5
-    assert share.look() == 0.5  # no time has passed
+    assert share.sample() == 0.5
+    assert share.sample() == 0.5  # no time has passed
     at[0] = 4.0
-    assert share.look() == 0.0
+    assert share.sample() == 0.0
 
 
 def test_leases_are_shared_with_replicas_that_come_and_with_none_that_go() -> None:
-    sharing = LeaseSharing(0)
+    balancer = SessionBalancer()
     for name in ("a", "b", "c", "d", "e"):
-        sharing.opened(name)
-    assert sharing.to_end(0) == []  # unknown
-    assert sharing.to_end(1) == []
-    assert sharing.to_end(2) == ["c", "d", "e"]
-    assert len(sharing) == 2
-    sharing.closed("d")  # its stream ends a little later
-    assert sharing.to_end(2) == []
-    assert sharing.to_end(3) == ["b"]  # two of two would leave the third replica idle
-    assert sharing.to_end(4) == []  # one is kept
-    assert sharing.to_end(1) == []
-    sharing.closed("a")
-    assert sharing.to_end(4) == []
+        balancer.add(name)
+    assert balancer.select_to_close(0) == []  # unknown
+    assert balancer.select_to_close(1) == []
+    assert balancer.select_to_close(2) == ["c", "d", "e"]
+    assert len(balancer) == 2
+    balancer.discard("d")  # its stream ends a little later
+    assert balancer.select_to_close(2) == []
+    assert balancer.select_to_close(3) == ["b"]  # two of two would leave the third replica idle
+    assert balancer.select_to_close(4) == []  # one is kept
+    assert balancer.select_to_close(1) == []
+    balancer.discard("a")
+    assert balancer.select_to_close(4) == []
 
 
 @pytest.mark.parametrize(

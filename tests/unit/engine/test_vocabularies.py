@@ -1,4 +1,4 @@
-"""Drafts over the target's tokenizer whose vocabulary is padded to another size."""
+"""RowProposal over the target's tokenizer whose vocabulary is padded to another size."""
 
 from __future__ import annotations
 

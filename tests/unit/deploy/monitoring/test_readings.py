@@ -19,7 +19,7 @@ from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.router.hedge import Hedge
-from paceline.actors.speculation.pool.peer import Peer
+from paceline.actors.speculation.pool.client import ExpertClient
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.actors.training.progress import Progress
@@ -92,7 +92,7 @@ def test_a_version_that_was_promoted_goes_on_under_its_number() -> None:
 
 
 def test_experts_of_a_pool_by_what_came_of_their_questions() -> None:
-    samples = list(readings.pool_samples({"sql": Peer("sql").describe()}))
+    samples = list(readings.pool_samples({"sql": ExpertClient("sql").stats()}))
     assert by_labels(samples, "expert_connected") == {("sql",): 0}
     outcomes = by_labels(samples, "expert_requests")
     assert outcomes == {

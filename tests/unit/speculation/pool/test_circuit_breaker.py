@@ -9,75 +9,77 @@ from hypothesis import strategies as st
 
 from paceline.actors.speculation.pool.circuit_breaker import (
     FIRST_BACKOFF_S,
-    LONGEST_BACKOFF_S,
+    MAX_BACKOFF_S,
+    CircuitBreaker,
     CircuitState,
-    ExpertCircuit,
 )
 
 
 def test_an_expert_without_a_connection_is_neither_asked_nor_pinged() -> None:
-    circuit = ExpertCircuit()
+    circuit = CircuitBreaker()
     assert not circuit.closed
-    assert not circuit.due(1e9)
-    circuit.connected()
+    assert not circuit.should_ping(1e9)
+    circuit.on_connect()
     assert circuit.closed
-    circuit.disconnected()
+    circuit.on_disconnect()
     assert not circuit.closed
-    assert not circuit.due(1e9)
+    assert not circuit.should_ping(1e9)
 
 
 def test_silence_opens_a_ping_after_the_back_off_closes() -> None:
-    circuit = ExpertCircuit()
-    circuit.connected()
-    circuit.failed(10.0)
+    circuit = CircuitBreaker()
+    circuit.on_connect()
+    circuit.on_timeout(10.0)
     assert circuit.state is CircuitState.OPEN
-    circuit.pong()  # to nobody's ping
+    circuit.on_pong()  # to no ping
     assert not circuit.closed
-    assert not circuit.due(10.0 + 0.9 * FIRST_BACKOFF_S)
-    assert circuit.due(10.0 + FIRST_BACKOFF_S)
+    assert not circuit.should_ping(10.0 + 0.9 * FIRST_BACKOFF_S)
+    assert circuit.should_ping(10.0 + FIRST_BACKOFF_S)
     assert circuit.state is CircuitState.HALF_OPEN
-    assert not circuit.due(10.0 + FIRST_BACKOFF_S)  # one ping per back-off
-    circuit.pong()
+    assert not circuit.should_ping(10.0 + FIRST_BACKOFF_S)  # one ping per back-off
+    circuit.on_pong()
     assert circuit.closed
 
 
 def test_pings_without_answer_become_rarer_and_an_answer_in_time_forgives_all() -> None:
-    circuit = ExpertCircuit()
-    circuit.connected()
-    circuit.failed(0.0)
+    circuit = CircuitBreaker()
+    circuit.on_connect()
+    circuit.on_timeout(0.0)
     now, waits = 0.0, []
     while len(waits) < 8:
         last = now
-        while not circuit.due(now):
+        while not circuit.should_ping(now):
             now += 0.01
         waits.append(now - last)
     assert all(later >= wait - 0.02 for wait, later in itertools.pairwise(waits))
     assert waits[-1] > 4 * waits[0]
-    assert waits[-1] <= LONGEST_BACKOFF_S + 0.02
-    circuit.pong()
-    circuit.answered()
-    circuit.failed(now)
+    assert waits[-1] <= MAX_BACKOFF_S + 0.02
+    circuit.on_pong()
+    circuit.on_response()
+    circuit.on_timeout(now)
     assert circuit.backoff_s == FIRST_BACKOFF_S
 
 
 def test_one_that_answers_pings_but_never_in_time_is_waited_for_less_and_less() -> None:
-    circuit = ExpertCircuit()
-    circuit.connected()
+    circuit = CircuitBreaker()
+    circuit.on_connect()
     now, waited = 0.0, []
     while now < 100.0:
         if circuit.closed:
             waited.append(now)
-            circuit.failed(now)
-        elif circuit.due(now):
-            circuit.pong()
+            circuit.on_timeout(now)
+        elif circuit.should_ping(now):
+            circuit.on_pong()
         now += 0.01
     assert len(waited) < 20
-    assert waited[-1] - waited[-2] >= LONGEST_BACKOFF_S
+    assert waited[-1] - waited[-2] >= MAX_BACKOFF_S
 
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["connected", "disconnected", "failed", "answered", "due", "pong"]),
+        st.sampled_from(
+            ["on_connect", "on_disconnect", "on_timeout", "on_response", "should_ping", "on_pong"]
+        ),
         st.floats(0.0, 20.0),
     ),
     max_size=60,
@@ -89,28 +91,28 @@ def test_whatever_happens_an_open_circuit_is_looked_at_again(
     events: list[tuple[str, float]],
 ) -> None:
     """And a closed one is never pinged; the back-off keeps its bounds."""
-    circuit, now, linked = ExpertCircuit(), 0.0, False
+    circuit, now, connected = CircuitBreaker(), 0.0, False
     for event, later in events:
         now += later
-        if event == "due":
+        if event == "should_ping":
             before = circuit.state
-            if circuit.due(now):
-                assert linked
+            if circuit.should_ping(now):
+                assert connected
                 assert before is not CircuitState.CLOSED
                 assert circuit.state is CircuitState.HALF_OPEN
-        elif event == "failed":
-            if linked and circuit.closed:
-                circuit.failed(now)
-        elif event == "answered":
+        elif event == "on_timeout":
+            if connected and circuit.closed:
+                circuit.on_timeout(now)
+        elif event == "on_response":
             if circuit.closed:
-                circuit.answered()
+                circuit.on_response()
                 assert circuit.backoff_s == 0.0
         else:
             getattr(circuit, event)()
-            linked = {"connected": True, "disconnected": False}.get(event, linked)
-        assert 0.0 <= circuit.backoff_s <= LONGEST_BACKOFF_S
-        assert linked or not circuit.closed
-    if linked and not circuit.closed:
-        assert circuit.due(now + LONGEST_BACKOFF_S)
-        circuit.pong()
+            connected = {"on_connect": True, "on_disconnect": False}.get(event, connected)
+        assert 0.0 <= circuit.backoff_s <= MAX_BACKOFF_S
+        assert connected or not circuit.closed
+    if connected and not circuit.closed:
+        assert circuit.should_ping(now + MAX_BACKOFF_S)
+        circuit.on_pong()
         assert circuit.closed

@@ -11,15 +11,18 @@ from pools import make_proposer, pool_engine, serving
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.speculation.costs import DraftCosts, Reads, StepCosts
 from paceline.actors.speculation.goodput import GoodputController
-from paceline.actors.speculation.pool.connection import Channel, ExpertLink, connect
+from paceline.actors.speculation.pool.connection import Connection, connect
+from paceline.actors.speculation.pool.messages import Welcome
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.proposer import DraftRow
 
+WELCOME = Welcome(1, {"a": 0, "a@0": 0})
 
-def silent_link() -> tuple[ExpertLink, socket.socket]:
-    """A connection, and the expert's end of it that says nothing by itself."""
+
+def silent_connection() -> tuple[Connection, socket.socket]:
+    """A connection, and the expert's end of it that sends nothing by itself."""
     ours, theirs = socket.socketpair()
-    return ExpertLink(Channel(ours), 1, {"a": 0, "a@0": 0}), theirs
+    return Connection(ours), theirs
 
 
 def row(name: str, draft: str) -> DraftRow:
@@ -28,7 +31,7 @@ def row(name: str, draft: str) -> DraftRow:
 
 def test_a_round_ends_in_time_although_bytes_go_on_coming() -> None:
     """One byte with every look at the clock, of a frame that is never whole."""
-    link, expert = silent_link()
+    connection, expert = silent_connection()
     now = 0.0
 
     def clock() -> float:
@@ -39,26 +42,26 @@ def test_a_round_ends_in_time_although_bytes_go_on_coming() -> None:
 
     expert.send((5000).to_bytes(4, "little"))
     proposer = PoolProposer(["a"], device=DEVICE, vocab_size=300, round_timeout_s=0.1, clock=clock)
-    proposer.attach("a", link)
+    proposer.attach("a", connection, WELCOME)
     with expert:
         assert proposer.propose([row("r", "a")]).num_drafted.tolist() == [0]
         facts = proposer.describe()["a"]
         assert (facts["silent"], facts["lost"], facts["circuit"]) == (1, 0, "open")
         assert now < 1.0
-        link.close()
+        connection.close()
 
 
 def test_connections_do_not_pile_up_while_nothing_is_drafted() -> None:
     proposer = make_proposer(("a", "b"))
-    links, ends = zip(*(silent_link() for _ in range(4)), strict=True)
-    for link in links[:3]:
-        proposer.attach("a", link)
-    proposer.attach("b", links[3])
-    assert [link.fileno() >= 0 for link in links] == [False, False, True, True]
+    connections, ends = zip(*(silent_connection() for _ in range(4)), strict=True)
+    for connection in connections[:3]:
+        proposer.attach("a", connection, WELCOME)
+    proposer.attach("b", connections[3], WELCOME)
+    assert [item.fileno() >= 0 for item in connections] == [False, False, True, True]
     proposer.propose([])
-    assert proposer._peers["a"].link is links[2]
-    assert proposer._peers["b"].link is links[3]
-    for closing in (*links, *ends):
+    assert proposer._clients["a"].connection is connections[2]
+    assert proposer._clients["b"].connection is connections[3]
+    for closing in (*connections, *ends):
         closing.close()
 
 
@@ -86,9 +89,10 @@ def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_ste
 ) -> None:
     with serving() as servers:
         proposer = make_proposer(timeout_s=10.0)
-        proposer.attach("a", connect(servers["a"].lease("t"), 10.0))
-        quiet, end = silent_link()
-        proposer.attach("b", quiet if silent else connect(servers["b"].lease("t"), 10.0))
+        proposer.attach("a", *connect(servers["a"].open_session("t"), 10.0))
+        quiet, end = silent_connection()
+        session = servers["b"].open_session("t")
+        proposer.attach("b", *((quiet, WELCOME) if silent else connect(session, 10.0)))
         engine = pool_engine(proposer)
         costs = NotedCosts()
         engine._draft_runner._controller._policy = GoodputController(

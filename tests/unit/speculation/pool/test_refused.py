@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -34,9 +33,9 @@ def serving() -> Iterator[tuple[ExpertServer, Engine]]:
         server.close()
 
 
-def versions(server: ExpertServer) -> Any:
+def versions(server: ExpertServer) -> dict[str, int]:
     assert server.ping(10.0)
-    return server.stats()["drafts"]
+    return server._drafter.slots.versions
 
 
 def rounds_of(engine: Engine) -> list[int]:
@@ -88,7 +87,7 @@ def test_stable_weights_that_were_loaded_in_part_draft_nothing_and_are_loaded_ag
         assert server.failed_candidate() is None
         assert run(engine, [asked("again-1", draft="a@0")])["again-1"][-1].chunk.speculative
         try_again_in(server, 0.3)  # nobody asks meanwhile: the thread must wake by itself
-        wait_until(lambda: server.stats()["drafts"]["a"] == 1, "the weights")  # type: ignore[index]
+        wait_until(lambda: server._drafter.slots.versions["a"] == 1, "the weights")
         assert all(rounds_of(engine))
 
 

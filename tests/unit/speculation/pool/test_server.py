@@ -1,4 +1,4 @@
-"""Who an expert's server lets in, for how long, and what it leaves behind."""
+"""Connections of an expert's server: authentication, limits, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -10,72 +10,93 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
 from pools import make_drafter
 from waiting import wait_until
 
 from paceline.actors.speculation.pool.connection import (
-    Channel,
-    ChannelError,
-    ExpertLink,
-    Listeners,
+    Connection,
+    ConnectionLostError,
+    ListeningSockets,
     connect,
 )
-from paceline.actors.speculation.pool.messages import Ping, Pong
-from paceline.actors.speculation.pool.server import MOST_STRANGERS, ExpertServer
+from paceline.actors.speculation.pool.messages import VERSION, Authenticate, Ping, Pong, encode
+from paceline.actors.speculation.pool.server import MAX_UNAUTHENTICATED, ExpertServer
 
 
 @contextlib.contextmanager
-def server_of(greeting_s: float) -> Iterator[ExpertServer]:
-    server = ExpertServer(make_drafter(), num_threads=1, greeting_s=greeting_s)
+def serving(handshake_timeout_s: float) -> Iterator[ExpertServer]:
+    server = ExpertServer(make_drafter(), num_threads=1, handshake_timeout_s=handshake_timeout_s)
     try:
         yield server
     finally:
         server.close()
 
 
-def stranger(server: ExpertServer) -> Channel:
+def unauthenticated(server: ExpertServer) -> Connection:
     """A connection that says nothing."""
     sock = socket.socket(socket.AF_UNIX)
-    sock.connect(server.lease("unused").unix)
-    return Channel(sock)
+    sock.connect(server.open_session("unused").unix)
+    return Connection(sock)
 
 
-def ended(channel: Channel) -> bool:
+def ended(connection: Connection) -> bool:
     try:
-        channel.take()
-    except ChannelError:
+        connection.receive()
+    except ConnectionLostError:
         return True
     return False
 
 
-def lives(link: ExpertLink) -> bool:
-    link.send(Ping(1))
+def lives(connection: Connection) -> bool:
+    connection.send(Ping(1))
     with selectors.DefaultSelector() as selector:
-        selector.register(link, selectors.EVENT_READ)
+        selector.register(connection, selectors.EVENT_READ)
         selector.select(10.0)
-    return any(isinstance(message, Pong) for message in link.receive())
+    return any(isinstance(message, Pong) for message in connection.receive())
 
 
-def test_a_connection_without_a_lease_ends_in_time_and_one_with_a_lease_does_not() -> None:
-    with server_of(0.2) as server:
-        link = connect(server.lease("mine"), 10.0)
-        silent = [stranger(server) for _ in range(3)]
-        wait_until(lambda: all(ended(channel) for channel in silent), "the strangers' end")
-        wait_until(lambda: server.stats()["clients"] == 1, "the strangers' end")
-        assert server.connected("mine")
-        assert lives(link)
-        link.close()
+def test_a_connection_without_a_session_ends_in_time_and_one_with_a_session_does_not() -> None:
+    with serving(0.2) as server:
+        connection, _ = connect(server.open_session("mine"), 10.0)
+        silent = [unauthenticated(server) for _ in range(3)]
+        wait_until(lambda: all(map(ended, silent)), "the end of handshakes")
+        wait_until(lambda: len([*server._clients]) == 1, "the end of handshakes")
+        assert server.is_connected("mine")
+        assert lives(connection)
+        connection.close()
 
 
-def test_strangers_are_few_and_keep_nobody_out() -> None:
-    with server_of(600.0) as server:
-        first = connect(server.lease("first"), 10.0)
-        silent = [stranger(server) for _ in range(MOST_STRANGERS + 3)]
-        wait_until(lambda: all(ended(channel) for channel in silent[:3]), "the oldest ones' end")
+@pytest.mark.parametrize(
+    "frame",
+    [
+        encode(Ping(1)),
+        encode(Authenticate("mine", bytes(32))),
+        encode(Authenticate("another", b"")),
+        msgpack.packb([VERSION, 1, "mine", "no bytes"]),
+        msgpack.packb([VERSION, 1, {}, b""]),
+        b"",
+    ],
+)
+def test_a_connection_with_other_credentials_ends_and_the_server_lives(frame: bytes) -> None:
+    with serving(600.0) as server:
+        valid, _ = connect(server.open_session("mine"), 10.0)
+        connection = unauthenticated(server)
+        connection.send_frame(frame)
+        wait_until(lambda: ended(connection), "the end of the connection")
+        assert lives(valid)
+        valid.close()
+
+
+def test_unauthenticated_connections_are_few_and_keep_no_client_out() -> None:
+    with serving(600.0) as server:
+        first, _ = connect(server.open_session("first"), 10.0)
+        silent = [unauthenticated(server) for _ in range(MAX_UNAUTHENTICATED + 3)]
+        wait_until(lambda: all(map(ended, silent[:3])), "the oldest ones' end")
         assert server.ping(10.0)
-        assert server.stats()["clients"] == MOST_STRANGERS + 1
-        second = connect(server.lease("second"), 10.0)
+        assert len([*server._clients]) == MAX_UNAUTHENTICATED + 1
+        second, _ = connect(server.open_session("second"), 10.0)
         assert lives(first)
         assert lives(second)
         assert not ended(silent[-1])
@@ -96,15 +117,15 @@ def no_descriptors() -> Iterator[None]:
 
 def test_without_descriptors_the_selector_rests_and_listens_again_later() -> None:
     with selectors.DefaultSelector() as selector:
-        listeners = Listeners(selector, None)
+        listeners = ListeningSockets(selector, None)
         client = socket.socket(socket.AF_UNIX)
-        client.connect(listeners.name)
+        client.connect(listeners.unix_address)
         ((key, _),) = selector.select(10.0)
         listener = key.fileobj
         assert isinstance(listener, socket.socket)
         with no_descriptors():
             assert listeners.accept(listener, now=100.0) is None
-        assert selector.select(0) == []  # although somebody waits
+        assert selector.select(0) == []  # although a connection waits
         assert listeners.paused_until is not None
         listeners.resume(100.0)
         assert selector.select(0) == []
@@ -113,7 +134,7 @@ def test_without_descriptors_the_selector_rests_and_listens_again_later() -> Non
         assert len(selector.select(10.0)) == 1
         accepted = listeners.accept(listener, now=101.0)
         assert accepted is not None
-        assert listeners.accept(listener, now=101.0) is None  # nobody else; no pause
+        assert listeners.accept(listener, now=101.0) is None  # no other; no pause
         assert listeners.paused_until is None
         accepted.close()
         client.close()
@@ -121,20 +142,20 @@ def test_without_descriptors_the_selector_rests_and_listens_again_later() -> Non
 
 
 def test_a_server_without_descriptors_neither_spins_nor_ends() -> None:
-    with server_of(600.0) as server:
-        link = connect(server.lease("mine"), 10.0)
+    with serving(600.0) as server:
+        connection, _ = connect(server.open_session("mine"), 10.0)
         waiting = socket.socket(socket.AF_UNIX)
-        lease = server.lease("other")
+        session = server.open_session("other")
         with no_descriptors():
-            waiting.connect(lease.unix)
+            waiting.connect(session.unix)
             wait_until(lambda: server._listeners.paused_until is not None, "the pause")
             server.ping(10.0)
-            link.send(Ping(1))
-        assert lives(link)
-        channel = Channel(waiting)
-        wait_until(lambda: bool(channel.take()), "the challenge of who waited")
-        assert server.stats()["clients"] == 2
-        channel.close()
+            connection.send(Ping(1))
+        assert lives(connection)
+        accepted = Connection(waiting)
+        wait_until(lambda: bool(accepted.receive()), "the challenge")
+        assert len([*server._clients]) == 2
+        accepted.close()
 
 
 def descriptors() -> int:
@@ -144,12 +165,12 @@ def descriptors() -> int:
 def test_nothing_stays_open_after_the_end() -> None:
     before = descriptors()
     server = ExpertServer(make_drafter(), num_threads=1, host="127.0.0.1")
-    link = connect(server.lease("mine"), 10.0)
+    connection, _ = connect(server.open_session("mine"), 10.0)
     server.close()
-    link.close()
+    connection.close()
     assert descriptors() == before
     server.close()
-    server.dismiss("mine")  # a lease may end later
+    server.close_session("mine")  # a session may end later
     assert not server.ping(0.01)
     with pytest.raises(ConnectionRefusedError):
-        connect(server.lease("late"), 1.0)
+        connect(server.open_session("late"), 1.0)
