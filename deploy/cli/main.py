@@ -1,8 +1,10 @@
-"""``paceline``: serve, demo, status, history, topics, rollback, replay, drain, plan and more."""
+"""``paceline``: serve, demo, plan, and commands to a running server.
+
+Commands import what they need: ``paceline --help`` must not wait for torch and Ray.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -13,188 +15,138 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
-from paceline.deploy.api.auth import key_digests
-from paceline.deploy.cli import operations as operator
-from paceline.deploy.config.config import PacelineConfig, load_config
-from paceline.deploy.config.preflight import check, warnings
+import typer
+
 from paceline.deploy.errors import CallError, ConfigError, StartError
+from paceline.deploy.planner.main import plan
 from paceline.deploy.signals import interrupt_once, on_signals
 
 if TYPE_CHECKING:
     from paceline.deploy.app import RunningApp
+    from paceline.deploy.config.config import PacelineConfig
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
+
+Dtype = Literal["auto", "bfloat16", "float32", "float16"]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(help="YAML file (default: the embedded models)", show_default=False),
+]
+StateDir = Annotated[
+    str | None, typer.Option(help="Folder of weight versions and replay", show_default=False)
+]
+Url = Annotated[
+    str | None,
+    typer.Option(help="Of the server (default: the config's host and port)", show_default=False),
+]
+ServerConfig = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file that the server was started with", show_default=False),
+]
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="An LLM server on Ray whose draft models learn from the traffic it serves.",
+)
+topics_app = typer.Typer(rich_markup_mode=None, help="List a running server's topics, or add one.")
+replay_app = typer.Typer(rich_markup_mode=None, help="Manage recorded requests.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
-    2: bad config, models or file; 1: could not start, or the server that was asked refused.
+    2: wrong option, config, model or file; 1: could not start, or the server refused.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:  # the demo reads its own options
-        from paceline.deploy.demo.main import run
-
-        return run(arguments[1:])
     try:
-        if arguments[:1] == ["plan"]:  # so does the planner
-            return _plan(arguments[1:])
-        options = _parser().parse_args(arguments)
-        code: int = options.command(options)
+        code: int | None = app(arguments, prog_name="paceline", standalone_mode=False)
+    except typer.TyperException as error:
+        _print_error(error.format_message())
+        return error.exit_code
     except ConfigError as error:
-        _say_error(str(error))
+        _print_error(str(error))
         return EXIT_BAD_CONFIG
     except (StartError, CallError) as error:
-        _say_error(str(error))
+        _print_error(str(error))
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return code
+    return code or 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline",
-        description="An LLM server on Ray whose draft models learn from the traffic it serves.",
-    )
-    parser.add_argument("--version", action="version", version=f"paceline {version('paceline')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="serve until Ctrl-C")
-    _add_config(serve)
-    serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
-    serve.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32", "float16"), help="of the target"
-    )
-    serve.add_argument("--state-dir", help="where weight versions outlive a restart")
-    serve.add_argument("--no-training", action="store_true", help="serve, but do not learn")
-    serve.add_argument("--no-dashboard", action="store_true", help="leave Ray's dashboard out")
-    serve.set_defaults(command=_serve)
-    commands.add_parser("demo", help="the whole loop on this machine, in minutes")
-    commands.add_parser("plan", help="does speculation pay on hardware not rented yet?")
-    history = commands.add_parser("history", help="every decision on weights, oldest first")
-    _add_config(history)
-    history.add_argument("--state-dir", help="as given to serve")
-    history.add_argument("--topic", help="of this topic only")
-    history.add_argument("--json", action="store_true", help="one JSON object a line")
-    history.set_defaults(command=_history)
-    _add_topics(commands)
-    operator.add_commands(commands, [_server_options()], _url, _say)
-    monitoring = commands.add_parser(
-        "monitoring", help="write what Prometheus and Grafana start from"
-    )
-    monitoring.add_argument("out", nargs="?", type=Path, default=Path("monitoring"))
-    monitoring.add_argument("--ray-dir", type=Path, help="where Ray keeps sessions (/tmp/ray)")
-    monitoring.set_defaults(command=_monitoring)
-    build = commands.add_parser("build-ops", help="build DeepSpeed's CPU op once")
-    build.set_defaults(command=_build_ops)
-    return parser
+def _print_version(value: bool) -> None:
+    if value:
+        _print(f"paceline {version('paceline')}")
+        raise typer.Exit
 
 
-def _add_topics(commands: Any) -> None:
-    server = _server_options()
-    topics = commands.add_parser(
-        "topics", parents=[server], help="list a running server's topics, or add one"
-    )
-    topics.set_defaults(command=_topics)
-    actions = topics.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", parents=[server], help="which there are, and who knows them")
-    add = actions.add_parser(
-        "add", parents=[server], help="a copy of general's expert, and a router that tells it"
-    )
-    add.add_argument("name", help="of the topic: a-z, 0-9, _ and -")
-    add.add_argument(
-        "--examples",
-        type=Path,
-        required=True,
-        help="its prompts, one a line (.jsonl: objects with a prompt): at least 12, better dozens",
-    )
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None: ...
 
 
-def _server_options() -> argparse.ArgumentParser:
-    """Options of a command to a running server, before or after an action's name."""
-    # a default of the inner parser would undo what the outer one read
-    server = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    server.add_argument("--url", help="of the server (default: the config's host and port)")
-    server.add_argument("--config", type=Path, help="YAML file that the server was started with")
-    return server
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on (default 127.0.0.1)")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (default 8000)")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the target")] = None,
+    state_dir: StateDir = None,
+    no_training: Annotated[bool, typer.Option("--no-training", help="Do not learn")] = False,
+    no_dashboard: Annotated[
+        bool, typer.Option("--no-dashboard", help="Do not start Ray's dashboard")
+    ] = False,
+) -> int:
+    """Serve until Ctrl-C."""
+    options = {"host": host, "port": port, "target.dtype": dtype, "state_dir": state_dir}
+    if no_training:
+        options["training.enabled"] = False
+    if no_dashboard:
+        options["ray.dashboard"] = False
+    return _serve(_load(config, options))
 
 
-def _url(options: argparse.Namespace) -> str:
-    from paceline.deploy.cli.client import server_url
+def _serve(config: PacelineConfig) -> int:
+    from paceline.deploy.config.preflight import check, warnings
 
-    given = vars(options)
-    return given.get("url") or server_url(load_config(given.get("config")))
-
-
-def _topics(options: argparse.Namespace) -> int:
-    from paceline.deploy.cli.topics import add_topic, list_topics, read_examples
-
-    url = _url(options)
-    if options.action == "add":
-        add_topic(url, options.name, read_examples(options.examples), _say)
-    else:
-        list_topics(url, _say)
-    return 0
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", nargs="?", type=Path, help="YAML file (default: the embedded models)"
-    )
-
-
-def _load(options: argparse.Namespace) -> PacelineConfig:
-    """The config file with the command line's options over it."""
-    given = vars(options)
-    names = {
-        "host": "host",
-        "port": "port",
-        "dtype": "target.dtype",
-        "state_dir": "state_dir",
-    }
-    overrides: dict[str, Any] = {
-        key: given[name] for name, key in names.items() if given.get(name) is not None
-    }
-    if given.get("no_training"):
-        overrides["training.enabled"] = False
-    if given.get("no_dashboard"):
-        overrides["ray.dashboard"] = False
-    return load_config(options.config, overrides)
-
-
-def _serve(options: argparse.Namespace) -> int:
-    config = _load(options)
     check(config)
     for warning in warnings(config):
-        _say_error(f"warning: {warning}")
+        _print_error(f"warning: {warning}")
     on_signals(interrupt_once)
-    _say("Starting Paceline (this takes some seconds) ...")
-    from paceline.deploy import app  # imports Ray: not before the config is sound
+    _print("Starting Paceline (this takes some seconds) ...")
+    from paceline.deploy import app as application  # imports Ray: not before the config is sound
 
     running: RunningApp | None = None
     try:
-        running = app.start(config, checked=True)
+        running = application.start(config, checked=True)
         # Ray puts its own handler on SIGTERM; ours must come after it.
         signals: list[int] = []
         on_signals(lambda number, _: signals.append(number))
-        _say(_banner(config, running))
-        while not signals:  # no Event: a handler that comes while one is waited for may lock up
-            time.sleep(_LOOK_S)
-        _say("Stopping ...")
+        _print(_banner(config, running))
+        while not signals:  # no Event: a signal handler that runs inside its wait may deadlock
+            time.sleep(_POLL_S)
+        _print("Stopping ...")
     finally:
-        on_signals(signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
+        on_signals(signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
         if running is not None:
             running.stop()
     return 0
 
 
 def _banner(config: PacelineConfig, running: RunningApp) -> str:
-    """What one needs to know to use the server."""
+    """Address, models, state and an example request."""
+    from paceline.deploy.api.auth import key_digests
+
     facts = running.description
     drafts = ", ".join(
         f"{name} v{version}" for name, version in facts.get("drafts", {}).items() if "@" not in name
@@ -222,56 +174,209 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
     return "\n".join(lines)
 
 
-def _history(options: argparse.Namespace) -> int:
-    from paceline.actors.weights.history import read_all_decisions
-    from paceline.deploy.cli.history import table
+@app.command()
+def demo(
+    minutes: Annotated[float, typer.Option(help="Length of the whole demo")] = 5.75,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals")] = 0,
+    port: Annotated[
+        int, typer.Option(help="To serve on (default: a free one)", show_default=False)
+    ] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the result")] = Path("out/demo"),
+    dtype: Annotated[Dtype, typer.Option(help="Of the target")] = "auto",
+    measured: Annotated[int, typer.Option(hidden=True)] = 40,
+) -> int:
+    """Serve, learn and measure on this machine, in minutes."""
+    from paceline.deploy.demo.main import DemoOptions, run
 
-    decisions = read_all_decisions(_load(options).state_path, options.topic)
-    if options.json:
+    return run(DemoOptions(minutes, seed, port, out, dtype, measured))
+
+
+app.command()(plan)
+
+
+@app.command()
+def history(
+    config: ConfigFile = None,
+    state_dir: StateDir = None,
+    topic: Annotated[
+        str | None, typer.Option(help="Of this topic only", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line")] = False,
+) -> int:
+    """Print every decision on weights, oldest first."""
+    from paceline.actors.weights.history import read_all_decisions
+    from paceline.deploy.cli.tables import decision_table
+
+    decisions = read_all_decisions(_load(config, {"state_dir": state_dir}).state_path, topic)
+    if as_json:
         for decision in decisions:
-            _say(json.dumps(decision))
+            _print(json.dumps(decision))
     else:
-        _say(table(decisions) if decisions else "No decision has been taken yet.")
+        _print(decision_table(decisions) if decisions else "No decision has been taken yet.")
     return 0
 
 
-def _monitoring(options: argparse.Namespace) -> int:
+@app.command()
+def status(url: Url = None, config: ServerConfig = None) -> int:
+    """Print a running server's status on one screen."""
+    from paceline.deploy.cli.operations import show_status
+
+    show_status(_server(url, config), _print)
+    return 0
+
+
+@topics_app.callback(invoke_without_command=True)
+def _topics(ctx: typer.Context, url: Url = None, config: ServerConfig = None) -> None:
+    ctx.obj = (url, config)
+    if ctx.invoked_subcommand is None:
+        list_topics(ctx)
+
+
+@topics_app.command("list")
+def list_topics(ctx: typer.Context, url: Url = None, config: ServerConfig = None) -> int:
+    """List the topics, and which parts have them."""
+    from paceline.deploy.cli import operations
+
+    operations.list_topics(_server(url, config, ctx), _print)
+    return 0
+
+
+@topics_app.command("add")
+def add_topic(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="a-z, 0-9, _ and -")],
+    examples: Annotated[
+        Path,
+        typer.Option(
+            help="Prompts of the topic, one a line (.jsonl: objects with a prompt): at least 12, "
+            "better dozens"
+        ),
+    ],
+    url: Url = None,
+    config: ServerConfig = None,
+) -> int:
+    """Add a topic: a copy of general's expert, and a router that knows the topic."""
+    from paceline.deploy.cli import operations
+
+    prompts = operations.read_examples(examples)
+    operations.add_topic(_server(url, config, ctx), name, prompts, _print)
+    return 0
+
+
+@app.command()
+def rollback(
+    topic: str,
+    version: Annotated[int | None, typer.Argument(help="Default: the one before")] = None,
+    expect: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Only if N is the newest version that is served"),
+    ] = None,
+    url: Url = None,
+    config: ServerConfig = None,
+) -> int:
+    """Withdraw a draft's candidate, or restore earlier weights."""
+    from paceline.deploy.cli.operations import roll_back
+
+    roll_back(_server(url, config), topic, version, _print, expected=expect)
+    return 0
+
+
+@replay_app.callback()
+def _replay(ctx: typer.Context, url: Url = None, config: ServerConfig = None) -> None:
+    ctx.obj = (url, config)
+
+
+@replay_app.command()
+def purge(
+    ctx: typer.Context,
+    topic: Annotated[str | None, typer.Option(help="All records of this topic")] = None,
+    request: Annotated[str | None, typer.Option(help="Those of the answer with this id")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All records of all topics")] = False,
+    url: Url = None,
+    config: ServerConfig = None,
+) -> int:
+    """Delete records, in memory and on disk."""
+    from paceline.deploy.cli import operations
+
+    if [topic is not None, request is not None, every].count(True) != 1:
+        raise typer.BadParameter("give one of --topic, --request and --all")
+    done = operations.purge(_server(url, config, ctx), topic, request, _print)
+    return 0 if done else EXIT_FAILED
+
+
+@app.command()
+def drain(
+    off: Annotated[bool, typer.Option("--off", help="Admit requests again")] = False,
+    wait: Annotated[float, typer.Option(help="Longest wait, seconds")] = 600.0,
+    url: Url = None,
+    config: ServerConfig = None,
+) -> int:
+    """Admit no new requests, and wait for the running ones."""
+    from paceline.deploy.cli import operations
+
+    done = operations.drain(_server(url, config), _print, on=not off, wait_s=wait)
+    return 0 if done else EXIT_FAILED
+
+
+@app.command()
+def monitoring(
+    out: Annotated[Path, typer.Argument(help="Folder to write to")] = Path("monitoring"),
+    ray_dir: Annotated[
+        Path | None, typer.Option(help="Folder of Ray's sessions (default /tmp/ray)")
+    ] = None,
+) -> int:
+    """Write configuration files for Prometheus and Grafana."""
     from paceline.deploy.monitoring.files import ray_folder, write
 
-    out = options.out.absolute()
-    for path in write(out, options.ray_dir or ray_folder()):
-        _say(str(path))
-    _say(f"\nprometheus --config.file={out}/prometheus.yml --web.listen-address=127.0.0.1:9090")
-    _say(f"grafana server --config {out}/grafana/grafana.ini --homepath /usr/share/grafana")
+    out = out.absolute()
+    for path in write(out, ray_dir or ray_folder()):
+        _print(str(path))
+    _print(f"\nprometheus --config.file={out}/prometheus.yml --web.listen-address=127.0.0.1:9090")
+    _print(f"grafana server --config {out}/grafana/grafana.ini --homepath /usr/share/grafana")
     return 0
 
 
-def _plan(arguments: Sequence[str]) -> int:
-    from paceline.deploy.planner.main import run
-
-    return run(arguments)
-
-
-def _build_ops(_options: argparse.Namespace) -> int:
+@app.command()
+def build_ops() -> int:
+    """Build DeepSpeed's CPU op once."""
     from paceline.actors.training.deepspeed_setup import main as build
 
     return build()
 
 
-def _say(text: str) -> None:
+app.add_typer(topics_app, name="topics")
+app.add_typer(replay_app, name="replay")
+
+
+def _load(file: Path | None, options: dict[str, Any]) -> PacelineConfig:
+    """The config file with the options that were given over it."""
+    from paceline.deploy.config.config import load_config
+
+    return load_config(file, {key: value for key, value in options.items() if value is not None})
+
+
+def _server(url: str | None, config: Path | None, ctx: typer.Context | None = None) -> str:
+    """URL of the server, from the options after or before a subcommand."""
+    from paceline.deploy.cli.operations import server_url
+
+    outer_url, outer_config = (ctx.obj if ctx is not None else None) or (None, None)
+    return url or outer_url or server_url(_load(config or outer_config, {}))
+
+
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def _say_error(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write("paceline: " + " ".join(text.split()) + "\n")
 
 
 def as_process() -> NoReturn:
-    """:func:`main` as a process of its own, which ends with its exit code.
+    """Run :func:`main` and end the process with its exit code.
 
-    It ends at once: by now all is stopped, and the interpreter would still wait for whatever Ray
-    left in its threads, which crashes where a session was killed, and may never come back.
+    The process ends at once: everything is stopped, and the interpreter would still join Ray's
+    threads, which crashes if a session was killed, and may never return.
     """
     code = EXIT_FAILED
     try:
@@ -284,7 +389,7 @@ def as_process() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:  # nobody reads it any more
+        except BrokenPipeError:
             continue
         except OSError:
             code = code or EXIT_FAILED

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.deploy.cli.history import acceptances, outcome_words
+from paceline.deploy.cli.tables import acceptances, outcome_label
 from paceline.deploy.demo.stats import Arm, Failure, Figures, Log, figures
 
 WINDOW = 30
@@ -61,7 +61,7 @@ def gate_words(decision: Mapping[str, Any] | None) -> str:
     if decision is None:
         return "-"
     served, candidate = acceptances(decision)
-    text = outcome_words(decision)
+    text = outcome_label(decision)
     if isinstance(served, int | float) and isinstance(candidate, int | float):
         text += f" {served:.2f} → {candidate:.2f}"
     return text

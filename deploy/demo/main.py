@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
-import signal
 import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +26,13 @@ from paceline.deploy.demo.prompts import TOPICS, split
 from paceline.deploy.demo.script import Course, Plan, play
 from paceline.deploy.demo.stats import Log
 from paceline.deploy.demo.traffic import Client, Clock
-from paceline.deploy.errors import ConfigError, StartError
+from paceline.deploy.errors import ConfigError
 from paceline.deploy.signals import interrupt_once, on_signals
 
 if TYPE_CHECKING:
     from paceline.deploy.app import RunningApp
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_CONFIG = 0, 1, 2
+EXIT_OK, EXIT_FAILED = 0, 1
 _MARKER = ".paceline-demo"  # in a state folder that a demo has made and may delete
 _CANARY_SHARE = 0.5  # a topic sees a hundred requests here, not tens of thousands
 _MAX_OCCUPANCY = 0.25  # learns beside requests: there are minutes here, not nights
@@ -43,46 +41,39 @@ _LINE_EVERY_S = 15.0
 _REFRESH_S = 1.0
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the demo.
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """Options of the command line.
 
-    Returns:
-        0, goals met or not; 1 where a request failed or the server did not start; 2 for a bad
-        option.
+    Attributes:
+        minutes: length of the whole demo.
+        seed: of prompts and arrivals.
+        port: to serve on; 0: a free one.
+        out: folder of the result.
+        dtype: of the target.
+        measured: most prompts per topic in each measurement.
+    """
+
+    minutes: float
+    seed: int
+    port: int
+    out: Path
+    dtype: str
+    measured: int
+
+
+def run(options: DemoOptions) -> int:
+    """Run the demo; returns the exit code: 1 if a request failed, else 0.
+
+    Raises:
+        ConfigError: for an option that cannot be used.
+        StartError: the server did not start.
     """
     began = time.monotonic()
-    options = _parser().parse_args(argv)
-    console = Console()
-    try:
-        config = _config(options)
-        return _run(options, config, console, began)
-    except ConfigError as error:
-        console.print(f"paceline: {error}", style="red", highlight=False)
-        return EXIT_BAD_CONFIG
-    except StartError as error:
-        console.print(f"paceline: {error}", style="red", highlight=False)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        console.print("Stopped.")
-        return 128 + signal.SIGINT
+    return _run(options, _config(options), Console(), began)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline demo", description="Serve, learn and measure on this machine, in minutes."
-    )
-    parser.add_argument("--minutes", type=float, default=5.75, help="for all of it (default 5.75)")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default 0)")
-    parser.add_argument("--port", type=int, default=0, help="to serve on (default: a free one)")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="default out/demo")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32", "float16"), default="auto"
-    )
-    parser.add_argument("--measured", type=int, default=40, help=argparse.SUPPRESS)
-    return parser
-
-
-def _config(options: argparse.Namespace) -> PacelineConfig:
+def _config(options: DemoOptions) -> PacelineConfig:
     config = load_config(
         None,
         {
@@ -128,9 +119,7 @@ def _free_port() -> int:
         return port
 
 
-def _run(
-    options: argparse.Namespace, config: PacelineConfig, console: Console, began: float
-) -> int:
+def _run(options: DemoOptions, config: PacelineConfig, console: Console, began: float) -> int:
     console.print("Starting Ray, the learning actors and the server ...", style="bright_black")
     # Threads that spin while they wait would starve their neighbours on a small machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -254,9 +243,7 @@ async def _take_status(http: httpx.AsyncClient, view: View) -> None:
             view.take_status(response.json())
 
 
-def _report(
-    console: Console, result: dict[str, Any], log: Log, options: argparse.Namespace
-) -> None:
+def _report(console: Console, result: dict[str, Any], log: Log, options: DemoOptions) -> None:
     console.print(summary.result_table(result, options.measured))
     for line in summary.result_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
@@ -274,7 +261,3 @@ def _report(
         highlight=False,
         soft_wrap=True,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))

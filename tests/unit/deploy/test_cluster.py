@@ -15,7 +15,7 @@ from paceline.cluster import named_actor as named
 from paceline.cluster.named_actor import NamedActor, NotThereError
 from paceline.cluster.placement import actor_options
 from paceline.deploy import steward
-from paceline.deploy.cli.operations import status_words
+from paceline.deploy.cli.tables import status_text
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
@@ -153,7 +153,7 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
     begun = time.monotonic()
     wait_until(lambda: kept._looked_at > begun, "a look", 10)
     facts = asyncio.run(kept.describe())
-    words = status_words("u", {"target": {"error": "Died"}, "steward": facts})
+    words = status_text("u", {"target": {"error": "Died"}, "steward": facts})
     said = [record.getMessage() for record in caplog.records if "API key" in record.getMessage()]
     assert len(said) == (1 if warned else 0)
     assert ("host 0.0.0.0 can be reached from other machines" in words) == warned

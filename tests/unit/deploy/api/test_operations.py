@@ -28,6 +28,7 @@ from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.admission import Drain
 from paceline.deploy.api.operations import Operations
 from paceline.deploy.cli import operations as operations_command
+from paceline.deploy.cli import tables
 from paceline.deploy.errors import ApiError, CallError, NoAnswerError
 
 TOPICS = ("sql", "general")
@@ -279,7 +280,7 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
 def test_a_rollback_succeeds_only_if_every_replica_takes_it(
     asked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations_command, "_TAKEN_S", 0.05)
+    monkeypatch.setattr(operations_command, "_ROLLOUT_S", 0.05)
     for value in (1.0, 2.0):
         asked.publish(value)
     asked.behind["two"] = {"sql": 2}
@@ -326,7 +327,7 @@ def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
 ) -> None:
     asked.publish(1.0)
     asked.handles["registry"].dead = True
-    with pytest.raises(NoAnswerError, match="rollback sql --expect 1` goes back only if it was"):
+    with pytest.raises(NoAnswerError, match="rollback sql --expect 1` rolls back only if this did"):
         operations_command.roll_back("u", "sql", None, print)
     asked.handles["registry"].dead = False
     answered = operations_command.call
@@ -356,7 +357,7 @@ def test_the_command_waits_until_nothing_is_under_way(
     assert operations_command.drain("u", said.append)
     assert said[0] == "draining: 1 running, 0 waiting"
     assert said.count("draining: 0 running, 0 waiting") == 4  # one look is not enough
-    assert said[-1].startswith("nothing is under way")
+    assert said[-1].startswith("no request is left")
     asked.scheduler.report_load("r", 1, 0)
     assert not operations_command.drain("u", said.append, wait_s=-1.0)
     assert operations_command.drain("u", said.append, on=False)
@@ -387,8 +388,8 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
         "trainer": {"error": "ActorDiedError"},
         "decisions": [],
     }
-    words = operations_command.status_words("http://x", status)
-    assert "4 of 64 blocks" in words
+    words = tables.status_text("http://x", status)
+    assert "4 of 64 KV blocks" in words
     assert "training waits" in words
     row = next(line for line in words.splitlines() if line.startswith("sql"))
     assert row.split() == ["sql", "3", "0.75", "9", "9"]
@@ -402,10 +403,10 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
         "board": scheduler.snapshot(),
         "further_trainers": {"t-2": {"state": "training"}},
     }
-    words = operations_command.status_words("http://x", busy)
+    words = tables.status_text("http://x", busy)
     assert "leases    1 working; 0 of 0 s idle used, 0 killed" in words
     assert words.count("trainer   ") == 2
-    bare = operations_command.status_words("http://x", {"target": {"error": "TimeoutError"}})
+    bare = tables.status_text("http://x", {"target": {"error": "TimeoutError"}})
     assert "the target does not answer (TimeoutError)" in bare
     assert "trainer   off" in bare
 

@@ -34,8 +34,8 @@ from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.status import LearningActors
 from paceline.deploy.api.topic_admin import TopicRules
-from paceline.deploy.cli.client import server_url
-from paceline.deploy.cli.topics import added_words, read_examples, table
+from paceline.deploy.cli.operations import read_examples, server_url
+from paceline.deploy.cli.tables import added_topic_lines, topic_table
 from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import MODELS_DIR, WEIGHTS_FOLDER, load_config
 from paceline.deploy.demo.prompts import generate
@@ -435,11 +435,11 @@ def test_the_command_finds_the_server_and_says_what_was_measured() -> None:
             "examples_before": {"general": 38, "math": 2},
         },
     }
-    words = "\n".join(added_words(answer))
+    words = "\n".join(added_topic_lines(answer))
     for part in ("version 1", "97.5% of 40", "38 general, 2 math", "1.0% of 300", "5.0% of 60"):
         assert part in words
-    assert "off" in added_words(answer | {"router": None})[1]
+    assert "off" in added_topic_lines(answer | {"router": None})[1]
     row = {"name": "x", "added": True, "weight_version": None, "routed": None, "drafting": False}
-    assert table([row | {"records": 3}]).splitlines()[1].split() == [
+    assert topic_table([row | {"records": 3}]).splitlines()[1].split() == [
         "x", "added", "?", "?", "no", "3",
     ]  # fmt: skip

@@ -103,17 +103,48 @@ def test_a_config_that_cannot_be_served_is_one_line_and_2(
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
+    assert main(["--version"]) == 0
     name, number = capsys.readouterr().out.split()
     assert (name, number) == ("paceline", metadata.version("paceline"))
 
 
-def test_an_unknown_option_is_2() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["serve", "--dtype", "int4"])
-    assert caught.value.code == 2
+@pytest.mark.parametrize(
+    "words", [["serve", "--dtype", "int4"], ["serve", "--colour"], ["fly"], ["topics", "fly"], []]
+)
+def test_an_unknown_option_or_command_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("paceline: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["topics", "--url", "http://127.0.0.1:9", "list"],
+        ["topics", "list", "--url", "http://127.0.0.1:9"],
+        ["topics", "--url", "http://127.0.0.1:9"],
+        ["replay", "--url", "http://127.0.0.1:9", "purge", "--all"],
+    ],
+)
+def test_the_server_is_named_before_or_after_a_subcommand(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(words) == 1
+    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_ray() -> None:
+    heavy = "{'torch', 'ray', 'transformers', 'numpy', 'httpx', 'yaml'}"
+    text = (
+        "import sys; from paceline.deploy.cli.main import main; "
+        f"main(['--help']); main(['serve', '--help']); print(sorted({heavy} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert "rollback" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def as_process(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,11 @@
-"""The demo deletes its own state folder, and nobody else's."""
+"""The demo deletes its own state folder only."""
 
 from pathlib import Path
 
 import pytest
 
-from paceline.deploy.demo.main import fresh_state, run
+from paceline.deploy.cli.main import main
+from paceline.deploy.demo.main import fresh_state
 from paceline.deploy.errors import ConfigError
 
 
@@ -24,8 +25,8 @@ def test_a_folder_that_no_demo_has_made_is_left_alone(
     precious.write_text("months of work")
     with pytest.raises(ConfigError, match="not made by a demo"):
         fresh_state(tmp_path)
-    assert run(["--out", str(tmp_path)]) == 2
-    assert "not made by a demo" in " ".join(capsys.readouterr().out.split())
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "not made by a demo" in capsys.readouterr().err
     assert precious.read_text() == "months of work"
 
 

@@ -87,15 +87,18 @@ def test_measured_steps_name_the_machine(
         ([], "give --hardware, or --steps, or --bandwidth-gbs and --tflops"),
         (["--bandwidth-gbs", "100"], "give --hardware"),
         (["--bandwidth-gbs", "0", "--tflops", "1"], "must be positive"),
-        (["--hardware", "b300"], "invalid choice: 'b300'"),
-        (["--hardware", "h100", "--batch", "0"], "--batch: must be a positive whole number"),
+        (["--hardware", "b300"], "'--hardware': Value error, 'b300' is not one of"),
+        (
+            ["--hardware", "h100", "--batch", "0"],
+            "'--batch': Input should be greater than",
+        ),
         (["--hardware", "h100", "--acceptance", "1.5"], "acceptance must lie between 0 and 1"),
         (["--hardware", "cpu", "--tensor-parallel", "2"], "--interconnect-gbs"),
         (["--hardware", "h100", "--steps", "x.json"], "both name a machine"),
         (["--steps", "x.json", "--kv-dtype", "int8"], "the dtypes that were measured"),
         (["--steps", "/nowhere/steps.json"], "/nowhere/steps.json: cannot be read"),
         (["--hardware", "h100", "--plot", "plan.docx"], "--plot: "),
-        (["--hardware", "h100", "--colour"], "unrecognized arguments: --colour"),
+        (["--hardware", "h100", "--colour"], "No such option: --colour"),
     ],
 )
 def test_no_plan_is_one_line_and_2(
@@ -113,11 +116,9 @@ def test_a_missing_model_is_named(models: list[str], capsys: pytest.CaptureFixtu
     assert main(["plan", "/nowhere", models[1], "--hardware", "h100"]) == 2
     assert capsys.readouterr().err.startswith("paceline: /nowhere: cannot be read")
     assert main(["plan", models[0]]) == 2
-    assert "arguments are required: draft" in capsys.readouterr().err
+    assert "Missing argument 'draft'" in capsys.readouterr().err
 
 
 def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", "--help"])
-    assert caught.value.code == 0
+    assert main(["plan", "--help"]) == 0
     assert "paceline plan" in capsys.readouterr().out
