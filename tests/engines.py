@@ -19,7 +19,7 @@ from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
-from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.medusa import HeadStack
 
 TOKENIZER = tiny_tokenizer()
@@ -85,7 +85,7 @@ def engine_of(
     draft_positions: int | None = None,
     canary_share: float = 0.0,
     heads: Iterable[HeadStack] = (),
-    controller: GoodputController | None = None,
+    policy: GoodputPolicy | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping."""
@@ -118,7 +118,7 @@ def engine_of(
         runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),
         draft_runner=DraftRunner(
             ColocatedProposer([*stacks, *heads], support, generator),
-            controller,
+            policy,
             target.device,
             clock,
         ),

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
@@ -69,7 +69,7 @@ class DraftStack(Protocol):
         ...
 
     @property
-    def reads(self) -> Reads:
+    def prefilled(self) -> DraftPrefill:
         """What the latest call of :meth:`propose` read."""
         ...
 
@@ -77,7 +77,7 @@ class DraftStack(Protocol):
         """The weight_version that a draft proposes with."""
         ...
 
-    def lacks(self, request_id: str, length: int) -> int:
+    def num_uncomputed(self, request_id: str, length: int) -> int:
         """Tokens of a sequence that are to be read before drafting; unknown ones are fine."""
         ...
 
@@ -103,7 +103,7 @@ class DraftStack(Protocol):
 class ColocatedProposer:
     """All drafts in the target's process, those of one architecture in one stack."""
 
-    waited_in_vain = False
+    timed_out = False
 
     def __init__(
         self, stacks: Sequence[DraftStack], support: int, generator: torch.Generator
@@ -122,7 +122,7 @@ class ColocatedProposer:
         self.hidden_drafts = frozenset(
             name for stack in stacks if stack.reads_hidden for name in stack.versions
         )
-        self.reads = Reads()
+        self.prefilled = DraftPrefill()
         self.faulty: frozenset[str] = frozenset()
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
@@ -132,18 +132,18 @@ class ColocatedProposer:
             stack = self._stack_of[row.request_id] = self._stacks[row.draft]
             groups.setdefault(id(stack), (stack, []))[1].append(index)
         parts = []
-        self.faulty, self.reads = frozenset(), Reads()
+        self.faulty, self.prefilled = frozenset(), DraftPrefill()
         for stack, indices in groups.values():
             batch = [rows[i] for i in indices]
             parts.append((indices, stack.propose(batch, self._support, self._generator)))
             self.faulty |= stack.faulty
-        own = [stack.reads for stack, _ in groups.values()]
-        self.reads = Reads(sum(r.requests for r in own), sum(r.tokens for r in own))
+        own = [stack.prefilled for stack, _ in groups.values()]
+        self.prefilled = DraftPrefill(sum(r.requests for r in own), sum(r.tokens for r in own))
         return merge(parts, len(rows))
 
-    def lacks(self, request_id: str, draft: str, length: int) -> int:
+    def num_uncomputed(self, request_id: str, draft: str, length: int) -> int:
         """See Proposer."""
-        return self._stacks[draft].lacks(request_id, length)
+        return self._stacks[draft].num_uncomputed(request_id, length)
 
     def release(self, request_id: str) -> None:
         """Free what a sequence held."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from paceline.actors.engine.sequence import Sequence as RunningSequence
-from paceline.actors.speculation.costs import Reads
-from paceline.actors.speculation.goodput import GoodputController, Use
+from paceline.actors.speculation.costs import DraftPrefill
+from paceline.actors.speculation.goodput import DraftGroup, GoodputPolicy
 from paceline.actors.speculation.proposer import Proposer
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class SpeculationController:
         failures: calls of the policy that failed.
     """
 
-    def __init__(self, policy: GoodputController | None, proposer: Proposer) -> None:
+    def __init__(self, policy: GoodputPolicy | None, proposer: Proposer) -> None:
         """Put the parts together.
 
         Args:
@@ -44,21 +44,21 @@ class SpeculationController:
         """Tokens to draft in the next round, per sequence.
 
         Where the policy chooses, nothing is drafted for a sequence's first token if the draft
-        would have to read the prompt first: that would delay the first token.
+        would have to compute the prompt first: that would delay the first token.
 
         Args:
             batch: B sequences.
-            prefilling: sequences of which the target still reads the prompt; they are part of
-                the policy's choice, which holds for several rounds.
+            prefilling: sequences of which the target still computes the prompt; the policy's
+                choice, which holds for several rounds, is made for them too.
             disabled: whether a draft must not be used.
         """
-        unread = {s.request_id for s in batch if self._policy and self._has_unread_prompt(s)}
-        chosen = self._choose_by_use(batch, prefilling, unread)
+        uncomputed = {s.request_id for s in batch if self._policy and self._needs_prefill(s)}
+        chosen = self._choose_by_group(batch, prefilling, uncomputed)
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
             if k is None:
-                k = 0 if sequence.request_id in unread else chosen.get(use_of(sequence), 0)
+                k = 0 if sequence.request_id in uncomputed else chosen.get(group_of(sequence), 0)
             wanted.append(sequence.draft_budget(0 if disabled(sequence.draft) else k))
         return wanted
 
@@ -80,7 +80,7 @@ class SpeculationController:
             accepted: tokens per row.
             round_s: seconds of the whole round.
             drafting_s: seconds of it that went to drafting.
-            proposed: whether the proposer was called, and may have read prompts.
+            proposed: whether the proposer was called, and may have prefilled.
 
         Returns:
             expected seconds of plain decoding for the same tokens; None if unknown.
@@ -88,16 +88,18 @@ class SpeculationController:
         if self._policy is None:
             return None
         try:
-            reads = self._proposer.reads if proposed else Reads()
+            prefilled = self._proposer.prefilled if proposed else DraftPrefill()
             for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
-                self._policy.accepted(use_of(sequence), tried, taken)
+                self._policy.observe_acceptance(group_of(sequence), tried, taken)
             active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
             steps = max(drafted)
-            timed_steps = 0 if self._proposer.waited_in_vain else steps
+            timed_steps = 0 if self._proposer.timed_out else steps
             sizes = (len(active), len(set(active)), timed_steps)
             verify_s = round_s - drafting_s
-            self._policy.took(len(batch), steps + 1, verify_s, sizes, drafting_s, reads)
-            return self._policy.plain_seconds(len(batch), len(batch) + sum(accepted))
+            self._policy.observe_round(
+                len(batch), steps + 1, verify_s, sizes, drafting_s, prefilled
+            )
+            return self._policy.plain_decode_seconds(len(batch), len(batch) + sum(accepted))
         except Exception:
             self._log_failure("a round was not observed")
             return None
@@ -106,7 +108,10 @@ class SpeculationController:
         """Take the lengths of a finished request."""
         if sequence.num_speculative_tokens is None:
             lengths = len(sequence.request.prompt_token_ids), sequence.num_output
-            self._call(lambda policy: policy.ended(*lengths), "a finished request was not observed")
+            self._call(
+                lambda policy: policy.observe_finished(*lengths),
+                "a finished request was not observed",
+            )
 
     def observe_version(self, draft: str, weight_version: int) -> None:
         """Take the version that a draft proposed with: pool experts load weights themselves."""
@@ -123,63 +128,69 @@ class SpeculationController:
 
     def reset_acceptance(self, draft: str) -> None:
         """Forget most of a draft's measured acceptance, and probe the draft soon."""
-        self._call(lambda policy: policy.swapped(draft), "new weights were not noted")
+        self._call(lambda policy: policy.reset_acceptance(draft), "new weights were not noted")
 
     def set_limits(self, max_tokens: int | None, probe_share: float | None) -> None:
-        """Change the policy's limits, see GoodputController.limit."""
-        self._call(lambda policy: policy.limit(max_tokens, probe_share), "limits were not set")
+        """Change the policy's limits, see GoodputPolicy.set_limits."""
+        self._call(lambda policy: policy.set_limits(max_tokens, probe_share), "limits were not set")
 
     def current_choice(self, drafts: Sequence[str]) -> tuple[dict[str, int], float | None]:
         """The present k of these drafts, and the expected goodput in tokens per second."""
         if self._policy is None:
             return {}, None
-        return {d: self._policy.chosen(d) for d in drafts}, self._policy.predicted
+        return {d: self._policy.current_k(d) for d in drafts}, self._policy.predicted_goodput
 
-    def _choose_by_use(
+    def _choose_by_group(
         self,
         batch: Sequence[RunningSequence],
         prefilling: Sequence[RunningSequence],
-        unread: Container[str],
-    ) -> Mapping[Use, int]:
+        uncomputed: Container[str],
+    ) -> Mapping[DraftGroup, int]:
         both = (*batch, *prefilling)
-        free = Counter(use_of(s) for s in both if s.num_speculative_tokens is None)
+        free = Counter(group_of(s) for s in both if s.num_speculative_tokens is None)
         if not free or self._policy is None:
             return {}
         others = len(both) - free.total()
-        later = (*prefilling, *(s for s in batch if s.request_id in unread))
-        not_decoding = Counter(use_of(s) for s in later if s.num_speculative_tokens is None)
+        later = (*prefilling, *(s for s in batch if s.request_id in uncomputed))
+        not_decoding = Counter(group_of(s) for s in later if s.num_speculative_tokens is None)
         try:
-            return self._policy.plan(free, others, self._reading_costs(both), not_decoding)
+            return self._policy.choose(free, others, self._prefill_seconds(both), not_decoding)
         except Exception:
             self._log_failure("no number of draft tokens was chosen")
             return {}
 
-    def _has_unread_prompt(self, sequence: RunningSequence) -> bool:
-        """Whether a sequence has no output yet and its draft has not read the prompt."""
+    def _needs_prefill(self, sequence: RunningSequence) -> bool:
+        """Whether a sequence has no output yet and its draft has not computed the prompt."""
         if sequence.num_output or sequence.num_speculative_tokens is not None:
             return False
-        return self._proposer.lacks(sequence.request_id, sequence.draft, len(sequence.tokens)) > 0
+        return (
+            self._proposer.num_uncomputed(sequence.request_id, sequence.draft, len(sequence.tokens))
+            > 0
+        )
 
-    def _reading_costs(self, batch: Sequence[RunningSequence]) -> Callable[[], dict[Use, float]]:
-        """Seconds of outstanding draft reading per token still to be emitted, by use."""
+    def _prefill_seconds(
+        self, batch: Sequence[RunningSequence]
+    ) -> Callable[[], dict[DraftGroup, float]]:
+        """Seconds of outstanding draft prefill per token still to be emitted, by group."""
         assert self._policy is not None
-        reading = self._policy.reading
+        costs = self._policy.prefill_costs
 
-        def costs() -> dict[Use, float]:
-            seconds: dict[Use, float] = {}
-            left: dict[Use, float] = {}
+        def prefill_s() -> dict[DraftGroup, float]:
+            seconds: dict[DraftGroup, float] = {}
+            remaining: dict[DraftGroup, float] = {}
             for s in batch:
                 if s.num_speculative_tokens is None:
-                    lacking = self._proposer.lacks(s.request_id, s.draft, len(s.tokens))
-                    own = reading.seconds(1.0, lacking) if lacking else 0.0
-                    use = use_of(s)
-                    seconds[use] = seconds.get(use, 0.0) + own
-                    left[use] = left.get(use, 0.0) + reading.left(s.num_output, s.max_tokens)
-            return {use: seconds[use] / tokens for use, tokens in left.items()}
+                    tokens = self._proposer.num_uncomputed(s.request_id, s.draft, len(s.tokens))
+                    own = costs.seconds(1.0, tokens) if tokens else 0.0
+                    group = group_of(s)
+                    seconds[group] = seconds.get(group, 0.0) + own
+                    left = costs.expected_remaining(s.num_output, s.max_tokens)
+                    remaining[group] = remaining.get(group, 0.0) + left
+            return {group: seconds[group] / left for group, left in remaining.items()}
 
-        return costs
+        return prefill_s
 
-    def _call(self, function: Callable[[GoodputController], None], failure: str) -> None:
+    def _call(self, function: Callable[[GoodputPolicy], None], failure: str) -> None:
         """Call the policy if there is one; log a failure."""
         if self._policy is None:
             return
@@ -195,6 +206,6 @@ class SpeculationController:
             logger.exception("%s (failure %d)", what, self.failures)
 
 
-def use_of(sequence: RunningSequence) -> Use:
+def group_of(sequence: RunningSequence) -> DraftGroup:
     """The acceptance statistics that a sequence belongs to."""
-    return Use(sequence.draft, sampled=not sequence.request.sampling.greedy)
+    return DraftGroup(sequence.draft, sampled=not sequence.request.sampling.greedy)

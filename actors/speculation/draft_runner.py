@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.engine.stats import RoundStats
 from paceline.actors.speculation.controller import SpeculationController
-from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pending_updates import PendingUpdates
 from paceline.actors.speculation.proposer import DraftRow, Proposer
 from paceline.actors.speculation.rejection_sampler import Proposal
@@ -35,7 +35,7 @@ class DraftRunner:
     def __init__(
         self,
         proposer: Proposer,
-        policy: GoodputController | None,
+        policy: GoodputPolicy | None,
         device: torch.device,
         clock: Callable[[], float],
     ) -> None:

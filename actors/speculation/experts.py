@@ -14,7 +14,7 @@ from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import LatestBatch, SamplingBatch
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
-from paceline.actors.speculation.costs import Reads, read_together
+from paceline.actors.speculation.costs import DraftPrefill, batch_prefills
 from paceline.actors.speculation.draft_sampling import draw_drafts
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
@@ -74,8 +74,8 @@ class Computed:
         self._right[request_id] = length
         self._drafted[request_id] = tokens
 
-    def lacks(self, request_id: str, length: int) -> int:
-        """See ExpertStack.lacks."""
+    def num_uncomputed(self, request_id: str, length: int) -> int:
+        """See ExpertStack.num_uncomputed."""
         drafted = max(len(self._drafted.get(request_id, ())) - 1, 0)
         return max(length - 2 - self.right(request_id) - drafted, 0)
 
@@ -123,7 +123,7 @@ class ExpertStack:
         self._computed = Computed()
         self._grid: tuple[list[int], Grid] | None = None
         self._params = LatestBatch(runner.device)
-        self.reads = Reads()  # by the latest call
+        self.prefilled = DraftPrefill()  # by the latest call
         self.faulty: frozenset[str] = frozenset()
 
     def alias(self, name: str, expert: str) -> None:
@@ -189,13 +189,13 @@ class ExpertStack:
             if own == draft or (own not in self.versions and expert_of(own) == draft):
                 self._computed.lose(request_id)
 
-    def lacks(self, request_id: str, length: int) -> int:
+    def num_uncomputed(self, request_id: str, length: int) -> int:
         """Tokens of a sequence of ``length`` that are to be read before drafting, at least.
 
         Drafts that came true have been computed as they were drafted; how many did is seen when
         the sequence is drafted for again, so all count here.
         """
-        return self._computed.lacks(request_id, length)
+        return self._computed.num_uncomputed(request_id, length)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
@@ -250,7 +250,7 @@ class ExpertStack:
     def _read(self, stretches: Sequence[tuple[DraftRow, int, int]]) -> None:
         """Read positions ``start`` to ``end - 1`` of rows, several in one forward."""
         lengths = [end - start for _, start, end in stretches]
-        for part in read_together(lengths, self._prefill_chunk):
+        for part in batch_prefills(lengths, self._prefill_chunk):
             own = [stretches[i] for i in part]
             self.runner.read(
                 [self._table.row(row.request_id) for row, _, _ in own],
@@ -260,7 +260,7 @@ class ExpertStack:
             )
             for row, _, end in own:
                 self._computed.reach(row.request_id, end)
-        self.reads = Reads(len(stretches), sum(lengths))
+        self.prefilled = DraftPrefill(len(stretches), sum(lengths))
 
     def _reserve(self, row: DraftRow, victims: set[str]) -> bool:
         """Have blocks for a sequence's drafts; those that came after it give up theirs for it.

@@ -1,15 +1,15 @@
-"""How many tokens to draft: the number that gives the most tokens per second, zero included.
+"""The goodput policy: choose the k that gives the most tokens per second, zero included.
 
 Goodput of a round (TurboSpec, arXiv 2406.14066, here with measured acceptance per position and
 several experts that share one target forward):
 
-    sum over rows r with use u of [1 + sum_{i<=k_u} prod_{j<=i} a_{u,j}]  /  T(k_1 ... k_U)
+    sum over rows r of group g of [1 + sum_{i<=k_g} prod_{j<=i} a_{g,j}]  /  T(k_1 ... k_G)
 
-T counts what drafts have to read, spread over the answers. A use is an expert with greedy or with
-sampled requests: what is accepted differs between the two (see acceptance.py).
+T includes the prefill of the drafts, spread over the answers. A group is a draft with greedy or
+with sampled requests: their acceptance differs.
 
-All rows that draft go through the same number of draft steps and are verified by one padded
-forward, so uses that take part draft the same k; the choice is k and who takes part.
+All rows that draft run the same number of draft steps and are verified in one padded forward, so
+all drafting groups share one k; the choice is k and the groups that draft.
 """
 
 from __future__ import annotations
@@ -18,112 +18,117 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.actors.speculation.costs import DraftCosts, ReadingCosts, Reads, StepCosts
+from paceline.actors.speculation.costs import DraftCosts, DraftPrefill, PrefillCosts, StepCosts
 
 _PRIOR_TRIALS = 4.0
 _PRIOR_ACCEPTANCE = 0.6
-_WINDOW = 200.0
-# What counts of other weights' trials, or of the other use's: little, but more than nothing.
-_HEARSAY = 0.1
+_WINDOW = 200.0  # trials
+_PRIOR_WEIGHT = 0.1  # of trials with other weights, or of the draft's other group
+# A new choice must promise this much more than the present one.
+_HYSTERESIS = 1.03
+# Required goodput over plain decoding, to start and to keep drafting, for one row, and what is
+# added for many rows. Estimates err; and the rows of a batch end one by one, so that the last ones
+# run in small batches, which a round's goodput does not show.
+_WORTH_STARTING, _STARTING_MANY = 1.03, 0.07
+_WORTH_KEEPING, _KEEPING_MANY = 1.01, 0.03
+_CHOOSE_EVERY = 8  # rounds
+_PLAIN_EVERY = 100  # rounds
+_PROBE_SHARE = 0.01  # of the rounds' time
+_PROBE_ROUNDS = 4
+_PROBE_TOKENS = 2
+_PROBE_PATIENCE = 64  # rounds
+_MAX_PROBE_BUDGET_S = 0.5
+_NO_PREFILL = DraftPrefill()
 
 
-class Use(NamedTuple):
-    """An expert, and whether the requests that it drafts for are sampled or greedy."""
+class DraftGroup(NamedTuple):
+    """Rows of one draft that are all greedy or all sampled; acceptance is measured per group."""
 
     draft: str
     sampled: bool = False
 
     @classmethod
-    def of(cls, draft: str) -> tuple[Use, Use]:
-        """Both uses of an expert."""
+    def both(cls, draft: str) -> tuple[DraftGroup, DraftGroup]:
+        """Both groups of a draft."""
         return cls(draft, sampled=False), cls(draft, sampled=True)
 
     @property
-    def other(self) -> Use:
-        """The same expert with the other kind of request."""
-        return Use(self.draft, not self.sampled)
+    def counterpart(self) -> DraftGroup:
+        """The same draft with the other kind of requests."""
+        return DraftGroup(self.draft, not self.sampled)
 
 
 @dataclass(slots=True)
-class Acceptance:
-    """Decayed conditional acceptance of one use, per position of a draft."""
+class AcceptanceEstimate:
+    """Decayed conditional acceptance of one group, per draft position."""
 
     positions: int
     hits: list[float] = field(default_factory=list)
     trials: list[float] = field(default_factory=list)
-    _lengths: list[float] | None = None
+    _expected: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.hits, self.trials = [0.0] * self.positions, [0.0] * self.positions
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """One row's round: positions up to the first rejection were tried."""
-        self._lengths = None
+        """Take one row's round: positions up to the first rejection were tried."""
+        self._expected = None
         keep = 1.0 - 1.0 / _WINDOW
         for position in range(min(drafted, accepted + 1, self.positions)):
             self.hits[position] = keep * self.hits[position] + (position < accepted)
             self.trials[position] = keep * self.trials[position] + 1.0
 
-    def forget(self) -> None:
-        """New weights: what was seen says little about them."""
-        self._lengths = None
-        self.hits = [_HEARSAY * h for h in self.hits]
-        self.trials = [_HEARSAY * t for t in self.trials]
+    def discount(self) -> None:
+        """Keep the counts as a weak prior, as for new weights."""
+        self._expected = None
+        self.hits = [_PRIOR_WEIGHT * h for h in self.hits]
+        self.trials = [_PRIOR_WEIGHT * t for t in self.trials]
 
-    def taken_after(self) -> Acceptance:
-        """A start for the same expert's other use: this one's figures, with little weight."""
-        other = Acceptance(self.positions)
+    def discounted_copy(self) -> AcceptanceEstimate:
+        """A weak prior for the counterpart of this group."""
+        other = AcceptanceEstimate(self.positions)
         other.hits, other.trials = list(self.hits), list(self.trials)
-        other.forget()
+        other.discount()
         return other
 
-    def expected_lengths(self) -> list[float]:
+    def expected_accepted(self) -> list[float]:
         """Expected accepted tokens of a row for k = 0, 1, ... positions.
 
-        A position that was seldom tried takes after the one before it.
+        The prior of a position is the estimate of the position before it.
         """
-        if self._lengths is not None:
-            return self._lengths
-        lengths, reach, prior = [0.0], 1.0, _PRIOR_ACCEPTANCE
+        if self._expected is not None:
+            return self._expected
+        expected, reach, prior = [0.0], 1.0, _PRIOR_ACCEPTANCE
         for hits, trials in zip(self.hits, self.trials, strict=True):
             prior = (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
             reach *= prior
-            lengths.append(lengths[-1] + reach)
-        self._lengths = lengths
-        return lengths
-
-
-_HYSTERESIS = 1.03
-# What drafting must promise over plain decoding to be taken up, and to be kept, at one row and what
-# is added for very many. Estimates err; and rows of a batch that draft end one after the other, so
-# that the last of them run in small batches, which a round's goodput does not show.
-_WORTH_STARTING, _STARTING_MANY = 1.03, 0.07
-_WORTH_KEEPING, _KEEPING_MANY = 1.01, 0.03
-_PLAN_EVERY = 8
-_PROBE_SHARE = 0.01
-_PROBE_ROUNDS = 4
-_PROBE_TOKENS = 2
-_PATIENCE = 64
-_MOST_CREDIT_S = 0.5
-_PLAIN_EVERY = 100
-_NO_READS = Reads()
+            expected.append(expected[-1] + reach)
+        self._expected = expected
+        return expected
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """``k`` tokens for every row of ``uses``; the others decode plainly."""
+class DraftChoice:
+    """``k`` tokens for every row of ``groups``; the others decode plainly."""
 
     k: int = 0
-    uses: frozenset[Use] = frozenset()
+    groups: frozenset[DraftGroup] = frozenset()
 
-    def tokens(self, use: Use) -> int:
-        """How many tokens a row of this use drafts."""
-        return self.k if use in self.uses else 0
+    def tokens(self, group: DraftGroup) -> int:
+        """Tokens that a row of a group drafts."""
+        return self.k if group in self.groups else 0
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A look at a use beyond what it drafts now; ``at`` is the round of the last one."""
+    """A few rounds in which a group drafts more than pays, to measure acceptance there.
+
+    Attributes:
+        due: whether the group has new weights, or has never been probed.
+        rounds_left: drafting rounds until the probe ends.
+        patience: rounds until it ends in any case.
+        at: the round in which it started.
+    """
 
     due: bool = True
     rounds_left: int = 0
@@ -131,11 +136,15 @@ class _Probe:
     at: int = -1
 
 
-class GoodputController:
-    """Chooses k round by round. Pure: it is told what happened and how long it took."""
+class GoodputPolicy:
+    """Chooses k round by round. Pure: times and acceptance are given to it.
+
+    Attributes:
+        predicted_goodput: of the present choice, in tokens per second.
+    """
 
     def __init__(self, target: StepCosts, draft: DraftCosts, max_tokens: int) -> None:
-        """Start without knowledge of acceptance: the prior makes every use worth a try.
+        """Start without measured acceptance: the prior makes every group worth a try.
 
         Args:
             target: seconds of a round without its drafting, by (rows, tokens per row).
@@ -146,214 +155,221 @@ class GoodputController:
         self._draft = draft
         self._positions = self._max_tokens = max_tokens
         self._probe_share = _PROBE_SHARE
-        self._acceptance: dict[Use, Acceptance] = {}
-        self._probes: dict[Use, _Probe] = {}
-        self._drafted: set[Use] = set()
-        self._credit = 0.0  # seconds that looks may cost, over all uses
-        self._plan = Plan()
-        self._unread: Mapping[Use, float] = {}
-        self._planned_for: tuple[tuple[Use, int], ...] = ()
+        self._acceptance: dict[DraftGroup, AcceptanceEstimate] = {}
+        self._probes: dict[DraftGroup, _Probe] = {}
+        self._drafted: set[DraftGroup] = set()
+        self._probe_budget_s = 0.0  # over all groups
+        self._choice = DraftChoice()
+        self._prefill_s: Mapping[DraftGroup, float] = {}
+        self._chosen_for: tuple[tuple[DraftGroup, int], ...] = ()
         self._rounds = 0
-        self.predicted: float | None = None  # goodput of the present plan, tokens per second
+        self.predicted_goodput: float | None = None
 
-    def plan(
+    def choose(
         self,
-        rows: Mapping[Use, int],
+        rows: Mapping[DraftGroup, int],
         others: int = 0,
-        unread: Callable[[], Mapping[Use, float]] = dict,
-        coming: Mapping[Use, int] | None = None,
-    ) -> Mapping[Use, int]:
-        """Tokens to draft in the next round, per use.
+        prefill_s: Callable[[], Mapping[DraftGroup, float]] = dict,
+        prefilling: Mapping[DraftGroup, int] | None = None,
+    ) -> Mapping[DraftGroup, int]:
+        """Tokens to draft in the next round, per group.
 
         Args:
-            rows: how many rows of each use leave the choice to the controller.
-            others: rows of the batch that do not.
-            unread: asked where a choice is made: per use, the seconds of what it has to read
-                before it can draft for its rows, for each token that they will emit yet.
-            coming: those of the rows whose prompts are still being read.
+            rows: rows of each group for which k is chosen here.
+            others: rows of the batch with a k of their own.
+            prefill_s: called when a choice is made: per group, the seconds of draft prefill that
+                its rows need before they can draft, per token that they will still emit.
+            prefilling: those of the rows whose prompts are still being read.
         """
         key = tuple(sorted(rows.items()))
         self._rounds += 1
         if self._rounds % _PLAIN_EVERY == 0:
-            return dict.fromkeys(rows, 0)  # what plain decoding costs must stay known
-        if key != self._planned_for or self._rounds % _PLAN_EVERY == 0:
-            self._unread = unread()
-            self._plan = self._best(rows, others)
-            self._planned_for = key
-            self.predicted = self._goodput(self._plan, rows, others)
-        # who has no row that decodes cannot be looked at now, and shall not pay for it
-        here = [use for use, count in rows.items() if count > (coming or {}).get(use, 0)]
-        # nor is there anything beyond for who drafts the most already
-        more = [use for use in here if self._plan.tokens(use) < self._max_tokens]
-        oldest = min(more, key=lambda use: self._probe(use).at, default=None)
+            return dict.fromkeys(rows, 0)  # keeps the cost of plain decoding measured
+        if key != self._chosen_for or self._rounds % _CHOOSE_EVERY == 0:
+            self._prefill_s = prefill_s()
+            self._choice = self._best(rows, others)
+            self._chosen_for = key
+            self.predicted_goodput = self._goodput(self._choice, rows, others)
+        # Without a decoding row a group cannot be probed now, and must not be charged for it.
+        here = [group for group, count in rows.items() if count > (prefilling or {}).get(group, 0)]
+        below_max = [group for group in here if self._choice.tokens(group) < self._max_tokens]
+        oldest = min(below_max, key=lambda group: self._probe(group).at, default=None)
         return {
-            use: self._plan.tokens(use)
-            + (self._probe_tokens(use, rows, others, oldest) if use in here else 0)
-            for use in rows
+            group: self._choice.tokens(group)
+            + (self._probe_tokens(group, rows, others, oldest) if group in here else 0)
+            for group in rows
         }
 
-    def limit(self, max_tokens: int | None = None, probe_share: float | None = None) -> None:
-        """Choose within other limits from the next round on, None those of the start.
+    def set_limits(self, max_tokens: int | None = None, probe_share: float | None = None) -> None:
+        """Choose within other limits from the next round on; None restores those of the start.
 
         Args:
             max_tokens: largest k, at most that of the start.
-            probe_share: of the rounds' time, for looks beyond what pays.
+            probe_share: share of the rounds' time for probes.
         """
         most = self._positions if max_tokens is None else max_tokens
         self._max_tokens = min(most, self._positions)
         self._probe_share = _PROBE_SHARE if probe_share is None else probe_share
-        if self._plan.k > self._max_tokens:
-            self._plan = Plan()
-        self._planned_for = ()
+        if self._choice.k > self._max_tokens:
+            self._choice = DraftChoice()
+        self._chosen_for = ()
 
-    def chosen(self, draft: str) -> int:
-        """The k that the present plan has for rows of an expert, looks beyond it left out."""
-        return max(self._plan.tokens(use) for use in Use.of(draft))
+    def current_k(self, draft: str) -> int:
+        """The k that is chosen for rows of a draft, without probes."""
+        return max(self._choice.tokens(group) for group in DraftGroup.both(draft))
 
-    def plain_seconds(self, rows: int, tokens: int) -> float:
-        """What plain decoding is expected to take for ``tokens`` tokens, ``rows`` at a time."""
+    def plain_decode_seconds(self, rows: int, tokens: int) -> float:
+        """Expected seconds of plain decoding for ``tokens`` tokens, ``rows`` at a time."""
         return tokens / rows * self._target.seconds(rows, 1)
 
-    def accepted(self, use: Use, drafted: int, accepted: int) -> None:
-        """What verification made of one row's drafts."""
+    def observe_acceptance(self, group: DraftGroup, drafted: int, accepted: int) -> None:
+        """Take the result of one row's drafts."""
         if drafted:
-            self._of(use).observe(drafted, accepted)
-            self._drafted.add(use)
+            self._estimate(group).observe(drafted, accepted)
+            self._drafted.add(group)
 
-    def took(
+    def observe_round(
         self,
         rows: int,
         tokens: int,
         verify_s: float,
         drafting: tuple[int, int, int],
         draft_s: float,
-        reads: Reads = _NO_READS,
+        prefilled: DraftPrefill = _NO_PREFILL,
     ) -> None:
-        """How long a round took.
+        """Take the times of a round.
 
         Args:
             rows: B.
             tokens: tokens per row in the target's forward, k + 1.
             verify_s: seconds of all but drafting.
-            drafting: (rows, experts, steps) of the drafting; 0 steps where there was none, or
-                its time says nothing of what steps cost.
-            draft_s: its seconds.
-            reads: what drafts read in them.
+            drafting: (rows, experts, steps) of the drafting; 0 steps if there was none, or its
+                time says nothing of the cost of steps.
+            draft_s: seconds of drafting.
+            prefilled: what drafts prefilled in these seconds.
         """
         self._target.observe(rows, tokens, verify_s)
-        # Drafts are known at the target's pace of that time: in a slow moment both must look slow,
-        # else whoever is at work then would lose, and stay out until looked at again.
+        # Drafts are measured relative to the target's present pace: in a slow moment both must
+        # look slow, else the drafts of that moment would be off until their next probe.
         drafted_rows, experts, steps = drafting
-        self._draft.observe(drafted_rows, experts, steps, draft_s / self._target.pace, reads)
-        self._credit = min(self._credit + self._probe_share * (verify_s + draft_s), _MOST_CREDIT_S)
-        for use in self._drafted:
-            probe = self._probe(use)
+        self._draft.observe(drafted_rows, experts, steps, draft_s / self._target.pace, prefilled)
+        earned_s = self._probe_share * (verify_s + draft_s)
+        self._probe_budget_s = min(self._probe_budget_s + earned_s, _MAX_PROBE_BUDGET_S)
+        for group in self._drafted:
+            probe = self._probe(group)
             probe.rounds_left = max(0, probe.rounds_left - 1)
         self._drafted.clear()
 
-    def ended(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A request that leaves the choice to the controller has ended: its lengths."""
-        self._draft.reading.ended(prompt_tokens, output_tokens)
+    def observe_finished(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Take the lengths of a finished request for which k was chosen here."""
+        self._draft.prefill_costs.observe_finished(prompt_tokens, output_tokens)
 
     @property
-    def reading(self) -> ReadingCosts:
-        """What it costs drafts to read prompts."""
-        return self._draft.reading
+    def prefill_costs(self) -> PrefillCosts:
+        """Costs of draft prefill."""
+        return self._draft.prefill_costs
 
-    def swapped(self, draft: str) -> None:
-        """New weights: look at them soon."""
-        for use in Use.of(draft):
-            if use in self._acceptance:
-                self._acceptance[use].forget()
-            self._probes[use] = _Probe()
-        self._planned_for = ()
+    def reset_acceptance(self, draft: str) -> None:
+        """Discount the acceptance of a draft with new weights, and probe it soon."""
+        for group in DraftGroup.both(draft):
+            if group in self._acceptance:
+                self._acceptance[group].discount()
+            self._probes[group] = _Probe()
+        self._chosen_for = ()
 
-    def _probe(self, use: Use) -> _Probe:
-        return self._probes.setdefault(use, _Probe())
+    def _probe(self, group: DraftGroup) -> _Probe:
+        return self._probes.setdefault(group, _Probe())
 
-    def _of(self, use: Use) -> Acceptance:
-        """What is known of a use; where it is new, it takes after the expert's other one."""
-        known = self._acceptance.get(use)
+    def _estimate(self, group: DraftGroup) -> AcceptanceEstimate:
+        """The acceptance of a group; a new one starts from its counterpart's."""
+        known = self._acceptance.get(group)
         if known is None:
-            like = self._acceptance.get(use.other)
-            known = Acceptance(self._positions) if like is None else like.taken_after()
-            self._acceptance[use] = known
+            like = self._acceptance.get(group.counterpart)
+            known = AcceptanceEstimate(self._positions) if like is None else like.discounted_copy()
+            self._acceptance[group] = known
         return known
 
-    def _goodput(self, plan: Plan, rows: Mapping[Use, int], others: int) -> float:
-        drafting = {use: n for use, n in rows.items() if use in plan.uses}
+    def _goodput(self, choice: DraftChoice, rows: Mapping[DraftGroup, int], others: int) -> float:
+        """Expected tokens per second of a choice."""
+        k, drafting = choice.k, {g: n for g, n in rows.items() if g in choice.groups}
         batch = others + sum(rows.values())
-        gains = {use: n * self._of(use).expected_lengths()[plan.k] for use, n in drafting.items()}
+        gains = {g: n * self._estimate(g).expected_accepted()[k] for g, n in drafting.items()}
         gained = sum(gains.values())
-        seconds = self._target.seconds(batch, plan.k + 1)
-        if plan.k and drafting:
+        seconds = self._target.seconds(batch, k + 1)
+        if k and drafting:
             own = sum(drafting.values())
-            draft_s = self._draft.seconds(own, len({use.draft for use in drafting}), plan.k)
-            # Those that come after have to be read too, as long as this goes on.
-            usual = self._draft.reading.usual_s
-            for use, n in drafting.items():
-                draft_s += max(self._unread.get(use, 0.0), usual) * (n + gains[use])
+            draft_s = self._draft.seconds(own, len({group.draft for group in drafting}), k)
+            # As long as this goes on, later requests have to be prefilled too.
+            usual_s = self._draft.prefill_costs.seconds_per_output_token
+            for group, n in drafting.items():
+                draft_s += max(self._prefill_s.get(group, 0.0), usual_s) * (n + gains[group])
             seconds += self._target.pace * draft_s
         return (batch + gained) / seconds
 
-    def _candidates(self, rows: Mapping[Use, int]) -> Iterable[Plan]:
-        """Those that gain most, and those that gain most a row: the best, with ever more beside."""
-        plans = {Plan(): None}
+    def _candidates(self, rows: Mapping[DraftGroup, int]) -> Iterable[DraftChoice]:
+        """For each k the n groups that gain most, in total and per row, for every n."""
+        choices = {DraftChoice(): None}
         for k in range(1, self._max_tokens + 1):
-            lengths = {use: self._of(use).expected_lengths()[k] for use in rows}
+            gains = {group: self._estimate(group).expected_accepted()[k] for group in rows}
             for weight in (rows, dict.fromkeys(rows, 1)):
-                ranked = sorted(rows, key=lambda use: -lengths[use] * weight[use])
+                ranked = sorted(rows, key=lambda group: -gains[group] * weight[group])
                 for count in range(len(ranked)):
-                    plans[Plan(k, frozenset(ranked[: count + 1]))] = None
-        return plans
+                    choices[DraftChoice(k, frozenset(ranked[: count + 1]))] = None
+        return choices
 
-    def _best(self, rows: Mapping[Use, int], others: int) -> Plan:
-        best = max(self._candidates(rows), key=lambda plan: self._goodput(plan, rows, others))
-        present = Plan(self._plan.k, self._plan.uses & set(rows))
-        if not present.uses:
-            present = Plan()
+    def _best(self, rows: Mapping[DraftGroup, int], others: int) -> DraftChoice:
+        best = max(self._candidates(rows), key=lambda choice: self._goodput(choice, rows, others))
+        present = DraftChoice(self._choice.k, self._choice.groups & set(rows))
+        if not present.groups:
+            present = DraftChoice()
         promised = self._goodput(best, rows, others)
-        gain = promised / self._goodput(Plan(), rows, others)
-        if gain < _worth(others + sum(rows.values()), drafting=bool(present.k)):
-            return Plan()
+        gain = promised / self._goodput(DraftChoice(), rows, others)
+        if gain < _required_gain(others + sum(rows.values()), drafting=bool(present.k)):
+            return DraftChoice()
         return best if promised > _HYSTERESIS * self._goodput(present, rows, others) else present
 
     def _probe_tokens(
-        self, use: Use, rows: Mapping[Use, int], others: int, oldest: Use | None
+        self,
+        group: DraftGroup,
+        rows: Mapping[DraftGroup, int],
+        others: int,
+        oldest: DraftGroup | None,
     ) -> int:
-        """Draft further now and then than it pays, so that acceptance stays known there."""
-        probe, k = self._probe(use), self._plan.tokens(use)
+        """Tokens to draft beyond the choice, so that acceptance stays measured there."""
+        probe, k = self._probe(group), self._choice.tokens(group)
         more = min(_PROBE_TOKENS, self._max_tokens - k)
         if not more:
             return 0
         if not (probe.rounds_left and probe.patience):
-            if not (probe.due or self._rounds % _PLAN_EVERY == 0):
+            if not (probe.due or self._rounds % _CHOOSE_EVERY == 0):
                 return 0
-            cost = self._probe_cost(use, rows, others, k)
-            wanted = (probe.due and k == 0) or (use == oldest and self._credit >= cost)
-            if not wanted:
+            cost_s = self._probe_cost(group, rows, others, k)
+            affordable = group == oldest and self._probe_budget_s >= cost_s
+            if not ((probe.due and k == 0) or affordable):
                 return 0
-            self._credit = max(self._credit - cost, -_MOST_CREDIT_S)
-            self._probes[use] = probe = _Probe(
-                due=False, rounds_left=_PROBE_ROUNDS, patience=_PATIENCE, at=self._rounds
+            self._probe_budget_s = max(self._probe_budget_s - cost_s, -_MAX_PROBE_BUDGET_S)
+            self._probes[group] = probe = _Probe(
+                due=False, rounds_left=_PROBE_ROUNDS, patience=_PROBE_PATIENCE, at=self._rounds
             )
-        # Only rounds that drafted count: a draft that was off reads its prompt first.
+        # Rounds count as probed only if they drafted: a draft that was off prefills first.
         probe.patience -= 1
         return more
 
-    def _probe_cost(self, use: Use, rows: Mapping[Use, int], others: int, k: int) -> float:
-        """Seconds that a probe adds at worst; a draft that was off reads its prompts first."""
-        batch, own = others + sum(rows.values()), rows[use]
+    def _probe_cost(
+        self, group: DraftGroup, rows: Mapping[DraftGroup, int], others: int, k: int
+    ) -> float:
+        """Seconds that a probe adds at worst; a draft that was off prefills its prompts first."""
+        batch, own = others + sum(rows.values()), rows[group]
         further = k + _PROBE_TOKENS + 1
         verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
         draft = self._draft.seconds(own, 1, k + _PROBE_TOKENS) - self._draft.seconds(own, 1, k)
-        reading = 0.0 if k else own * self._draft.reading.request_s
-        drafting = self._target.pace * (_PROBE_ROUNDS * max(draft, 0.0) + reading)
+        prefill = 0.0 if k else own * self._draft.prefill_costs.seconds_per_request
+        drafting = self._target.pace * (_PROBE_ROUNDS * max(draft, 0.0) + prefill)
         return _PROBE_ROUNDS * max(verify, 0.0) + drafting
 
 
-def _worth(rows: int, *, drafting: bool) -> float:
-    """What drafting must promise over plain decoding in a batch of so many rows."""
+def _required_gain(rows: int, *, drafting: bool) -> float:
+    """Goodput over plain decoding that drafting must promise in a batch of so many rows."""
     many = 1.0 - 1.0 / rows
     if drafting:
         return _WORTH_KEEPING + _KEEPING_MANY * many

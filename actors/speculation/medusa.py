@@ -29,7 +29,7 @@ from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import LatestBatch
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
-from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.draft_sampling import draw_drafts
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
@@ -131,7 +131,7 @@ class HeadStack:
     """
 
     reads_hidden = True
-    reads = Reads()  # the target has read the prompt
+    prefilled = DraftPrefill()  # the target has read the prompt
 
     def __init__(
         self, name: str, config: HeadsConfig, state: Mapping[str, Tensor], target_output: Tensor
@@ -227,7 +227,7 @@ class HeadStack:
     def release(self, request_id: str) -> None:
         """Nothing to do: all that is known of a sequence comes with it."""
 
-    def lacks(self, request_id: str, length: int) -> int:  # noqa: ARG002 - the protocol's
+    def num_uncomputed(self, request_id: str, length: int) -> int:  # noqa: ARG002 - the protocol's
         """Nothing: the target reads."""
         return 0
 

@@ -14,13 +14,13 @@ from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.costs import (
     DraftCosts,
-    ReadingCosts,
+    PrefillCosts,
     StepCosts,
     grid_points,
     profile,
 )
 from paceline.actors.speculation.experts import ExpertStack
-from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.medusa import HeadStack, head_stepper
 from paceline.actors.speculation.pool.profile import profile_pool
 from paceline.actors.speculation.pool.proposer import PoolProposer
@@ -99,7 +99,7 @@ def build_controller(
     stacks: Sequence[ExpertStack],
     pool: PoolProposer | None = None,
     heads: Sequence[HeadStack] = (),
-) -> GoodputController | None:
+) -> GoodputPolicy | None:
     """The controller over costs profiled here and now; None where k is fixed.
 
     Drafts of several architectures are taken to cost what those of the first do, heads only where
@@ -119,24 +119,24 @@ def build_controller(
     if pool is not None:
         draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
         costs = DraftCosts(draft_costs)
-        return GoodputController(StepCosts(target_costs), costs, most)
+        return GoodputPolicy(StepCosts(target_costs), costs, most)
     if not stacks:
         head_costs = profile(head_stepper(heads[0]), rows, [1], time.perf_counter)
         costs = DraftCosts(head_costs)
-        return GoodputController(StepCosts(target_costs), costs, most)
+        return GoodputPolicy(StepCosts(target_costs), costs, most)
     draft = stacks[0].runner
     served = sum(not is_candidate(name) for name in stacks[0].names)
     experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
     draft_costs = profile_draft(draft, start, rows, experts)
-    reading = _reading(draft)
+    prefill_costs = _profile_prefill(draft)
     for row in range(settings.max_num_seqs):
         draft.kv.free(row)
-    costs = DraftCosts(draft_costs, reading)
-    return GoodputController(StepCosts(target_costs), costs, most)
+    costs = DraftCosts(draft_costs, prefill_costs)
+    return GoodputPolicy(StepCosts(target_costs), costs, most)
 
 
-def _reading(draft: ModelRunner) -> ReadingCosts:
-    """What reading costs, from prompts of two lengths."""
+def _profile_prefill(draft: ModelRunner) -> PrefillCosts:
+    """Costs of a draft's prefill, from prompts of two lengths."""
     few, many = 1, max(2, min(_PROFILED_PROMPT, draft.max_model_len - 1))
     draft.kv.allocate(0, many)
 
@@ -147,4 +147,4 @@ def _reading(draft: ModelRunner) -> ReadingCosts:
 
     times = profile(run, [1], [few, many], time.perf_counter)
     token_s = max(times[1, many] - times[1, few], 0.0) / (many - few)
-    return ReadingCosts(max(times[1, few] - few * token_s, 0.0), token_s)
+    return PrefillCosts(max(times[1, few] - few * token_s, 0.0), token_s)

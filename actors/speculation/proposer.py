@@ -1,4 +1,4 @@
-"""Proposers: where draft tokens come from."""
+"""The interface of proposers, the sources of draft tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.rejection_sampler import Proposal
 
 INITIAL_SUFFIX = "@0"
@@ -17,17 +17,17 @@ INITIAL_SUFFIX = "@0"
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """One sequence that wants draft tokens.
+    """One sequence to draft for.
 
     Attributes:
-        request_id: names the sequence in the proposer's own state.
+        request_id: key of the sequence in the proposer's state.
         draft: the expert, or an expert's initial weights (``sql@0``).
         tokens: all tokens so far, prompt and output; the proposer never changes them.
         num_output: how many of them are output.
         num_draft_tokens: how many to propose, at least 1.
         sampling: the request's sampling parameters.
-        hidden: for a draft that reads them, the target's final hidden state ``[H]`` from which
-            the latest token came; None where it is not known, as after a cached prompt.
+        hidden: the target's final hidden state ``[H]`` from which the latest token came, for a
+            draft that reads it; None if unknown, as after a cached prompt.
     """
 
     request_id: str
@@ -40,30 +40,30 @@ class DraftRow:
 
 
 class Proposer(Protocol):
-    """Proposes tokens for a batch; it may be slow, wrong or fail, and never changes an answer."""
+    """Proposes tokens for a batch. It may be slow, wrong or fail, and never changes an answer."""
 
     @property
-    def waited_in_vain(self) -> bool:
-        """Whether the latest round waited for drafts that never came: its time says nothing."""
+    def timed_out(self) -> bool:
+        """Whether the latest round waited in vain for drafts: its time is no cost of drafting."""
         ...
 
     @property
-    def reads(self) -> Reads:
-        """The reading that the latest round's time went to, beside drafting."""
+    def prefilled(self) -> DraftPrefill:
+        """What the latest call of :meth:`propose` prefilled before drafting."""
         ...
 
     @property
     def faulty(self) -> frozenset[str]:
-        """Drafts whose probabilities ended in the latest round, and their tokens with them."""
+        """Drafts with non-finite probabilities in the latest round; their rows are truncated."""
         ...
 
     @property
     def hidden_drafts(self) -> frozenset[str]:
-        """The drafts that read the target's hidden states; a round without them gathers none."""
+        """The drafts that read the target's hidden states."""
         ...
 
-    def lacks(self, request_id: str, draft: str, length: int) -> int:
-        """Tokens of a sequence of ``length`` that a draft reads in a round before it can draft."""
+    def num_uncomputed(self, request_id: str, draft: str, length: int) -> int:
+        """Tokens of a sequence of ``length`` that a draft must compute before it can propose."""
         ...
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.speculation.colocated import merge
-from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.pool.client import ExpertClient, ExpertStats
 from paceline.actors.speculation.pool.connection import Connection, ConnectionLostError
 from paceline.actors.speculation.pool.messages import (
@@ -78,8 +78,8 @@ class PoolProposer:
         self._expert_of: dict[str, str] = {}  # by request_id
         self._connected = threading.Condition()
         self._new_connections: dict[str, tuple[Connection, Welcome]] = {}  # guarded by it
-        self.waited_in_vain = False
-        self.reads = Reads()  # experts read while the target works
+        self.timed_out = False
+        self.prefilled = DraftPrefill()  # experts read while the target works
         self.faulty: frozenset[str] = frozenset()  # an expert handles its faulty drafts itself
 
     def add_client(self, expert: str) -> None:
@@ -145,7 +145,7 @@ class PoolProposer:
     def remove_candidate(self, slot: str) -> None:
         """Do nothing: an expert of the pool empties its own slots."""
 
-    def lacks(self, request_id: str, draft: str, length: int) -> int:  # noqa: ARG002
+    def num_uncomputed(self, request_id: str, draft: str, length: int) -> int:  # noqa: ARG002
         """Return 0: no round waits for an expert's prefill, which runs beside the target."""
         return 0
 
@@ -248,7 +248,7 @@ class PoolProposer:
             late = [key.data.client for key in selector.get_map().values()]
         for client in late:
             client.on_timeout(self._clock())
-        self.waited_in_vain = bool(late)
+        self.timed_out = bool(late)
         return parts
 
     def _receive(self, number: int, request: _PendingRequest) -> tuple[bool, Proposal | None]:

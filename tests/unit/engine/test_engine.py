@@ -12,7 +12,7 @@ from tiny_models import tiny_llama
 from paceline.actors.engine.engine import StepOutput
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.colocated import ColocatedProposer
-from paceline.actors.speculation.costs import Reads
+from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.speculation.proposer import DraftRow
@@ -288,8 +288,8 @@ def test_what_a_draft_reads_is_counted_once() -> None:
         return [DraftRow("r", "a", [*prompt, *extra], len(extra), 3, sampling)]
 
     first = proposer.propose(rows())
-    assert proposer.reads == Reads(1, len(prompt) - 2)  # the last two begin the round
+    assert proposer.prefilled == DraftPrefill(1, len(prompt) - 2)  # the last two begin the round
     accepted = first.token_ids[0].tolist()
-    assert proposer.lacks("r", "a", len(prompt) + len(accepted) + 1) == 0  # and a bonus
+    assert proposer.num_uncomputed("r", "a", len(prompt) + len(accepted) + 1) == 0  # and a bonus
     proposer.propose(rows(*accepted))
-    assert proposer.reads == Reads()
+    assert proposer.prefilled == DraftPrefill()

@@ -1,4 +1,4 @@
-"""Weights that cannot be loaded and a controller that fails: what that costs, and for how long."""
+"""Weights that cannot be loaded and a policy that fails: what that costs, and for how long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slotted import IDS, asked, outcomes, plain, short_of_memory, state, two_slo
 from paceline.actors.engine import engine as decoding
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
-from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pending_updates import PartialLoads, SetLimits, SwapWeights
 
 
@@ -196,7 +196,9 @@ def test_a_report_is_not_lost_with_the_round_that_was_to_carry_it(
     assert failures(outputs)[0] == ("a", 8)
 
 
-@pytest.mark.parametrize("method", ["plan", "took", "ended", "swapped", "limit"])
+@pytest.mark.parametrize(
+    "method", ["choose", "observe_round", "observe_finished", "reset_acceptance", "set_limits"]
+)
 def test_a_controller_that_fails_costs_drafts_and_no_answer(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,9 +206,9 @@ def test_a_controller_that_fails_costs_drafts_and_no_answer(
         raise ZeroDivisionError
 
     engine = two_slots(k=None)
-    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
-    monkeypatch.setattr(controller, method, broken)
-    monkeypatch.setattr(engine._draft_runner._controller, "_policy", controller)
+    policy = GoodputPolicy(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
+    monkeypatch.setattr(policy, method, broken)
+    monkeypatch.setattr(engine._draft_runner._controller, "_policy", policy)
     engine.updates.put(SetLimits(3, None))
     outputs = run(engine, [asked(name) for name in IDS[:5]], draft_failures=True)
     engine.updates.put(SwapWeights("a", 9, state(4)))
@@ -220,9 +222,9 @@ def test_a_controller_that_does_not_take_note_of_new_weights_ends_no_round(
 ) -> None:
     """Weights that a proposer has taken by itself are noted in the midst of a round."""
     engine = two_slots(k=None)
-    controller = GoodputController(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
-    monkeypatch.setattr(controller, "swapped", lambda _: 1 // 0)
-    monkeypatch.setattr(engine._draft_runner._controller, "_policy", controller)
+    policy = GoodputPolicy(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
+    monkeypatch.setattr(policy, "reset_acceptance", lambda _: 1 // 0)
+    monkeypatch.setattr(engine._draft_runner._controller, "_policy", policy)
     engine.add(asked(IDS[0]))
     outputs = [output for _ in range(3) for output in engine.step()]
     (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterable
 
 from engines import make_engine, request
-from unit.speculation.test_goodput import A, World, controller, target_s
+from unit.speculation.test_goodput import A, World, make_policy, target_s
 
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.request import (
@@ -155,16 +155,16 @@ def test_failed_resumed_and_dropped_requests_say_nothing_of_waits() -> None:
     assert stats.generation_tokens["sql"] == 5
 
 
-def test_the_controller_says_what_it_chose_and_expects() -> None:
-    fresh = controller()
-    assert fresh.predicted is None
-    assert fresh.plain_seconds(4, 12) == 3 * target_s(4, 1)
+def test_the_policy_says_what_it_chose_and_expects() -> None:
+    fresh = make_policy()
+    assert fresh.predicted_goodput is None
+    assert fresh.plain_decode_seconds(4, 12) == 3 * target_s(4, 1)
     good, bad = World({A: 4}, {A: 0.9}), World({A: 4}, {A: 0.0})
     good.run(400)
     bad.run(400)
-    assert good.controller.chosen("a") >= 3
-    assert bad.controller.chosen("a") == 0
-    assert good.controller.predicted is not None
-    assert bad.controller.predicted is not None
+    assert good.policy.current_k("a") >= 3
+    assert bad.policy.current_k("a") == 0
+    assert good.policy.predicted_goodput is not None
+    assert bad.policy.predicted_goodput is not None
     plain = 4 / target_s(4, 1)
-    assert bad.controller.predicted < 1.1 * plain < good.controller.predicted
+    assert bad.policy.predicted_goodput < 1.1 * plain < good.policy.predicted_goodput

@@ -1,4 +1,4 @@
-"""Engines that leave k to the controller, with a perfect draft and a hopeless one.
+"""Engines that leave k to the policy, with a perfect draft and a hopeless one.
 
 A forward of the target takes a second and so does a round's drafting, by the engine's clock.
 """
@@ -13,13 +13,13 @@ from tiny_models import tiny_llama
 
 from paceline.actors.engine.engine import Engine
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
-from paceline.actors.speculation.goodput import GoodputController, Use
+from paceline.actors.speculation.goodput import DraftGroup, GoodputPolicy
 
 CAP, ROWS = 6, 4
 PERFECT, HOPELESS = "perfect", "hopeless"
 
 
-class Noting(GoodputController):
+class Noting(GoodputPolicy):
     """Keeps what it planned."""
 
     def __init__(self) -> None:
@@ -27,22 +27,22 @@ class Noting(GoodputController):
         target = StepCosts({(r, t): 1.0 for r in rows for t in (1, 2, CAP + 1)})
         draft = DraftCosts({(r, e): 1.0 / CAP for r in rows for e in (1, 2)})
         super().__init__(target, draft, CAP)
-        self.planned: list[Mapping[Use, int]] = []
+        self.planned: list[Mapping[DraftGroup, int]] = []
 
-    def plan(
+    def choose(
         self,
-        rows: Mapping[Use, int],
+        rows: Mapping[DraftGroup, int],
         others: int = 0,
-        unread: Callable[[], Mapping[Use, float]] = dict,
-        coming: Mapping[Use, int] | None = None,
-    ) -> Mapping[Use, int]:
-        self.planned.append(super().plan(rows, others, unread, coming))
+        prefill_s: Callable[[], Mapping[DraftGroup, float]] = dict,
+        prefilling: Mapping[DraftGroup, int] | None = None,
+    ) -> Mapping[DraftGroup, int]:
+        self.planned.append(super().choose(rows, others, prefill_s, prefilling))
         return self.planned[-1]
 
 
 def made() -> tuple[Engine, Noting]:
     """The perfect draft has the target's own weights, the hopeless one random others."""
-    controller = Noting()
+    policy = Noting()
     target = served(tiny_llama(1, vocab=300))
     drafts = {PERFECT: served(tiny_llama(1, vocab=300)), HOPELESS: served(tiny_llama(9, vocab=300))}
     ticks = count()
@@ -51,10 +51,10 @@ def made() -> tuple[Engine, Noting]:
         [drafts],
         k=None,
         max_num_seqs=ROWS,
-        controller=controller,
+        policy=policy,
         clock=lambda: float(next(ticks)),
     )
-    return engine, controller
+    return engine, policy
 
 
 def answered(engine: Engine, drafts: Iterable[str], times: int) -> list[list[int]]:
@@ -70,9 +70,9 @@ def answered(engine: Engine, drafts: Iterable[str], times: int) -> list[list[int
 
 
 def test_a_perfect_draft_is_used_to_the_cap() -> None:
-    engine, controller = made()
+    engine, policy = made()
     answered(engine, [PERFECT], 6)
-    chosen = [plan[Use(PERFECT)] for plan in controller.planned]
+    chosen = [plan[DraftGroup(PERFECT)] for plan in policy.planned]
     assert max(chosen) == CAP
     late = chosen[len(chosen) // 2 :]
     assert sum(k == CAP for k in late) >= 0.9 * len(late)
@@ -89,9 +89,9 @@ def test_nobody_waits_for_a_draft_to_read_before_the_first_token() -> None:
 
 
 def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
-    engine, controller = made()
+    engine, policy = made()
     answered(engine, [HOPELESS], 10)
-    chosen = [plan[Use(HOPELESS)] for plan in controller.planned]
+    chosen = [plan[DraftGroup(HOPELESS)] for plan in policy.planned]
     assert max(chosen[:20]) > 0  # it had its chance
     late = chosen[len(chosen) // 2 :]
     assert sum(k > 0 for k in late) <= 0.1 * len(late)
@@ -99,15 +99,19 @@ def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
 
 
 def test_each_draft_is_judged_by_itself_and_answers_are_the_targets() -> None:
-    engine, controller = made()
+    engine, policy = made()
     both = answered(engine, [PERFECT, HOPELESS], 4)
-    beside = [plan for plan in controller.planned if plan.keys() == {Use(PERFECT), Use(HOPELESS)}]
+    beside = [
+        plan
+        for plan in policy.planned
+        if plan.keys() == {DraftGroup(PERFECT), DraftGroup(HOPELESS)}
+    ]
     late = beside[len(beside) // 2 :]
-    assert sum(plan[Use(PERFECT)] == CAP for plan in late) >= 0.9 * len(late) > 10
+    assert sum(plan[DraftGroup(PERFECT)] == CAP for plan in late) >= 0.9 * len(late) > 10
     # beside the other it drafts for nothing by this clock; by itself it would cost the round
-    began = len(controller.planned)
+    began = len(policy.planned)
     alone = answered(engine, [HOPELESS], 1)
-    chosen = [plan[Use(HOPELESS)] for plan in controller.planned[began:]]
+    chosen = [plan[DraftGroup(HOPELESS)] for plan in policy.planned[began:]]
     assert sum(k > 0 for k in chosen) <= 0.1 * len(chosen)
     plain = answered(made()[0], ["off"], 4)
     assert both[::2] == both[1::2] == plain

@@ -1,4 +1,4 @@
-"""The goodput controller in a simulated world: known acceptance, known costs, no clock."""
+"""The goodput policy in a simulated world: known acceptance, known costs, no clock."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from paceline.actors.speculation.costs import (
     DraftCosts,
-    ReadingCosts,
-    Reads,
+    DraftPrefill,
+    PrefillCosts,
     StepCosts,
     grid_points,
     profile,
 )
-from paceline.actors.speculation.goodput import Acceptance, GoodputController, Use
+from paceline.actors.speculation.goodput import AcceptanceEstimate, DraftGroup, GoodputPolicy
 
 MAX = 8
-A, B = Use("a"), Use("b")
+A, B = DraftGroup("a"), DraftGroup("b")
 ROWS = (1, 2, 4, 8, 16)
 
 
@@ -39,25 +39,25 @@ def costs(seconds: Callable[[int, int], float], columns: tuple[int, ...]) -> Ste
 
 
 def draft_costs(
-    seconds: Callable[[int, int], float] = draft_s, reading: ReadingCosts | None = None
+    seconds: Callable[[int, int], float] = draft_s, prefill: PrefillCosts | None = None
 ) -> DraftCosts:
-    return DraftCosts({(r, e): seconds(r, e) for r in ROWS for e in (1, 2, 4)}, reading)
+    return DraftCosts({(r, e): seconds(r, e) for r in ROWS for e in (1, 2, 4)}, prefill)
 
 
-def controller() -> GoodputController:
-    return GoodputController(costs(target_s, (1, 2, 5, 9)), draft_costs(), MAX)
+def make_policy() -> GoodputPolicy:
+    return GoodputPolicy(costs(target_s, (1, 2, 5, 9)), draft_costs(), MAX)
 
 
 class World:
     """Rounds of a fixed batch; every drafted token of an expert is accepted alike.
 
-    ``noise`` is the deviation of the logarithm of what the controller sees a round take.
+    ``noise`` is the deviation of the logarithm of what the policy sees a round take.
     """
 
     def __init__(
         self,
-        rows: dict[Use, int],
-        acceptance: dict[Use, float],
+        rows: dict[DraftGroup, int],
+        acceptance: dict[DraftGroup, float],
         seed: int = 0,
         *,
         target: Callable[[int, int], float] = target_s,
@@ -67,27 +67,27 @@ class World:
         self.rows, self.acceptance = rows, acceptance
         self.random = random.Random(seed)
         self.target, self.draft, self.noise = target, draft, noise
-        self.controller = GoodputController(costs(target, (1, 2, 5, 9)), draft_costs(draft), MAX)
+        self.policy = GoodputPolicy(costs(target, (1, 2, 5, 9)), draft_costs(draft), MAX)
         self.seconds = self.plain_seconds = 0.0
         self.tokens = 0
         self.same_plain_s = 0.0  # that plain decoding would have taken for these tokens
         self.slowness = 1.0
         self.silent = 0  # rounds in which drafts read their prompts instead of drafting
         self.fixed_s = 0.0  # of every round that drafts, beside its steps
-        self.controller.ended(0, 64)  # prompts of no length to speak of
+        self.policy.observe_finished(0, 64)  # prompts of no length to speak of
 
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
             self.round()
 
-    def round(self) -> dict[Use, int]:
-        plan = dict(self.controller.plan(self.rows))
+    def round(self) -> dict[DraftGroup, int]:
+        plan = dict(self.policy.choose(self.rows))
         if self.silent and any(plan.values()):
             self.silent -= 1
             plan = dict.fromkeys(plan, 0)
         batch = sum(self.rows.values())
         drafting = {e: n for e, n in self.rows.items() if plan[e]}
-        experts = len({use.draft for use in drafting})
+        experts = len({group.draft for group in drafting})
         steps = max(plan.values())
         verify = self.slowness * self.target(batch, steps + 1)
         drafted = self.slowness * (
@@ -100,11 +100,11 @@ class World:
                     self.random.random() < self.acceptance[expert] for _ in range(plan[expert])
                 )
                 accepted = sum(1 for _ in itertools.takewhile(bool, tries))
-                self.controller.accepted(expert, plan[expert], accepted)
+                self.policy.observe_acceptance(expert, plan[expert], accepted)
                 self.tokens += 1 + accepted
         noisy = [s * self.random.lognormvariate(0.0, self.noise) for s in (verify, drafted)]
         sizes = (sum(drafting.values()), experts, steps)
-        self.controller.took(batch, steps + 1, noisy[0], sizes, noisy[1])
+        self.policy.observe_round(batch, steps + 1, noisy[0], sizes, noisy[1])
         plain = self.slowness * self.target(batch, 1)
         self.seconds += verify + drafted
         self.plain_seconds += plain
@@ -116,18 +116,20 @@ def test_what_is_left_of_an_answer_must_be_worth_the_reading() -> None:
     """Steps alone promise a gain of a third; the reading costs more than that."""
 
     def settled(unread: int, left: int) -> list[int]:
-        reads = draft_costs(reading=ReadingCosts(0.0, 0.0005))
-        plans = GoodputController(costs(target_s, (1, 2, 5, 9)), reads, MAX)
+        drafting_costs = draft_costs(prefill=PrefillCosts(0.0, 0.0005))
+        policy = GoodputPolicy(costs(target_s, (1, 2, 5, 9)), drafting_costs, MAX)
         draws, chosen = random.Random(2), []
         for _ in range(60):
-            plans.took(1, 1, target_s(1, 1), (0, 0, 0), 0.05, Reads(1, 100))
-            plans.ended(30, 300)
+            policy.observe_round(1, 1, target_s(1, 1), (0, 0, 0), 0.05, DraftPrefill(1, 100))
+            policy.observe_finished(30, 300)
         for _ in range(400):
-            k = plans.plan({A: 1}, 0, lambda: {A: plans.reading.seconds(1, unread) / left})[A]
+            k = policy.choose(
+                {A: 1}, 0, lambda: {A: policy.prefill_costs.seconds(1, unread) / left}
+            )[A]
             tries = (draws.random() < 0.8 for _ in range(k))
-            plans.accepted(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
+            policy.observe_acceptance(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
             drafting = (1, 1, k) if k else (0, 0, 0)
-            plans.took(1, k + 1, target_s(1, k + 1), drafting, k * draft_s(1, 1))
+            policy.observe_round(1, k + 1, target_s(1, k + 1), drafting, k * draft_s(1, 1))
             chosen.append(k)
         return chosen[200:]
 
@@ -137,13 +139,15 @@ def test_what_is_left_of_an_answer_must_be_worth_the_reading() -> None:
 
 
 def test_what_is_left_follows_the_limit_and_what_is_usual() -> None:
-    plans = controller()
+    policy = make_policy()
     for _ in range(200):
-        plans.ended(40, 100)
-    assert plans.reading.left(0, 1000) == pytest.approx(100, rel=0.1)
-    assert plans.reading.left(30, 48) == pytest.approx(18)
-    assert plans.reading.left(48, 48) == 1
-    assert plans.reading.left(500, 1000) == pytest.approx(25, rel=0.1)  # it has outlived the usual
+        policy.observe_finished(40, 100)
+    assert policy.prefill_costs.expected_remaining(0, 1000) == pytest.approx(100, rel=0.1)
+    assert policy.prefill_costs.expected_remaining(30, 48) == pytest.approx(18)
+    assert policy.prefill_costs.expected_remaining(48, 48) == 1
+    assert policy.prefill_costs.expected_remaining(500, 1000) == pytest.approx(
+        25, rel=0.1
+    )  # it has outlived the usual
 
 
 def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None:
@@ -151,19 +155,19 @@ def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None
         return 0.010 * (1.0 + 0.55 * (tokens - 1))
 
     world = World({A: 4}, {A: 0.6})
-    world.controller = GoodputController(
-        costs(even, (1, 2, 5, 9)), draft_costs(lambda _r, _e: 1e-5), MAX
-    )
-    world.controller.ended(0, 64)
-    plans = []
+    world.policy = GoodputPolicy(costs(even, (1, 2, 5, 9)), draft_costs(lambda _r, _e: 1e-5), MAX)
+    world.policy.observe_finished(0, 64)
+    chosen = []
     for _ in range(600):
-        k = world.controller.plan({A: 4})[A]
+        k = world.policy.choose({A: 4})[A]
         for _ in range(4):
             tries = (world.random.random() < 0.6 for _ in range(k))
-            world.controller.accepted(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
-        world.controller.took(4, k + 1, even(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 1e-5)
-        plans.append(k)
-    assert sum(k > 0 for k in plans[100:]) < 50
+            world.policy.observe_acceptance(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
+        world.policy.observe_round(
+            4, k + 1, even(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 1e-5
+        )
+        chosen.append(k)
+    assert sum(k > 0 for k in chosen[100:]) < 50
 
 
 @given(
@@ -172,15 +176,15 @@ def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None
 )
 def test_constant_acceptance_gives_the_closed_form(acceptance: float, k: int) -> None:
     """(1 - a^{k+1}) / (1 - a) tokens a round, the bonus included (Leviathan et al., eq. 1)."""
-    estimate = Acceptance(MAX)
+    estimate = AcceptanceEstimate(MAX)
     estimate.trials = [1e9] * MAX
     estimate.hits = [1e9 * acceptance] * MAX
     expected = (1 - acceptance ** (k + 1)) / (1 - acceptance)
-    assert 1 + estimate.expected_lengths()[k] == pytest.approx(expected, rel=1e-5)
+    assert 1 + estimate.expected_accepted()[k] == pytest.approx(expected, rel=1e-5)
 
 
 def test_acceptance_counts_tried_positions_only() -> None:
-    estimate = Acceptance(4)
+    estimate = AcceptanceEstimate(4)
     estimate.observe(drafted=4, accepted=1)
     assert estimate.trials == [1, 1, 0, 0]
     assert estimate.hits == [1, 0, 0, 0]
@@ -193,8 +197,8 @@ def test_hopeless_drafts_are_left_off_and_cost_almost_nothing(batch: int) -> Non
     world = World({A: batch}, {A: 0.02})
     world.run(200)  # learning that they are hopeless costs once
     world.seconds = world.plain_seconds = 0.0
-    plans = [world.round()[A] for _ in range(3000)]
-    assert 0 < sum(k > 0 for k in plans) < 300  # it still looks
+    chosen = [world.round()[A] for _ in range(3000)]
+    assert 0 < sum(k > 0 for k in chosen) < 300  # it still looks
     assert world.seconds < 1.015 * world.plain_seconds
 
 
@@ -270,24 +274,26 @@ def test_drafting_never_looks_free_nor_less_than_nothing(
     for rows in ROWS:
         for k in range(1, MAX + 1):
             assert table.seconds(rows, 1, k) >= 0.0
-        assert table._line.fixed >= 0.0
-        assert table._line.slope > 0.0
+        assert table._fit.fixed >= 0.0
+        assert table._fit.slope > 0.0
 
 
 def test_experts_are_judged_one_by_one() -> None:
-    good, bad = Use("good"), Use("bad")
+    good, bad = DraftGroup("good"), DraftGroup("bad")
     world = World({good: 2, bad: 2}, {good: 0.85, bad: 0.02})
     world.run(400)
-    plans = [world.round() for _ in range(200)]
-    assert sum(p[good] > 0 for p in plans) >= 198
-    assert sum(p[bad] == 0 for p in plans) > 150
+    chosen = [world.round() for _ in range(200)]
+    assert sum(p[good] > 0 for p in chosen) >= 198
+    assert sum(p[bad] == 0 for p in chosen) > 150
 
 
 def test_sampled_requests_are_judged_apart_from_greedy_ones() -> None:
     """Each by itself gets what it gets where the other has never been."""
-    greedy, sampled = Use.of("a")
+    greedy, sampled = DraftGroup.both("a")
 
-    def late(rows: dict[Use, int], before: dict[Use, int]) -> list[dict[Use, int]]:
+    def late(
+        rows: dict[DraftGroup, int], before: dict[DraftGroup, int]
+    ) -> list[dict[DraftGroup, int]]:
         world = World(before, {greedy: 0.9, sampled: 0.05})
         world.run(1000)
         world.rows = rows
@@ -302,42 +308,46 @@ def test_sampled_requests_are_judged_apart_from_greedy_ones() -> None:
 
 
 def test_a_use_that_is_new_takes_after_the_other_with_little_weight() -> None:
-    plans = controller()
+    policy = make_policy()
     for _ in range(400):
-        plans.accepted(A, MAX, MAX)
-    begun = plans._of(A.other)
-    known = plans._of(A).expected_lengths()[1]
-    assert 0.6 < begun.expected_lengths()[1] < known
+        policy.observe_acceptance(A, MAX, MAX)
+    begun = policy._estimate(A.counterpart)
+    known = policy._estimate(A).expected_accepted()[1]
+    assert 0.6 < begun.expected_accepted()[1] < known
     for _ in range(30):
-        plans.accepted(A.other, MAX, 0)
-    assert begun.expected_lengths()[1] < 0.5
-    assert plans._of(A).expected_lengths()[1] == known
+        policy.observe_acceptance(A.counterpart, MAX, 0)
+    assert begun.expected_accepted()[1] < 0.5
+    assert policy._estimate(A).expected_accepted()[1] == known
 
 
 def test_who_drafts_the_most_already_keeps_nobody_from_being_looked_at() -> None:
-    """A row costs a draft's step so much that the sampled use, of which little is taken, is off."""
-    greedy, sampled = Use.of("a")
+    """A row costs a draft step so much that the sampled group, seldom accepted, is off."""
+    greedy, sampled = DraftGroup.both("a")
 
     def dear(rows: int, experts: int) -> float:
         return 0.0008 * experts + 0.001 * rows
 
-    def rows_of(k: Mapping[Use, int]) -> int:
-        return sum(n for use, n in world.rows.items() if k[use])
+    def rows_of(k: Mapping[DraftGroup, int]) -> int:
+        return sum(n for group, n in world.rows.items() if k[group])
 
     world = World({greedy: 2, sampled: 1}, {greedy: 0.97, sampled: 0.02})
-    plans = GoodputController(costs(target_s, (1, 2, 5, 9)), draft_costs(dear), MAX)
-    plans.limit(4)
+    policy = GoodputPolicy(costs(target_s, (1, 2, 5, 9)), draft_costs(dear), MAX)
+    policy.set_limits(4)
     chosen = []
     for _ in range(4000):
-        k = plans.plan(world.rows)
+        k = policy.choose(world.rows)
         chosen.append(k)
-        for use, n in world.rows.items():
+        for group, n in world.rows.items():
             for _ in range(n):
-                tries = (world.random.random() < world.acceptance[use] for _ in range(k[use]))
-                plans.accepted(use, k[use], sum(1 for _ in itertools.takewhile(bool, tries)))
+                tries = (world.random.random() < world.acceptance[group] for _ in range(k[group]))
+                policy.observe_acceptance(
+                    group, k[group], sum(1 for _ in itertools.takewhile(bool, tries))
+                )
         steps = max(k.values())
         drafting = (rows_of(k), 1, steps) if steps else (0, 0, 0)
-        plans.took(3, steps + 1, target_s(3, steps + 1), drafting, steps * dear(rows_of(k), 1))
+        policy.observe_round(
+            3, steps + 1, target_s(3, steps + 1), drafting, steps * dear(rows_of(k), 1)
+        )
     late = chosen[1000:]
     assert sum(k[greedy] == 4 for k in late) > 0.95 * len(late)
     looked = [n for n, k in enumerate(late) if k[sampled]]
@@ -346,25 +356,28 @@ def test_who_drafts_the_most_already_keeps_nobody_from_being_looked_at() -> None
 
 
 def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
-    greedy, sampled = Use.of("a")
-    plans = controller()
+    greedy, sampled = DraftGroup.both("a")
+    policy = make_policy()
     for number in range(400):
-        plans.accepted(greedy, MAX, MAX)
-        plans.accepted(sampled, MAX, 0 if number % 4 else MAX)
-    lengths = [plans._of(use).expected_lengths()[1] for use in (greedy, sampled)]
+        policy.observe_acceptance(greedy, MAX, MAX)
+        policy.observe_acceptance(sampled, MAX, 0 if number % 4 else MAX)
+    lengths = [policy._estimate(group).expected_accepted()[1] for group in (greedy, sampled)]
     assert lengths[0] < 16 * lengths[1]  # all of the many together gain more
-    made = {plan.uses for plan in plans._candidates({greedy: 1, sampled: 16})}
+    made = {plan.groups for plan in policy._candidates({greedy: 1, sampled: 16})}
     assert {frozenset(), frozenset({greedy}), frozenset({greedy, sampled})} <= made
 
 
 def test_a_swap_concerns_both_uses() -> None:
-    plans = controller()
-    for use in Use.of("a"):
-        plans.accepted(use, MAX, MAX)
-        plans.plan({use: 1})
-        plans._probe(use).due = False
-    plans.swapped("a")
-    assert all(plans._of(use).trials[0] < 1 and plans._probe(use).due for use in Use.of("a"))
+    policy = make_policy()
+    for group in DraftGroup.both("a"):
+        policy.observe_acceptance(group, MAX, MAX)
+        policy.choose({group: 1})
+        policy._probe(group).due = False
+    policy.reset_acceptance("a")
+    assert all(
+        policy._estimate(group).trials[0] < 1 and policy._probe(group).due
+        for group in DraftGroup.both("a")
+    )
 
 
 def test_an_expert_with_both_uses_is_one_expert_to_read() -> None:
@@ -377,10 +390,10 @@ def test_an_expert_with_both_uses_is_one_expert_to_read() -> None:
             return super().seconds(rows, experts, steps)
 
     table = {(r, e): draft_s(r, e) for r in ROWS for e in (1, 2, 4)}
-    plans = GoodputController(costs(target_s, (1, 2, 5, 9)), Told(table), MAX)
-    plans.plan({A: 2, A.other: 2})
+    policy = GoodputPolicy(costs(target_s, (1, 2, 5, 9)), Told(table), MAX)
+    policy.choose({A: 2, A.counterpart: 2})
     assert set(read) == {1}
-    plans.plan({A: 2, B: 2})
+    policy.choose({A: 2, B: 2})
     assert set(read) == {1, 2}
 
 
@@ -391,7 +404,7 @@ def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() ->
     assert next(i for i in range(5000) if world.round()[A] > 2) < 5000
     world = World({A: 1}, {A: 0.02})
     world.run(1000)
-    world.controller.swapped("a")
+    world.policy.reset_acceptance("a")
     assert world.round()[A] > 0
 
 
@@ -399,7 +412,7 @@ def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
     world = World({A: 1}, {A: 0.02})
     world.run(1000)
     world.acceptance[A], world.silent = 0.9, 20
-    world.controller.swapped("a")
+    world.policy.reset_acceptance("a")
     assert max(world.round()[A] for _ in range(60)) > 2
 
 
@@ -408,8 +421,8 @@ def test_deeper_positions_are_looked_at_again() -> None:
     world = World({A: 1}, {A: 0.45})
     world.run(2000)
     world.acceptance[A] = 0.95
-    plans = [world.round()[A] for _ in range(3000)]
-    assert sorted(plans[-100:])[50] >= 6
+    chosen = [world.round()[A] for _ in range(3000)]
+    assert sorted(chosen[-100:])[50] >= 6
 
 
 def test_a_slow_hour_is_forgotten() -> None:
@@ -418,7 +431,7 @@ def test_a_slow_hour_is_forgotten() -> None:
     world.slowness = 3.0
     world.run(500)
     world.slowness, world.acceptance[A] = 1.0, 0.9
-    world.controller.swapped("a")
+    world.policy.reset_acceptance("a")
     world.run(300)
     world.acceptance[A] = 0.02
     world.run(1500)
@@ -429,11 +442,11 @@ def test_a_slow_hour_is_forgotten() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_many_hopeless_experts_cost_no_more_than_one(count: int) -> None:
-    names = [Use(f"e{i}") for i in range(count)]
+    names = [DraftGroup(f"e{i}") for i in range(count)]
     world = World(dict.fromkeys(names, 1), dict.fromkeys(names, 0.02))
     world.run(1000)
     world.seconds = world.plain_seconds = 0.0
-    looked: set[Use] = set()
+    looked: set[DraftGroup] = set()
     for _ in range(4000):
         looked |= {e for e, k in world.round().items() if k}
     assert looked == set(names)
@@ -539,14 +552,14 @@ def test_k_falls_as_load_grows() -> None:
     chosen = []
     for batch in (1, 2, 4, 8, 16):
         tables = costs(busy, tuple(range(1, MAX + 2))), draft_costs()
-        plans = GoodputController(*tables, MAX)
+        policy = GoodputPolicy(*tables, MAX)
         for _ in range(300):
-            plans.accepted(A, MAX, 3)
+            policy.observe_acceptance(A, MAX, 3)
         for _ in range(10):  # the first look at an expert that is left off ends in these
-            k = plans.plan({A: batch})[A]
-            plans.accepted(A, k, min(k, 3))
+            k = policy.choose({A: batch})[A]
+            policy.observe_acceptance(A, k, min(k, 3))
             drafting = (batch, 1, k) if k else (0, 0, 0)
-            plans.took(batch, k + 1, busy(batch, k + 1), drafting, k * draft_s(batch, 1))
+            policy.observe_round(batch, k + 1, busy(batch, k + 1), drafting, k * draft_s(batch, 1))
         chosen.append(k)
     assert chosen[0] >= 3
     assert chosen == sorted(chosen, reverse=True)
@@ -557,16 +570,18 @@ def test_requests_that_come_later_have_to_be_read_too() -> None:
     """All that run have been read, but their successors' reading costs more than drafts gain."""
 
     def settled(prompt: int) -> int:
-        reads = draft_costs(reading=ReadingCosts(0.0, 0.0005))
-        plans = GoodputController(costs(target_s, (1, 2, 5, 9)), reads, MAX)
+        drafting_costs = draft_costs(prefill=PrefillCosts(0.0, 0.0005))
+        policy = GoodputPolicy(costs(target_s, (1, 2, 5, 9)), drafting_costs, MAX)
         for _ in range(200):
-            plans.ended(prompt, 32)
+            policy.observe_finished(prompt, 32)
         for _ in range(300):
-            k = plans.plan({A: 4}, 0, lambda: {A: 0.0})[A]
+            k = policy.choose({A: 4}, 0, lambda: {A: 0.0})[A]
             for _ in range(4):
-                plans.accepted(A, k, min(k, 2))
-            plans.took(4, k + 1, target_s(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 0.001)
-        return plans.plan({A: 4})[A]
+                policy.observe_acceptance(A, k, min(k, 2))
+            policy.observe_round(
+                4, k + 1, target_s(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 0.001
+            )
+        return policy.choose({A: 4})[A]
 
     assert settled(prompt=8) >= 2
     assert settled(prompt=800) == 0
@@ -582,46 +597,46 @@ def test_the_first_time_of_a_size_is_taken_for_what_is_done_once() -> None:
 
 
 def test_what_reading_costs_follows_what_it_takes() -> None:
-    reading = ReadingCosts(request_s=0.001, token_s=0.0001)
-    assert reading.seconds(1, 10) == pytest.approx(0.002)
-    reading.read(Reads(1, 10), 0.2)  # a stall
-    assert reading.seconds(1, 10) < 0.0022
+    prefill = PrefillCosts(request_s=0.001, token_s=0.0001)
+    assert prefill.seconds(1, 10) == pytest.approx(0.002)
+    prefill.observe(DraftPrefill(1, 10), 0.2)  # a stall
+    assert prefill.seconds(1, 10) < 0.0022
     for _ in range(100):
-        reading.read(Reads(2, 40), 0.012)  # twice what was profiled
-    assert reading.seconds(1, 10) == pytest.approx(0.004, rel=0.02)
+        prefill.observe(DraftPrefill(2, 40), 0.012)  # twice what was profiled
+    assert prefill.seconds(1, 10) == pytest.approx(0.004, rel=0.02)
 
 
 def test_an_expert_whose_rows_are_all_being_read_is_not_looked_at() -> None:
-    plans = controller()
+    policy = make_policy()
     for _ in range(200):
-        chosen = plans.plan({A: 1, B: 3}, coming={B: 3})
-        plans.accepted(A, chosen[A], chosen[A])
+        chosen = policy.choose({A: 1, B: 3}, prefilling={B: 3})
+        policy.observe_acceptance(A, chosen[A], chosen[A])
         drafting = (1, 1, chosen[A]) if chosen[A] else (0, 0, 0)
-        plans.took(1, chosen[A] + 1, target_s(1, chosen[A] + 1), drafting, 0.001)
-    assert plans._probe(B).due  # its first look is still to come
-    assert plans.plan({A: 1, B: 3})[B] > 0
+        policy.observe_round(1, chosen[A] + 1, target_s(1, chosen[A] + 1), drafting, 0.001)
+    assert policy._probe(B).due  # its first look is still to come
+    assert policy.choose({A: 1, B: 3})[B] > 0
 
 
 def test_reading_never_comes_to_cost_nothing() -> None:
-    reading = ReadingCosts(request_s=0.001, token_s=0.0)
+    prefill = PrefillCosts(request_s=0.001, token_s=0.0)
     for _ in range(500):
-        reading.read(Reads(1, 1), -0.001)
-    assert reading.seconds(1, 0) == pytest.approx(0.0001)
+        prefill.observe(DraftPrefill(1, 1), -0.001)
+    assert prefill.seconds(1, 0) == pytest.approx(0.0001)
 
 
 def test_other_limits_hold_from_the_next_round_on_and_are_taken_back() -> None:
     world = World({A: 1}, {A: 0.95})
     world.run(400)
-    settled = world.controller.chosen("a")
+    settled = world.policy.current_k("a")
     assert settled > 3
-    world.controller.limit(2)
+    world.policy.set_limits(2)
     assert max(max(world.round().values()) for _ in range(300)) == 2
-    world.controller.limit(0)
+    world.policy.set_limits(0)
     assert max(max(world.round().values()) for _ in range(300)) == 0
-    world.controller.limit()
+    world.policy.set_limits()
     world.run(300)
-    assert world.controller.chosen("a") > 3
-    world.controller.limit(MAX + 5)
+    assert world.policy.current_k("a") > 3
+    world.policy.set_limits(MAX + 5)
     assert max(max(world.round().values()) for _ in range(300)) <= MAX
 
 
@@ -629,8 +644,8 @@ def test_without_a_share_of_the_time_a_draft_that_does_not_pay_is_not_looked_at_
     def looks(share: float | None) -> int:
         world = World({A: 8}, {A: 0.02})
         world.run(300)
-        world.controller.limit(None, share)
-        world.controller._credit = 0.0
+        world.policy.set_limits(None, share)
+        world.policy._probe_budget_s = 0.0
         return sum(any(world.round().values()) for _ in range(4000))
 
     assert looks(0.0) == 0

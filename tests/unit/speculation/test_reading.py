@@ -13,14 +13,14 @@ from tiny_models import tiny_llama
 
 from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.speculation.costs import read_together
+from paceline.actors.speculation.costs import batch_prefills
 
 VOCAB = 64
 
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 400))
 def test_stretches_that_are_read_together(lengths: list[int], most: int) -> None:
-    parts = read_together(lengths, most)
+    parts = batch_prefills(lengths, most)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     for part in parts:
         own = [lengths[i] for i in part]

@@ -9,8 +9,8 @@ from engines import DEVICE, request, run
 from pools import make_proposer, pool_engine, serving
 
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.speculation.costs import DraftCosts, Reads, StepCosts
-from paceline.actors.speculation.goodput import GoodputController
+from paceline.actors.speculation.costs import DraftCosts, DraftPrefill, StepCosts
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pool.connection import Connection, connect
 from paceline.actors.speculation.pool.messages import Welcome
 from paceline.actors.speculation.pool.proposer import PoolProposer
@@ -65,7 +65,7 @@ def test_connections_do_not_pile_up_while_nothing_is_drafted() -> None:
         closing.close()
 
 
-NO_READS = Reads()
+NO_PREFILL = DraftPrefill()
 
 
 class NotedCosts(DraftCosts):
@@ -76,11 +76,16 @@ class NotedCosts(DraftCosts):
         self.seen: list[tuple[int, int, int]] = []
 
     def observe(
-        self, rows: int, experts: int, steps: int, seconds: float, reads: Reads = NO_READS
+        self,
+        rows: int,
+        experts: int,
+        steps: int,
+        seconds: float,
+        prefilled: DraftPrefill = NO_PREFILL,
     ) -> None:
         if steps:
             self.seen.append((rows, experts, steps))
-        super().observe(rows, experts, steps, seconds, reads)
+        super().observe(rows, experts, steps, seconds, prefilled)
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -95,7 +100,7 @@ def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_ste
         proposer.attach("b", *((quiet, WELCOME) if silent else connect(session, 10.0)))
         engine = pool_engine(proposer)
         costs = NotedCosts()
-        engine._draft_runner._controller._policy = GoodputController(
+        engine._draft_runner._controller._policy = GoodputPolicy(
             StepCosts({(1, 1): 0.01}), costs, 4
         )  # type: ignore[attr-defined]
         if silent:
@@ -111,6 +116,6 @@ def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_ste
         assert facts["b"]["silent"] == silent
         # The round that waited is not among them; the others are, one by one.
         assert len(costs.seen) == facts["a"]["answered"] - silent
-        assert not proposer.waited_in_vain
+        assert not proposer.timed_out
         end.close()
         quiet.close()
