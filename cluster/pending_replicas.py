@@ -1,4 +1,4 @@
-"""Which replicas of Serve wait for room, by Ray's own books."""
+"""Replicas of Serve that wait for resources, by Ray's own books."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from ray import serve
 
 from paceline.cluster.scheduler.leases import Amounts, ReplicaDemand
 
-_LITTLE = 1e-6
+_EPSILON = 1e-6
 _TIMEOUT_S = 5
 
 
-class Rooms(NamedTuple):
-    """What replicas that wait need, with how many need it, and node to what is free there."""
+class PendingReplicas(NamedTuple):
+    """Pending replicas, and node to unbooked resources."""
 
     demands: list[ReplicaDemand]
     free: dict[str, dict[str, float]]
 
 
-def rooms(own: Amounts, own_waiting: int) -> Rooms:
-    """Ask Ray's store for what waits, and Serve's controller how many of its replicas start.
+def find_pending(booked: Amounts, pending_trainers: int) -> PendingReplicas:
+    """Ask Ray for pending actors, and Serve's controller how many replicas it starts.
 
     Args:
-        own: what a trainer needs.
-        own_waiting: trainers that are not up, and may be among what waits.
+        booked: what Ray books for a trainer.
+        pending_trainers: trainers that may be among the pending actors.
 
     Raises:
-        Exception: whatever Ray raises where one of them does not answer.
+        Exception: whatever Ray raises if one of them does not answer.
     """
-    # Imported when it is needed: it is of no use where trainers book nothing.
+    # Imported late: not needed unless trainers book something.
     from ray.autoscaler.v2.sdk import get_cluster_status
 
     status = get_cluster_status(ray.get_runtime_context().gcs_address, _TIMEOUT_S)
     nodes = [*status.active_nodes, *status.idle_nodes]
     free = {node.node_id: node.available_resources() for node in nodes}
-    waiting = [
-        (dict(each.bundle), each.count)
+    pending = [
+        ReplicaDemand(dict(each.bundle), each.count)
         for demand in status.resource_demands.ray_task_actor_demand
         for each in demand.bundles_by_count
     ]
-    if not waiting:
-        return Rooms([], free)
-    return Rooms(of_serve(waiting, starting(serve.status()), own, own_waiting), free)
+    if not pending:
+        return PendingReplicas([], free)
+    starting = count_starting(serve.status())
+    return PendingReplicas(demands_of_serve(pending, starting, booked, pending_trainers), free)
 
 
-def starting(status: Any) -> int:
-    """Replicas of all deployments that Serve has asked for and that do not run yet."""
+def count_starting(status: Any) -> int:
+    """Number of replicas, of all deployments, that Serve has requested and that do not run yet."""
     return sum(
         int(count)
         for application in status.applications.values()
@@ -58,30 +59,30 @@ def starting(status: Any) -> int:
     )
 
 
-def of_serve(
-    waiting: Iterable[tuple[Amounts, int]], replicas: int, own: Amounts, own_waiting: int
+def demands_of_serve(
+    pending: Iterable[ReplicaDemand], starting: int, booked: Amounts, pending_trainers: int
 ) -> list[ReplicaDemand]:
-    """What replicas wait for, of all that waits in the cluster.
+    """The part of the pending actors that are replicas.
 
-    Ray does not say whose an actor is: what a trainer would need is a trainer's as far as trainers
-    wait, and no more can be replicas' than Serve starts.
+    Ray does not say to which job an actor belongs: demands that equal a trainer's are attributed
+    to trainers first, and no more than Serve starts are replicas.
 
     Args:
-        waiting: amounts of what waits, and how many such.
-        replicas: that Serve starts.
-        own: amounts of a trainer.
-        own_waiting: trainers that may wait.
+        pending: pending actors of the cluster.
+        starting: replicas that Serve starts.
+        booked: what Ray books for a trainer.
+        pending_trainers: trainers that may be among the pending actors.
     """
-    left, found = replicas, list[ReplicaDemand]()
-    for amounts, count in waiting:
-        others = count - own_waiting if _equal(amounts, own) else count
-        taken = min(max(0, others), left)
+    left, found = starting, list[ReplicaDemand]()
+    for demand in pending:
+        own = pending_trainers if _equal(demand.amounts, booked) else 0
+        taken = min(max(0, demand.count - own), left)
         left -= taken
         if taken:
-            found.append(ReplicaDemand(dict(amounts), taken))
+            found.append(ReplicaDemand(demand.amounts, taken))
     return found
 
 
 def _equal(one: Amounts, other: Amounts) -> bool:
     names = one.keys() | other.keys()
-    return all(abs(one.get(name, 0.0) - other.get(name, 0.0)) < _LITTLE for name in names)
+    return all(abs(one.get(name, 0.0) - other.get(name, 0.0)) < _EPSILON for name in names)

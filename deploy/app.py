@@ -18,14 +18,14 @@ from ray.serve.config import RequestRouterConfig
 from paceline.cluster import session
 from paceline.cluster.autoscaling import replica_options
 from paceline.cluster.placement import actor_options, surge_percent
+from paceline.cluster.supervisor import TopicSupervisor, TrainerSupervisor
 from paceline.deploy import experts, learning
 from paceline.deploy.api.status import LearningActors
-from paceline.deploy.config.added_topics import with_added
+from paceline.deploy.config.added_topics import with_added, with_topics
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import ingress_settings, target_settings
 from paceline.deploy.errors import ConfigError, StartError, cause_of
-from paceline.deploy.keeper import TopicKeeper
 from paceline.deploy.monitoring.ingress import MeteredIngress
 from paceline.deploy.signals import kept, undisturbed
 
@@ -140,14 +140,22 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         )
         actors = starting.result()
     stops.append(lambda: learning.stop_actors(actors))
-    trainers = learning.keep_trainers(config, actors.scheduler).start()
+    trainers = TrainerSupervisor(
+        learning.trainer_factories(config), learning.trainer_booking(config), actors.scheduler
+    ).start()
     stops.append(trainers.stop)
     stops.append(lambda: serve.delete(APPLICATION))
     _deploy(build_app(config, actors))
     learning.wait_for(actors, _ANSWER_S)
     shards = dict(actors.shards)
-    keeper = TopicKeeper(config, actors.registry, shards, partial(_start_expert, actors.registry))
-    stops.append(keeper.stop)
+    start_expert = partial(_start_expert, config, actors.registry)
+    topics = TopicSupervisor(
+        actors.registry,
+        shards,
+        partial(learning.start_shard, config),
+        start_expert if config.drafts.placement == "pool" else None,
+    )
+    stops.append(topics.stop)
     description = _describe()
     host = f"[{config.host}]" if ":" in config.host else config.host
     return RunningApp(
@@ -175,12 +183,15 @@ def _deploy(application: serve.Application) -> None:
         raise StartError("; ".join(causes) or str(error)) from error
 
 
-def _start_expert(registry: Any, config: PacelineConfig, expert: str) -> tuple[str, str]:
-    """Start an expert of a pool as an application of its own: the others stay as they are.
+def _start_expert(
+    config: PacelineConfig, registry: Any, expert: str, added: list[str]
+) -> tuple[str, str]:
+    """Start an added topic's expert as an application of its own.
 
-    To run the whole application again would replace every replica of it.
+    To run the whole application again would replace all its replicas.
     """
     name = f"{APPLICATION}-{expert}"
+    config = with_topics(config, added)
     bound = experts.deployments(config, target_settings(config), registry)[expert]
     serve.run(bound, name=name, route_prefix=None, logging_config=_SERVE_LOGGING)
     return experts.deployment_name(expert), name

@@ -5,20 +5,22 @@ No ``from __future__ import annotations`` here: Serve reads the annotations of w
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 from paceline.cluster.placement import actor_options
+from paceline.cluster.supervisor import Supervisor
+from paceline.deploy import learning
 from paceline.deploy.api.auth import key_digests
 from paceline.deploy.app import build_app
 from paceline.deploy.config.config import PacelineConfig
-from paceline.deploy.config.preflight import check_parts
+from paceline.deploy.config.preflight import check_parts, exposure, serves_on
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.learning import named_actors
-from paceline.deploy.steward import Steward
 
+_LOOPBACK = "127.0.0.1"  # Serve's own default
 _RECKONED = ("target", "trainer")
 _TARGET_DRAIN_S, _INGRESS_DRAIN_S = 30.0, 60.0  # a front door's end breaks what it has left
 _NO_TOPICS = (
@@ -30,7 +32,7 @@ _NO_TOPICS = (
 def build(config: PacelineConfig) -> serve.Application:
     """The application for ``import_path: paceline.deploy.cluster_app:build``.
 
-    The learning actors are started and kept by a steward, a deployment of its own, and found by
+    A supervisor, a deployment of its own, starts the learning actors; the others find them by
     their names. Models are read, under the same paths, by every host that runs a part.
 
     Args:
@@ -42,16 +44,28 @@ def build(config: PacelineConfig) -> serve.Application:
     """
     config = for_cluster(config)
     check_parts(config)
-    steward = serve.deployment(
-        name="steward",
+    actors = learning.named_actors(config)
+    keyed = bool(key_digests(config.auth.api_keys_env, os.environ))
+    supervisor = serve.deployment(
+        name="supervisor",
         ray_actor_options=actor_options(config.placement.learning),
         health_check_period_s=5,
         health_check_timeout_s=20,
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.2,
-    )(Steward).bind(config, keyed=bool(key_digests(config.auth.api_keys_env, os.environ)))
-    actors = replace(named_actors(config), steward=steward)
-    return build_app(config, actors, no_topics=_NO_TOPICS)
+    )(Supervisor).bind(
+        learning.factories(config),
+        learning.trainer_factories(config),
+        learning.trainer_booking(config),
+        actors.scheduler,
+        partial(_exposure, config.auth.api_keys_env, keyed),
+    )
+    return build_app(config, replace(actors, supervisor=supervisor), no_topics=_NO_TOPICS)
+
+
+def _exposure(variable: str | None, keyed: bool) -> str | None:
+    """Warning if others can reach the server without a key; called where Serve runs."""
+    return exposure(serves_on() or _LOOPBACK, variable, keyed=keyed)
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:

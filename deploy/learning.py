@@ -22,13 +22,12 @@ from paceline.actors.training.synthetic.generator import SyntheticPrompts
 from paceline.actors.training.trainer import Trainer, lower_priority
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.cluster.named_actor import NamedActor
-from paceline.cluster.pending_replicas import rooms
 from paceline.cluster.placement import actor_options, booked
 from paceline.cluster.rank_actors import node_address, worker_starter
 from paceline.cluster.scheduler.leases import SchedulerSettings
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import NAMESPACE
-from paceline.cluster.trainer_supervisor import TrainerKeeper
+from paceline.cluster.supervisor import ActorFactory
 from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
 
 _LIGHT_LOAD, _CORES_FOR_THE_REST = 0.25, 1
-_REGISTRY, SCHEDULER, _TRAINER = "paceline-registry", "paceline-scheduler", "paceline-trainer"
+_REGISTRY, _SCHEDULER, _TRAINER = "paceline-registry", "paceline-scheduler", "paceline-trainer"
 _TRAINER_GPU_SHARE = 0.25
 _YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
 _MEBIBYTE = 2**20
@@ -55,12 +54,8 @@ _HOUR_S = 3600.0
 
 
 def start_actors(config: PacelineConfig) -> LearningActors:
-    """Start all but the trainers under their names; each comes back when its process dies.
-
-    Args:
-        config: see PacelineConfig.
-    """
-    actors = {name: make() for name, make in makers(config).items()}
+    """Start all but the trainers under their names; Ray restarts those that die."""
+    actors = {name: start() for name, start in factories(config).items()}
     return _gathered(config, actors.__getitem__)
 
 
@@ -69,37 +64,31 @@ def named_actors(config: PacelineConfig) -> LearningActors:
     return _gathered(config, NamedActor)
 
 
-def makers(config: PacelineConfig) -> dict[str, Callable[[], Any]]:
-    """Name to what starts that actor and returns its handle; trainers need them all.
-
-    Args:
-        config: see PacelineConfig.
-    """
-    found: dict[str, Callable[[], Any]] = {
+def factories(config: PacelineConfig) -> dict[str, ActorFactory]:
+    """Name to factory, of all actors but the trainers, which need them all."""
+    found: dict[str, ActorFactory] = {
         _shard_name(expert): partial(start_shard, config, expert)
         for expert in config.drafts.experts
     }
-    return found | {_REGISTRY: partial(_registry, config), SCHEDULER: partial(_scheduler, config)}
+    return found | {_REGISTRY: partial(_registry, config), _SCHEDULER: partial(_scheduler, config)}
 
 
 def trainer_names(config: PacelineConfig) -> list[str]:
-    """Of the trainers' actors; none where nothing is learnt."""
+    """Names of the trainers' actors; none if training is disabled."""
     if not config.training.enabled:
         return []
     further = range(2, config.training.trainers + 1)
     return [_TRAINER, *(f"{_TRAINER}-{number}" for number in further)]
 
 
-def keep_trainers(config: PacelineConfig, scheduler: Any) -> TrainerKeeper:
-    """What starts the trainers and keeps them, not started yet.
+def trainer_factories(config: PacelineConfig) -> dict[str, ActorFactory]:
+    """Trainer to factory."""
+    return {name: partial(_trainer, config, name) for name in trainer_names(config)}
 
-    Args:
-        config: see PacelineConfig.
-        scheduler: actor handle of the trainer scheduler.
-    """
-    names = trainer_names(config)
-    held = booked(_trainer_options(config)) if names else {}
-    return TrainerKeeper({n: partial(_trainer, config, n) for n in names}, held, scheduler, rooms)
+
+def trainer_booking(config: PacelineConfig) -> dict[str, float]:
+    """What Ray books for each trainer."""
+    return booked(_trainer_options(config))
 
 
 def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningActors:
@@ -109,7 +98,7 @@ def _gathered(config: PacelineConfig, actor: Callable[[str], Any]) -> LearningAc
     return LearningActors(
         shards={expert: actor(_shard_name(expert)) for expert in config.drafts.experts},
         registry=actor(_REGISTRY),
-        scheduler=actor(SCHEDULER),
+        scheduler=actor(_SCHEDULER),
         trainer=trainer,
         scorer=trainer if scores_experts(config) else None,
         further_trainers=trainers,
@@ -203,7 +192,7 @@ def _scheduler(config: PacelineConfig) -> Any:
     metered_scheduler = metered(
         TrainerScheduler, lambda s: scheduler_samples(s.snapshot(), s.pop_yield_times())
     )
-    scheduler = _named(metered_scheduler, SCHEDULER, actor_options(config.placement.learning))
+    scheduler = _named(metered_scheduler, _SCHEDULER, actor_options(config.placement.learning))
     occupied = occupied_above(config, os.cpu_count() or 1)
     reckoned = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
     settings = SchedulerSettings(yield_timeout_s=config.training.yield_timeout_s or reckoned)
@@ -243,7 +232,7 @@ def _slots(config: PacelineConfig, name: str) -> tuple[ResourceSlot, ...]:
     threads, which the trainers of a node share.
     """
     node = str(ray.get_runtime_context().get_node_id())
-    if amounts := booked(_trainer_options(config)):
+    if amounts := trainer_booking(config):
         return (ResourceSlot(name, node, amounts),)
     each = config.training.num_threads * config.training.ranks
     count = max(1, (os.cpu_count() or 1) // each)
@@ -295,7 +284,7 @@ class TrainerActor(Trainer):
     def __init__(self, config: PacelineConfig, name: str = _TRAINER) -> None:
         """See Trainer; ``name`` is the actor's."""
         shards = {name: NamedActor(_shard_name(name)) for name in config.drafts.experts}
-        registry, scheduler = NamedActor(_REGISTRY), NamedActor(SCHEDULER)
+        registry, scheduler = NamedActor(_REGISTRY), NamedActor(_SCHEDULER)
         for actor in (*shards.values(), registry, scheduler):
             actor.find()  # without them there is nothing to learn from or for
         config = with_added(config)  # since the first start; their shards are told of by others

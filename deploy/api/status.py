@@ -15,7 +15,7 @@ _DECISIONS = 60  # a quarter of an hour of them, on a server that learns all the
 class LearningActors:
     """Handles of the actors that learn; each may be dead at any moment, or None.
 
-    ``scorer`` compares experts, and lives in the trainer's process. ``steward`` is the Serve
+    ``scorer`` compares experts, and lives in the trainer's process. ``supervisor`` is the Serve
     handle of what keeps them all on a cluster. ``further_trainers`` are by their names.
     """
 
@@ -24,7 +24,7 @@ class LearningActors:
     scheduler: Any
     trainer: Any
     scorer: Any = None
-    steward: Any = None
+    supervisor: Any = None
     further_trainers: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,8 +50,8 @@ async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
         asked["routing"] = _ask(actors.scorer, "table")
     if actors.scheduler is not None:
         asked["board"] = _ask(actors.scheduler, "snapshot")
-    if actors.steward is not None:
-        asked["steward"] = _ask(actors.steward, "describe")
+    if actors.supervisor is not None:
+        asked["steward"] = _ask(actors.supervisor, "describe")
     further = {name: _ask(one, "status") for name, one in actors.further_trainers.items()}
     shards = {topic: _ask(shard, "stats") for topic, shard in actors.shards.items()}
     first, others, found = await asyncio.gather(

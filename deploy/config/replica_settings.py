@@ -11,7 +11,6 @@ from paceline.deploy.api.ingress import IngressSettings
 from paceline.deploy.api.topic_admin import TopicRules
 from paceline.deploy.config.config import PacelineConfig, default_threads
 from paceline.deploy.config.preflight import router_confidence
-from paceline.deploy.keeper import refusal
 
 
 def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> IngressSettings:
@@ -39,7 +38,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         trial_share=config.training.trial_share,
         topics=TopicRules(
             mutable=config.topics.mutable,
-            refusal=no_topics or refusal(config),
+            refusal=no_topics or topic_refusal(config),
             min_confidence=confidence,
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
@@ -100,3 +99,14 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         canary_share=config.training.trial_share,
         warm_up=True,
     )
+
+
+def topic_refusal(config: PacelineConfig) -> str | None:
+    """Reason why no topic can be added while the server runs; None if one can."""
+    if config.drafts.placement == "pool" and config.drafts.num_gpus > 0:
+        return (
+            "The GPUs are shared out among the target and the experts of the pool when the server "
+            "starts, and there is no part left for another one: name the topic in drafts.topics "
+            "and start the server again."
+        )
+    return None

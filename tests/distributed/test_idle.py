@@ -31,11 +31,10 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.pending_replicas import rooms
 from paceline.cluster.scheduler.leases import SchedulerSettings
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import ray_session, thread_environment
-from paceline.cluster.trainer_supervisor import TrainerKeeper
+from paceline.cluster.supervisor import TrainerSupervisor
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -51,7 +50,7 @@ class System:
 
     scheduler: Any
     registry: Any
-    keeper: TrainerKeeper
+    supervisor: TrainerSupervisor
     optimizer_dir: Path
 
     def snapshot(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class System:
         return found
 
     def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = ray.get(self.keeper.handles()[name].status.remote(), timeout=5)
+        found: dict[str, Any] = ray.get(self.supervisor.handles()[name].status.remote(), timeout=5)
         return found
 
     def at_work(self, trainers: int = 2) -> bool:
@@ -115,11 +114,11 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             arguments = settings, shards, registry, scheduler, None, "127.0.0.1", identity
             return actor(Trainer, *arguments, num_gpus=SHARE["GPU"])
 
-        makers = {name: partial(trainer, name) for name in NAMES}
-        keeper = TrainerKeeper(makers, SHARE, scheduler, rooms).start()
-        yield System(scheduler, registry, keeper, folder / "optimizer")
+        factories = {name: partial(trainer, name) for name in NAMES}
+        supervisor = TrainerSupervisor(factories, SHARE, scheduler).start()
+        yield System(scheduler, registry, supervisor, folder / "optimizer")
         serve.shutdown()
-        keeper.stop()
+        supervisor.stop()
 
 
 def test_two_trainers_learn_two_topics(system: System) -> None:
@@ -189,7 +188,7 @@ def test_a_trainer_that_hangs_is_killed_and_comes_back(system: System) -> None:
     eventually(lambda: system.status(hung)["pid"] != pids[hung])
     eventually(system.at_work)
     assert system.status(NAMES[1])["pid"] == pids[NAMES[1]]
-    assert system.keeper.describe()["made"] == dict.fromkeys(NAMES, 1)
+    assert system.supervisor.describe()["made"] == dict.fromkeys(NAMES, 1)
 
 
 def _state(system: System, name: str) -> str:
@@ -218,17 +217,17 @@ def test_a_replica_that_waits_gets_the_trainers_room_and_they_come_back(system: 
     # Any class will do that a replica's process can import.
     small = serve.deployment(name="small", ray_actor_options=options)(TrainerScheduler)
     serve.run(small.bind(), name="first", route_prefix=None)
-    assert set(system.keeper.handles()) == set(NAMES)  # there was room
+    assert set(system.supervisor.handles()) == set(NAMES)  # there was room
     began = time.monotonic()
     handle = serve.run(small.bind(), name="second", route_prefix=None)
     assert handle.ping.remote().result(timeout_s=60)
     seen = system.snapshot()
     assert seen["trainers_freed"] == list(NAMES)
-    assert system.keeper.handles() == {}
+    assert system.supervisor.handles() == {}
     assert seen["leases_ended"]["killed"] == 0
     assert time.monotonic() - began < 60.0
     serve.delete("second")
-    eventually(lambda: set(system.keeper.handles()) == set(NAMES))
+    eventually(lambda: set(system.supervisor.handles()) == set(NAMES))
     eventually(system.at_work)
     assert system.snapshot()["trainers_freed"] == []
-    assert system.keeper.describe()["made"] == dict.fromkeys(NAMES, 2)
+    assert system.supervisor.describe()["made"] == dict.fromkeys(NAMES, 2)

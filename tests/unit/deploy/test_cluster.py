@@ -12,14 +12,15 @@ import ray
 from waiting import wait_until
 
 from paceline.cluster import named_actor as named
+from paceline.cluster import supervisor
 from paceline.cluster.named_actor import NamedActor, NotThereError
 from paceline.cluster.placement import actor_options
-from paceline.deploy import steward
+from paceline.deploy import cluster_app
 from paceline.deploy.cli.tables import status_text
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.learning import makers, named_actors, occupied_above, trainer_names
+from paceline.deploy.learning import factories, named_actors, occupied_above, trainer_names
 
 STORAGE = {"weights.storage": "/srv/somewhere"}
 
@@ -104,7 +105,7 @@ def test_the_application_is_built_without_actors_and_with_the_roles_places(route
         "ingress": {"for-ingress": 0.5},
         "target": {"for-target": 0.5},
         **({"router": {"for-router": 0.5}} if router == "deployment" else {}),
-        "steward": {"for-learning": 0.5},
+        "supervisor": {"for-learning": 0.5},
         "expert-general": {"for-experts": 0.5},
         "expert-sql": {"for-experts": 0.5},
     }
@@ -121,16 +122,6 @@ def built_of(application: Any) -> list[Any]:
     return list(build_app(application, name="paceline", default_runtime_env={}).deployments)
 
 
-class NoTrainers:
-    """What keeps none: the one of the steward would start Ray, from a thread without an end."""
-
-    def start(self) -> None:
-        pass
-
-    def describe(self) -> dict[str, Any]:
-        return {"made": {}, "last_error": None}
-
-
 @pytest.mark.parametrize(
     ("host", "key", "warned"),
     [("0.0.0.0", "", True), ("0.0.0.0", "sesame", False), ("127.0.0.1", "", False)],
@@ -143,16 +134,15 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
     warned: bool,
 ) -> None:
     monkeypatch.setenv("PACELINE_API_KEYS", key)
-    monkeypatch.setattr(steward, "serves_on", lambda: host)  # Serve does not run here
-    monkeypatch.setattr(steward, "makers", lambda _: {})
-    monkeypatch.setattr(steward, "keep_trainers", lambda *_: NoTrainers())
-    monkeypatch.setattr(steward, "_EVERY_S", 0.01)
-    bound = next(found for found in built_of(build(config())) if found.name == "steward")
+    monkeypatch.setattr(cluster_app, "serves_on", lambda: host)  # Serve does not run here
+    monkeypatch.setattr(supervisor, "_TICK_S", 0.01)
+    bound = next(found for found in built_of(build(config())) if found.name == "supervisor")
+    *_, scheduler, check = bound.init_args
     monkeypatch.delenv("PACELINE_API_KEYS")  # on another host than where the application is built
-    kept = steward.Steward(*bound.init_args, **bound.init_kwargs)
+    supervised = supervisor.Supervisor({}, {}, {}, scheduler, check)  # actors would start Ray
     begun = time.monotonic()
-    wait_until(lambda: kept._looked_at > begun, "a look", 10)
-    facts = asyncio.run(kept.describe())
+    wait_until(lambda: supervised._polled_at > begun, "a poll", 10)
+    facts = asyncio.run(supervised.describe())
     words = status_text("u", {"target": {"error": "Died"}, "steward": facts})
     said = [record.getMessage() for record in caplog.records if "API key" in record.getMessage()]
     assert len(said) == (1 if warned else 0)
@@ -163,7 +153,7 @@ def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
     asked = config(drafts__topics=["sql"])
     actors = named_actors(asked)
     found = [*actors.shards.values(), actors.registry, actors.scheduler]
-    assert [actor._name for actor in found] == list(makers(asked))
+    assert [actor._name for actor in found] == list(factories(asked))
     assert actors.scorer is actors.trainer
     assert (actors.trainer._name, actors.further_trainers) == ("paceline-trainer", {})
     assert named_actors(config(training__enabled=False)).trainer is None

@@ -38,9 +38,9 @@ from paceline.deploy.cli.operations import read_examples, server_url
 from paceline.deploy.cli.tables import added_topic_lines, topic_table
 from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import MODELS_DIR, WEIGHTS_FOLDER, load_config
+from paceline.deploy.config.replica_settings import topic_refusal
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.keeper import refusal
 
 EXPERTS = ("general", "math", "code", "sql", "shell")
 URL = "/v1/paceline/topics"
@@ -375,7 +375,7 @@ def test_stored_prompts_of_other_topics_are_kept_where_they_are() -> None:
     ],
 )
 def test_experts_on_shared_out_gpus_need_a_restart(changes: dict[str, Any], refused: bool) -> None:
-    assert (refusal(load_config(None, changes)) is not None) == refused
+    assert (topic_refusal(load_config(None, changes)) is not None) == refused
 
 
 def test_added_topics_are_those_of_the_state_folder(tmp_path: Path) -> None:

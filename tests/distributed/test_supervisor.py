@@ -1,4 +1,4 @@
-"""The application for a cluster on one host: what the steward keeps, and what ends with it."""
+"""The application for a cluster on one host: what the supervisor keeps, and what ends with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[Any]:
-    """Serve's handle of the steward of a running application of tiny models."""
+    """Serve's handle of the supervisor of a running application of tiny models."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
     for seed, (name, layers) in enumerate([("target", 2), ("draft", 1)]):
         tiny_llama(seed, layers=layers, vocab=len(tokenizer)).save_pretrained(folder / name)
@@ -58,7 +58,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[
     with ray_session(num_cpus=2):
         serve.start(http_options={"host": "127.0.0.1", "port": find_port()})
         serve.run(build(config), name="paceline", route_prefix="/")
-        yield serve.get_deployment_handle("steward", "paceline")
+        yield serve.get_deployment_handle("supervisor", "paceline")
 
 
 def made(handle: Any) -> dict[str, int]:

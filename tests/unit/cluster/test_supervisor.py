@@ -1,4 +1,4 @@
-"""Waiting replicas by Ray and Serve, and the keeper of trainers against a written board."""
+"""Pending replicas by Ray and Serve, and the supervisor of trainers with a scripted scheduler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import trainer_supervisor as module
-from paceline.cluster.pending_replicas import Rooms, of_serve, starting
+from paceline.cluster import supervisor as module
+from paceline.cluster.pending_replicas import PendingReplicas, count_starting, demands_of_serve
 from paceline.cluster.scheduler.leases import Action, Instruction, ReplicaDemand
-from paceline.cluster.trainer_supervisor import TrainerKeeper
+from paceline.cluster.supervisor import TrainerSupervisor
 
 OWN = {"GPU": 0.25}
 REPLICA = {"GPU": 0.5, "CPU": 1.0}
@@ -30,8 +30,9 @@ REPLICA = {"GPU": 0.5, "CPU": 1.0}
 def test_what_waits_is_serve_s_as_far_as_serve_starts_and_no_trainer_waits(
     waiting: list[Any], replicas: int, own_waiting: int, expected: list[Any]
 ) -> None:
+    pending = [ReplicaDemand(amounts, count) for amounts, count in waiting]
     demands = [ReplicaDemand(amounts, count) for amounts, count in expected]
-    assert of_serve(waiting, replicas, OWN, own_waiting) == demands
+    assert demands_of_serve(pending, replicas, OWN, own_waiting) == demands
 
 
 def test_starting_replicas_are_counted_over_all_applications() -> None:
@@ -41,19 +42,19 @@ def test_starting_replicas_are_counted_over_all_applications() -> None:
     status = SimpleNamespace(
         applications={"a": application(STARTING=2, RUNNING=1), "b": application(STARTING=1)}
     )
-    assert starting(status) == 3
+    assert count_starting(status) == 3
 
 
-class Board:
-    """Answers with what a test has written down, and remembers what it was told."""
+class Scheduler:
+    """Answers with the instructions of a test, and records its calls."""
 
     def __init__(self) -> None:
         self.orders: list[Instruction] = []
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self.sync_trainers = SimpleNamespace(remote=self._sync)
 
     def _sync(self, held: Any, absent: Any, died: Any) -> Any:
-        self.told.append((held, absent, died))
+        self.calls.append((held, absent, died))
         orders, self.orders = self.orders, []
         return orders
 
@@ -77,48 +78,51 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     return found
 
 
-def make(board: Board, made: list[str], held: dict[str, float] = OWN) -> TrainerKeeper:
+def make(scheduler: Scheduler, made: list[str], held: dict[str, float] = OWN) -> TrainerSupervisor:
     def maker(name: str) -> Handle:
         made.append(name)
         return Handle()
 
-    makers = {name: (lambda name=name: maker(name)) for name in ("a", "b")}
-    return TrainerKeeper(makers, held, board, lambda _own, _waiting: Rooms([], {}))
+    factories = {name: (lambda name=name: maker(name)) for name in ("a", "b")}
+    return TrainerSupervisor(
+        factories, held, scheduler, lambda _own, _waiting: PendingReplicas([], {})
+    )
 
 
 def test_orders_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
-    board, made = Board(), list[str]()
-    keeper = make(board, made)
-    keeper._turn()
+    scheduler, made = Scheduler(), list[str]()
+    supervisor = make(scheduler, made)
+    supervisor._tick()
     assert made == ["a", "b"]
-    assert board.told[-1] == ({"a": OWN, "b": OWN}, [], [])
-    a = keeper.handles()["a"]
-    board.orders = [Instruction(Action.KILL, "a")]
-    keeper._turn()
+    assert scheduler.calls[-1] == ({"a": OWN, "b": OWN}, [], [])
+    a = supervisor.handles()["a"]
+    scheduler.orders = [Instruction(Action.KILL, "a")]
+    supervisor._tick()
     assert killed == [(a, False)]
-    board.orders = [Instruction(Action.PREEMPT, "a")]
-    keeper._turn()
+    scheduler.orders = [Instruction(Action.PREEMPT, "a")]
+    supervisor._tick()
     assert killed == [(a, False), (a, True)]
-    keeper._turn()
-    assert (made, list(keeper.handles())) == (["a", "b"], ["b"])  # it is not made meanwhile
-    assert board.told[-1] == ({"a": OWN, "b": OWN}, ["a"], [])
-    board.orders = [Instruction(Action.START, "a")]
-    keeper._turn()
+    supervisor._tick()
+    assert (made, list(supervisor.handles())) == (["a", "b"], ["b"])  # it is not made meanwhile
+    assert scheduler.calls[-1] == ({"a": OWN, "b": OWN}, ["a"], [])
+    scheduler.orders = [Instruction(Action.START, "a")]
+    supervisor._tick()
     assert made == ["a", "b", "a"]
-    keeper._turn()
-    assert board.told[-1][1] == []
-    assert keeper.describe() == {"made": {"a": 2, "b": 1}, "last_error": None}
+    supervisor._tick()
+    assert scheduler.calls[-1][1] == []
+    assert supervisor.describe() == {"made": {"a": 2, "b": 1}, "last_error": None}
 
 
 @pytest.mark.usefixtures("killed")
 def test_what_cannot_be_made_is_named_and_the_other_one_runs() -> None:
-    board, made = Board(), list[str]()
-    keeper = make(board, made)
+    scheduler, made = Scheduler(), list[str]()
+    supervisor = make(scheduler, made)
 
     def refuse() -> Any:
         raise ValueError("the name is taken")
 
-    keeper._makers = {"a": refuse, **{"b": keeper._makers["b"]}}
-    keeper._turn()
+    factories = supervisor._trainers._factories
+    supervisor._trainers._factories = {"a": refuse, "b": factories["b"]}
+    supervisor._tick()
     assert made == ["b"]
-    assert keeper.describe()["last_error"] == "a: ValueError: the name is taken"
+    assert supervisor.describe()["last_error"] == "a: ValueError: the name is taken"
