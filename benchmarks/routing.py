@@ -35,8 +35,8 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.record import encode as encode_record
 from paceline.actors.router.classifier import TopicClassifier
 from paceline.actors.router.policy import GENERAL, route
-from paceline.actors.training.expert_evaluation import Jury
-from paceline.actors.training.scorer import ScorerSettings, Scoring
+from paceline.actors.training.expert_evaluation import ExpertEvaluator
+from paceline.actors.training.scorer import ScorerSettings, ScoringLoop
 from paceline.deploy.config.config import MODELS_DIR, PacelineConfig
 from paceline.deploy.config.preflight import router_confidence
 
@@ -60,12 +60,12 @@ class Plan:
 
 
 class _Static:
-    """A world in which every expert is at its initial weights."""
+    """A client that serves every expert with its initial weights."""
 
     def __init__(self, experts: Sequence[str]) -> None:
         self._experts = experts
 
-    def may_train(self) -> bool:
+    def acquire_permit(self) -> bool:
         return True
 
     def versions(self) -> dict[str, int] | None:
@@ -102,11 +102,11 @@ def hedge_weights(
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """The scorer's weights after these records, and its whole table."""
     settings = ScorerSettings(dict(drafts), dict.fromkeys(drafts, ""), retention_s=1e12)
-    scoring, jury = Scoring(settings), Jury(settings)
+    scoring, evaluator = ScoringLoop(settings), ExpertEvaluator(settings)
     for record in records:
         scoring.offer(encode_record(record))
     began = time.perf_counter()
-    while scoring.tick(_Static(list(drafts)), jury):
+    while scoring.run_once(_Static(list(drafts)), evaluator):
         pass
     table = scoring.table()
     return table["weights"], table | {"seconds": time.perf_counter() - began}

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from paceline.actors.training.trainer import lower_priority
+from paceline.actors.training.background import lower_priority
 from paceline.actors.training.worker_group import WorkerSpec
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ from ray.util import metrics
 
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.training.background import lower_priority
 from paceline.actors.training.permits import ResourceSlot, TrainerIdentity
 from paceline.actors.training.scorer import Scorer
 from paceline.actors.training.synthetic.generator import SyntheticPrompts
-from paceline.actors.training.trainer import Trainer, lower_priority
+from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.placement import actor_options, booked
@@ -39,7 +40,7 @@ from paceline.deploy.monitoring.readings import (
     shard_samples,
     trainer_samples,
 )
-from paceline.deploy.scoring import make_jury, scores_experts
+from paceline.deploy.scoring import make_evaluator, scores_experts
 from paceline.deploy.synthetic import synthetic_settings_of, target_handle
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
     from paceline.actors.engine.model_loader import resolve_device  # imports torch
     from paceline.actors.training.gate import GateSettings
     from paceline.actors.training.settings import DistillerSettings, TrainerSettings
-    from paceline.actors.training.topic_schedule import ScheduleSettings, hope_of
+    from paceline.actors.training.topic_schedule import ScheduleSettings, min_hope_for
 
     micro_batch, accumulation = config.training.batches(resolve_device(config.target.device).type)
     return TrainerSettings(
@@ -263,7 +264,7 @@ def trainer_settings(config: PacelineConfig) -> "TrainerSettings":
             zero_stage=config.training.zero_stage,
         ),
         gate=GateSettings(min_gain=config.training.min_gain),
-        schedule=ScheduleSettings(least_hope=hope_of(config.training.min_gain)),
+        schedule=ScheduleSettings(least_hope=min_hope_for(config.training.min_gain)),
         ranks=config.training.ranks,
         num_threads=config.training.num_threads,
         micro_batch=micro_batch,
@@ -292,7 +293,7 @@ class TrainerActor(Trainer):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
-            jury = beside.submit(make_jury, config).result() if name == _TRAINER else None
+            evaluator = beside.submit(make_evaluator, config).result() if name == _TRAINER else None
             synthetic = beside.submit(synthetic_settings_of, config, name == _TRAINER).result()
         start_worker = worker_starter(
             settings.num_threads, settings.group_timeout_s, float(_has_gpu(config))
@@ -301,7 +302,7 @@ class TrainerActor(Trainer):
         super().__init__(
             settings, shards, registry, scheduler, start_worker, node_address(), identity
         )
-        self._scorer = None if jury is None else Scorer(*jury, registry, scheduler)
+        self._scorer = None if evaluator is None else Scorer(*evaluator, registry, scheduler)
         self._synthetic: SyntheticPrompts | None = None
         if synthetic is not None:
             self._synthetic = SyntheticPrompts(

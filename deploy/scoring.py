@@ -10,7 +10,7 @@ from paceline.actors.weights.state_folder import fingerprints
 from paceline.deploy.config.config import PacelineConfig
 
 if TYPE_CHECKING:
-    from paceline.actors.training.expert_evaluation import Jury
+    from paceline.actors.training.expert_evaluation import ExpertEvaluator
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def scorer_settings(config: PacelineConfig) -> ScorerSettings:
     micro_batch, _ = config.training.batches(device)
     return ScorerSettings(
         draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
-        marks=fingerprints(config.target_path, config.draft_paths),
+        fingerprints=fingerprints(config.target_path, config.draft_paths),
         device=config.target.device,
         draft_top_k=config.drafts.top_k,
         micro_batch=records_per_forward(micro_batch, device),
@@ -42,18 +42,18 @@ def scorer_settings(config: PacelineConfig) -> ScorerSettings:
     )
 
 
-def make_jury(config: PacelineConfig) -> tuple[ScorerSettings, Jury] | None:
+def make_evaluator(config: PacelineConfig) -> tuple[ScorerSettings, ExpertEvaluator] | None:
     """The scorer's settings and what runs its experts, loaded; imports torch.
 
     None where nothing is to be scored, or the drafts cannot be: learning goes on all the same.
     """
     if not scores_experts(config):
         return None
-    from paceline.actors.training.expert_evaluation import Jury
+    from paceline.actors.training.expert_evaluation import ExpertEvaluator
 
     try:
         settings = scorer_settings(config)
-        return settings, Jury(settings)
+        return settings, ExpertEvaluator(settings)
     except Exception:
         logger.warning("experts cannot be scored, topics go to their own", exc_info=True)
         return None

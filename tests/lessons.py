@@ -47,4 +47,4 @@ def lesson(
 
 def learn(candidate: Candidate, records: Sequence[ReplayRecord]) -> MicroStep:
     """One micro-step of records that are weighed by themselves."""
-    return candidate.practise(candidate.prepare([records])[0])
+    return candidate.learn(candidate.make_shares([records])[0])

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.training import optimizer_state as moments
 from paceline.actors.training.batches import make_batch, usable, within
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.expert_evaluation import records_per_forward, score_records
-from paceline.actors.training.learning_rate import Stride, outgrown
-from paceline.actors.training.optimizer_state import OptimizerState
+from paceline.actors.training.learning_rate import decreased, increased, outgrown
+from paceline.actors.training.optimizer_state import (
+    OptimizerState,
+    load_checkpoint,
+    save_checkpoint,
+)
 from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.shares import Share, of_a_step
+from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroup
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 
@@ -28,7 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class Candidate:
-    """Trains in place; keeps the served weights, and their scores on held-out records."""
+    """Trains in place; keeps the served weights, and their scores on held-out records.
+
+    Attributes:
+        version: weight_version that training continues.
+        rejections: rejected rounds in a row.
+        fruitless: last rejected rounds in a row whose gain had a low upper bound.
+        acceptance: expected acceptance of the served draft, None if unknown.
+    """
 
     def __init__(
         self, topic: str, settings: TrainerSettings, workers: WorkerGroup | None = None
@@ -51,13 +61,13 @@ class Candidate:
             if workers is None
             else DistributedDistiller(topic, path, settings.distiller, workers)
         )
-        self._began_with: int | None = None  # records, see :meth:`begin`
-        self._ahead = False  # of what is served, when it was last looked at
+        self._initial_records: int | None = None  # see begin_round
+        self._ahead = False  # of the served draft, by the last comparison
         self._served: dict[str, Tensor] | None = None
         self._served_scores: dict[str, float] = {}
         self._max_length = min(settings.max_length, self._distiller.max_length)
         folder = settings.optimizer_dir
-        self._memory = Path(folder) / topic if folder is not None else None
+        self._checkpoints = Path(folder) / topic if folder is not None else None
 
     @property
     def steps(self) -> int:
@@ -65,15 +75,15 @@ class Candidate:
         return self._distiller.steps
 
     @property
-    def stride(self) -> Stride:
-        """The share of the learning rate that the next steps have."""
-        return Stride(self._distiller.rate_share)
+    def rate_share(self) -> float:
+        """Share of the learning rate that the next steps have, in (0, 1]."""
+        return self._distiller.rate_share
 
     @property
     def awaits_general(self) -> bool:
-        """Whether its first adapters are still to be laid on what ``general`` is served as.
+        """Whether its first adapters are still to be put on the served weights of ``general``.
 
-        So it is until an expert that starts as a copy of ``general`` has learnt or was published.
+        True for a copy of ``general`` with adapters that has neither learnt nor been published.
         """
         paths = self._settings.draft_paths
         if self._settings.distiller.adapter != "lora" or self.topic == GENERAL:
@@ -82,43 +92,43 @@ class Candidate:
         return is_copy and self.version == 0 and self.steps == 0
 
     def usable(self, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
-        """Those that this draft can learn from or be judged by."""
+        """Records that this draft can learn from or be evaluated on."""
         vocab = self._distiller.vocab_size
         return [within(record, vocab) for record in records if usable(record, vocab)]
 
     @property
-    def lacking(self) -> int:
+    def micro_steps_left(self) -> int:
         """Micro-steps until the weights move."""
-        return self._distiller.lacking
+        return self._distiller.micro_steps_left
 
-    def prepare(self, step: Sequence[Sequence[ReplayRecord]]) -> list[Share]:
-        """The micro-batches of one step of the optimizer, for :meth:`practise` in this order."""
+    def make_shares(self, step: Sequence[Sequence[ReplayRecord]]) -> list[Share]:
+        """The micro-batches of one optimizer step, for :meth:`learn` in this order."""
         branches, settings = self._distiller.branches, self._settings.distiller
         batches = [make_batch(records, self._max_length, branches=branches) for records in step]
-        return of_a_step(batches, settings.objective)
+        return make_shares(batches, settings.objective)
 
-    def practise(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
-        """One micro-step; ``before_step`` as in Distiller.learn."""
+    def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
+        """Run one micro-step; see Distiller.learn."""
         return self._distiller.learn(share, before_step)
 
-    def take(self, version: int, flat: FlatWeights | None) -> None:
-        """Start over from weights that another process published; None are the initial ones.
+    def load(self, version: int, flat: FlatWeights | None) -> None:
+        """Start over from published weights; None are the initial ones.
 
-        Where the optimizer's state at that publication lies on disk, training goes on with it.
+        With an optimizer checkpoint of that publication on disk, training resumes from it.
 
         Raises:
-            ValueError: for weights of another draft; the candidate stays what it was.
+            ValueError: for weights of another draft; the candidate is unchanged.
         """
         served = None if flat is None else unflatten(flat)
         self._distiller.reset(served)
         self._served = served
         self.version = version
         self.rejections = self.fruitless = 0
-        self._began_with, self._ahead = None, False
+        self._initial_records, self._ahead = None, False
         self.acceptance = None
         self._served_scores.clear()
-        if flat is not None and self._memory is not None:
-            self._resume(moments.load(self._memory, version, flat.digest()))
+        if flat is not None and self._checkpoints is not None:
+            self._resume(load_checkpoint(self._checkpoints, version, flat.digest()))
 
     def _resume(self, state: OptimizerState | None) -> None:
         if state is None:
@@ -126,46 +136,46 @@ class Candidate:
         try:
             self._distiller.resume(state)
         except ValueError as error:
-            logger.warning("%s: %s, moments start anew", self.topic, error)
+            logger.warning("%s: %s, the optimizer starts fresh", self.topic, error)
 
-    def begin(self, records: int) -> None:
-        """A round begins: start over where the topic has outgrown what this candidate began with.
+    def begin_round(self, records: int) -> None:
+        """Restart the candidate if the topic has outgrown the records that it started with.
 
-        One that is ahead of what is served, though not yet shown to be, goes on: where little
-        judges, much would be thrown away.
+        One that is ahead of the served draft, though not yet shown to be, goes on: with few
+        held-out records, much would be thrown away.
 
         Args:
-            records: that the topic has to learn from.
+            records: training records of the topic.
         """
-        if self.steps == 0 or self._began_with is None:
-            self._began_with = records
-        elif self.rejections and not self._ahead and outgrown(self._began_with, records):
+        if self.steps == 0 or self._initial_records is None:
+            self._initial_records = records
+        elif self.rejections and not self._ahead and outgrown(self._initial_records, records):
             logger.info("%s: starts over, with %d records", self.topic, records)
-            self.step_by(self.stride.longer())
+            self.scale_rate(increased(self.rate_share))
             self._distiller.reset(self._served)
-            self._began_with = records
-            self.fruitless = 0  # those were another's; the looks of the gate go on
+            self._initial_records = records
+            self.fruitless = 0  # of the dropped weights; the gate's looks go on
 
-    def start_from(self, flat: FlatWeights) -> None:
-        """Start training from another draft's weights; what is served stays what it is.
+    def rebase(self, flat: FlatWeights) -> None:
+        """Start training from another draft's weights; the served ones stay.
 
         Raises:
-            ValueError: for weights that do not fit; the candidate stays what it was.
+            ValueError: for weights that do not fit; the candidate is unchanged.
         """
         self._distiller.reset(unflatten(flat))
 
     def reset(self) -> None:
-        """Give the candidate up and start again from the served weights, with shorter steps."""
-        self.step_by(self.stride.shorter())
+        """Start again from the served weights, at a lower learning rate."""
+        self.scale_rate(decreased(self.rate_share))
         self._distiller.reset(self._served)
         self._ahead = False
 
-    def step_by(self, stride: Stride) -> None:
+    def scale_rate(self, share: float) -> None:
         """Learn at this share of the learning rate from now on."""
-        self._distiller.scale_rate(stride.share)
+        self._distiller.scale_rate(share)
 
-    def hurry(self) -> None:
-        """Its topic drifts: where the rate has fallen with the steps, it is the full one again."""
+    def refresh_rate(self) -> None:
+        """Restart the learning-rate schedule, for a topic that drifts."""
         self._distiller.refresh_rate()
 
     def compare(
@@ -175,28 +185,31 @@ class Candidate:
 
         Args:
             records: usable ones.
-            before_batch: called before each forward; may wait for leave, or raise.
+            before_batch: called before each forward; may wait for a permit, or raise.
 
         Returns:
-            both scores, and the candidate's weights that were judged.
+            both scores, and the candidate's weights that were evaluated.
         """
         state = self._distiller.state_dict()
         candidate = self._score(state, records, before_batch)
-        self._ahead = False  # until the served draft's are there
+        self._ahead = False  # until the served draft is scored
         new = [r for r in records if r.request_id not in self._served_scores]
         if new:
             scores = self._score(self._served, new, before_batch)
             for record, score in zip(new, scores, strict=True):
                 self._served_scores[record.request_id] = float(score)
         served = np.array([self._served_scores[r.request_id] for r in records])
-        # those that are drawn no more are forgotten: a topic may go unpublished for days
-        self._served_scores = {
-            r.request_id: float(score) for r, score in zip(records, served, strict=True)
-        }
+        # scores of records that are not sampled any more are dropped: a publication may be days off
+        self._keep_scores(records, served)
         self._ahead = bool(candidate.mean() > served.mean())
         return candidate, served, state
 
-    def published(
+    def _keep_scores(self, records: Sequence[ReplayRecord], scores: NDArray[np.float64]) -> None:
+        self._served_scores = {
+            record.request_id: float(score) for record, score in zip(records, scores, strict=True)
+        }
+
+    def mark_published(
         self,
         version: int,
         state: dict[str, Tensor],
@@ -204,39 +217,34 @@ class Candidate:
         scores: NDArray[np.float64],
         before_part: Callable[[], None] = lambda: None,
     ) -> None:
-        """The judged candidate is the served draft now; training goes on from it.
+        """Take the evaluated weights as the served ones, and write an optimizer checkpoint.
 
         Args:
-            version: as which it was published.
-            state: the weights that were judged.
-            records: that they were judged by.
-            scores: of these.
-            before_part: called before each piece of keeping moments; may wait for leave, or raise:
-                then the moments of an earlier version stay on disk, which nobody takes for these.
+            version: of the publication.
+            state: the weights that were evaluated.
+            records: that they were evaluated on.
+            scores: on these.
+            before_part: called before each part of the checkpoint; may wait for a permit, or raise:
+                the checkpoint of an earlier version then stays, which fits no other version.
         """
         self._served = state
         before, self.version = self.version, version
         self.rejections = self.fruitless = 0
-        self.step_by(self.stride.longer())
-        self._began_with, self._ahead = None, False
-        self._served_scores = {
-            record.request_id: float(score) for record, score in zip(records, scores, strict=True)
-        }
-        if self._memory is not None:
+        self.scale_rate(increased(self.rate_share))
+        self._initial_records, self._ahead = None, False
+        self._keep_scores(records, scores)
+        if self._checkpoints is not None:
             before_part()
             digest = flatten(state).digest()
             before_part()
-            kept = self._distiller.live_state()
+            optimizer = self._distiller.live_state()
             try:
-                # what it replaces is still the stable one where it goes on trial now
-                moments.save(self._memory, kept, version, digest, before_part, beside=before)
+                # the version before is still the stable one if this one goes on trial
+                save_checkpoint(
+                    self._checkpoints, optimizer, version, digest, before_part, beside=before
+                )
             except (OSError, SafetensorError):
-                logger.warning("%s: moments were not kept", self.topic, exc_info=True)
-
-    @staticmethod
-    def flat(state: dict[str, Tensor]) -> FlatWeights:
-        """Weights in transport."""
-        return flatten(state)
+                logger.warning("%s: no optimizer checkpoint was written", self.topic, exc_info=True)
 
     def _score(
         self,
@@ -244,7 +252,7 @@ class Candidate:
         records: Sequence[ReplayRecord],
         before_batch: Callable[[], None],
     ) -> NDArray[np.float64]:
-        before_batch()  # a draft is put together for it first
+        before_batch()  # building the draft takes the processor too
         return score_records(
             self._distiller.served(state),
             records,

@@ -27,7 +27,7 @@ from paceline.actors.training.optimizer_state import (
     whole,
 )
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
-from paceline.actors.training.shares import Share, of_a_step
+from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
 
 _STEPS = "steps"
@@ -243,10 +243,10 @@ class Distiller:
 
     def micro_step(self, batch: Batch) -> MicroStep:
         """Learn from a batch by itself; every ``accumulation``-th call moves the weights."""
-        return self.learn(of_a_step([batch], self.settings.objective)[0])
+        return self.learn(make_shares([batch], self.settings.objective)[0])
 
     @property
-    def lacking(self) -> int:
+    def micro_steps_left(self) -> int:
         """Micro-steps until the weights move."""
         return (
             self.settings.accumulation - int(self._engine.micro_steps) % self.settings.accumulation
@@ -268,7 +268,7 @@ class Distiller:
         # DeepSpeed takes the mean of the ranks' gradients, the whole has their sum
         engine.backward(loss * engine.world_size)
         try:
-            if self.lacking == 1:
+            if self.micro_steps_left == 1:
                 before_step()
         finally:
             engine.step()

@@ -1,4 +1,4 @@
-"""Runs experts over records as they would be served, one after the other in one model."""
+"""Evaluation of drafts on replay records, with the truncation of serving."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _FORWARDS = 3  # of the same records take about as long as a micro-step with its
 
 
 def records_per_forward(micro_batch: int, device: str) -> int:
-    """How many records to judge at once, for whoever waits for one forward or one micro-step.
+    """Records of a forward that takes as long as a micro-step.
 
     Args:
         micro_batch: records of a micro-step.
-        device: its type; a GPU has its memory to think of.
+        device: its type; on a GPU memory is the limit.
     """
     return micro_batch * _FORWARDS if device == "cpu" else micro_batch
 
 
 def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
-    """Chance that a served draft's token is accepted, per emitted position.
+    """Probability that a served draft's token is accepted, per emitted position.
 
     The draft is truncated to its ``draft_top_k`` most probable tokens and renormalised, as in
-    serving. A greedy position counts 1 where the draft's best token is the target's. A sampled
-    one counts the sum over the recorded tokens of min(p, q) at the request's temperature,
-    which is a lower bound: the tail is left out, and q is not cut by top_p and top_k.
+    serving. A greedy position is 1 if the draft's best token is the target's. A sampled one is the
+    sum over the recorded tokens of min(p, q) at the request's temperature, a lower bound: the tail
+    is left out, and q is not truncated by top_p and top_k.
 
     Args:
         logits: float ``[N, V]``.
@@ -81,7 +81,7 @@ def score_records(
         max_length: tokens per record at most.
         draft_top_k: tokens that the served draft proposes from.
         batch_size: records per forward.
-        before_batch: called before each forward; may wait for leave, or raise.
+        before_batch: called before each forward; may wait for a permit, or raise.
     """
     scores = np.zeros(len(records))
     lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in records]
@@ -91,7 +91,7 @@ def score_records(
         own = order[start : start + batch_size]
         batch = make_batch([records[i] for i in own], max_length).to(draft.device)
         values = acceptance(logits_at(draft, batch), batch, draft_top_k)
-        # new_zeros: the default dtype is another one while a thread beside loads a model
+        # new_zeros: the default dtype differs while another thread loads a model
         sums = values.new_zeros(batch.num_records).index_add_(0, batch.rows, values)
         counts = torch.bincount(batch.rows, minlength=batch.num_records)
         scores[own] = (sums / counts).cpu().numpy()
@@ -99,21 +99,21 @@ def score_records(
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """A model for all experts that start from one folder, and that folder's weights."""
+class _Model:
+    """A model for all experts with the same initial weights, and these weights."""
 
-    model: Any
+    draft: Any
     initial: dict[str, Tensor]
 
 
-class Jury:
-    """Scores experts; whatever their number, one model per folder of initial weights is held.
+class ExpertEvaluator:
+    """Scores experts on records, with one model in memory per folder of initial weights.
 
-    Weights are copied into it when an expert's turn comes, milliseconds beside its forwards.
+    An expert's weights are copied into it before its forwards: milliseconds.
     """
 
     def __init__(self, settings: ScorerSettings) -> None:
-        """Load the first drafts.
+        """Load the models.
 
         Loading sets torch's default dtype for the whole process: do it before other threads
         compute.
@@ -124,10 +124,10 @@ class Jury:
         self._settings = settings
         self._paths = dict(settings.draft_paths)
         self._device = resolve_device(settings.device)
-        self._seats = {path: self._seat(path) for path in set(self._paths.values())}
+        self._models = {path: self._load(path) for path in set(self._paths.values())}
 
-    def enlist(self, expert: str, like: str) -> None:
-        """Take a further expert with the initial weights of another one: no model more."""
+    def add_expert(self, expert: str, like: str) -> None:
+        """Add an expert with the initial weights of another one."""
         self._paths[expert] = self._paths[like]
 
     def score(
@@ -137,25 +137,25 @@ class Jury:
         records: Sequence[ReplayRecord],
         before_batch: Callable[[], None],
     ) -> list[float]:
-        """Mean acceptance of every record, nan where the draft does not know its tokens.
+        """Mean acceptance of every record, nan if the draft lacks its tokens.
 
         Args:
-            expert: whose folder names the model.
+            expert: of the model.
             flat: its weights; None are the initial ones.
             records: any.
-            before_batch: called before each piece of work; may wait for leave, or raise.
+            before_batch: called before each piece of work; may wait for a permit, or raise.
 
         Raises:
             ValueError: for weights of another draft.
         """
         before_batch()  # copying weights takes the processor too
-        seat = self._seats[self._paths[expert]]
-        load_state(seat.model, seat.initial if flat is None else unflatten(flat))
-        vocab = int(seat.model.config.vocab_size)
+        model = self._models[self._paths[expert]]
+        load_state(model.draft, model.initial if flat is None else unflatten(flat))
+        vocab = int(model.draft.config.vocab_size)
         good = [i for i, record in enumerate(records) if usable(record, vocab)]
-        limit = getattr(seat.model.config, "max_position_embeddings", self._settings.max_length)
+        limit = getattr(model.draft.config, "max_position_embeddings", self._settings.max_length)
         scores = score_records(
-            seat.model,
+            model.draft,
             [within(records[i], vocab) for i in good],
             max_length=min(self._settings.max_length, int(limit)),
             draft_top_k=self._settings.draft_top_k,
@@ -166,7 +166,7 @@ class Jury:
         gains[good] = scores
         return [float(gain) for gain in gains]
 
-    def _seat(self, path: str) -> _Seat:
+    def _load(self, path: str) -> _Model:
         dtype = resolve_dtype(self._settings.dtype, self._device)
-        model = load_causal_lm(path, dtype, self._device, attention="eager")
-        return _Seat(model, {name: value.clone() for name, value in model.state_dict().items()})
+        draft = load_causal_lm(path, dtype, self._device, attention="eager")
+        return _Model(draft, {name: value.clone() for name, value in draft.state_dict().items()})

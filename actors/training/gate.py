@@ -1,4 +1,4 @@
-"""The gate: a candidate is published only where held-out records say that it is better."""
+"""The gate: publish a candidate only if it is better on held-out records."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TOO_FEW = "too few held-out records"
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """When a candidate is better.
+    """Conditions of a publication.
 
     Attributes:
-        min_records: held-out records without which nothing is published, two at least.
+        min_records: held-out records at least, and two.
         confidence: of the one-sided bound on the mean gain.
-        min_gain: what that bound must exceed.
-        typical_spread: standard deviation of a record's gain that is assumed beforehand: a
-            handful of records that happen to agree do not show that all records would.
-        typical_weight: records that this assumption counts as.
+        min_gain: that the bound must exceed.
+        typical_spread: prior standard deviation of a record's gain: a handful of records that
+            happen to agree do not show that all records would.
+        typical_weight: weight of that prior, in records.
     """
 
     min_records: int = 4
@@ -37,7 +37,7 @@ class GateSettings:
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """What the gate decided, with its figures; acceptances are means over records, else nan."""
+    """The gate's decision; acceptances are means over records, nan without any."""
 
     publish: bool
     reason: str
@@ -48,7 +48,7 @@ class GateDecision:
     gain_upper_bound: float = math.nan
 
     def facts(self) -> dict[str, Any]:
-        """What the registry keeps of it, as JSON can hold it: None where a figure is not finite."""
+        """The decision for JSON; figures that are not finite are None."""
         return {
             "reason": self.reason,
             "candidate_expected_acceptance": _figure(self.candidate),
@@ -59,7 +59,7 @@ class GateDecision:
         }
 
 
-def judge(
+def decide(
     candidate: NDArray[np.float64],
     served: NDArray[np.float64],
     settings: GateSettings | None = None,
@@ -68,21 +68,21 @@ def judge(
 ) -> GateDecision:
     """Compare two drafts on the same records, record by record.
 
-    Positions of one answer hang together, so a record counts once. The bound is Student's, which
-    holds at a handful of records where a bootstrap's does not.
+    Positions of one answer are correlated, so a record counts once. The bound is Student's, which
+    holds at a handful of records; a bootstrap's does not.
 
     Args:
         candidate: float64 ``[R]``, acceptance of each record.
-        served: float64 ``[R]``, of the same records in the same order; records where it is not
-            finite are left out.
+        served: float64 ``[R]``, of the same records in the same order; records with a value that is
+            not finite are left out.
         settings: see GateSettings.
-        looks: judgements since the last publication, this one included. A candidate that is
-            judged again and again on much the same records would pass by chance some day, so
-            each further look has a smaller chance to err: that of one look over the root of
-            their number, since candidates and records change between looks.
+        looks: evaluations since the last publication, this one included. A candidate evaluated
+            again and again on much the same records would pass by chance some day, so the error
+            of each further look is that of one look over the root of their number; candidates and
+            records change between looks.
 
     Raises:
-        ValueError: where the two do not pair up.
+        ValueError: the two have other shapes.
     """
     settings = settings or GateSettings()
     if candidate.shape != served.shape or candidate.ndim != 1:
@@ -104,12 +104,12 @@ def judge(
 
 
 def gain_bound(gains: NDArray[np.float64], settings: GateSettings, error: float) -> float:
-    """What the mean gain exceeds, but for a chance of ``error``.
+    """Lower bound of the mean gain at a chance of ``error``.
 
     Args:
         gains: float64 ``[R]``, R at least 2.
-        settings: the spread to assume beforehand.
-        error: chance to be wrong, in (0, 0.5).
+        settings: of the prior spread.
+        error: chance that the bound does not hold, in (0, 0.5).
     """
     count = len(gains)
     assumed = settings.typical_weight * settings.typical_spread**2

@@ -1,9 +1,9 @@
-"""An optimizer's state on disk: a folder per topic, in files small enough to be written in turns.
+"""Optimizer state, and its checkpoints: a folder per topic, written in small files.
 
 ``<topic>/<version>-<digest>/`` holds the state at one publication: safetensors files of slices of
-the flattened tensors, and an index of what they are. A trainer that shares its processor with
-requests writes one file at a time, and asks for leave in between. The folder gets its name when
-it is whole: a killed writer leaves what was there before.
+the flattened tensors, and an index of them. A trainer that shares its processor with requests
+writes one file per permit. The folder gets its name when it is complete: a killed writer leaves the
+checkpoint before.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What an AdamW consists of.
+    """State of an AdamW.
 
     Attributes:
         tensors: ``<n>.master``, ``<n>.exp_avg``, ``<n>.exp_avg_sq`` and ``<n>.step`` of the n-th
             parameter, float32.
         steps: optimizer steps that led here.
-        rate_share: share of the learning rate that the next steps have.
+        rate_share: of the learning rate, for the next steps.
     """
 
     tensors: dict[str, Tensor]
@@ -43,13 +43,13 @@ class OptimizerState:
     rate_share: float = 1.0
 
     def copied(self) -> OptimizerState:
-        """The same, of tensors of its own on the CPU."""
+        """A copy on the CPU."""
         copies = {n: t.detach().to("cpu", copy=True) for n, t in self.tensors.items()}
         return OptimizerState(copies, self.steps, self.rate_share)
 
 
 def parameter_groups(draft: Any, trained: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices, which are decayed, and all else, which is not; no empty ones.
+    """AdamW's parameter groups: matrices, which are decayed, and all else; no empty ones.
 
     Norms, biases and embeddings are not decayed. A head that is tied to the embedding counts as
     the embedding, and so do the embedding's adapters.
@@ -80,10 +80,10 @@ def capture(optimizer: Optimizer, steps: int) -> OptimizerState:
 
 
 def restore(optimizer: Optimizer, state: OptimizerState) -> None:
-    """Put a state into an AdamW over the same parameters.
+    """Load a state into an AdamW over the same parameters.
 
     Raises:
-        ValueError: where the tensors do not fit; nothing has changed then.
+        ValueError: the tensors do not fit; the optimizer is unchanged.
     """
     parameters = _parameters(optimizer)
     shapes = {
@@ -104,12 +104,12 @@ def restore(optimizer: Optimizer, state: OptimizerState) -> None:
 
 
 def whole(state: OptimizerState, numels: Sequence[int], device: torch.device) -> OptimizerState:
-    """Join the ranks' parts of flat rows, less DeepSpeed's padding; all ranks call it at once.
+    """Gather the ranks' parts of flat rows, less DeepSpeed's padding; a collective call.
 
     Args:
         state: of one rank under ZeRO stage 1 or 2.
         numels: elements of each group's weights.
-        device: where the ranks exchange tensors.
+        device: of the collective.
     """
     ranks = distributed.get_world_size()
     tensors = {}
@@ -125,7 +125,7 @@ def whole(state: OptimizerState, numels: Sequence[int], device: torch.device) ->
 
 
 def part(state: OptimizerState, optimizer: Optimizer, numels: Sequence[int]) -> OptimizerState:
-    """This rank's part of what :func:`whole` made, padded as this optimizer's rows are.
+    """This rank's part of a state of :func:`whole`, padded as this optimizer's rows are.
 
     Args:
         state: as :func:`whole` returned it.
@@ -161,7 +161,7 @@ _PARTIAL = ".partial-"
 _FILE_BYTES = 3 << 20  # some 10 ms of writing
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     state: OptimizerState,
     version: int,
@@ -170,18 +170,19 @@ def save(
     *,
     beside: int | None = None,
 ) -> None:
-    """Keep the state at a publication.
+    """Write the state at a publication.
 
     Args:
-        folder: the topic's; made where it is missing.
-        state: at the moment of publication; its tensors must not change until this returns.
+        folder: of the topic; created if missing.
+        state: at the publication; its tensors must not change until this returns.
         version: weight_version that was published.
         digest: of the published weights.
-        before_file: called before each file; may wait for leave, or raise: what was there stays.
-        beside: another version whose state stays, the stable one of a trial; all others go.
+        before_file: called before each file; may wait for a permit, or raise: the checkpoints there
+            then stay.
+        beside: another version to keep, the stable one of a trial; all others are removed.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: it cannot be written.
         SafetensorError: likewise.
     """
     partial = folder / f"{_PARTIAL}{uuid.uuid4().hex}"
@@ -212,7 +213,7 @@ def save(
 def _clear(
     folder: Path, kept: set[int | None], whole: Path, before_folder: Callable[[], None]
 ) -> None:
-    """Remove states of other versions, other weights of this one, and what was never finished."""
+    """Remove checkpoints of other versions, of other weights of this one, and partial ones."""
     for other in folder.iterdir():
         number, _, _ = other.name.partition("-")
         stays = number.isdecimal() and int(number) in kept
@@ -221,15 +222,15 @@ def _clear(
             shutil.rmtree(other, ignore_errors=True)
 
 
-def load(folder: Path, version: int, digest: str) -> OptimizerState | None:
-    """What :func:`save` wrote for this version of these weights; None where that is not there.
+def load_checkpoint(folder: Path, version: int, digest: str) -> OptimizerState | None:
+    """The checkpoint of this version of these weights; None without one.
 
-    A state of another version, or one that cannot be read, is named in the log.
+    One of another version, or one that cannot be read, is logged.
     """
     whole = folder / _name(version, digest)
     if not whole.is_dir():
         if folder.is_dir():
-            logger.info("%s is not of version %d: moments start anew", folder.name, version)
+            logger.info("%s is not of version %d: the optimizer starts fresh", folder.name, version)
         return None
     try:
         index = json.loads((whole / _INDEX).read_text(encoding="utf-8"))
@@ -239,7 +240,7 @@ def load(folder: Path, version: int, digest: str) -> OptimizerState | None:
             _joined(whole, index), int(index["steps"]), float(index.get("rate_share", 1.0))
         )
     except Exception as error:
-        logger.warning("%s cannot be read (%s): moments start anew", folder.name, error)
+        logger.warning("%s cannot be read (%s): the optimizer starts fresh", folder.name, error)
         return None
 
 
@@ -254,7 +255,7 @@ def _joined(whole: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _files(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The flattened tensors in slices ``<name>@<number>``, as many at once as a file takes."""
+    """The flattened tensors in slices ``<name>@<number>``, as many as a file takes at a time."""
     pieces: dict[str, Tensor] = {}
     room = _FILE_BYTES
     for name, tensor in tensors.items():
@@ -273,7 +274,7 @@ def _files(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _is_part(piece: Tensor) -> bool:
-    """Whether a file of this slice would take its whole tensor to be shared with others."""
+    """Whether a slice shares its storage, which safetensors does not save."""
     return piece.untyped_storage().nbytes() != piece.nbytes
 
 

@@ -1,31 +1,35 @@
-"""What a trainer is at, what it has seen of each topic, and why a round may end early."""
+"""Progress of a trainer, early ends of a round, and the wait for a permit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from paceline.actors.training.topic_schedule import Rest
+from paceline.actors.backoff import Backoff
+
+_LONGEST_POLL_S = 0.04  # gaps of a busy hour are short, and all that there is then
+_POLL_GROWTH = 17 / 16  # so that the delay stays a sixteenth of the wait
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the trainer was told to end
+class Stopped(Exception):  # noqa: N818 - not an error: the process ends
     """Raised in the midst of a round, or of scoring, when the trainer ends."""
 
 
-class Ousted(Exception):  # noqa: N818 - not an error: the trainer asks for another topic
-    """Raised where the broker knows of no round of this trainer: it was restarted, or given up."""
+class LeaseRevoked(Exception):  # noqa: N818 - not an error: the trainer requests another topic
+    """Raised when the scheduler holds no lease of this trainer: it was restarted, or revoked it."""
 
 
-class Unfit(Exception):  # noqa: N818 - not an error: other topics go on
-    """Raised where a topic cannot be taught for now; says why."""
+class TopicNotTrainable(Exception):  # noqa: N818 - not an error: other topics are trained
+    """Raised when a topic cannot be trained for now, with the reason."""
 
 
-class Diverged(Exception):  # noqa: N818 - not an error: the candidate is given up
-    """Raised where the training loss is no number any more."""
+class Diverged(Exception):  # noqa: N818 - not an error: the candidate is reset
+    """Raised when the training loss is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the trainer is at; replaced whole, so that any thread may read it."""
+    """State of a trainer; replaced whole, so that any thread may read it."""
 
     state: str = "starting"
     topic: str | None = None
@@ -38,12 +42,25 @@ class Progress:
     rejected: int = 0
 
 
-@dataclass(slots=True)
-class Seen:
-    """A topic's counters at its last round, and its rest after one that could not teach it."""
+def wait_for_permit(
+    acquire: Callable[[], bool],
+    poll_s: float,
+    *,
+    sleep: Callable[[float], object],
+    stopped: Callable[[], bool],
+) -> None:
+    """Poll until ``acquire`` returns True; what it raises is passed on.
 
-    inserted: int = 0
-    ended_at: float = 0.0
-    stable: int = 0
-    rolled_back: int = 0  # candidates in a row, since that version
-    rest: Rest = field(default_factory=Rest)
+    The delay starts at ``poll_s`` and grows to 40 ms: a poll takes processor time of scheduler and
+    trainer while there is none to spare.
+
+    Raises:
+        Stopped: ``stopped`` returns True after a poll.
+    """
+    backoff = Backoff(poll_s, max(poll_s, _LONGEST_POLL_S), _POLL_GROWTH)
+    while not acquire():
+        if stopped():
+            raise Stopped
+        sleep(backoff.fail())
+    if stopped():
+        raise Stopped

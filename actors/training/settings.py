@@ -18,7 +18,7 @@ Sampling = Literal["target", "student", "mixed"]
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSettings:
-    """What training minimises.
+    """The training objective.
 
     Attributes:
         loss: per position, see losses.py; ``hard_label`` is fine-tuning on the emitted tokens.
@@ -26,7 +26,7 @@ class ObjectiveSettings:
         weighting: ``uniform``; ``first_rejection`` counts a position whose draft token was
             rejected ``rejection_weight`` times; ``rejected_only`` counts no others.
         rejection_weight: above 0.
-        sampling: whose contexts, see above.
+        sampling: contexts of the target, the student (behind rejected tokens) or both.
         student_share: of the student's positions in ``mixed``, 0 to 1.
     """
 
@@ -38,7 +38,7 @@ class ObjectiveSettings:
     student_share: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse words that are not known and numbers out of range."""
+        """Validate words and ranges."""
         for name, known in (("loss", Loss), ("weighting", Weighting), ("sampling", Sampling)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(known))}")
@@ -49,34 +49,34 @@ class ObjectiveSettings:
 
     @property
     def needs_branches(self) -> bool:
-        """Whether positions behind rejected tokens are learnt from."""
+        """Whether positions behind rejected tokens are used."""
         return self.sampling != "target" and self.weighting != "rejected_only"
 
 
 @dataclass(frozen=True, slots=True)
 class DistillerSettings:
-    """How a draft is trained.
+    """Settings of a draft's training.
 
     Attributes:
         learning_rate: after the warm-up.
         warmup_steps: optimizer steps of linear warm-up.
-        rate_hold_steps: optimizer steps after which the rate falls as one over the steps, to a
-            tenth at least; 0 holds it for ever.
+        rate_hold_steps: optimizer steps after which the rate decays as one over the steps, to a
+            tenth at least; 0 never decays it.
         accumulation: micro-steps per optimizer step.
-        weight_decay: AdamW's, of matrices but the embedding. A stream begins with few records
-            that are learnt from again and again; weights that grew on them learn less from all that
-            comes later (Ash and Adams, arXiv 1910.08475), and decay lets them forget.
+        weight_decay: AdamW's, of matrices but the embedding. Weights that were trained on a
+            stream's first few records learn less from all that comes later (Ash and Adams, arXiv
+            1910.08475); decay lets them forget.
         clip: largest norm of a gradient.
-        dtype: ``auto`` is bfloat16 where the device computes in it, else float32.
-        device: ``auto`` is the GPU where there is one.
-        objective: what training minimises.
+        dtype: ``auto`` is bfloat16 if the device computes in it, else float32.
+        device: ``auto`` is the GPU if there is one.
+        objective: of training.
         adapter: ``full`` trains every weight, ``lora`` low-rank adapters on the linear layers.
         lora_rank: of an adapter.
         lora_alpha: its scale times its rank.
         lora_embeddings: whether embeddings, and a head tied to them, are adapted too.
         zero_stage: see :func:`paceline.actors.training.deepspeed_setup.zero_stage`.
-        average_decay: of the running mean of the weights, which is what a candidate consists of;
-            0 takes the weights as the last step left them.
+        average_decay: of the running mean of the weights, which is the candidate; 0 takes the last
+            weights.
     """
 
     learning_rate: float = 1.5e-3
@@ -98,30 +98,29 @@ class DistillerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScorerSettings:
-    """How experts are scored; plain data that crosses process borders.
+    """Settings of the scorer; plain data that crosses process borders.
 
     Attributes:
         draft_paths: expert (topics and ``general``) to the folder of its initial weights.
-        marks: expert to the fingerprint of its initial weights and the target.
-        hedge: how scores become weights.
-        device: of the scoring; ``auto`` is the GPU where there is one.
-        dtype: of the scoring; ``auto`` is bfloat16 where the device computes in it.
+        fingerprints: expert to the fingerprint of its initial weights and the target.
+        hedge: of the weights.
+        device: ``auto`` is the GPU if there is one.
+        dtype: ``auto`` is bfloat16 if the device computes in it.
         micro_batch: records per forward.
         max_length: tokens of a record at most.
         draft_top_k: tokens that the served draft proposes from.
-        capacity_bytes: of records that wait in memory, for later versions to be scored on.
-        retention_s: how long one waits at most.
-        state_file: where gains outlive the process; None keeps nothing. No text is in it.
-        poll_s: pause between two questions for leave, seconds.
-        refresh_s: pause when all is scored, seconds: records gather meanwhile, and a weight copy
-            serves several.
-        rest_s: pause after an expert could not be scored, seconds.
+        capacity_bytes: of records in memory, which later versions are scored on.
+        retention_s: of a record, seconds.
+        state_file: of the gains, without any text; None keeps none.
+        poll_s: first delay between two polls for a permit, seconds.
+        refresh_s: pause when all is scored, seconds: one weight copy then serves several records.
+        rest_s: of an expert that could not be scored, seconds.
         timeout_s: longest wait for another actor, seconds.
         low_priority: run at SCHED_IDLE or nice 19.
     """
 
     draft_paths: dict[str, str]
-    marks: dict[str, str]
+    fingerprints: dict[str, str]
     hedge: HedgeSettings = field(default_factory=HedgeSettings)
     device: str = "auto"
     dtype: str = "auto"
@@ -140,34 +139,33 @@ class ScorerSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """How the trainer works.
+    """Settings of the trainer; plain data that crosses process borders.
 
     Attributes:
         draft_paths: expert (topics and ``general``) to the folder of its initial weights.
-        distiller: how a draft is trained.
-        gate: when a candidate is published.
-        schedule: which topic is next.
-        drift: when live acceptance has fallen.
+        distiller: of a draft's training.
+        gate: conditions of a publication.
+        schedule: of topics.
+        drift: conditions of drift.
         num_threads: of torch, for training.
         micro_batch: records per micro-step; ``distiller.accumulation`` of them make a step.
-        round_seconds: training time (micro-steps alone) of a round; less while the topic drifts or
-            the server is busy, see ``schedule.round_length``.
+        round_seconds: training time (micro-steps alone) of a round, see
+            :func:`paceline.actors.training.topic_schedule.round_length`.
         max_round_s: longest wall time of a round; a busy server makes rounds long.
-        train_records: records drawn for a round.
-        held_out_records: records that judge at most.
-        max_length: tokens of a record at most; the draft's own limit where that is less. What
-            is longer is cut.
+        train_records: training records of a round.
+        held_out_records: held-out records of an evaluation, at most.
+        max_length: tokens of a record at most, and the draft's own limit; what is longer is cut.
         draft_top_k: tokens that the served draft proposes from.
-        report_losses: tell shards the loss on each record, which those that draw or remove by
-            priority need.
-        poll_s: pause between two questions for leave, seconds.
-        refresh_s: pause between two looks at the shards while no topic is ready, seconds.
+        report_losses: whether to send shards the loss of each record, for sampling or removal by
+            priority.
+        poll_s: first delay between two polls for a permit, seconds.
+        refresh_s: pause while no topic is ready, seconds.
         timeout_s: longest wait for another actor, seconds.
         low_priority: run at SCHED_IDLE or nice 19.
-        optimizer_dir: folder that keeps the optimizer's state at each publication; None keeps
-            none, and a restarted trainer's moments start anew.
-        ranks: processes that train a draft together, the trainer counted in.
-        group_timeout_s: longest wait of one rank for the others, seconds.
+        optimizer_dir: folder of optimizer checkpoints, one per publication; None writes none, and
+            a restarted trainer's optimizer starts fresh.
+        ranks: processes that train a draft together, the trainer included.
+        group_timeout_s: of a collective call, seconds.
         seed: of batch order; None is unseeded.
     """
 

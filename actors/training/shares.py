@@ -1,6 +1,6 @@
-"""Who learns what of an optimizer's step: micro-batches, and the ranks' parts of each.
+"""Shares of an optimizer step: micro-batches, and each rank's part of them.
 
-The gradients of all parts add up to those of the whole, however it is parted.
+The gradients of all shares add up to those of the whole step, however it is split.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Share:
 
     Attributes:
         batch: the records.
-        weights: float32 ``[N]``, what each position counts in the loss; all 0 in a share that only
-            keeps a rank without a record in step.
-        places: int64, each record's place in the micro-batch; none in such a share.
+        weights: float32 ``[N]``, of each position in the loss; all 0 in the share of a rank without
+            a record, which only keeps it in step.
+        places: int64, index of each record in the micro-batch; empty in such a share.
         total_records: of the micro-batch.
         total_positions: of the micro-batch.
     """
@@ -39,14 +39,14 @@ class Share:
     total_positions: int
 
 
-def of_a_step(batches: Sequence[Batch], settings: ObjectiveSettings) -> list[Share]:
-    """The micro-batches of one step of the optimizer, their positions weighed together.
+def make_shares(batches: Sequence[Batch], settings: ObjectiveSettings) -> list[Share]:
+    """The micro-batches of one optimizer step, their positions weighed together.
 
-    An optimizer takes the mean of its micro-steps: each counts as often as there are of them here.
+    The optimizer takes the mean of its micro-steps, so the weights are times their number.
 
     Args:
         batches: at least one record each.
-        settings: weigh the positions.
+        settings: of the positions' weights.
     """
     whole = position_weights(batches, settings) * len(batches)
     parts = torch.split(whole, [batch.num_positions for batch in batches])
@@ -56,11 +56,11 @@ def of_a_step(batches: Sequence[Batch], settings: ObjectiveSettings) -> list[Sha
     ]
 
 
-def split(whole: Share, ranks: int) -> list[Share]:
-    """Deal the records out like cards; a rank that gets none takes the first, with no weight.
+def split_share(whole: Share, ranks: int) -> list[Share]:
+    """Split the records round-robin; a rank without any takes the first one, with weight 0.
 
     Args:
-        whole: a micro-batch of :func:`of_a_step`.
+        whole: a micro-batch of :func:`make_shares`.
         ranks: number of shares.
     """
     batch, shares = whole.batch, []

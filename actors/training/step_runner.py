@@ -1,4 +1,4 @@
-"""The micro-steps of a round, each with leave of its own."""
+"""The micro-steps of a round, each with a permit."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from itertools import chain, islice
 import numpy as np
 
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.training.backoff import Patience
 from paceline.actors.training.batches import micro_batches
 from paceline.actors.training.candidate import Candidate
-from paceline.actors.training.client import World
+from paceline.actors.training.client import TrainerClient
 from paceline.actors.training.distiller import MicroStep
-from paceline.actors.training.progress import Diverged
+from paceline.actors.training.progress import Diverged, wait_for_permit
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share
 from paceline.actors.training.topic_schedule import round_length
 
 
-class Drill:
-    """Teaches a candidate for as long as a round lasts; waits wherever there is no leave."""
+class StepRunner:
+    """Trains a candidate for the length of a round."""
 
     def __init__(
         self,
         settings: TrainerSettings,
-        world: World,
+        client: TrainerClient,
         *,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         stopped: Callable[[], bool],
-        taken: Callable[[int, float, float], None],
+        on_step: Callable[[int, float, float], None],
     ) -> None:
-        """Teach nothing yet.
+        """Prepare to run.
 
         Args:
             settings: see TrainerSettings.
-            world: gives leave.
+            client: grants permits.
             clock: monotonic seconds.
             sleep: waits some seconds.
-            stopped: whether to end; looked at wherever it waits.
-            taken: hears of every micro-step: the candidate's steps, its seconds and its loss.
+            stopped: whether to end; read at every wait.
+            on_step: called after every micro-step with the candidate's steps, seconds and loss.
         """
         self._settings = settings
-        self._world = world
+        self._client = client
         self._clock = clock
-        self._patience = Patience(settings.poll_s, sleep=sleep, stopped=stopped)
-        self._taken = taken
+        self._sleep = sleep
+        self._stopped = stopped
+        self._on_step = on_step
         self._rng = np.random.default_rng(settings.seed)
-        self._leave = 1.0
-        self.losses: dict[str, float] = {}  # of this round's records, by request
+        self._permit_share = 1.0  # of the time
+        self.losses: dict[str, float] = {}  # of this round's records, by request_id
 
-    def train(
+    def run(
         self,
         candidate: Candidate,
         records: Sequence[ReplayRecord],
@@ -60,67 +60,68 @@ class Drill:
         drifting: bool,
         waited_s: float = 0.0,
     ) -> bool:
-        """Micro-steps for a round's time; whether the weights moved.
+        """Run micro-steps for a round's time; whether the weights moved.
 
         Args:
-            candidate: to teach.
-            records: to learn from.
-            drifting: whether its topic drifts.
-            waited_s: for leave to begin the round at all.
+            candidate: to train.
+            records: to train on.
+            drifting: whether the topic drifts.
+            waited_s: wait for the round's first permit, seconds.
 
         Raises:
-            Diverged: the loss is no number any more.
-            Ousted: the broker has ended the round.
-            Stopped: the trainer is to end.
+            Diverged: the loss is not finite.
+            LeaseRevoked: the round is over.
+            Stopped: the trainer ends.
         """
         self.losses.clear()
         started, spent, length = self._clock(), 0.0, self._length(drifting)
-        first, lessons = candidate.steps, self._lessons(candidate, records)
-        whole = self._settings.distiller.accumulation
-        while spent < length or candidate.lacking < whole:
-            self.wait_for_leave()
+        first, shares = candidate.steps, self._shares(candidate, records)
+        per_step = self._settings.distiller.accumulation
+        while spent < length or candidate.micro_steps_left < per_step:
+            self.wait_for_permit()
             begun = self._clock()
-            self._leave = spent / (waited_s + begun - started) if spent else self._leave
+            if spent:
+                self._permit_share = spent / (waited_s + begun - started)
             if begun - started > self._settings.max_round_s:
                 break
-            batch, share = next(lessons)
+            batch, share = next(shares)
             waited = 0.0
 
             def before_step() -> None:
                 nonlocal waited
                 since = self._clock()
-                self.wait_for_leave()
+                self.wait_for_permit()
                 waited += self._clock() - since
 
-            step = candidate.practise(share, before_step)
-            self._note_losses(candidate.topic, batch, step)
+            step = candidate.learn(share, before_step)
+            self._keep_losses(candidate.topic, batch, step)
             took = self._clock() - begun - waited
             spent += took
-            self._taken(candidate.steps, took, step.loss)
+            self._on_step(candidate.steps, took, step.loss)
             if not math.isfinite(step.loss):
                 raise Diverged
         return candidate.steps > first
 
-    def _lessons(
+    def _shares(
         self, candidate: Candidate, records: Sequence[ReplayRecord]
     ) -> Iterator[tuple[list[ReplayRecord], Share]]:
-        """Micro-steps without end, epoch after epoch; those of one step are weighed together.
+        """Endless micro-steps, epoch after epoch; those of one step are weighed together.
 
-        What an earlier round left of a step comes first.
+        The first ones complete the step that an earlier round left.
         """
         size = self._settings.micro_batch
         epochs = iter(lambda: micro_batches(records, size, self._rng), None)
         batches = chain.from_iterable(epochs)
         while True:
-            step = list(islice(batches, candidate.lacking))
-            yield from zip(step, candidate.prepare(step), strict=True)
+            step = list(islice(batches, candidate.micro_steps_left))
+            yield from zip(step, candidate.make_shares(step), strict=True)
 
-    def _note_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
-        """Keep the losses on a topic's own records, where its shard wants to know them."""
+    def _keep_losses(self, topic: str, batch: Sequence[ReplayRecord], step: MicroStep) -> None:
+        """Keep the losses on the topic's own records, if its shard uses them."""
         if not self._settings.report_losses:
             return
         for record, loss in zip(batch, step.record_losses, strict=True):
-            # what `general` makes of another topic's record is nothing to that topic's expert
+            # the loss of `general` on another topic's record says nothing of that topic's expert
             if record.topic == topic:
                 self.losses[record.request_id] = loss
 
@@ -128,12 +129,17 @@ class Drill:
         settings = self._settings
         return round_length(
             settings.round_seconds,
-            self._leave,
+            self._permit_share,
             settings.max_round_s,
             drifting=drifting,
             settings=settings.schedule,
         )
 
-    def wait_for_leave(self) -> None:
-        """Return when a micro-step may begin; raises Ousted and Stopped."""
-        self._patience.until(self._world.may_train)
+    def wait_for_permit(self) -> None:
+        """Return when a micro-step may begin; raises LeaseRevoked and Stopped."""
+        wait_for_permit(
+            self._client.acquire_permit,
+            self._settings.poll_s,
+            sleep=self._sleep,
+            stopped=self._stopped,
+        )

@@ -1,8 +1,7 @@
-"""Which topic to train next: where traffic and headroom are, and something new to learn from."""
+"""Choice of the topic to train next, by traffic, headroom and new records."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,24 +10,24 @@ from paceline.actors.router.policy import GENERAL
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSettings:
-    """When a topic is worth a round.
+    """Conditions and weights of a round.
 
     Attributes:
-        min_train: records to learn from.
-        min_held_out: records to be judged by.
+        min_train: training records.
+        min_held_out: held-out records.
         min_new: new records since the topic's last round, unless that round was published.
-        max_rejections: fruitless rounds in a row after which a topic rests.
-        least_hope: a rejected round is fruitless where not even the upper bound of the candidate's
-            gain is above this.
-        rest_growth: share of a resting topic's records that must be new for it to go on.
+        max_rejections: fruitless rounds in a row that make a plateau.
+        least_hope: a rejected round is fruitless if the upper bound of the candidate's gain is not
+            above this.
+        rest_growth: share of a plateaued topic's records that must be new for another round.
         general_share: weight of ``general``, which learns from all topics, against one topic.
         waiting_s: seconds of waiting that double a topic's weight.
-        rest_s: rest of a topic that could not be taught, seconds; twice as long each time.
-        longest_rest_s: at most.
-        maintenance_s: after so long a plateau asks for no more new records than other topics.
-        drift_weight: how many times as much a drifting topic weighs.
-        drift_length: a round's length while a topic drifts, as a share: news are wanted soon.
-        shortest_length: a round's length at least, as a share.
+        rest_s: first back-off of a topic that could not be trained, seconds; doubles.
+        longest_rest_s: longest back-off, seconds.
+        maintenance_s: seconds after which a plateau needs no more new records than other topics.
+        drift_weight: factor of a drifting topic's weight.
+        drift_length: a round's length while a topic drifts, as a share.
+        shortest_length: a round's least length, as a share.
     """
 
     min_train: int = 8
@@ -47,27 +46,27 @@ class ScheduleSettings:
     shortest_length: float = 0.25
 
 
-def hope_of(min_gain: float) -> float:
-    """``least_hope`` for a gate's least gain: a little more, or no round could ever pass."""
+def min_hope_for(min_gain: float) -> float:
+    """``least_hope`` for a gate's least gain: a little more, else no round could pass."""
     return min_gain + 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class TopicView:
-    """What the schedule knows of a topic.
+    """A topic as the schedule sees it.
 
     Attributes:
         name: of the topic.
-        records_train: that its rounds can draw from.
-        records_held_out: that judge it.
+        records_train: for training.
+        records_held_out: for the gate.
         new_records: since its last round began.
         traffic: recent requests, in any unit common to all topics.
         acceptance: expected acceptance of the served draft, None before the first gate.
         rejections: rejected rounds in a row.
-        fruitless: rounds in a row, the last ones, that left little to hope for.
+        fruitless: last rejected rounds in a row whose gain had a low upper bound.
         waited_s: since its last round ended, seconds.
-        resting: whether it is left alone after a round that could not teach it.
-        undecided: whether live requests have begun, and not ended, to judge its candidate.
+        resting: whether it backs off after a round that could not train it.
+        undecided: whether its candidate is on trial with live requests.
         drifting: whether its live acceptance falls.
     """
 
@@ -88,8 +87,7 @@ class TopicView:
 def is_ready(view: TopicView, settings: ScheduleSettings) -> bool:
     """Whether a round may help this topic now.
 
-    A topic whose rounds bring nothing, nor promise to, is on a plateau, and rests there until its
-    traffic drifts, much of it is new, or the maintenance is due.
+    A topic on a plateau waits until its traffic drifts, much of it is new, or maintenance is due.
     """
     if view.resting:
         return False
@@ -99,37 +97,42 @@ def is_ready(view: TopicView, settings: ScheduleSettings) -> bool:
     if plateau and not view.drifting and view.waited_s < settings.maintenance_s:
         return view.new_records >= max(settings.min_new, settings.rest_growth * view.records_train)
     fresh = view.new_records >= settings.min_new
-    # The candidate is trained on while live requests judge it, but not over and over on the same.
+    # A candidate on trial is trained further, but not over and over on the same records.
     return fresh or (view.rejections == 0 and not view.undecided)
 
 
 def round_length(
-    base_s: float, leave: float, longest_s: float, *, drifting: bool, settings: ScheduleSettings
+    base_s: float,
+    permit_share: float,
+    longest_s: float,
+    *,
+    drifting: bool,
+    settings: ScheduleSettings,
 ) -> float:
-    """Training seconds of the next round: how often there is something new to decide.
+    """Training seconds of the next round: shorter under load and while the topic drifts.
 
-    A busy server gives little leave, and a round of constant length would take ever longer on the
-    clock; a topic that drifts wants its next version soon.
+    Under load permits are rare, and a round of constant length would take ever longer wall time; a
+    topic that drifts needs its next version soon.
 
     Args:
-        base_s: with leave at all times and no drift.
-        leave: share of the time in which training was allowed lately, in [0, 1].
+        base_s: with a permit at all times and no drift.
+        permit_share: share of the time with a permit lately, in [0, 1].
         longest_s: wall time of a round.
         drifting: whether the topic drifts.
         settings: see ScheduleSettings.
     """
     wanted = base_s * (settings.drift_length if drifting else 1.0)
-    return max(settings.shortest_length * base_s, min(wanted, leave * longest_s))
+    return max(settings.shortest_length * base_s, min(wanted, permit_share * longest_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class TopicPriority:
     """A topic that a round may help.
 
     Attributes:
         topic: its name.
-        gain: what is to be expected of a round.
-        weight: the gain, more the longer the topic has waited for this trainer.
+        gain: expected of a round.
+        weight: the gain, raised by the wait for this trainer.
     """
 
     topic: str
@@ -147,7 +150,9 @@ def gain(view: TopicView, total_traffic: float, settings: ScheduleSettings) -> f
     return (share + 1e-3) * max(headroom, 0.0) * weight
 
 
-def wants(views: Iterable[TopicView], settings: ScheduleSettings | None = None) -> list[Want]:
+def topic_priorities(
+    views: Iterable[TopicView], settings: ScheduleSettings | None = None
+) -> list[TopicPriority]:
     """The topics that a round may help.
 
     Args:
@@ -162,46 +167,22 @@ def wants(views: Iterable[TopicView], settings: ScheduleSettings | None = None) 
         if is_ready(view, settings):
             expected = gain(view, total, settings)
             waited = 1.0 + view.waited_s / settings.waiting_s
-            found.append(Want(view.name, expected, expected * waited))
+            found.append(TopicPriority(view.name, expected, expected * waited))
     return found
 
 
-def best(wanted: Iterable[Want]) -> str | None:
-    """The topic of the next round of a trainer that is alone, None where none is wanted."""
+def select_topic(wanted: Iterable[TopicPriority]) -> str | None:
+    """The topic of the next round of a single trainer; None without any."""
     first = max(wanted, key=lambda want: want.weight, default=None)
     return None if first is None else first.topic
 
 
 @dataclass(slots=True)
-class Rest:
-    """How long a topic that cannot be taught is left alone, so that others have their turn.
-
-    Attributes:
-        failures: rounds in a row that could not teach it.
-        until: end of the rest, monotonic seconds.
-    """
-
-    failures: int = 0
-    until: float = -math.inf
-
-    def begin(self, now: float, settings: ScheduleSettings) -> None:
-        """Rest from ``now``, monotonic seconds, twice as long as the last time."""
-        # the exponent is bounded because a float is
-        lasts = settings.rest_s * 2.0 ** min(self.failures, 30)
-        self.failures += 1
-        self.until = now + min(lasts, settings.longest_rest_s)
-
-    def end(self) -> None:
-        """The topic has been taught."""
-        self.failures, self.until = 0, -math.inf
-
-
-@dataclass(slots=True)
 class TrafficMeter:
-    """Requests per topic with exponential forgetting, from counters that may start over.
+    """Requests per topic with exponential decay, from counters that may restart.
 
     Attributes:
-        half_life_s: after which a request counts half.
+        half_life_s: of a request's weight, seconds.
     """
 
     half_life_s: float = 45.0
@@ -210,14 +191,14 @@ class TrafficMeter:
     _at: float | None = None
 
     def update(self, totals: dict[str, int], now: float) -> None:
-        """Take the counters of the topics that answered; ``now`` in monotonic seconds."""
+        """Take the counters of the shards that answered; ``now`` in monotonic seconds."""
         decay = 1.0 if self._at is None else 0.5 ** ((now - self._at) / self.half_life_s)
         self._at = now
         for topic in self._levels:
             self._levels[topic] *= decay
         for topic, total in totals.items():
             before = self._totals.get(topic, 0)
-            # a restarted shard counts from the start again
+            # a restarted shard counts from 0
             fresh = total - before if total >= before else total
             self._totals[topic] = total
             self._levels[topic] = self._levels.get(topic, 0.0) + fresh

@@ -1,38 +1,45 @@
-"""What a trainer knows of its topics between two rounds, and so which it wants to teach."""
+"""Statistics of topics that a trainer keeps between rounds, for the choice of the next topic."""
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.drift import Drift, DriftSettings
 from paceline.actors.training.permits import TopicProgress
-from paceline.actors.training.progress import Seen
-from paceline.actors.training.topic_schedule import TopicView, TrafficMeter
+from paceline.actors.training.topic_schedule import ScheduleSettings, TopicView, TrafficMeter
+
+if TYPE_CHECKING:
+    from paceline.actors.training.candidate import Candidate
+    from paceline.actors.training.settings import TrainerSettings
+
+ShardStats = Mapping[str, Mapping[str, Any]]  # by topic
 
 
-class Outlook:
-    """The last live figures; a registry that does not answer leaves them as they are."""
+class LiveStats:
+    """The last live statistics of the served drafts, by topic."""
 
     def __init__(self, topics: Iterable[str], settings: DriftSettings) -> None:
-        """Begin without figures.
+        """Start without statistics.
 
         Args:
-            topics: experts whose drift is watched.
+            topics: to watch for drift.
             settings: see DriftSettings.
         """
         self._settings = settings
         self._drifts = {topic: Drift(settings) for topic in topics}
         self._live: Mapping[str, Mapping[str, Any]] = {}
 
-    def enlist(self, topic: str) -> None:
-        """Watch a further expert."""
+    def add_topic(self, topic: str) -> None:
+        """Watch a further topic."""
         self._drifts[topic] = Drift(self._settings)
 
     def update(self, live: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
-        """Take what ``WeightRegistry.live`` says; returns the topics whose drift begins."""
+        """Take ``WeightRegistry.live`` (None: no news); returns topics that begin to drift."""
         if live is None:
             return []
         self._live = live
@@ -44,7 +51,7 @@ class Outlook:
         return began
 
     def drifting(self, topic: str) -> bool:
-        """Whether a topic's draft has lost it."""
+        """Whether a topic drifts."""
         return self._drifts[topic].drifting
 
     def drift_figures(self, topic: str) -> dict[str, Any]:
@@ -52,16 +59,16 @@ class Outlook:
         return self._drifts[topic].figures()
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """Per topic, see Drift.figures, and whether it is ``drifting``."""
+        """Drift.figures by topic, and whether it is ``drifting``."""
         drifts = list(self._drifts.items())
         return {topic: drift.figures() | {"drifting": drift.drifting} for topic, drift in drifts}
 
     def candidate(self, topic: str) -> int | None:
-        """The version on trial, None where there is none."""
+        """The version on trial, None without one."""
         version: int | None = self._live.get(topic, {}).get("candidate")
         return version
 
-    def withdrawn(self, topic: str, version: int) -> bool:
+    def rolled_back(self, topic: str, version: int) -> bool:
         """Whether a version was on trial and has been rolled back."""
         stable = self._live.get(topic, {}).get("stable")
         return stable is not None and version > stable and version != self.candidate(topic)
@@ -69,8 +76,8 @@ class Outlook:
     def undecided(self, topic: str) -> bool:
         """Whether a trial is under way that a new candidate must not replace.
 
-        One with evidence, which would be thrown away; and one of an earlier version against a
-        suspected one, which nobody would begin again.
+        One with evidence, which would be lost; or one of an earlier version against a suspected
+        one, which would not be started again.
         """
         own = self._live.get(topic, {})
         if own.get("candidate") is None:
@@ -78,76 +85,96 @@ class Outlook:
         return own.get("canary_requests", 0) > 0 or own.get("restored_from") is not None
 
     def closed(self, topic: str) -> str | None:
-        """Why the registry would take no candidate now, None where it would; see Admission."""
+        """Why the registry takes no candidate now, None if it does; see Admission."""
         why: str | None = self._live.get(topic, {}).get("closed")
         return why
 
 
-if TYPE_CHECKING:
-    from paceline.actors.training.candidate import Candidate
-    from paceline.actors.training.settings import TrainerSettings
+@dataclass(slots=True)
+class TopicState:
+    """A topic's state after this trainer's last round of it.
 
-logger = logging.getLogger(__name__)
+    Attributes:
+        inserted: records of the topic at the round's beginning.
+        ended_at: end of the round, monotonic seconds.
+        stable: stable weight_version.
+        rolled_back: candidates of that version that were rolled back, in a row.
+        backoff: after rounds that could not train the topic, seconds.
+        resting_until: end of the back-off, monotonic seconds.
+    """
 
-Stats = Mapping[str, Mapping[str, Any]]  # topic to its shard's
+    ended_at: float
+    backoff: Backoff
+    inserted: int = 0
+    stable: int = 0
+    rolled_back: int = 0
+    resting_until: float = -math.inf
+
+    def back_off(self, now: float) -> None:
+        """Leave the topic alone for a while from ``now``, monotonic seconds."""
+        self.resting_until = now + self.backoff.fail()
 
 
-class Survey:
-    """Counters at each topic's last round, traffic, live figures and what other trainers said."""
+class TopicStats:
+    """State of each topic, its traffic, live statistics and the progress of other trainers."""
 
     def __init__(self, settings: TrainerSettings, clock: Callable[[], float]) -> None:
-        """Know of no round yet.
+        """Start with the topics of the settings.
 
         Args:
             settings: ``draft_paths``, ``drift`` and ``schedule`` are used.
             clock: monotonic seconds.
         """
-        self.outlook = Outlook(settings.draft_paths, settings.drift)
+        self.live = LiveStats(settings.draft_paths, settings.drift)
         self._clock = clock
-        self._seen = {topic: Seen(ended_at=clock()) for topic in settings.draft_paths}
+        self._schedule: ScheduleSettings = settings.schedule
+        self._states = {topic: self._new_state() for topic in settings.draft_paths}
         self._traffic = TrafficMeter()
-        self._told: Mapping[str, TopicProgress] = {}
+        self._others: Mapping[str, TopicProgress] = {}
 
-    def knows(self, topic: str) -> bool:
-        """Whether a topic is among them."""
-        return topic in self._seen
+    def _new_state(self) -> TopicState:
+        backoff = Backoff(self._schedule.rest_s, self._schedule.longest_rest_s)
+        return TopicState(self._clock(), backoff)
 
-    def enlist(self, topic: str) -> None:
-        """Take up a further topic."""
-        self.outlook.enlist(topic)
-        self._seen[topic] = Seen(ended_at=self._clock())
+    def __contains__(self, topic: str) -> bool:
+        return topic in self._states
 
-    def seen(self, topic: str) -> Seen:
-        """What this trainer has seen of a topic."""
-        return self._seen[topic]
+    def add_topic(self, topic: str) -> None:
+        """Add a topic."""
+        self.live.add_topic(topic)
+        self._states[topic] = self._new_state()
 
-    def hear(self, notes: Mapping[str, TopicProgress]) -> None:
-        """Take what other trainers said of the topics that they had last."""
-        self._told = notes
+    def state(self, topic: str) -> TopicState:
+        """A topic's state."""
+        return self._states[topic]
 
-    def told(self, topic: str) -> TopicProgress | None:
-        """What another trainer said of a topic, None where this one had it last."""
-        return self._told.get(topic)
+    def update_progress(self, others: Mapping[str, TopicProgress]) -> None:
+        """Take the progress of other trainers on the topics that they had last."""
+        self._others = others
 
-    def note(self, topic: str, candidate: Candidate | None) -> TopicProgress:
-        """What to say of a topic after a round."""
-        seen = self._seen[topic]
+    def others_progress(self, topic: str) -> TopicProgress | None:
+        """Another trainer's progress on a topic, None if this one had it last."""
+        return self._others.get(topic)
+
+    def progress(self, topic: str, candidate: Candidate | None) -> TopicProgress:
+        """This trainer's progress on a topic."""
+        state = self._states[topic]
         if candidate is None:
-            return TopicProgress(seen.inserted)
+            return TopicProgress(state.inserted)
         acceptance = None if candidate.acceptance is None else float(candidate.acceptance)
         # A rollback that was not followed yet is one more, and all that counts from then on.
-        withdrawn = self.outlook.withdrawn(candidate.topic, candidate.version)
-        rolled_back = seen.rolled_back + withdrawn
+        withdrawn = self.live.rolled_back(candidate.topic, candidate.version)
+        rolled_back = state.rolled_back + withdrawn
         return TopicProgress(
-            inserted=seen.inserted,
+            inserted=state.inserted,
             rejections=rolled_back if withdrawn else candidate.rejections,
             fruitless=rolled_back if withdrawn else candidate.fruitless,
             acceptance=acceptance,
-            rate_share=candidate.stride.share,
+            rate_share=candidate.rate_share,
             rolled_back=rolled_back,
         )
 
-    def views(self, stats: Stats, candidates: Mapping[str, Candidate]) -> list[TopicView]:
+    def views(self, stats: ShardStats, candidates: Mapping[str, Candidate]) -> list[TopicView]:
         """All topics as the schedule sees them.
 
         Args:
@@ -157,48 +184,50 @@ class Survey:
         totals = {topic: requests(facts) for topic, facts in stats.items()}
         now = self._clock()
         self._traffic.update(totals, now)
-        return [self._view(topic, stats, candidates.get(topic), now) for topic in self._seen]
+        return [self._view(topic, stats, candidates.get(topic), now) for topic in self._states]
 
-    def _view(self, topic: str, stats: Stats, candidate: Candidate | None, now: float) -> TopicView:
-        seen, told = self._seen[topic], self._told.get(topic)
-        note = told or self.note(topic, candidate)
+    def _view(
+        self, topic: str, stats: ShardStats, candidate: Candidate | None, now: float
+    ) -> TopicView:
+        state, others = self._states[topic], self._others.get(topic)
+        progress = others or self.progress(topic, candidate)
         records = inserted(stats, topic)
         # Another trainer's candidate has its trial first: from here it would be lost.
-        others = told is not None and self.outlook.candidate(topic) is not None
+        on_trial = others is not None and self.live.candidate(topic) is not None
         return TopicView(
             name=topic,
             records_train=to_learn_from(stats, topic),
             records_held_out=total(stats, topic, "records_held_out"),
-            new_records=records - note.inserted if records >= note.inserted else records,
+            new_records=records - progress.inserted if records >= progress.inserted else records,
             traffic=self._traffic.level(topic),
-            acceptance=note.acceptance,
-            rejections=note.rejections,
-            fruitless=note.fruitless,
-            waited_s=now - seen.ended_at,
-            resting=others or now < seen.rest.until,
-            undecided=self.outlook.undecided(topic),
-            drifting=self.outlook.drifting(topic),
+            acceptance=progress.acceptance,
+            rejections=progress.rejections,
+            fruitless=progress.fruitless,
+            waited_s=now - state.ended_at,
+            resting=on_trial or now < state.resting_until,
+            undecided=self.live.undecided(topic),
+            drifting=self.live.drifting(topic),
         )
 
 
-def inserted(stats: Stats, topic: str) -> int:
-    """Records that a topic's shard has ever taken."""
+def inserted(stats: ShardStats, topic: str) -> int:
+    """Records inserted into a topic's shard since it started."""
     return total(stats, topic, "inserted_total")
 
 
 def requests(facts: Mapping[str, Any]) -> int:
-    """A topic's requests since the shard started, recorded or not, without synthetic ones."""
+    """A topic's requests since its shard started, recorded or not, without synthetic ones."""
     recorded = int(facts["inserted_total"]) - int(facts["inserted_synthetic_total"])
     return recorded + int(facts.get("left_out_total", 0))
 
 
-def to_learn_from(stats: Stats, topic: str) -> int:
+def to_learn_from(stats: ShardStats, topic: str) -> int:
     """Training records of a topic, synthetic ones included."""
     return total(stats, topic, "records_train") + total(stats, topic, "records_synthetic")
 
 
-def total(stats: Stats, topic: str, key: str) -> int:
-    """A topic's figure; of all topics together for ``general``, which learns from all."""
+def total(stats: ShardStats, topic: str, key: str) -> int:
+    """A topic's figure; the sum over all topics for ``general``, which learns from all."""
     if topic == GENERAL:
         return sum(int(facts[key]) for facts in stats.values())
     return int(stats[topic][key]) if topic in stats else 0

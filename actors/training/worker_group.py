@@ -20,7 +20,7 @@ from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_e
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import DistillerSettings
-from paceline.actors.training.shares import Share, split
+from paceline.actors.training.shares import Share, split_share
 
 _LOOPBACK = "127.0.0.1"
 
@@ -262,7 +262,7 @@ class DistributedDistiller(Distiller):
             WorkerGroupError: another rank failed.
         """
         del before_step
-        mine, *others = split(share, self._workers.ranks)
+        mine, *others = split_share(share, self._workers.ranks)
         self._workers.scatter("learn", self._topic, others)
         return self._collective(super().learn, mine)
 

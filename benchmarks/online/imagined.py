@@ -21,7 +21,7 @@ from online.judging import look
 from online.learning import Imagining, Learning
 from online.serving import serve
 from online.streams import stream_settings
-from online.world import Learner, LocalWorld
+from online.world import Learner, LocalClient
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import FINISH_ERROR, GenerationRequest
 from paceline.actors.replay.record import encode
@@ -32,9 +32,9 @@ from paceline.actors.training.synthetic.prompts import SyntheticSettings, turn_m
 class EngineVoice:
     """An engine that nobody else uses; its records go to the world's shards."""
 
-    def __init__(self, engine: Engine, world: LocalWorld, never: Set[tuple[int, ...]]) -> None:
+    def __init__(self, engine: Engine, client: LocalClient, never: Set[tuple[int, ...]]) -> None:
         """Take an idle engine, and the prompts of the test, which it must not answer."""
-        self._engine, self._world, self._never = engine, world, never
+        self._engine, self._client, self._never = engine, client, never
         self.in_test = 0
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -53,7 +53,7 @@ class EngineVoice:
                 if output.chunk.finish_reason is not None:
                     reasons[output.request_id] = output.chunk.finish_reason
                 if output.record is not None:
-                    self._world.shards[output.record.topic].insert(encode(output.record))
+                    self._client.shards[output.record.topic].insert(encode(output.record))
         return [Completion(tuple(tokens[r.run_id]), reasons[r.run_id]) for r in requests]
 
 
@@ -85,12 +85,12 @@ class Muse:
         self.amount = amount
         self.seconds = 0.0
 
-    def __call__(self, world: LocalWorld) -> None:
+    def __call__(self, client: LocalClient) -> None:
         """Catch up."""
         began, vain = time.process_time(), 0
-        target = EngineVoice(self._engine, world, self._never)
-        while vain < self._most and self.generator.lacks(world):
-            vain = 0 if self.generator.run_once(world, target) else vain + 1
+        target = EngineVoice(self._engine, client, self._never)
+        while vain < self._most and self.generator.lacks(client):
+            vain = 0 if self.generator.run_once(client, target) else vain + 1
         self.seconds += time.process_time() - began
         self.in_test += target.in_test
 

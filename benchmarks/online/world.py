@@ -27,8 +27,13 @@ from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.shares import Share
-from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best, hope_of
-from paceline.actors.training.training_loop import RULES, Rounds
+from paceline.actors.training.topic_schedule import (
+    ScheduleSettings,
+    TopicPriority,
+    min_hope_for,
+    select_topic,
+)
+from paceline.actors.training.training_loop import RULES, TrainingLoop
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 
@@ -49,7 +54,7 @@ class Ticks:
         return self.now
 
 
-class LocalWorld:
+class LocalClient:
     """The real shards and registry, called directly; leave is always given."""
 
     def __init__(
@@ -89,21 +94,21 @@ class LocalWorld:
         """As the shard draws them."""
         return [decode(data) for data in self.shards[topic].sample(count, split)]
 
-    def notes(self) -> dict[str, TopicProgress]:
+    def topic_progress(self) -> dict[str, TopicProgress]:
         """There is no other trainer."""
         return {}
 
-    def take(self, wanted: Sequence[Want]) -> Assignment:
+    def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
         """The best of them: nobody else trains."""
-        return Assignment(best(wanted))
+        return Assignment(select_topic(wanted))
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Nobody waits for the processor."""
 
-    def give_back(self, note: TopicProgress | None) -> None:
+    def release(self, progress: TopicProgress | None) -> None:
         """Nobody else has the topic next."""
 
-    def may_train(self) -> bool:
+    def acquire_permit(self) -> bool:
         """Always."""
         return True
 
@@ -131,7 +136,7 @@ class LocalWorld:
     def note(self, topic: str, decision: dict[str, Any]) -> None:
         """Nothing is decided here but by the gate."""
 
-    def added(self) -> dict[str, str]:
+    def added_topics(self) -> dict[str, str]:
         """No topic comes while a benchmark runs."""
         return {}
 
@@ -145,7 +150,7 @@ class Muse(Protocol):
 
     amount: Imagining
 
-    def __call__(self, world: LocalWorld) -> None:
+    def __call__(self, client: LocalClient) -> None:
         """Put them into the shards."""
 
 
@@ -159,9 +164,9 @@ class _Counted(Candidate):
         self.micro_steps = 0
         self.learning_s = 0.0
 
-    def practise(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
+    def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         began = time.process_time()
-        step = super().practise(share, before_step)
+        step = super().learn(share, before_step)
         self.learning_s += time.process_time() - began
         self._clock.now += _MICRO_STEP_S
         self.positions += step.positions
@@ -169,11 +174,11 @@ class _Counted(Candidate):
         return step
 
 
-class _CountedRounds(Rounds):
-    """Rounds over such candidates."""
+class _CountedLoop(TrainingLoop):
+    """A training loop over such candidates."""
 
-    def __init__(self, settings: TrainerSettings, world: LocalWorld, clock: Ticks) -> None:
-        super().__init__(settings, world, clock=clock)
+    def __init__(self, settings: TrainerSettings, client: LocalClient, clock: Ticks) -> None:
+        super().__init__(settings, client, clock=clock)
         self._ticks = clock
         self.counted: dict[str, _Counted] = {}
 
@@ -213,34 +218,34 @@ class Learner:
             dtype: of training.
         """
         more = (muse.amount.per_record, muse.amount.capacity_mb) if muse is not None else ()
-        self.world = LocalWorld(folder, experts, learning, *more)
+        self.client = LocalClient(folder, experts, learning, *more)
         self._muse = muse
         self._put = put
         self._clock = Ticks()
         settings = _settings(experts, learning, draft, muse.amount if muse else None, dtype)
-        self._rounds = _CountedRounds(settings, self.world, self._clock)
+        self._loop = _CountedLoop(settings, self.client, self._clock)
         self._learning = learning
         self._known = dict.fromkeys(experts, 0)
         self._taken = 0
         self.seconds = 0.0
         for expert in experts:
-            self._rounds.candidate(expert)
+            self._loop.candidate(expert)
 
     def take(self, record: ReplayRecord) -> None:
         """Keep a record under its topic; where a round is due, train and swap."""
-        self.world.shards[record.topic].insert(encode(record))
+        self.client.shards[record.topic].insert(encode(record))
         self._clock.now += _REQUEST_S
         self._taken += 1
         if self._taken % self._learning.requests_per_round == 0:
             if self._muse is not None:
-                self._muse(self.world)
+                self._muse(self.client)
             self._round()
 
     def _round(self) -> None:
         began = time.process_time()
-        self._rounds.tick()
-        for expert, version in self.world.registry.current().items():
-            flat = self.world.registry.stable_weights(expert).reference
+        self._loop.run_round()
+        for expert, version in self.client.registry.current().items():
+            flat = self.client.registry.stable_weights(expert).reference
             if version != self._known[expert] and flat is not None:
                 self._put(SwapWeights(expert, version, unflatten(flat)))
                 self._known[expert] = version
@@ -248,7 +253,7 @@ class Learner:
 
     def served(self, expert: str) -> tuple[int, dict[str, Tensor] | None]:
         """weight_version and weights that requests get now; None are the initial ones."""
-        stable = self.world.registry.stable_weights(expert)
+        stable = self.client.registry.stable_weights(expert)
         flat = stable.reference
         return stable.weight_version, None if flat is None else unflatten(flat)
 
@@ -259,9 +264,9 @@ class Learner:
         micro-steps' alone; ``positions`` the target positions learnt from, each as often as it
         was used.
         """
-        counted = self._rounds.counted.values()
+        counted = self._loop.counted.values()
         decisions = [
-            {k: v for k, v in d.items() if k != "time"} for d in self.world.registry.history()
+            {k: v for k, v in d.items() if k != "time"} for d in self.client.registry.history()
         ]
         return {
             "seconds": self.seconds,
@@ -300,7 +305,7 @@ def _settings(
             average_decay=imagining.average_decay,
         )
         gate = GateSettings(min_gain=imagining.min_gain)
-        schedule = replace(schedule, least_hope=hope_of(imagining.min_gain))
+        schedule = replace(schedule, least_hope=min_hope_for(imagining.min_gain))
     return TrainerSettings(
         draft_paths=dict.fromkeys(experts, str(draft)),
         distiller=distiller,

@@ -37,7 +37,7 @@ TRAINER_STATES = {
     "rolled back": "rolled_back",
     "not publishing": "not_publishing",
     "waiting for a topic": "waiting_for_topic",
-    "waiting for leave": "waiting_for_permit",
+    "waiting for a permit": "waiting_for_permit",
     "waiting for its shard": "waiting_for_shard",
 }
 LEASE_STATES = {

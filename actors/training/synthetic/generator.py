@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.engine.request import (
     FINISH_ERROR,
     FINISH_LENGTH,
@@ -25,6 +25,7 @@ from paceline.actors.engine.request import (
     merge_chunks,
 )
 from paceline.actors.replay.record import ReplayRecord, is_held_out
+from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.synthetic.prompts import (
     SyntheticSettings,
     answer_request,
@@ -33,12 +34,12 @@ from paceline.actors.training.synthetic.prompts import (
     synthetic_prompt,
 )
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from paceline.actors.training.client import TrainerClient
 
 _COMPLETE = (FINISH_STOP, FINISH_LENGTH)
-_LONGEST_REST = 256  # calls of run_once
+_FIRST_REST, _LONGEST_REST = 2, 256  # calls of run_once
 _FULL = 0.95  # of the shard's capacity for synthetic records
-_RETRY_S = 1.0
 _PERMIT_POLL_S = 0.1
 _LONGEST_S = 120.0
 
@@ -49,19 +50,6 @@ class Completion:
 
     token_ids: tuple[int, ...]
     finish_reason: str
-
-
-class RecordSource(Protocol):
-    """Stored records, and the permit to compute."""
-
-    def stats(self) -> Mapping[str, Mapping[str, Any]]:
-        """Statistics of the shards that answer, by topic."""
-
-    def sample(self, topic: str, count: int, split: str) -> Iterable[ReplayRecord]:
-        """At most ``count`` records of a split."""
-
-    def may_train(self) -> bool:
-        """Whether serving is idle."""
 
 
 class TargetClient(Protocol):
@@ -89,36 +77,36 @@ class SyntheticPromptGenerator:
         self._settings = settings
         self._rng = np.random.default_rng(settings.seed)
         self._mark = mark  # unique on every call
-        self._failures: Counter[str] = Counter()  # calls in a row, by topic
+        self._backoffs: dict[str, Backoff] = {}  # in calls of run_once, by topic
         self._rests: dict[str, int] = {}  # calls left
         self.counts: Counter[str] = Counter(made=0, unfinished=0, unsuited=0, refused=0, yielded=0)
 
-    def lacks(self, source: RecordSource) -> bool:
+    def lacks(self, client: TrainerClient) -> bool:
         """Whether any topic lacks synthetic records."""
-        return lacking(source.stats(), self._settings)[0] is not None
+        return lacking(client.stats(), self._settings)[0] is not None
 
-    def run_once(self, source: RecordSource, target: TargetClient) -> bool:
+    def run_once(self, client: TrainerClient, target: TargetClient) -> bool:
         """Make prompts for the topic that lacks most; False if none was made."""
         self._rests = {topic: left - 1 for topic, left in self._rests.items() if left > 1}
-        topic, lacks = lacking(source.stats(), self._settings, self._rests)
-        if topic is None or not source.may_train():
+        topic, lacks = lacking(client.stats(), self._settings, self._rests)
+        if topic is None or not client.acquire_permit():
             return False
         yielded = self.counts["yielded"]
-        made = self._make(topic, min(lacks, self._settings.at_once), source, target)
+        made = self._make(topic, min(lacks, self._settings.at_once), client, target)
         self.counts["made"] += made
+        backoff = self._backoffs.setdefault(topic, Backoff(_FIRST_REST, _LONGEST_REST))
         if made:
-            del self._failures[topic]
+            backoff.reset()
         elif yielded == self.counts["yielded"]:
-            self._failures[topic] += 1
-            self._rests[topic] = min(2 ** self._failures[topic], _LONGEST_REST)
+            self._rests[topic] = int(backoff.fail())
         return made > 0
 
-    def _make(self, topic: str, count: int, source: RecordSource, target: TargetClient) -> int:
+    def _make(self, topic: str, count: int, client: TrainerClient, target: TargetClient) -> int:
         """Prompts that were made and answered."""
         marks = self._settings.marks
         started = [
             (record, start, self._mark())
-            for record in source.sample(topic, count, "train")
+            for record in client.sample(topic, count, "train")
             if (start := self._cut(record)) is not None
         ]
         texts = self._generate(target, [prompt_request(r, s, marks, m) for r, s, m in started])
@@ -127,7 +115,7 @@ class SyntheticPromptGenerator:
             for (record, start, mark), text in zip(started, texts, strict=True)
             if (request := self._to_answer(record, start, text, mark)) is not None
         ]
-        if not requests or not source.may_train():
+        if not requests or not client.acquire_permit():
             return 0
         return sum(a.finish_reason in _COMPLETE for a in self._generate(target, requests))
 
@@ -258,38 +246,30 @@ class SyntheticPrompts:
             settings: see SyntheticSettings.
             shards: topic to actor handle of its ReplayShard.
             registry: actor handle of the WeightRegistry, for topics that are added later.
-            scheduler: actor handle of the TrainerScheduler; None always permits.
+            scheduler: actor handle of the TrainerScheduler; None always grants permits.
             target: ``find_handle`` of ServeTargetClient.
         """
-        self._settings = settings
+        self._timeout_s = settings.timeout_s
         self._handles = (dict(shards), registry, scheduler)
         self._generator = SyntheticPromptGenerator(settings)
         self._target = target
-        self._failures = 0
-        self._error: str | None = None
-        threading.Thread(target=self._run, name="paceline-synthetic", daemon=True).start()
+        self._background = BackgroundLoop("paceline-synthetic", self._prepare, settings.refresh_s)
+        self._background.start()
 
     def figures(self) -> dict[str, Any]:
         """The generator's counts, ``failures``, and ``last_error`` (None without one)."""
-        own = {"failures": self._failures, "last_error": self._error}
+        background = self._background
+        own = {"failures": background.failures, "last_error": background.last_error}
         return dict(self._generator.counts) | own
 
-    def _run(self) -> None:
-        from paceline.actors.training.trainer import lower_priority
+    def _prepare(self) -> Callable[[], bool]:
+        from paceline.actors.training.client import RayTrainerClient
 
-        lower_priority()
-        from paceline.actors.training.client import RayWorld
+        client = RayTrainerClient(*self._handles, self._timeout_s)
+        target = ServeTargetClient(self._target, client.acquire_permit)
 
-        shards, registry, scheduler = self._handles
-        world = RayWorld(shards, registry, scheduler, self._settings.timeout_s)
-        target = ServeTargetClient(self._target, world.may_train)
-        while True:
-            try:
-                world.added()
-                if not self._generator.run_once(world, target):
-                    time.sleep(self._settings.refresh_s)
-            except Exception as error:
-                self._failures += 1
-                self._error = f"{type(error).__name__}: {error}"
-                logger.info("no synthetic prompts were made, trying again", exc_info=True)
-                time.sleep(_RETRY_S)
+        def run_once() -> bool:
+            client.added_topics()
+            return self._generator.run_once(client, target)
+
+        return run_once

@@ -46,7 +46,7 @@ class SyntheticSettings:
         at_once: requests in flight at most.
         least_records: training records of a topic before any synthetic one is made.
         refresh_s: pause when there was nothing to do, seconds.
-        timeout_s: of calls to shards and board.
+        timeout_s: of calls to shards and scheduler.
         seed: None is unseeded.
     """
 

@@ -32,7 +32,7 @@ def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
             prompt = np.array(question.token_ids, dtype=np.int32)
             named = {"request_id": question.key, "topic": topic, "prompt_token_ids": prompt}
             learner.take(replace(lesson(number), **named))  # type: ignore[arg-type]
-        assert learner._rounds.counted[topic].micro_steps > 0, topic
+        assert learner._loop.counted[topic].micro_steps > 0, topic
 
 
 def test_a_quick_run_holds_out_more_unless_it_is_told() -> None:

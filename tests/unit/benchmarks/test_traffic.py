@@ -231,7 +231,7 @@ def test_the_clock_waits_for_a_trainer_that_has_something_to_load() -> None:
     up = traffic_server.is_up
     assert not up({})  # it does not answer yet
     assert not up({"state": "starting", "micro_steps": 0})
-    assert not up({"state": "waiting for leave", "micro_steps": 0})
+    assert not up({"state": "waiting for a permit", "micro_steps": 0})
     assert up({"state": "no new records", "micro_steps": 0})
     assert up({"state": "training", "micro_steps": 1})
 

@@ -16,7 +16,7 @@ from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.deepspeed_setup import ZeroStage
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings, TrainerSettings
-from paceline.actors.training.shares import of_a_step
+from paceline.actors.training.shares import make_shares
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
@@ -67,9 +67,9 @@ def test_records_one_at_a_time_make_the_step_of_all_at_once(draft: Path, weighti
         )
         candidate = Candidate("sql", TrainerSettings({"sql": str(draft)}, own))
         step = [records[at : at + micro_batch] for at in range(0, 4, micro_batch)]
-        assert candidate.lacking == len(step)
-        for share in candidate.prepare(step):
-            candidate.practise(share)
+        assert candidate.micro_steps_left == len(step)
+        for share in candidate.make_shares(step):
+            candidate.learn(share)
         assert candidate.steps == 1
         return {name: w.clone() for name, w in candidate._distiller.state_dict().items()}
 
@@ -100,7 +100,7 @@ def test_whoever_waits_before_a_step_is_asked_once_a_step_and_may_raise(draft: P
     settings = own.settings.objective
 
     def learn(number: int, before_step: Any) -> None:
-        own.learn(of_a_step([batch(number)], settings)[0], before_step)
+        own.learn(make_shares([batch(number)], settings)[0], before_step)
 
     for number in range(4):
         learn(number, lambda n=number: asked.append(n))
@@ -114,4 +114,4 @@ def test_whoever_waits_before_a_step_is_asked_once_a_step_and_may_raise(draft: P
     with pytest.raises(Ended):
         learn(6, raises)
     assert own.steps == 3
-    assert own.lacking == 2
+    assert own.micro_steps_left == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lessons import TINY_VOCAB, learn, lesson
-from local_world import filled, make_rounds, trainer_settings
+from local_client import filled, make_loop, trainer_settings
 from tiny_models import tiny_llama
 
 from paceline.actors.training.adapters import Adapters, is_adapter
@@ -124,10 +124,10 @@ def test_resumed_adapters_go_on_to_the_bit(tmp_path: Path, dtype: str) -> None:
     first = candidate()
     steps(first)
     _, _, state = first.compare(RECORDS, lambda: None)
-    first.published(1, state, RECORDS, np.zeros(len(RECORDS)))
+    first.mark_published(1, state, RECORDS, np.zeros(len(RECORDS)))
     expected = steps(first)
     second = candidate()
-    second.take(1, second.flat(state))
+    second.load(1, flatten(state))
     assert second.steps == 8
     assert steps(second) == expected
     after = first.compare(RECORDS, lambda: None)[2]
@@ -136,7 +136,7 @@ def test_resumed_adapters_go_on_to_the_bit(tmp_path: Path, dtype: str) -> None:
         for name, weight in second.compare(RECORDS, lambda: None)[2].items()
     )
     other = candidate(rank=4)
-    other.take(1, other.flat(state))
+    other.load(1, flatten(state))
     assert other.steps == 0  # another rank's adapters: it starts anew on the published weights
 
 
@@ -156,32 +156,30 @@ def test_only_adapters_have_gradients_and_moments(draft: Path) -> None:
 def test_an_expert_s_first_adapters_lie_on_what_general_is_served_as(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path)
-    assert world.registry is not None
-    rounds = make_rounds(
-        trainer_settings(draft, distiller=settings("lora"), round_seconds=0.1), world
-    )
+    client = filled(tmp_path)
+    assert client.registry is not None
+    loop = make_loop(trainer_settings(draft, distiller=settings("lora"), round_seconds=0.1), client)
     newer = {
         name: weight + 0.01
-        for name, weight in rounds.candidate("sql").compare(RECORDS[:1], lambda: None)[2].items()
+        for name, weight in loop.candidate("sql").compare(RECORDS[:1], lambda: None)[2].items()
     }
-    world.registry.publish("general", flatten(newer), {})
-    assert rounds.tick()
-    assert rounds.progress.topic == "sql"
-    base = own(rounds.candidate("sql")._distiller)
+    client.registry.publish("general", flatten(newer), {})
+    assert loop.run_round()
+    assert loop.progress.topic == "sql"
+    base = own(loop.candidate("sql")._distiller)
     assert all(torch.equal(base[name], weight.float()) for name, weight in newer.items())
     # the base stays: general's next version is for those that have not begun
-    world.registry.publish("general", flatten({n: w + 0.01 for n, w in newer.items()}), {})
-    rounds._base_on_general(rounds.candidate("sql"), 2)
-    kept = own(rounds.candidate("sql")._distiller)
+    client.registry.publish("general", flatten({n: w + 0.01 for n, w in newer.items()}), {})
+    loop._base_on_general(loop.candidate("sql"), 2)
+    kept = own(loop.candidate("sql")._distiller)
     assert all(torch.equal(base[name], weight) for name, weight in kept.items())
     # but one that starts over, never published, begins with what general is served as by then
-    again = rounds.candidate("sql")
-    again.rejections, again._began_with, again.version = 1, 1, 0
+    again = loop.candidate("sql")
+    again.rejections, again._initial_records, again.version = 1, 1, 0
     again._ahead = False
-    rounds._round("sql", Assignment("sql"), world.registry.current() | {"sql": 0}, world.stats())
+    loop._round("sql", Assignment("sql"), client.registry.current() | {"sql": 0}, client.stats())
     newest = own(again._distiller)
     assert any(not torch.equal(base[name], weight) for name, weight in newest.items())
-    _, flat = world.weights("general") or (0, None)
+    _, flat = client.weights("general") or (0, None)
     assert flat is not None
     assert all(torch.equal(newest[n], w.float()) for n, w in unflatten(flat).items())

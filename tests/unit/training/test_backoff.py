@@ -1,4 +1,4 @@
-"""Asking for leave: often at first, seldom where it has long been refused."""
+"""Back-off, and the polls for a permit that it paces."""
 
 from __future__ import annotations
 
@@ -6,39 +6,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.training.backoff import Patience, pause_s
-from paceline.actors.training.progress import Stopped
+from paceline.actors.backoff import Backoff
+from paceline.actors.training.progress import Stopped, wait_for_permit
 
 
-def test_a_short_gap_is_waited_for_closely_and_a_busy_hour_costs_half_the_questions() -> None:
-    assert pause_s(0.0, 0.02) == pause_s(0.3, 0.02) == 0.02
-    assert pause_s(0.5, 0.02) == 0.03125
-    assert pause_s(3600.0, 0.02) == 0.04
-    assert pause_s(3600.0, 2.0) == 2.0
+def test_delays_double_up_to_a_limit_until_a_success() -> None:
+    backoff = Backoff(1.0, 5.0)
+    assert backoff.delay == 0.0
+    assert [backoff.fail() for _ in range(4)] == [1.0, 2.0, 4.0, 5.0]
+    assert backoff.delay == 5.0
+    backoff.reset()
+    assert backoff.fail() == 1.0
+    backoff.failures = 10**6
+    assert backoff.fail() == 5.0, "the exponent is bounded because a float is"
 
 
-@given(st.floats(0.0, 1e5), st.floats(1e-3, 1.0))
-def test_what_is_missed_of_a_gap_is_a_sixteenth_of_the_waiting_at_most(
-    waited: float, poll: float
-) -> None:
-    assert poll <= pause_s(waited, poll) <= max(poll, waited / 16)
-
-
-def test_it_asks_until_it_is_told_yes() -> None:
+def polls(refused: int, poll_s: float) -> list[float]:
+    """The delays between polls of which so many are refused."""
     slept: list[float] = []
-    answers = iter([False] * 200 + [True])
-    Patience(0.02, sleep=slept.append, stopped=lambda: False).until(lambda: next(answers))
-    assert len(slept) == 200
-    assert slept == sorted(slept)
+    answers = iter([False] * refused + [True])
+    wait_for_permit(lambda: next(answers), poll_s, sleep=slept.append, stopped=lambda: False)
     assert next(answers, None) is None
-    again: list[float] = []
-    answers = iter([False, True])
-    Patience(0.02, sleep=again.append, stopped=lambda: False).until(lambda: next(answers))
-    assert again == [0.02]
+    return slept
+
+
+def test_a_short_gap_is_waited_for_closely_and_a_busy_hour_costs_half_the_polls() -> None:
+    assert polls(1, 0.02) == [0.02]
+    assert polls(3, 0.02)[-1] < 0.023
+    assert polls(200, 0.02)[-1] == 0.04
+    assert set(polls(200, 2.0)) == {2.0}
+
+
+@given(st.integers(1, 300), st.floats(1e-3, 1.0))
+def test_what_is_missed_of_a_gap_is_a_sixteenth_of_the_wait_beyond_a_poll(
+    refused: int, poll_s: float
+) -> None:
+    slept = polls(refused, poll_s)
+    assert slept == sorted(slept)
+    for number, delay in enumerate(slept):
+        assert poll_s <= delay <= (poll_s + sum(slept[:number]) / 16) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_it_ends_when_told_to(granted: bool) -> None:
-    patience = Patience(0.02, sleep=lambda _: None, stopped=lambda: True)
+def test_the_wait_ends_when_the_trainer_does(granted: bool) -> None:
     with pytest.raises(Stopped):
-        patience.until(lambda: granted)
+        wait_for_permit(lambda: granted, 0.02, sleep=lambda _: None, stopped=lambda: True)

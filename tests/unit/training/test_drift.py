@@ -12,12 +12,12 @@ from paceline.actors.training.drift import Drift, DriftSettings
 from paceline.actors.training.topic_schedule import (
     ScheduleSettings,
     TopicView,
-    best,
     is_ready,
     round_length,
-    wants,
+    select_topic,
+    topic_priorities,
 )
-from paceline.actors.training.topic_stats import Outlook
+from paceline.actors.training.topic_stats import LiveStats
 
 
 class Counters:
@@ -97,7 +97,7 @@ def test_how_often_one_looks_changes_little() -> None:
 
 
 def test_a_registry_that_does_not_answer_leaves_the_outlook_as_it_is() -> None:
-    outlook = Outlook(("sql", "math"), DriftSettings())
+    outlook = LiveStats(("sql", "math"), DriftSettings())
     live = {"requests": 9, "rounds": 90, "accepted": 50, "stable": 1, "canary_requests": 2}
     assert outlook.update({"sql": live | {"candidate": 4}}) == []
     assert outlook.update(None) == []
@@ -135,7 +135,7 @@ def test_a_topic_on_trial_is_trained_with_new_records_only() -> None:
 
 def test_a_drifting_topic_comes_first() -> None:
     lost = dataclasses.replace(view(drifting=True, acceptance=0.5), name="code")
-    assert best(wants([view(acceptance=0.5), lost])) == "code"
+    assert select_topic(topic_priorities([view(acceptance=0.5), lost])) == "code"
 
 
 def test_rounds_are_shorter_under_load_and_in_drift() -> None:

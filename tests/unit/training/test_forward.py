@@ -19,7 +19,7 @@ from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.forward import logits_at
 from paceline.actors.training.optimizer_state import OptimizerState, parameter_groups
 from paceline.actors.training.settings import DistillerSettings
-from paceline.actors.training.shares import of_a_step
+from paceline.actors.training.shares import make_shares
 
 BATCH = make_batch([make_record(length=5), make_record(length=8, seed=2)], 64)
 CONFIGS = {
@@ -71,7 +71,7 @@ def test_norms_stay_at_rest(tmp_path: Path, stage: int) -> None:
         dtype="float32", device="cpu", learning_rate=1e-2, average_decay=0.0, zero_stage=stage
     )
     distiller = Distiller(str(tmp_path), settings)
-    [share] = of_a_step([make_batch([lesson(n) for n in range(4)], 64)], settings.objective)
+    [share] = make_shares([make_batch([lesson(n) for n in range(4)], 64)], settings.objective)
     share = dataclasses.replace(share, weights=torch.zeros_like(share.weights))
     optimizer = distiller._engine.basic_optimizer
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]

@@ -1,28 +1,30 @@
-"""The share of the learning rate, by what the gate finds."""
+"""The share of the learning rate, by the gate's decisions."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.training.learning_rate import Stride
+from paceline.actors.training.learning_rate import decreased, increased
 
 
 @given(st.lists(st.booleans(), max_size=60))
-def test_steps_stay_above_nothing_and_at_most_the_configured_rate(published: list[bool]) -> None:
-    stride = Stride()
+def test_the_share_stays_above_nothing_and_at_most_the_configured_rate(
+    published: list[bool],
+) -> None:
+    share = 1.0
     for success in published:
-        before = stride.share
-        stride = stride.longer() if success else stride.shorter()
-        assert 0.01 < stride.share <= 1.0
-        assert stride.share >= before if success else stride.share <= before
+        before = share
+        share = increased(share) if success else decreased(share)
+        assert 0.01 < share <= 1.0
+        assert share >= before if success else share <= before
 
 
-def test_traffic_that_changes_has_its_steps_back_after_a_few_publications() -> None:
-    stride = Stride()
+def test_changed_traffic_has_the_full_rate_back_after_a_few_publications() -> None:
+    share = 1.0
     for _ in range(30):
-        stride = stride.shorter()
+        share = decreased(share)
     publications = 0
-    while stride.share < 1.0:
-        stride, publications = stride.longer(), publications + 1
+    while share < 1.0:
+        share, publications = increased(share), publications + 1
     assert publications <= 7

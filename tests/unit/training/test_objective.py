@@ -20,7 +20,7 @@ from paceline.actors.training.losses import (
     position_weights,
 )
 from paceline.actors.training.settings import ObjectiveSettings
-from paceline.actors.training.shares import of_a_step
+from paceline.actors.training.shares import make_shares
 
 
 def plain() -> ReplayRecord:
@@ -119,7 +119,7 @@ def test_a_step_minimises_the_same_in_one_micro_batch_and_in_several(
     pieces = logits.split([batch.num_positions for batch in parts])
     losses = [
         objective(piece, share.batch, settings, share.weights).loss
-        for piece, share in zip(pieces, of_a_step(parts, settings), strict=True)
+        for piece, share in zip(pieces, make_shares(parts, settings), strict=True)
     ]
     torch.testing.assert_close(torch.stack(losses).mean(), whole)  # as the optimizer takes it
 

@@ -11,9 +11,10 @@ from lessons import TINY_VOCAB, learn, lesson
 from safetensors import SafetensorError
 from tiny_models import tiny_llama
 
-from paceline.actors.training import optimizer_state as moments
+from paceline.actors.training import optimizer_state
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
+from paceline.actors.weights.flat_weights import flatten
 
 RECORDS = [lesson(number) for number in range(8)]
 
@@ -39,7 +40,7 @@ def steps(one: Candidate, count: int) -> list[float]:
 
 def published(one: Candidate, version: int = 1) -> dict[str, torch.Tensor]:
     _, _, state = one.compare(RECORDS, lambda: None)
-    one.published(version, state, RECORDS, np.zeros(len(RECORDS)))
+    one.mark_published(version, state, RECORDS, np.zeros(len(RECORDS)))
     return state
 
 
@@ -55,7 +56,7 @@ def test_a_restarted_trainer_goes_on_as_if_nothing_had_happened(tmp_path: Path, 
     expected = steps(first, 8)
 
     second = candidate(tmp_path, dtype)
-    second.take(1, second.flat(state))
+    second.load(1, flatten(state))
     assert second.steps == 5
     assert steps(second, 8) == pytest.approx(expected, rel=1e-5)
     for name, weight in weights(first).items():
@@ -63,7 +64,7 @@ def test_a_restarted_trainer_goes_on_as_if_nothing_had_happened(tmp_path: Path, 
 
     # without the file it does not: the test can tell
     third = candidate(tmp_path, dtype, keep=False)
-    third.take(1, third.flat(state))
+    third.load(1, flatten(state))
     assert third.steps == 0
     assert steps(third, 8) != pytest.approx(expected, rel=1e-3)
 
@@ -74,12 +75,12 @@ def test_who_falls_back_to_the_stable_version_has_its_moments_too(tmp_path: Path
     first = published(one, 1)
     steps(one, 4)
     published(one, 2)  # on trial, and rolled back
-    one.take(1, one.flat(first))
+    one.load(1, flatten(first))
     assert one.steps == 3
     steps(one, 2)
     published(one, 3)
     again = candidate(tmp_path, "float32")
-    again.take(1, again.flat(first))
+    again.load(1, flatten(first))
     assert again.steps == 3
 
 
@@ -90,7 +91,7 @@ def test_a_full_disk_costs_the_moments_and_not_the_publication(
     def full(*_: object) -> None:
         raise error("no space left on device")
 
-    monkeypatch.setattr(moments, "save_file", full)
+    monkeypatch.setattr(optimizer_state, "save_file", full)
     one = candidate(tmp_path, "float32")
     steps(one, 1)
     published(one)
@@ -102,7 +103,7 @@ def test_the_file_outlives_the_order_in_which_weights_were_flattened(tmp_path: P
     steps(first, 2)
     state = published(first)
     second = candidate(tmp_path, "float32")
-    second.take(1, second.flat(dict(reversed(list(state.items())))))
+    second.load(1, flatten(dict(reversed(list(state.items())))))
     assert second.steps == 2
 
 
@@ -123,12 +124,12 @@ def test_a_file_that_does_not_belong_is_ignored_with_one_line(
     if what == "other draft":
         state = weights(second)
         kept = first._distiller.optimizer_state()
-        moments.save(topic, kept, 1, second.flat(state).digest())
+        optimizer_state.save_checkpoint(topic, kept, 1, flatten(state).digest())
     caplog.clear()
     with caplog.at_level("INFO", logger="paceline.actors.training"):
-        second.take(2 if what == "version" else 1, second.flat(state))
+        second.load(2 if what == "version" else 1, flatten(state))
     assert second.steps == 0
-    assert len([r for r in caplog.records if "moments start anew" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "the optimizer starts fresh" in r.getMessage()]) == 1
     assert steps(second, 1)[0] > 0.0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from canaries import Serving, mean_rate
 from lessons import TINY_VOCAB, lesson
-from local_world import LocalWorld, fill, filled, make_rounds, trainer_settings
+from local_client import LocalClient, fill, filled, make_loop, trainer_settings
 from tiny_models import tiny_llama
 
 from paceline.actors.replay.record import encode
@@ -28,10 +28,10 @@ NEW = itertools.count()
 CANARY = CanarySettings(rest_s=0.0, least_trial_s=0.0)  # the registry gives no respite
 
 
-def bring(world: LocalWorld, count: int) -> None:
+def bring(client: LocalClient, count: int) -> None:
     """New records of the topic."""
     for _ in range(count):
-        world.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+        client.shards["sql"].insert(encode(lesson(900 + next(NEW))))
 
 
 def model(noise: float = 0.0, seed: int = 0) -> Any:
@@ -100,56 +100,56 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     draft: Path, tmp_path: Path
 ) -> None:
     """All records say what the target never says: training and gate are both deceived."""
-    world = filled(tmp_path, canary=CANARY)
-    assert world.registry is not None
-    serving = Serving(model(), model, 0.5, world.registry)
-    rounds = make_rounds(trainer_settings(draft), world)
-    assert rounds.tick()
-    deceived = world.registry.history("sql")[-1]
+    client = filled(tmp_path, canary=CANARY)
+    assert client.registry is not None
+    serving = Serving(model(), model, 0.5, client.registry)
+    loop = make_loop(trainer_settings(draft), client)
+    assert loop.run_round()
+    deceived = client.registry.history("sql")[-1]
     assert deceived["gain_lower_bound"] > 0.3
     assert deceived["gain_lower_bound"] < deceived["gain_upper_bound"]
-    assert rounds.candidate("sql").version == 1
+    assert loop.candidate("sql").version == 1
     serving.serve(prompts(48))
-    assert world.registry.current()["sql"] == 0
-    last = world.registry.history("sql")[-1]
+    assert client.registry.current()["sql"] == 0
+    last = client.registry.history("sql")[-1]
     assert last["outcome"] == "rolled_back"
     assert last["difference_upper_bound"] < 0.0
     assert mean_rate(serving.rates[-16:]) > 0.99  # the harm is over
     assert {version for version, _ in serving.rates[-16:]} == {0}
-    bring(world, 4)
-    assert rounds.tick()
-    assert world.registry.current()["sql"] == 0
-    again = world.registry.history("sql")[-1]  # judged against what is served, not against itself
+    bring(client, 4)
+    assert loop.run_round()
+    assert client.registry.current()["sql"] == 0
+    again = client.registry.history("sql")[-1]  # judged against what is served, not against itself
     before = deceived["served_expected_acceptance"]
     assert again["served_expected_acceptance"] == pytest.approx(before, abs=0.05)
-    assert rounds.candidate("sql").version in (0, 2)
-    versions = [d["version"] for d in world.registry.history("sql") if d.get("canary")]
+    assert loop.candidate("sql").version in (0, 2)
+    versions = [d["version"] for d in client.registry.history("sql") if d.get("canary")]
     assert versions == sorted(set(versions))
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("deepspeed")
 def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_path: Path) -> None:
-    world = LocalWorld(tmp_path, ("sql",), canary=CANARY)
-    fill(world, ("sql",), 80)
-    registry = world.registry
+    client = LocalClient(tmp_path, ("sql",), canary=CANARY)
+    fill(client, ("sql",), 80)
+    registry = client.registry
     assert registry is not None
     settings = trainer_settings(draft, ("sql",), round_seconds=0.3)
-    rounds = make_rounds(settings, world)
+    loop = make_loop(settings, client)
     for number in range(1, settings.schedule.max_rejections + 1):
-        bring(world, settings.schedule.min_new)
-        assert rounds.tick()
+        bring(client, settings.schedule.min_new)
+        assert loop.run_round()
         assert registry.live()["sql"]["candidate"] == number
         for _ in range(4):
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (number, 2))])
         assert registry.live()["sql"]["candidate"] is None
-    bring(world, settings.schedule.min_new)
-    assert not rounds.tick()  # enough for a rejected candidate, not for a plateau
-    bring(world, 40)
-    assert rounds.tick()
+    bring(client, settings.schedule.min_new)
+    assert not loop.run_round()  # enough for a rejected candidate, not for a plateau
+    bring(client, 40)
+    assert loop.run_round()
 
 
-class Poisoned(LocalWorld):
+class Poisoned(LocalClient):
     """Weights spoil on their way to the registry."""
 
     def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
@@ -162,52 +162,52 @@ class Poisoned(LocalWorld):
 def test_weights_with_a_nan_are_refused_and_the_trainer_starts_again(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path)
-    world.__class__ = Poisoned
-    rounds = make_rounds(trainer_settings(draft), world)
-    assert rounds.tick()
-    assert world.registry is not None
-    assert [d["outcome"] for d in world.registry.history("sql")] == ["refused"]
-    assert world.registry.current()["sql"] == 0
-    assert rounds.candidate("sql").steps == 0
-    assert rounds.progress.rejected == 1
+    client = filled(tmp_path)
+    client.__class__ = Poisoned
+    loop = make_loop(trainer_settings(draft), client)
+    assert loop.run_round()
+    assert client.registry is not None
+    assert [d["outcome"] for d in client.registry.history("sql")] == ["refused"]
+    assert client.registry.current()["sql"] == 0
+    assert loop.candidate("sql").steps == 0
+    assert loop.progress.rejected == 1
 
 
 @pytest.mark.usefixtures("deepspeed")
 @pytest.mark.parametrize("rate", [30.0, 1e3])
 def test_an_exploding_rate_publishes_nothing(draft: Path, tmp_path: Path, rate: float) -> None:
     wild = DistillerSettings(learning_rate=rate, warmup_steps=1, dtype="float32")
-    world = filled(tmp_path, canary=CANARY)
-    rounds = make_rounds(trainer_settings(draft, distiller=wild, round_seconds=0.2), world)
+    client = filled(tmp_path, canary=CANARY)
+    loop = make_loop(trainer_settings(draft, distiller=wild, round_seconds=0.2), client)
     for _ in range(4):
-        rounds.tick()
-    assert world.registry is not None
-    assert {d["outcome"] for d in world.registry.history()} == {"rejected"}
+        loop.run_round()
+    assert client.registry is not None
+    assert {d["outcome"] for d in client.registry.history()} == {"rejected"}
 
 
 @pytest.mark.usefixtures("deepspeed")
 def test_training_goes_on_while_a_canary_is_undecided_and_publishes_after_it(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path, canary=CANARY)
-    registry = world.registry
+    client = filled(tmp_path, canary=CANARY)
+    registry = client.registry
     assert registry is not None
-    rounds = make_rounds(trainer_settings(draft, round_seconds=0.3), world)
-    assert rounds.tick()
-    steps = rounds.candidate("sql").steps
+    loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
+    assert loop.run_round()
+    steps = loop.candidate("sql").steps
     registry.report([DraftOutcome("sql", 1, 20, 12)])
-    bring(world, 5)  # new records: a topic on trial is trained on with nothing else
-    assert rounds.tick()
-    assert rounds.progress.state == "waiting for the canary"
-    assert rounds.candidate("sql").steps > steps
+    bring(client, 5)  # new records: a topic on trial is trained on with nothing else
+    assert loop.run_round()
+    assert loop.progress.state == "waiting for the canary"
+    assert loop.candidate("sql").steps > steps
     assert registry.live()["sql"]["candidate"] == 1
     for _ in range(8):
         registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 2), (1, 16))])
     assert registry.current()["sql"] == 1
-    steps = rounds.candidate("sql").steps
-    rounds.tick()
-    assert rounds.candidate("sql").version >= 1
-    assert rounds.candidate("sql").steps >= steps  # from where it was
+    steps = loop.candidate("sql").steps
+    loop.run_round()
+    assert loop.candidate("sql").version >= 1
+    assert loop.candidate("sql").steps >= steps  # from where it was
 
 
 @pytest.mark.usefixtures("deepspeed")
@@ -215,26 +215,26 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     draft: Path, tmp_path: Path
 ) -> None:
     """What was withdrawn is neither what the next candidate is judged by nor where it begins."""
-    world = filled(tmp_path, canary=CANARY)
-    registry = world.registry
+    client = filled(tmp_path, canary=CANARY)
+    registry = client.registry
     assert registry is not None
-    rounds = make_rounds(trainer_settings(draft, round_seconds=0.3), world)
-    assert rounds.tick()
+    loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
+    assert loop.run_round()
     assert registry.live()["sql"]["candidate"] == 1
     registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
-    bring(world, 5)
+    bring(client, 5)
 
     def leave() -> bool:  # asked for before every micro-step
         if registry.live()["sql"]["candidate"] is not None:
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (1, 2))])
         return True
 
-    world.leave = leave
-    assert rounds.tick()
-    assert rounds.progress.state == "rolled back"
+    client.permitted = leave
+    assert loop.run_round()
+    assert loop.progress.state == "rolled back"
     assert [d["version"] for d in registry.history("sql") if d.get("canary")] == [1]
-    bring(world, 5)
-    assert rounds.tick()
+    bring(client, 5)
+    assert loop.run_round()
     again = registry.history("sql")[-1]
     assert again["served_expected_acceptance"] < 0.5  # the stable draft's, not the withdrawn one's
     first = next(d for d in registry.history("sql") if d["version"] == 1)
@@ -245,8 +245,8 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
 
 @pytest.mark.usefixtures("deepspeed")
 def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
-    registry = world.registry
+    client = filled(tmp_path)
+    registry = client.registry
     assert registry is not None
     no_learning = DistillerSettings(
         learning_rate=0.0, warmup_steps=1, rate_hold_steps=1, dtype="float32"
@@ -254,21 +254,22 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
     schedule = ScheduleSettings(
         min_train=4, min_held_out=3, min_new=2, max_rejections=1, least_hope=0.015
     )
-    rounds = make_rounds(
-        trainer_settings(draft, distiller=no_learning, schedule=schedule, round_seconds=0.05), world
+    loop = make_loop(
+        trainer_settings(draft, distiller=no_learning, schedule=schedule, round_seconds=0.05),
+        client,
     )
-    while rounds.tick():
+    while loop.run_round():
         pass
     for _ in range(200):
         registry.report([DraftOutcome("sql", 0, 20, 16)])
-    bring(world, 2)
-    assert not rounds.tick()  # two new records are too few for a plateau
-    distiller = rounds.candidate("sql")._distiller
+    bring(client, 2)
+    assert not loop.run_round()  # two new records are too few for a plateau
+    distiller = loop.candidate("sql")._distiller
     assert distiller._rate(distiller.steps) < 0.5
     for _ in range(60):
         registry.report([DraftOutcome("sql", 0, 20, 4)])
     steps = distiller.steps
-    assert rounds.tick()
+    assert loop.run_round()
     assert distiller._rate(steps) == 1.0  # the round began at the full rate again
     [drift] = [d for d in registry.history("sql") if d["outcome"] == "drift"]
     assert drift["acceptance_fast"] < drift["acceptance_slow"] - 0.08
@@ -278,28 +279,28 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
 def test_a_round_keeps_what_it_has_learnt_where_the_registry_takes_nothing_now(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path, canary=CanarySettings(least_trial_s=1e6))
-    registry = world.registry
+    client = filled(tmp_path, canary=CanarySettings(least_trial_s=1e6))
+    registry = client.registry
     assert registry is not None
-    rounds = make_rounds(trainer_settings(draft, round_seconds=0.3), world)
-    publish = world.publish
+    loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
+    publish = client.publish
 
     def closed(*_: Any) -> int:
         raise NotNow("sql: the one before has only just gone on trial")
 
-    world.publish = closed  # type: ignore[method-assign]  # after the trainer has looked
-    assert rounds.tick()
-    assert rounds.progress.state == "not publishing"
-    own = rounds.candidate("sql")
+    client.publish = closed  # type: ignore[method-assign]  # after the trainer has looked
+    assert loop.run_round()
+    assert loop.progress.state == "not publishing"
+    own = loop.candidate("sql")
     steps = own.steps
     assert (steps > 0, own.rejections, own.version) == (True, 0, 0)
-    world.publish = publish  # type: ignore[method-assign]
-    bring(world, 5)
-    assert rounds.tick()
+    client.publish = publish  # type: ignore[method-assign]
+    bring(client, 5)
+    assert loop.run_round()
     assert own.steps > steps
     assert registry.live()["sql"]["candidate"] == own.version == 1
     steps = own.steps
-    bring(world, 5)
-    assert rounds.tick()  # now it sees beforehand that nothing is taken
-    assert rounds.progress.state == "not publishing"
+    bring(client, 5)
+    assert loop.run_round()  # now it sees beforehand that nothing is taken
+    assert loop.progress.state == "not publishing"
     assert own.steps > steps

@@ -13,15 +13,14 @@ from scipy import stats
 
 from paceline.actors.training.batches import fit, make_batch, usable
 from paceline.actors.training.expert_evaluation import acceptance
-from paceline.actors.training.gate import NOT_FINITE, GateSettings, judge
+from paceline.actors.training.gate import NOT_FINITE, GateSettings, decide
 from paceline.actors.training.topic_schedule import (
-    Rest,
     ScheduleSettings,
     TopicView,
     TrafficMeter,
-    best,
     is_ready,
-    wants,
+    select_topic,
+    topic_priorities,
 )
 from paceline.actors.weights.draft_outcomes import student_quantile
 
@@ -37,7 +36,7 @@ def view(name: str, **changes: object) -> TopicView:
 
 def test_gate_publishes_a_clear_gain() -> None:
     served = rng().uniform(0.0, 0.3, 20)
-    decision = judge(served + 0.2, served)
+    decision = decide(served + 0.2, served)
     assert decision.publish
     assert decision.facts()["records"] == 20
     # all records agree, and still some spread is assumed
@@ -47,30 +46,30 @@ def test_gate_publishes_a_clear_gain() -> None:
 def test_gate_rejects_equal_worse_and_noise() -> None:
     served = rng().uniform(0.0, 1.0, 30)
     noise = np.random.default_rng(5).normal(0.0, 0.2, 30)
-    assert not judge(served, served).publish
-    assert not judge(served - 0.01, served).publish
-    assert not judge(served + noise - noise.mean(), served).publish
+    assert not decide(served, served).publish
+    assert not decide(served - 0.01, served).publish
+    assert not decide(served + noise - noise.mean(), served).publish
 
 
 def test_gate_wants_a_handful_of_records() -> None:
-    decision = judge(np.ones(3), np.zeros(3))
+    decision = decide(np.ones(3), np.zeros(3))
     assert not decision.publish
     assert decision.reason == "too few held-out records"
     assert decision.facts()["gain_lower_bound"] is None
-    assert judge(np.ones(4), np.zeros(4)).publish
-    empty = judge(np.ones(0), np.ones(0), GateSettings(min_records=0))
+    assert decide(np.ones(4), np.zeros(4)).publish
+    empty = decide(np.ones(0), np.ones(0), GateSettings(min_records=0))
     assert not empty.publish
     assert empty.facts()["served_expected_acceptance"] is None
 
 
 def test_gate_refuses_scores_that_do_not_pair_up() -> None:
     with pytest.raises(ValueError, match="pair up"):
-        judge(np.ones(5), np.ones(6))
+        decide(np.ones(5), np.ones(6))
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_gate_rejects_a_candidate_without_a_score(broken: float) -> None:
-    decision = judge(np.array([1.0, 1.0, 1.0, 1.0, broken]), np.zeros(5))
+    decision = decide(np.array([1.0, 1.0, 1.0, 1.0, broken]), np.zeros(5))
     assert not decision.publish
     assert decision.reason == NOT_FINITE
     assert json.loads(json.dumps(decision.facts(), allow_nan=False))["records"] == 5
@@ -78,7 +77,7 @@ def test_gate_rejects_a_candidate_without_a_score(broken: float) -> None:
 
 def test_gate_leaves_out_records_that_the_served_draft_has_no_score_on() -> None:
     served = np.array([0.0, 0.1, np.nan, 0.0, 0.1])
-    decision = judge(np.array([0.9, 0.9, np.nan, 0.9, 0.9]), served)
+    decision = decide(np.array([0.9, 0.9, np.nan, 0.9, 0.9]), served)
     assert decision.publish
     assert decision.records == 4
     assert decision.candidate == pytest.approx(0.9)
@@ -108,7 +107,7 @@ def test_an_equal_candidate_hardly_ever_passes(records: int, shift: tuple[float,
         changed = chance + np.where(few, *shift)
         # what clipping to [0, 1] adds to the mean is taken off, by a large sample's figure
         changed -= _CLIPPED[shift]
-        decision = judge(answers(changed, generator), answers(chance, generator))
+        decision = decide(answers(changed, generator), answers(chance, generator))
         passed += decision.publish
     error = 1.0 - GateSettings().confidence
     assert passed <= draws * error + 3 * (draws * error * (1.0 - error)) ** 0.5
@@ -132,62 +131,56 @@ def test_a_real_gain_passes_with_few_records(gain: float, spread: float, records
     draws, passed = 1_000, 0
     for _ in range(draws):
         served = generator.beta(1.0, 9.0, records)
-        passed += judge(served + generator.normal(gain, spread, records), served).publish
+        passed += decide(served + generator.normal(gain, spread, records), served).publish
     assert passed > 0.9 * draws
 
 
 def test_looking_again_does_not_make_a_candidate_better() -> None:
     served = rng().uniform(0.0, 0.3, 12)
     candidate = served + np.tile([-0.02, 0.12], 6)
-    bounds = [judge(candidate, served, looks=n).gain_lower_bound for n in (1, 4, 100)]
+    bounds = [decide(candidate, served, looks=n).gain_lower_bound for n in (1, 4, 100)]
     assert bounds[0] > bounds[1] > bounds[2]
-    assert judge(candidate, served).publish
-    assert not judge(candidate, served, looks=100).publish
-
-
-def test_a_resting_topic_waits_twice_as_long_each_time() -> None:
-    settings = ScheduleSettings(rest_s=1.0, longest_rest_s=5.0)
-    rest = Rest()
-    ends = []
-    for _ in range(4):
-        rest.begin(10.0, settings)
-        ends.append(rest.until)
-    assert ends == [11.0, 12.0, 14.0, 15.0]
-    rest.end()
-    rest.begin(20.0, settings)
-    assert rest.until == 21.0
-    for _ in range(2_000):
-        rest.begin(0.0, settings)
-    assert rest.until == 5.0
+    assert decide(candidate, served).publish
+    assert not decide(candidate, served, looks=100).publish
 
 
 def test_a_resting_topic_lets_others_have_their_turn() -> None:
     stuck = view("sql", traffic=30.0, resting=True)
-    assert best(wants([stuck, view("code", traffic=1.0)])) == "code"
-    assert best(wants([stuck])) is None
+    assert select_topic(topic_priorities([stuck, view("code", traffic=1.0)])) == "code"
+    assert select_topic(topic_priorities([stuck])) is None
 
 
 def test_schedule_takes_traffic_times_headroom() -> None:
-    assert best(wants([view("sql", traffic=30.0), view("code", traffic=10.0)])) == "sql"
+    assert (
+        select_topic(topic_priorities([view("sql", traffic=30.0), view("code", traffic=10.0)]))
+        == "sql"
+    )
     good = view("sql", traffic=30.0, acceptance=0.95)
-    assert best(wants([good, view("code", traffic=10.0, acceptance=0.1)])) == "code"
+    assert (
+        select_topic(topic_priorities([good, view("code", traffic=10.0, acceptance=0.1)])) == "code"
+    )
 
 
 def test_schedule_gives_nobody_up() -> None:
     waiting = view("code", traffic=1.0, waited_s=3_600.0)
-    assert best(wants([view("sql", traffic=30.0), waiting])) == "code"
+    assert select_topic(topic_priorities([view("sql", traffic=30.0), waiting])) == "code"
 
 
 def test_schedule_prefers_topics_to_general() -> None:
-    assert best(wants([view("general", traffic=100.0), view("sql", traffic=1.0)])) == "sql"
-    assert best(wants([view("general", traffic=0.0)])) == "general"
+    assert (
+        select_topic(topic_priorities([view("general", traffic=100.0), view("sql", traffic=1.0)]))
+        == "sql"
+    )
+    assert select_topic(topic_priorities([view("general", traffic=0.0)])) == "general"
 
 
 def test_schedule_waits_for_records() -> None:
-    assert best(wants([view("sql", records_train=3)])) is None
-    assert best(wants([view("sql", records_held_out=3)])) is None
-    assert best(wants([view("sql", records_train=8, records_held_out=4)])) == "sql"
-    assert best(wants([])) is None
+    assert select_topic(topic_priorities([view("sql", records_train=3)])) is None
+    assert select_topic(topic_priorities([view("sql", records_held_out=3)])) is None
+    assert (
+        select_topic(topic_priorities([view("sql", records_train=8, records_held_out=4)])) == "sql"
+    )
+    assert select_topic(topic_priorities([])) is None
 
 
 def test_a_published_topic_goes_on_and_a_rejected_one_wants_new_records() -> None:

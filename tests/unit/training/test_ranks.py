@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from lessons import lesson
-from local_world import filled, make_rounds, trainer_settings
+from local_client import filled, make_loop, trainer_settings
 from rank_processes import TIMEOUT_S, as_rank_0, worker_group_of
 
 from paceline.actors.training import worker_group as group
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
-from paceline.actors.training.shares import of_a_step, split
+from paceline.actors.training.shares import make_shares, split_share
 from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroupError
 
 # Records of unequal lengths, and fewer of them than ranks at the end.
@@ -39,7 +39,7 @@ VARIANTS = {
 
 def test_the_shares_are_the_whole() -> None:
     for batch in BATCHES:
-        shares = split(of_a_step([batch], ObjectiveSettings())[0], 3)
+        shares = split_share(make_shares([batch], ObjectiveSettings())[0], 3)
         assert sum(float(share.weights.sum()) for share in shares) == pytest.approx(1.0)
         seen = [
             (share.batch.input_ids[row].tolist(), int(column), int(token))
@@ -109,10 +109,10 @@ def _failure_in_a_step(draft: str) -> tuple[str, bool]:
 
 def _death_in_a_round(draft: str, folder: str) -> dict[str, Any]:
     workers, started = worker_group_of(2)
-    world = filled(Path(folder))
-    rounds = make_rounds(trainer_settings(Path(draft), ranks=2), world, workers=workers)
-    assert rounds.tick()
-    first = world.versions()
+    client = filled(Path(folder))
+    loop = make_loop(trainer_settings(Path(draft), ranks=2), client, workers=workers)
+    assert loop.run_round()
+    first = client.versions()
     asked: list[int] = []
 
     def leave() -> bool:
@@ -121,21 +121,21 @@ def _death_in_a_round(draft: str, folder: str) -> dict[str, Any]:
             started[0].stop()
         return True
 
-    world.leave = leave
+    client.permitted = leave
     reason = "the round went on without its second rank"
     try:
-        rounds.tick()
+        loop.run_round()
     except WorkerGroupError as error:
         reason = str(error)
-    lost = world.versions()
-    world.leave = lambda: True
-    while rounds.progress.published < 2 and rounds.progress.rounds < 20:
-        rounds.tick()
+    lost = client.versions()
+    client.permitted = lambda: True
+    while loop.progress.published < 2 and loop.progress.rounds < 20:
+        loop.run_round()
     workers.stop()
     return {
         "first": first,
         "lost": lost,
-        "last": world.versions(),
+        "last": client.versions(),
         "asked": len(asked),
         "reason": reason,
         "alive": [worker.process.poll() is None for worker in started],
@@ -155,7 +155,7 @@ def _everything(draft: str, folder: str) -> tuple[Any, Any, Any]:
 def outcome(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     """What :func:`_everything` came to."""
     found: tuple[Any, Any, Any] = as_rank_0(
-        _everything, str(draft), str(tmp_path_factory.mktemp("world"))
+        _everything, str(draft), str(tmp_path_factory.mktemp("client"))
     )
     return found
 

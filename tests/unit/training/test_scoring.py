@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lessons import TINY_VOCAB, lesson
-from local_world import LocalWorld
+from local_client import LocalClient
 from tiny_models import tiny_llama
 from waiting import wait_until
 
@@ -22,9 +22,9 @@ from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.router.hedge import HedgeSettings
 from paceline.actors.router.policy import route
 from paceline.actors.training import client as ray_world
-from paceline.actors.training.expert_evaluation import Jury
+from paceline.actors.training.expert_evaluation import ExpertEvaluator
 from paceline.actors.training.progress import Stopped
-from paceline.actors.training.scorer import Scorer, Scoring
+from paceline.actors.training.scorer import Scorer, ScoringLoop
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat_weights import flatten
@@ -35,7 +35,7 @@ EXPERTS = ("general", "sql")
 def settings_of(draft: Path, **changes: Any) -> ScorerSettings:
     base = ScorerSettings(
         draft_paths=dict.fromkeys(EXPERTS, str(draft)),
-        marks=dict.fromkeys(EXPERTS, "mark"),
+        fingerprints=dict.fromkeys(EXPERTS, "mark"),
         dtype="float32",
         low_priority=False,
         refresh_s=0.01,
@@ -66,33 +66,33 @@ def noise(seed: int = 5) -> Any:
     return flatten(tiny_llama(seed, vocab=TINY_VOCAB, layers=1).state_dict())
 
 
-def offer(scoring: Scoring | Scorer, records: Sequence[ReplayRecord]) -> None:
+def offer(scoring: ScoringLoop | Scorer, records: Sequence[ReplayRecord]) -> None:
     for record in records:
         scoring.offer(encode(record))
 
 
-def run_out(scoring: Scoring, world: LocalWorld, jury: Jury) -> int:
+def run_out(scoring: ScoringLoop, client: LocalClient, evaluator: ExpertEvaluator) -> int:
     """Tick until there is nothing to do."""
     for ticks in range(20):
-        if not scoring.tick(world, jury):
+        if not scoring.run_once(client, evaluator):
             return ticks
     raise AssertionError("scoring does not come to its end")
 
 
-def draft_for(scoring: Scoring | Scorer) -> str:
+def draft_for(scoring: ScoringLoop | Scorer) -> str:
     return route({"sql": 1.0}, EXPERTS, 0.5, scoring.table()["weights"]).draft
 
 
 def test_a_bad_expert_gives_way_and_a_better_version_of_it_comes_back_at_once(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
-    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
-    scoring, jury = Scoring(settings), Jury(settings)
+    client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
+    scoring, evaluator = ScoringLoop(settings), ExpertEvaluator(settings)
     assert draft_for(scoring) == "sql"
-    world.publish("sql", noise(), {})
+    client.publish("sql", noise(), {})
     offer(scoring, texts)
     assert scoring.table()["waiting"] == len(texts)
-    assert run_out(scoring, world, jury) == 2  # one go per expert
+    assert run_out(scoring, client, evaluator) == 2  # one go per expert
     table = scoring.table()
     assert table["acceptance"]["sql"]["general"] == pytest.approx(1.0)
     assert table["acceptance"]["sql"]["sql"] < 0.5
@@ -100,8 +100,8 @@ def test_a_bad_expert_gives_way_and_a_better_version_of_it_comes_back_at_once(
     assert (table["waiting"], table["scores"]) == (0, 2 * len(texts))
     assert draft_for(scoring) == "general"
     # no request comes in between: the new version is judged by those that wait
-    world.publish("sql", flatten(torch_state(draft)), {})
-    assert run_out(scoring, world, jury) == 1
+    client.publish("sql", flatten(torch_state(draft)), {})
+    assert run_out(scoring, client, evaluator) == 1
     assert scoring.table()["acceptance"]["sql"]["sql"] == pytest.approx(1.0)
     assert draft_for(scoring) == "sql"
 
@@ -114,13 +114,13 @@ def torch_state(draft: Path) -> dict[str, torch.Tensor]:
 def test_experts_whose_candidate_is_to_be_judged_are_named(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
-    world, settings = LocalWorld(tmp_path, EXPERTS, canary=CanarySettings()), settings_of(draft)
-    scoring, jury = Scoring(settings), Jury(settings)
+    client, settings = LocalClient(tmp_path, EXPERTS, canary=CanarySettings()), settings_of(draft)
+    scoring, evaluator = ScoringLoop(settings), ExpertEvaluator(settings)
     offer(scoring, texts)
-    run_out(scoring, world, jury)
+    run_out(scoring, client, evaluator)
     assert scoring.table()["on_trial"] == []
-    world.publish("sql", noise(), {})
-    assert run_out(scoring, world, jury) == 0  # what is served is what it was
+    client.publish("sql", noise(), {})
+    assert run_out(scoring, client, evaluator) == 0  # what is served is what it was
     assert scoring.table()["on_trial"] == ["sql"]
     assert scoring.table()["acceptance"]["sql"]["sql"] == pytest.approx(1.0)
 
@@ -128,7 +128,7 @@ def test_experts_whose_candidate_is_to_be_judged_are_named(
 def test_without_leave_nothing_is_scored_and_the_end_is_at_once(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
-    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
+    client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
     asked: list[int] = []
     stop = [False]
 
@@ -137,35 +137,35 @@ def test_without_leave_nothing_is_scored_and_the_end_is_at_once(
         stop[0] = len(asked) >= 3
         return False
 
-    world.leave = leave
-    scoring = Scoring(settings, sleep=lambda _: None, stopped=lambda: stop[0])
+    client.permitted = leave
+    scoring = ScoringLoop(settings, sleep=lambda _: None, stopped=lambda: stop[0])
     offer(scoring, texts)
     with pytest.raises(Stopped):
-        scoring.tick(world, Jury(settings))
+        scoring.run_once(client, ExpertEvaluator(settings))
     assert scoring.table()["scores"] == 0
     assert len(asked) == 3
 
 
 def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
     now, settings = [0.0], settings_of(draft, retention_s=10.0)
-    scoring = Scoring(
+    scoring = ScoringLoop(
         settings, clock=lambda: now[0], sleep=lambda _: None, stopped=lambda: now[0] > 20.0
     )
     offer(scoring, [lesson(n, created=0.0) for n in range(4)])
 
     class Busy(_Initial):
-        def may_train(self) -> bool:
+        def acquire_permit(self) -> bool:
             now[0] += 3.0
             return False
 
     with pytest.raises(Stopped):
-        scoring.tick(Busy(), _Nobody())
+        scoring.run_once(Busy(), _Nobody())
     assert scoring.table()["waiting"] == 0
 
 
 def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> None:
     settings = settings_of(draft)
-    scoring = Scoring(settings, sleep=lambda _: None)
+    scoring = ScoringLoop(settings, sleep=lambda _: None)
     offer(scoring, [lesson(n, created=time.time()) for n in range(20)])
     seen: list[int] = []
 
@@ -179,32 +179,32 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
             before_batch()
             return [0.5] * len(records)
 
-    assert scoring.tick(_Initial(), Slow())
+    assert scoring.run_once(_Initial(), Slow())
     assert scoring.table()["scores"] == 0
     for _ in range(4):  # two experts, a part of the records at a time
-        assert scoring.tick(_Initial(), Slow())
-    assert not scoring.tick(_Initial(), Slow())
+        assert scoring.run_once(_Initial(), Slow())
+    assert not scoring.run_once(_Initial(), Slow())
     assert (seen, scoring.table()["scores"]) == ([16, 16, 16, 3, 3], 38)
 
 
 def test_nothing_is_asked_where_all_has_expired_before_leave_came(draft: Path) -> None:
     now, settings = [0.0], settings_of(draft, retention_s=10.0)
-    scoring = Scoring(settings, clock=lambda: now[0], sleep=lambda _: None)
+    scoring = ScoringLoop(settings, clock=lambda: now[0], sleep=lambda _: None)
     offer(scoring, [lesson(0, created=0.0)])
 
     class Late(_Initial):
-        def may_train(self) -> bool:
+        def acquire_permit(self) -> bool:
             now[0] += 20.0
             return now[0] > 30.0
 
-    assert scoring.tick(Late(), _Nobody())
-    assert not scoring.tick(Late(), _Nobody())
+    assert scoring.run_once(Late(), _Nobody())
+    assert not scoring.run_once(Late(), _Nobody())
     assert not scoring._resting
 
 
 def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Path) -> None:
     settings = settings_of(draft)
-    scoring = Scoring(settings, sleep=lambda _: None)
+    scoring = ScoringLoop(settings, sleep=lambda _: None)
     first = lesson(0, created=time.time())
     offer(scoring, [first])
     asked: list[int] = []
@@ -212,39 +212,39 @@ def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Pa
     class Slow(_Nobody):
         def score(self, *given: Any) -> list[float]:
             asked.append(len(given[2]))
-            scoring._let_go(first.request_id)
+            scoring._remove(first.request_id)
             scoring.delete(first.request_id)
             given[3]()
             raise AssertionError("it was deleted")
 
-    assert scoring.tick(_Initial(), Slow())
+    assert scoring.run_once(_Initial(), Slow())
     assert asked == [1]
-    assert not scoring.tick(_Initial(), Slow())
+    assert not scoring.run_once(_Initial(), Slow())
 
 
 def test_a_dead_registry_leaves_things_as_they_are(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
-    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
-    world.registry = None
-    scoring = Scoring(settings)
+    client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
+    client.registry = None
+    scoring = ScoringLoop(settings)
     offer(scoring, texts)
-    assert not scoring.tick(world, Jury(settings))
+    assert not scoring.run_once(client, ExpertEvaluator(settings))
 
 
 def test_an_expert_that_cannot_be_scored_rests_and_the_others_go_on(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
     now = [0.0]
-    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
-    world.publish("sql", flatten({"model.norm.weight": torch.zeros(7)}), {})
-    scoring, jury = Scoring(settings, clock=lambda: now[0]), Jury(settings)
+    client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
+    client.publish("sql", flatten({"model.norm.weight": torch.zeros(7)}), {})
+    scoring, evaluator = ScoringLoop(settings, clock=lambda: now[0]), ExpertEvaluator(settings)
     offer(scoring, texts)
-    assert run_out(scoring, world, jury) == 2
+    assert run_out(scoring, client, evaluator) == 2
     assert scoring.table()["scores"] == len(texts)
     assert draft_for(scoring) == "sql"  # of which nothing is known
-    world.publish("sql", noise(), {})
-    assert run_out(scoring, world, jury) == 1  # other weights: no rest
+    client.publish("sql", noise(), {})
+    assert run_out(scoring, client, evaluator) == 1  # other weights: no rest
     assert draft_for(scoring) == "general"
 
 
@@ -253,11 +253,11 @@ def test_weights_that_are_not_finite_say_nothing(
 ) -> None:
     broken = {k: torch.full_like(v, float("nan")) for k, v in torch_state(draft).items()}
 
-    class Broken(LocalWorld):
+    class Broken(LocalClient):
         def weights(self, topic: str) -> Any:
             return super().weights(topic) if topic == "general" else (0, flatten(broken))
 
-    world, settings = Broken(tmp_path, EXPERTS), settings_of(draft)
+    client, settings = Broken(tmp_path, EXPERTS), settings_of(draft)
     sampled = [
         dataclasses.replace(
             r,
@@ -266,9 +266,9 @@ def test_weights_that_are_not_finite_say_nothing(
         )
         for r in texts
     ]
-    scoring, jury = Scoring(settings), Jury(settings)
+    scoring, evaluator = ScoringLoop(settings), ExpertEvaluator(settings)
     offer(scoring, sampled)
-    run_out(scoring, world, jury)
+    run_out(scoring, client, evaluator)
     table = scoring.table()
     assert table["waiting"] == 0
     assert table["weights"] == {}
@@ -281,7 +281,7 @@ def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:
     settings = settings_of(
         draft, capacity_bytes=5 * size, hedge=HedgeSettings(window=8), retention_s=10.0
     )
-    scoring = Scoring(settings, clock=lambda: now[0])
+    scoring = ScoringLoop(settings, clock=lambda: now[0])
     offer(scoring, [lesson(n) for n in range(12)])
     table = scoring.table()
     assert table["waiting"] in (4, 5)  # an id may be a byte longer
@@ -293,14 +293,14 @@ def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:
     assert scoring.delete("r11") == 1
     assert scoring.table()["rows"]["sql"] == 7
     now[0] = 11.0
-    assert not scoring.tick(_Down(), _Nobody())  # expiry waits for no registry
+    assert not scoring.run_once(_Down(), _Nobody())  # expiry waits for no registry
     assert scoring.table()["waiting"] == 0
     offer(scoring, [lesson(3, created=11.0)])
     assert scoring.delete(None) == 1
 
 
 class _Nothing:
-    def may_train(self) -> bool:
+    def acquire_permit(self) -> bool:
         return True
 
     def versions(self) -> dict[str, int] | None:
@@ -336,21 +336,23 @@ class _Nobody:
 def test_gains_outlive_the_process_and_those_of_other_drafts_do_not(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
-    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
-    world.publish("sql", noise(), {})
-    scoring = Scoring(settings)
+    client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
+    client.publish("sql", noise(), {})
+    scoring = ScoringLoop(settings)
     offer(scoring, texts)
-    run_out(scoring, world, Jury(settings))
+    run_out(scoring, client, ExpertEvaluator(settings))
     state = json.loads(json.dumps(scoring.export()))
     assert "prompt" not in json.dumps(state)
-    again = Scoring(settings)
+    again = ScoringLoop(settings)
     again.restore(state)
     assert again.table()["weights"] == scoring.table()["weights"]
-    assert run_out(again, world, Jury(settings)) == 0
-    other = Scoring(dataclasses.replace(settings, marks={"general": "mark", "sql": "another"}))
+    assert run_out(again, client, ExpertEvaluator(settings)) == 0
+    other = ScoringLoop(
+        dataclasses.replace(settings, fingerprints={"general": "mark", "sql": "another"})
+    )
     other.restore(state)
     assert other.table()["weights"] == {}
-    for broken in (None, {}, {"marks": {}, "hedge": {}}):
+    for broken in (None, {}, {"fingerprints": {}, "hedge": {}}):
         with pytest.raises(ValueError, match=r"scorer|hedge"):
             other.restore(broken)
 
@@ -361,22 +363,24 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = LocalWorld(tmp_path / "weights", EXPERTS)
-    world.publish("sql", noise(), {})
-    monkeypatch.setattr(ray_world, "RayWorld", lambda *_: world)  # what is beyond it is Ray's
+    client = LocalClient(tmp_path / "weights", EXPERTS)
+    client.publish("sql", noise(), {})
+    monkeypatch.setattr(
+        ray_world, "RayTrainerClient", lambda *_: client
+    )  # what is beyond it is Ray's
     file = tmp_path / "state" / "routing.json"
     settings = settings_of(draft, state_file=str(file))
-    scorer = Scorer(settings, Jury(settings), None, None)
+    scorer = Scorer(settings, ExpertEvaluator(settings), None, None)
     offer(scorer, texts)
     wait_until(lambda: scorer.table()["scores"] == 2 * len(texts), "the scores", 60)
     wait_until(file.is_file, "the state on disk", 10)
     scorer.stop()
-    again = Scorer(settings, Jury(settings), None, None)
+    again = Scorer(settings, ExpertEvaluator(settings), None, None)
     assert draft_for(again) == "general"
     again.stop()
     assert again.table()["failures"] == 0
     file.write_text("{", encoding="utf-8")
-    anew = Scorer(settings, Jury(settings), None, None)
+    anew = Scorer(settings, ExpertEvaluator(settings), None, None)
     assert draft_for(anew) == "sql"
     anew.stop()
 
@@ -384,23 +388,23 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
 def test_an_added_expert_is_scored_from_the_prior_on(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
-    world, settings = LocalWorld(tmp_path, EXPERTS), settings_of(draft)
-    scoring, jury = Scoring(settings), Jury(settings)
-    world.publish("general", noise(), {})
+    client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
+    scoring, evaluator = ScoringLoop(settings), ExpertEvaluator(settings)
+    client.publish("general", noise(), {})
     mine = [dataclasses.replace(r, topic="geo", request_id=f"geo-{i}") for i, r in enumerate(texts)]
     offer(scoring, [*texts, *mine])
     assert scoring.table()["refused"] == len(mine)
-    assert world.registry is not None
-    world.registry.add_topic("geo", "general")
-    assert world.added() == {"geo": "general"}
-    assert scoring.enlist("geo", "general")
-    assert not scoring.enlist("geo", "general")
-    jury.enlist("geo", "general")
+    assert client.registry is not None
+    client.registry.add_topic("geo", "general")
+    assert client.added_topics() == {"geo": "general"}
+    assert scoring.add_expert("geo", "general")
+    assert not scoring.add_expert("geo", "general")
+    evaluator.add_expert("geo", "general")
     prior = scoring.hedge.weights("geo")
     assert max(prior, key=lambda name: prior[name]) == "geo"
-    world.publish("geo", flatten(torch_state(draft)), {})
+    client.publish("geo", flatten(torch_state(draft)), {})
     offer(scoring, mine)
-    assert run_out(scoring, world, jury) == 6  # three experts, 24 records in two parts each
+    assert run_out(scoring, client, evaluator) == 6  # three experts, 24 records in two parts each
     table = scoring.table()
     assert table["acceptance"]["geo"]["geo"] == pytest.approx(1.0)
     assert table["acceptance"]["sql"]["geo"] == pytest.approx(1.0)
@@ -408,7 +412,7 @@ def test_an_added_expert_is_scored_from_the_prior_on(
     assert table["versions"]["geo"] == 2
     everyone = (*EXPERTS, "geo")
     assert route({"geo": 1.0}, everyone, 0.5, table["weights"]).draft == "geo"
-    again = Scoring(settings)
-    assert again.enlist("geo", "general")
+    again = ScoringLoop(settings)
+    assert again.add_expert("geo", "general")
     again.restore(json.loads(json.dumps(scoring.export())))
     assert again.table()["acceptance"] == table["acceptance"]

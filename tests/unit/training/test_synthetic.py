@@ -328,7 +328,7 @@ class Desk:
         assert (topic, split) == ("sql", "train"), "only training records are sources"
         return [decode(data) for data in self.shard.sample(count, split)]
 
-    def may_train(self) -> bool:
+    def acquire_permit(self) -> bool:
         return self.idle
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

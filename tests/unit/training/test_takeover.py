@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 from lessons import lesson
-from local_world import LocalWorld, filled, make_rounds, trainer_settings
+from local_client import LocalClient, filled, make_loop, trainer_settings
 
 from paceline.actors.replay.record import encode
 from paceline.actors.training.distiller import DistillerSettings
-from paceline.actors.training.learning_rate import Stride
 from paceline.actors.training.permits import Assignment, Permit, TopicProgress, TrainerIdentity
-from paceline.actors.training.progress import Ousted
+from paceline.actors.training.progress import LeaseRevoked
 from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.topic_schedule import ScheduleSettings, Want
-from paceline.actors.training.training_loop import Rounds
+from paceline.actors.training.topic_schedule import ScheduleSettings, TopicPriority
+from paceline.actors.training.training_loop import TrainingLoop
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
@@ -25,41 +24,43 @@ pytestmark = pytest.mark.usefixtures("deepspeed")
 SCHEDULE = ScheduleSettings(min_train=4, min_held_out=3, min_new=0, max_rejections=10**9)
 
 
-class Guest(LocalWorld):
+class Guest(LocalClient):
     """A host's shards and registry, and a scheduler that several trainers ask."""
 
-    def __init__(self, host: LocalWorld, scheduler: TrainerScheduler, name: str) -> None:
+    def __init__(self, host: LocalClient, scheduler: TrainerScheduler, name: str) -> None:
         self.shards, self.registry = host.shards, host.registry
         self.scheduler, self.name, self.life = scheduler, name, "life"
         self.turns: list[Assignment] = []
 
-    def take(self, wanted: Sequence[Want]) -> Assignment:
+    def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
         gains = {want.topic: want.gain for want in wanted}
         self.turns.append(
             self.scheduler.request_topic(TrainerIdentity(self.name), self.life, gains)
         )
         return self.turns[-1]
 
-    def notes(self) -> dict[str, TopicProgress]:
+    def topic_progress(self) -> dict[str, TopicProgress]:
         return self.scheduler.topic_progress(self.name)
 
-    def may_train(self) -> bool:
+    def acquire_permit(self) -> bool:
         permit = self.scheduler.acquire_permit(self.name, self.life)
         if permit is Permit.UNASSIGNED:
-            raise Ousted
+            raise LeaseRevoked
         return permit is Permit.GRANTED
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         self.scheduler.release_permit(self.name, self.life)
 
-    def give_back(self, note: TopicProgress | None) -> None:
-        self.scheduler.release_topic(self.name, self.life, note)
+    def release(self, progress: TopicProgress | None) -> None:
+        self.scheduler.release_topic(self.name, self.life, progress)
 
 
-def two(host: LocalWorld, settings: TrainerSettings) -> tuple[Rounds, Rounds, Guest, Guest]:
+def two(
+    host: LocalClient, settings: TrainerSettings
+) -> tuple[TrainingLoop, TrainingLoop, Guest, Guest]:
     scheduler = TrainerScheduler()
     guests = Guest(host, scheduler, "one"), Guest(host, scheduler, "two")
-    return (*(make_rounds(settings, guest) for guest in guests), *guests)
+    return (*(make_loop(settings, guest) for guest in guests), *guests)
 
 
 def only_sql(draft: Path, tmp_path: Path, **changes: object) -> TrainerSettings:
@@ -77,11 +78,11 @@ def test_who_takes_a_topic_over_goes_on_from_what_was_published(
 ) -> None:
     host = filled(tmp_path)
     one, two_, first, second = two(host, only_sql(draft, tmp_path))
-    assert one.tick()
+    assert one.run_round()
     assert host.registry is not None
     published = host.registry.history("sql")[-1]
     assert (published["outcome"], published["version"]) == ("published", 1)
-    assert two_.tick()
+    assert two_.run_round()
     assert second.turns[-1].stale
     after = host.registry.history("sql")[-1]
     assert after["served_expected_acceptance"] == pytest.approx(
@@ -90,7 +91,7 @@ def test_who_takes_a_topic_over_goes_on_from_what_was_published(
     assert two_.candidate("sql").steps > published["steps"]  # moments and masters came along
     # and back again: what the first one has in memory is not the last any more
     before = one.candidate("sql").version
-    assert one.tick()
+    assert one.run_round()
     assert first.turns[-1].stale
     assert one.candidate("sql").version >= before
     assert one.progress.published + one.progress.rejected == 2
@@ -102,12 +103,12 @@ def test_unpublished_steps_of_another_are_not_mixed_with_stale_ones(
     host = filled(tmp_path)
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
     one, two_, *_ = two(host, only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05))
-    assert one.tick()
+    assert one.run_round()
     steps = one.candidate("sql").steps
-    assert one.tick()
+    assert one.run_round()
     assert one.candidate("sql").steps > steps  # its own: it goes on
-    assert two_.tick()
-    assert one.tick()
+    assert two_.run_round()
+    assert one.run_round()
     assert one.candidate("sql").steps <= steps + 1  # another's since: from the served weights
     assert host.registry is not None
     assert set(host.registry.current().values()) == {0}
@@ -117,29 +118,29 @@ def test_the_share_of_the_rate_goes_with_the_topic(draft: Path, tmp_path: Path) 
     host = filled(tmp_path)
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
     one, two_, *_ = two(host, only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05))
-    one.candidate("sql").step_by(Stride(1 / 9))
-    assert one.tick()
-    assert two_.tick()
-    assert two_.candidate("sql").stride.share == pytest.approx(1 / 9)
+    one.candidate("sql").scale_rate(1 / 9)
+    assert one.run_round()
+    assert two_.run_round()
+    assert two_.candidate("sql").rate_share == pytest.approx(1 / 9)
 
 
 def test_a_restarted_trainer_has_the_share_of_the_publication(draft: Path, tmp_path: Path) -> None:
     host = filled(tmp_path)
     settings = only_sql(draft, tmp_path)
-    first = make_rounds(settings, host)
-    first.candidate("sql").step_by(Stride(1 / 4))
-    assert first.tick()
+    first = make_loop(settings, host)
+    first.candidate("sql").scale_rate(1 / 4)
+    assert first.run_round()
     assert first.progress.published == 1
-    again = make_rounds(dataclasses.replace(settings, round_seconds=0.05), host)
+    again = make_loop(dataclasses.replace(settings, round_seconds=0.05), host)
     shares = []
-    learn = again.candidate("sql").practise
+    learn = again.candidate("sql").learn
 
     def noting(*arguments: object) -> object:
-        shares.append(again.candidate("sql").stride.share)
+        shares.append(again.candidate("sql").rate_share)
         return learn(*arguments)  # type: ignore[arg-type]
 
-    again.candidate("sql").practise = noting  # type: ignore[method-assign, assignment]
-    assert again.tick()
+    again.candidate("sql").learn = noting  # type: ignore[method-assign, assignment]
+    assert again.run_round()
     assert shares[0] == 0.5  # a publication's are longer
 
 
@@ -149,32 +150,34 @@ def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> 
     schedule = dataclasses.replace(SCHEDULE, min_new=1, max_rejections=2, least_hope=0.015)
     settings = only_sql(draft, tmp_path, distiller=no_learning, round_seconds=0.05)
     one, two_, *_ = two(host, dataclasses.replace(settings, schedule=schedule))
-    assert one.tick()
-    assert not two_.tick()  # there is nothing new since the other's round
+    assert one.run_round()
+    assert not two_.run_round()  # there is nothing new since the other's round
     host.shards["sql"].insert(encode(lesson(1_000)))
-    assert two_.tick()
+    assert two_.run_round()
     assert two_.candidate("sql").rejections == 2
     host.shards["sql"].insert(encode(lesson(1_001)))
-    assert not one.tick()
-    assert not two_.tick()
+    assert not one.run_round()
+    assert not two_.run_round()
 
 
-def test_a_board_that_was_restarted_ends_the_round_and_no_more(draft: Path, tmp_path: Path) -> None:
+def test_a_scheduler_that_was_restarted_ends_the_round_and_no_more(
+    draft: Path, tmp_path: Path
+) -> None:
     host = filled(tmp_path)
     one, _, guest, _ = two(host, only_sql(draft, tmp_path))
-    practise = one.candidate("sql").practise
+    learn = one.candidate("sql").learn
     calls: list[int] = []
 
     def interrupted(*arguments: object) -> object:
         calls.append(1)
         if len(calls) == 3:
             guest.scheduler = TrainerScheduler()
-        return practise(*arguments)  # type: ignore[arg-type]
+        return learn(*arguments)  # type: ignore[arg-type]
 
-    one.candidate("sql").practise = interrupted  # type: ignore[method-assign,assignment]
-    assert not one.tick()
+    one.candidate("sql").learn = interrupted  # type: ignore[method-assign,assignment]
+    assert not one.run_round()
     assert len(calls) == 3
     assert one.progress.state == "waiting for a topic"
-    assert one.tick()
+    assert one.run_round()
     assert host.registry is not None
     assert host.registry.history("sql")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lessons import TINY_VOCAB, learn, lesson
-from local_world import LocalWorld, Ticks, filled, make_rounds, trainer_settings
+from local_client import LocalClient, Ticks, filled, make_loop, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
 
@@ -21,12 +21,11 @@ from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic, synthetic_id
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.gate import GateSettings
-from paceline.actors.training.learning_rate import Stride
 from paceline.actors.training.permits import Assignment
-from paceline.actors.training.progress import Ousted, Stopped
+from paceline.actors.training.progress import LeaseRevoked, Stopped
 from paceline.actors.training.settings import DistillerSettings, Loss, ObjectiveSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
-from paceline.actors.training.training_loop import Rounds
+from paceline.actors.training.training_loop import TrainingLoop
 from paceline.actors.weights.flat_weights import flatten, unflatten
 
 NUMBERS = itertools.count()
@@ -34,27 +33,27 @@ pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
 def test_learns_and_publishes_what_is_better(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
-    rounds = make_rounds(trainer_settings(draft), world)
+    client = filled(tmp_path)
+    loop = make_loop(trainer_settings(draft), client)
     for _ in range(3):
-        assert rounds.tick()
-    assert world.registry is not None
-    history = world.registry.history("sql")
+        assert loop.run_round()
+    assert client.registry is not None
+    history = client.registry.history("sql")
     assert history[0]["outcome"] == "published"
     assert history[-1]["candidate_expected_acceptance"] > 0.8
     assert history[0]["served_expected_acceptance"] < 0.3
-    version, flat = world.weights("sql") or (0, None)
-    assert version == world.registry.current()["sql"] >= 1
+    version, flat = client.weights("sql") or (0, None)
+    assert version == client.registry.current()["sql"] >= 1
     assert flat is not None
     assert {t.dtype for t in unflatten(flat).values()} == {torch.bfloat16}
-    assert rounds.progress.published + rounds.progress.rejected == rounds.progress.rounds
+    assert loop.progress.published + loop.progress.rejected == loop.progress.rounds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_loss_falls_in_either_dtype(draft: Path, tmp_path: Path, dtype: str) -> None:
     distiller = DistillerSettings(learning_rate=5e-3, dtype=dtype)
-    rounds = make_rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
-    candidate = rounds.candidate("sql")
+    loop = make_loop(trainer_settings(draft, distiller=distiller), filled(tmp_path))
+    candidate = loop.candidate("sql")
     batch = [lesson(n) for n in range(16)]
     losses = [learn(candidate, batch).loss for _ in range(80)]
     assert losses[-1] < 0.4 * losses[0]
@@ -64,60 +63,61 @@ def test_the_loss_falls_in_either_dtype(draft: Path, tmp_path: Path, dtype: str)
 def test_a_restarted_trainer_goes_on_from_the_published_weights(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path)
-    make_rounds(trainer_settings(draft), world).tick()
-    assert world.registry is not None
-    published = world.registry.history("sql")[-1]
-    again = make_rounds(trainer_settings(draft, round_seconds=0.05), world)
-    again.tick()
+    client = filled(tmp_path)
+    make_loop(trainer_settings(draft), client).run_round()
+    assert client.registry is not None
+    published = client.registry.history("sql")[-1]
+    again = make_loop(trainer_settings(draft, round_seconds=0.05), client)
+    again.run_round()
     assert again.candidate("sql").version >= published["version"] == 1
-    served = world.registry.history("sql")[-1]["served_expected_acceptance"]
+    served = client.registry.history("sql")[-1]["served_expected_acceptance"]
     # the held-out sample is the same, so the served draft scores what the gate saw
     assert served == pytest.approx(published["candidate_expected_acceptance"], abs=0.02)
 
 
 def test_what_is_not_better_is_rejected_learns_on_then_rests(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     no_learning = DistillerSettings(learning_rate=0.0, dtype="float32")
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=2)
-    rounds = make_rounds(
-        trainer_settings(draft, distiller=no_learning, schedule=schedule, round_seconds=0.05), world
+    loop = make_loop(
+        trainer_settings(draft, distiller=no_learning, schedule=schedule, round_seconds=0.05),
+        client,
     )
-    assert rounds.tick()
-    assert not rounds.tick() or rounds.progress.rejected == 2  # general may have its turn
-    world.shards["sql"].insert(encode(lesson(1_000)))
-    while rounds.tick():
+    assert loop.run_round()
+    assert not loop.run_round() or loop.progress.rejected == 2  # general may have its turn
+    client.shards["sql"].insert(encode(lesson(1_000)))
+    while loop.run_round():
         pass
-    assert world.registry is not None
-    assert set(world.registry.current().values()) == {0}
-    assert {d["outcome"] for d in world.registry.history()} == {"rejected"}
-    assert rounds.candidate("sql").rejections == 2
-    assert rounds.candidate("sql").steps > 0  # what it has learnt is kept
+    assert client.registry is not None
+    assert set(client.registry.current().values()) == {0}
+    assert {d["outcome"] for d in client.registry.history()} == {"rejected"}
+    assert loop.candidate("sql").rejections == 2
+    assert loop.candidate("sql").steps > 0  # what it has learnt is kept
 
 
 def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", average_decay=0.0)
-    rounds = make_rounds(
-        trainer_settings(draft, ("sql",), distiller=distiller, round_seconds=0.2), world
+    loop = make_loop(
+        trainer_settings(draft, ("sql",), distiller=distiller, round_seconds=0.2), client
     )
-    while world.registry is None or not world.registry.current()["sql"]:
-        assert rounds.tick()
-    draft_in_training = rounds.candidate("sql")._distiller._engine.module.draft
+    while client.registry is None or not client.registry.current()["sql"]:
+        assert loop.run_round()
+    draft_in_training = loop.candidate("sql")._distiller._engine.module.draft
     for weight in draft_in_training.parameters():
         weight.data.normal_(0.0, 0.5)
     for number in range(8):
-        world.shards["sql"].insert(encode(lesson(2_000 + number)))
-    version = world.registry.current()["sql"]
-    assert rounds.tick()
-    assert world.registry.current()["sql"] == version
-    last = world.registry.history("sql")[-1]
+        client.shards["sql"].insert(encode(lesson(2_000 + number)))
+    version = client.registry.current()["sql"]
+    assert loop.run_round()
+    assert client.registry.current()["sql"] == version
+    last = client.registry.history("sql")[-1]
     assert last["outcome"] == "rejected"
     assert last["gain_upper_bound"] < 0
     assert last["rate_share"] == 1.0
-    candidate = rounds.candidate("sql")
+    candidate = loop.candidate("sql")
     assert candidate.steps == 0
-    assert candidate.stride.share == pytest.approx(1 / 3)  # with shorter steps
+    assert candidate.rate_share == pytest.approx(1 / 3)  # with shorter steps
     for _ in range(2 * distiller.warmup_steps):
         learn(candidate, [lesson(n) for n in range(4)])
     groups = candidate._distiller._engine.basic_optimizer.param_groups
@@ -128,23 +128,23 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
     draft: Path, tmp_path: Path
 ) -> None:
     """Another trainer goes on from a draft that knows its topic, at sixty times the rate."""
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", average_decay=0.0)
     gentle = trainer_settings(draft, ("sql",), distiller=distiller)
-    good = make_rounds(gentle, world)
-    while good.progress.micro_steps < 200 and good.tick():
+    good = make_loop(gentle, client)
+    while good.progress.micro_steps < 200 and good.run_round():
         pass
-    assert world.registry is not None
-    known = len(world.registry.history("sql"))
+    assert client.registry is not None
+    known = len(client.registry.history("sql"))
     violent = dataclasses.replace(
         gentle, distiller=dataclasses.replace(distiller, learning_rate=0.3), round_seconds=0.1
     )
-    rounds = make_rounds(violent, world)
+    loop = make_loop(violent, client)
     for number in range(10):
         for record in range(40):
-            world.shards["sql"].insert(encode(lesson(3_000 + 40 * number + record)))
-        rounds.tick()
-    history = world.registry.history("sql")[known:]
+            client.shards["sql"].insert(encode(lesson(3_000 + 40 * number + record)))
+        loop.run_round()
+    history = client.registry.history("sql")[known:]
     history = [d for d in history if "served_expected_acceptance" in d]  # of numbers
     shares = [d["rate_share"] for d in history]
     lost = [d["served_expected_acceptance"] - d["candidate_expected_acceptance"] for d in history]
@@ -157,27 +157,27 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
 def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path)
-    assert world.registry is not None
+    client = filled(tmp_path)
+    assert client.registry is not None
     still = DistillerSettings(learning_rate=1e-7, dtype="float32")  # no round brings anything
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=1_000)
-    rounds = make_rounds(
+    loop = make_loop(
         trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
-        world,
+        client,
     )
-    candidate = rounds.candidate("sql")
+    candidate = loop.candidate("sql")
     served = {
         name: weight + 0.01
         for name, weight in candidate.compare([lesson(1)], lambda: None)[2].items()
     }
-    world.registry.publish("sql", flatten(served), {})
-    candidate.step_by(Stride(0.25))
-    begun = world.stats()["sql"]["records_train"]
+    client.registry.publish("sql", flatten(served), {})
+    candidate.scale_rate(0.25)
+    begun = client.stats()["sql"]["records_train"]
     steps, fruitless = [], []
-    while world.stats()["sql"]["records_train"] < 5 * begun:
+    while client.stats()["sql"]["records_train"] < 5 * begun:
         for _ in range(4):
-            world.shards["sql"].insert(encode(lesson(4_000 + next(NUMBERS))))
-        assert rounds.tick()
+            client.shards["sql"].insert(encode(lesson(4_000 + next(NUMBERS))))
+        assert loop.run_round()
         steps.append(candidate.steps)
         fruitless.append(candidate.fruitless)
     over = [n for n, (a, b) in enumerate(pairwise(steps), start=1) if b <= a]
@@ -185,10 +185,10 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     assert over[0] > 0.7 * len(steps)
     assert fruitless[over[0]] <= 1  # it is not judged by what went before
     assert candidate.rejections == len(steps)  # but the gate has looked as often
-    assert candidate.stride.share == 0.5
+    assert candidate.rate_share == 0.5
     now = candidate.compare([lesson(1)], lambda: None)[2]
     assert all((now[n] - w).abs().max() < 0.005 for n, w in served.items())  # from the served ones
-    assert rounds.progress.published == 0
+    assert loop.progress.published == 0
 
 
 @pytest.mark.parametrize(
@@ -198,23 +198,23 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
 def test_a_round_that_leaves_hope_ends_a_plateau(
     draft: Path, tmp_path: Path, least_hope: float, rolled_back: int, before: int, then: int
 ) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     still = DistillerSettings(learning_rate=0.0, dtype="float32")
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, least_hope=least_hope)
-    rounds = make_rounds(
+    loop = make_loop(
         trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
-        world,
+        client,
     )
-    assert rounds.tick()
-    candidate = rounds.candidate("sql")
+    assert loop.run_round()
+    candidate = loop.candidate("sql")
     candidate.fruitless = before
-    rounds._survey.seen("sql").rolled_back = rolled_back
-    world.shards["sql"].insert(encode(lesson(5_000)))
-    assert rounds.tick()
+    loop._topics.state("sql").rolled_back = rolled_back
+    client.shards["sql"].insert(encode(lesson(5_000)))
+    assert loop.run_round()
     assert candidate.rejections == 2
     assert candidate.fruitless == then  # those in a row; rollbacks are not forgotten by it
-    assert world.registry is not None
-    plateaus = [d for d in world.registry.history("sql") if d["outcome"] == "plateau"]
+    assert client.registry is not None
+    plateaus = [d for d in client.registry.history("sql") if d["outcome"] == "plateau"]
     assert len(plateaus) == (then == schedule.max_rejections)
     assert all("3 rounds in a row" in d["reason"] for d in plateaus)
 
@@ -222,42 +222,42 @@ def test_a_round_that_leaves_hope_ends_a_plateau(
 def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=1, max_rejections=1_000)
-    rounds = make_rounds(
+    loop = make_loop(
         trainer_settings(
             draft, ("sql",), gate=GateSettings(min_gain=2.0), schedule=schedule, round_seconds=0.05
         ),
-        world,
+        client,
     )
-    begun, steps = world.stats()["sql"]["records_train"], [0]
-    while world.stats()["sql"]["records_train"] < 5 * begun:
+    begun, steps = client.stats()["sql"]["records_train"], [0]
+    while client.stats()["sql"]["records_train"] < 5 * begun:
         for _ in range(16):
-            world.shards["sql"].insert(encode(lesson(8_000 + next(NUMBERS))))
-        assert rounds.tick()
-        steps.append(rounds.candidate("sql").steps)
+            client.shards["sql"].insert(encode(lesson(8_000 + next(NUMBERS))))
+        assert loop.run_round()
+        steps.append(loop.candidate("sql").steps)
     assert all(b > a for a, b in pairwise(steps[3:]))  # it is ahead after a few rounds
-    assert rounds.progress.published == 0
+    assert loop.progress.published == 0
 
 
 def test_general_does_not_start_over_because_shards_had_been_silent(
     draft: Path, tmp_path: Path
 ) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     still = DistillerSettings(learning_rate=1e-7, dtype="float32")
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=0, max_rejections=1_000)
     for number in range(40):
-        world.shards["general"].insert(encode(lesson(5_000 + number)))
-    rounds = make_rounds(
-        trainer_settings(draft, ("general", "sql"), distiller=still, schedule=schedule), world
+        client.shards["general"].insert(encode(lesson(5_000 + number)))
+    loop = make_loop(
+        trainer_settings(draft, ("general", "sql"), distiller=still, schedule=schedule), client
     )
-    general = rounds.candidate("general")
-    every, begun = world.stats(), []
-    general.begin = begun.append  # type: ignore[method-assign]
+    general = loop.candidate("general")
+    every, begun = client.stats(), []
+    general.begin_round = begun.append  # type: ignore[method-assign]
     silent = {"general": every["general"]}
     turn = Assignment("general")
     for stats in (silent, every):
-        rounds._round("general", turn, {"general": 0, "sql": 0}, stats)
+        loop._round("general", turn, {"general": 0, "sql": 0}, stats)
     assert begun == [sum(int(facts["records_train"]) for facts in every.values())]
 
 
@@ -270,8 +270,8 @@ def test_every_objective_teaches(draft: Path, tmp_path: Path, loss: Loss, sampli
         sampling=sampling,  # type: ignore[arg-type]
     )
     distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", objective=goal)
-    rounds = make_rounds(trainer_settings(draft, distiller=distiller), filled(tmp_path))
-    candidate = rounds.candidate("sql")
+    loop = make_loop(trainer_settings(draft, distiller=distiller), filled(tmp_path))
+    candidate = loop.candidate("sql")
     batch = [rejecting(lesson(n)) for n in range(16)]
     first = learn(candidate, batch)
     accepted = [learn(candidate, batch).expected_acceptance for _ in range(60)]
@@ -293,35 +293,35 @@ def rejecting(record: ReplayRecord) -> ReplayRecord:
 
 
 def test_a_shard_hears_the_losses_on_its_own_records(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     told: dict[str, dict[str, float]] = {}
-    hand_on = world.update_losses
+    hand_on = client.update_losses
 
     def update_losses(topic: str, losses: dict[str, float]) -> None:
         told[topic] = losses
         hand_on(topic, losses)
 
-    world.update_losses = update_losses  # type: ignore[method-assign]
-    quiet = make_rounds(trainer_settings(draft, round_seconds=0.05), world)
-    assert quiet.tick()
+    client.update_losses = update_losses  # type: ignore[method-assign]
+    quiet = make_loop(trainer_settings(draft, round_seconds=0.05), client)
+    assert quiet.run_round()
     assert not told
-    rounds = make_rounds(trainer_settings(draft, report_losses=True), world)
-    assert rounds.tick()
+    loop = make_loop(trainer_settings(draft, report_losses=True), client)
+    assert loop.run_round()
     assert set(told) == {"sql"}
     assert len(told["sql"]) > 20
     assert all(loss >= 0.0 for loss in told["sql"].values())
-    noted = dict(world.shards["sql"]._table._splits["train"]._losses)
+    noted = dict(client.shards["sql"]._buffer._tables["train"]._losses)
     assert noted == told["sql"]
     told.clear()
     # what `general` makes of the topic's records says nothing of the topic's expert
-    rounds = make_rounds(trainer_settings(draft, ("general",), report_losses=True), world)
-    assert rounds.tick()
-    assert rounds.progress.micro_steps > 0
+    loop = make_loop(trainer_settings(draft, ("general",), report_losses=True), client)
+    assert loop.run_round()
+    assert loop.progress.micro_steps > 0
     assert not told
 
 
 def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
+    client = filled(tmp_path)
     asked: list[int] = []
     stop = False
 
@@ -331,90 +331,90 @@ def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
         stop = len(asked) >= 5
         return False
 
-    world.leave = leave
-    rounds = make_rounds(
-        trainer_settings(draft), world, sleep=lambda _seconds: None, stopped=lambda: stop
+    client.permitted = leave
+    loop = make_loop(
+        trainer_settings(draft), client, sleep=lambda _seconds: None, stopped=lambda: stop
     )
     with pytest.raises(Stopped):
-        rounds.tick()
+        loop.run_round()
     assert len(asked) == 5
-    assert rounds.progress.micro_steps == 0
-    assert rounds.progress.state == "waiting for leave"
-    assert not rounds._candidates  # putting one together takes seconds of a processor
+    assert loop.progress.micro_steps == 0
+    assert loop.progress.state == "waiting for a permit"
+    assert not loop._candidates  # putting one together takes seconds of a processor
 
 
 def test_a_shard_that_answers_late_costs_its_topic_no_rest(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
-    shards = dict(world.shards)
+    client = filled(tmp_path)
+    shards = dict(client.shards)
 
     def leave() -> bool:
-        world.shards.clear()
+        client.shards.clear()
         return True
 
-    world.leave = leave
-    rounds = make_rounds(trainer_settings(draft), world)
-    assert not rounds.tick()
-    assert rounds.progress.state == "waiting for its shard"
-    world.leave = lambda: True
-    world.shards.update(shards)
-    assert rounds.tick()
-    assert rounds.progress.topic == "sql"
-    assert not rounds._survey.seen("sql").rest.failures
+    client.permitted = leave
+    loop = make_loop(trainer_settings(draft), client)
+    assert not loop.run_round()
+    assert loop.progress.state == "waiting for its shard"
+    client.permitted = lambda: True
+    client.shards.update(shards)
+    assert loop.run_round()
+    assert loop.progress.topic == "sql"
+    assert not loop._topics.state("sql").backoff.failures
 
 
 def test_a_round_that_waited_long_for_its_first_leave_counts_as_seldom_given(
     draft: Path, tmp_path: Path
 ) -> None:
-    world, clock = filled(tmp_path), Ticks()
-    rounds = Rounds(trainer_settings(draft), world, clock=clock, sleep=lambda _seconds: None)
+    client, clock = filled(tmp_path), Ticks()
+    loop = TrainingLoop(trainer_settings(draft), client, clock=clock, sleep=lambda _seconds: None)
 
     def leave() -> bool:
-        clock.now += 5.0 if rounds.progress.state == "waiting for leave" else 0.0
+        clock.now += 5.0 if loop.progress.state == "waiting for a permit" else 0.0
         return clock.now >= 300.0
 
-    world.leave = leave
-    assert rounds.tick()
-    assert rounds.progress.micro_steps > 1
-    assert 0.0 < rounds._drill._leave < 0.1
+    client.permitted = leave
+    assert loop.run_round()
+    assert loop.progress.micro_steps > 1
+    assert 0.0 < loop._steps._permit_share < 0.1
 
 
 def test_who_is_ousted_while_moments_are_kept_has_published_and_goes_on(
     draft: Path, tmp_path: Path
 ) -> None:
     """Leave is asked for before each file; a trainer that loses its turn there loses no more."""
-    world = filled(tmp_path / "weights")
+    client = filled(tmp_path / "weights")
     folder = tmp_path / "optimizer"
-    rounds = make_rounds(trainer_settings(draft, optimizer_dir=str(folder)), world)
+    loop = make_loop(trainer_settings(draft, optimizer_dir=str(folder)), client)
 
     def leave() -> bool:
         if list(folder.glob("sql/.partial-*")):
-            raise Ousted
+            raise LeaseRevoked
         return True
 
-    world.leave = leave
-    assert not rounds.tick()
-    candidate = rounds.candidate("sql")
-    assert world.versions() == {"sql": 1, "general": 0}
+    client.permitted = leave
+    assert not loop.run_round()
+    candidate = loop.candidate("sql")
+    assert client.versions() == {"sql": 1, "general": 0}
     assert candidate.version == 1
     assert not list(folder.glob("sql/1-*"))
-    world.leave = lambda: True
+    client.permitted = lambda: True
     steps = candidate.steps
-    assert rounds.tick()
+    assert loop.run_round()
     assert candidate.steps > steps
     assert candidate.version >= 1
 
 
 def test_long_answers_are_learnt_from_their_first_part(draft: Path, tmp_path: Path) -> None:
-    world = LocalWorld(tmp_path)
+    client = LocalClient(tmp_path)
     for number in range(60):
-        world.shards["sql"].insert(encode(lesson(number, length=40)))
-    rounds = make_rounds(trainer_settings(draft, max_length=16), world)
-    assert rounds.tick()
-    assert world.registry is not None
-    assert world.registry.history("sql")[0]["outcome"] == "published"
+        client.shards["sql"].insert(encode(lesson(number, length=40)))
+    loop = make_loop(trainer_settings(draft, max_length=16), client)
+    assert loop.run_round()
+    assert client.registry is not None
+    assert client.registry.history("sql")[0]["outcome"] == "published"
 
 
-class Counting(LocalWorld):
+class Counting(LocalClient):
     """How many records were drawn of each split."""
 
     def __init__(self, directory: Path) -> None:
@@ -431,46 +431,46 @@ class Counting(LocalWorld):
 def test_synthetic_records_are_learnt_in_their_proportion(draft: Path, tmp_path: Path) -> None:
     reached = []
     for more in (False, True):
-        world = Counting(tmp_path / str(more))
+        client = Counting(tmp_path / str(more))
         settings = ReplaySettings(held_out_fraction=0.3, synthetic_per_record=4.0)
-        world.shards["sql"] = ReplayShard("sql", settings, seed=0, clock=lambda: 0.0)
+        client.shards["sql"] = ReplayShard("sql", settings, seed=0, clock=lambda: 0.0)
         for number in range(0, 60, 4):
-            world.shards["sql"].insert(encode(lesson(number)))
+            client.shards["sql"].insert(encode(lesson(number)))
         for number in range(60) if more else ():
             name = synthetic_id(f"r{number - number % 4}", str(number))
             record = dataclasses.replace(lesson(number), request_id=name)
-            world.shards["sql"].insert(encode(record))
-        rounds = make_rounds(trainer_settings(draft, train_records=20), world)
+            client.shards["sql"].insert(encode(record))
+        loop = make_loop(trainer_settings(draft, train_records=20), client)
         for _ in range(4):
-            rounds.tick()
-        stats = world.shards["sql"].stats()
+            loop.run_round()
+        stats = client.shards["sql"].stats()
         share = stats["records_synthetic"] / (stats["records_synthetic"] + stats["records_train"])
-        assert world.drawn["synthetic"] == round(20 * share) * 4
-        assert world.registry is not None
-        history = world.registry.history("sql")
+        assert client.drawn["synthetic"] == round(20 * share) * 4
+        assert client.registry is not None
+        history = client.registry.history("sql")
         reached.append(max(d["candidate_expected_acceptance"] for d in history))
     assert reached[1] > reached[0] + 0.1, reached
 
 
 def test_a_topic_that_comes_while_the_trainer_runs_is_taught(draft: Path, tmp_path: Path) -> None:
-    world = filled(tmp_path)
-    assert world.registry is not None
-    rounds = make_rounds(trainer_settings(draft), world)
-    assert rounds.tick()
-    world.publish("general", flatten(tiny_llama(4, vocab=TINY_VOCAB, layers=1).state_dict()), {})
-    world.registry.add_topic("geo", "general")
-    while rounds.tick():  # its shard is not there yet: nothing breaks
+    client = filled(tmp_path)
+    assert client.registry is not None
+    loop = make_loop(trainer_settings(draft), client)
+    assert loop.run_round()
+    client.publish("general", flatten(tiny_llama(4, vocab=TINY_VOCAB, layers=1).state_dict()), {})
+    client.registry.add_topic("geo", "general")
+    while loop.run_round():  # its shard is not there yet: nothing breaks
         pass
-    world.shards["geo"] = ReplayShard(
+    client.shards["geo"] = ReplayShard(
         "geo", ReplaySettings(held_out_fraction=0.3), seed=0, clock=lambda: 0.0
     )
     for number in range(80):
         record = dataclasses.replace(lesson(number), topic="geo", request_id=f"geo-{number}")
-        world.shards["geo"].insert(encode(record))
+        client.shards["geo"].insert(encode(record))
     for _ in range(20):
-        if world.registry.current()["geo"] > 1:
+        if client.registry.current()["geo"] > 1:
             break
-        rounds.tick()
-    first = next(d for d in world.registry.history("geo") if d["outcome"] == "published")
+        loop.run_round()
+    first = next(d for d in client.registry.history("geo") if d["outcome"] == "published")
     assert (first["version"], first["parent"]) == (2, 1)
     assert first["candidate_expected_acceptance"] > first["served_expected_acceptance"] + 0.2

@@ -16,7 +16,7 @@ from tiny_models import save_tiny
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.batches import make_batch, usable, within
-from paceline.actors.training.expert_evaluation import Jury, acceptance
+from paceline.actors.training.expert_evaluation import ExpertEvaluator, acceptance
 from paceline.actors.training.losses import objective
 from paceline.actors.training.settings import Loss, ObjectiveSettings, ScorerSettings
 
@@ -90,10 +90,12 @@ def test_a_record_within_the_vocabulary_is_left_alone() -> None:
 def test_an_expert_is_scored_on_what_a_padded_target_recorded(tmp_path: Path) -> None:
     """An answer with a token that the draft lacks is none to judge it by."""
     draft = str(save_tiny(tmp_path / "d", 1, vocab=300))
-    jury = Jury(ScorerSettings({"general": draft}, {}, device="cpu", dtype="float32"))
+    evaluator = ExpertEvaluator(
+        ScorerSettings({"general": draft}, {}, device="cpu", dtype="float32")
+    )
     sound, odd = padded(1, 0.8, 300), padded(2, 0.8, 300)
     sound.target_top_ids[:, 1:] = np.arange(300, 307)
     odd = dataclasses.replace(odd, output_token_ids=odd.output_token_ids * 0 + 310)
-    first, second = jury.score("general", None, [sound, odd], lambda: None)
+    first, second = evaluator.score("general", None, [sound, odd], lambda: None)
     assert 0.0 <= first <= 1.0
     assert np.isnan(second)

@@ -13,7 +13,7 @@ import torch
 from tiny_models import save_tiny
 
 from paceline.actors.training.drift import DriftSettings
-from paceline.actors.training.topic_stats import Outlook
+from paceline.actors.training.topic_stats import LiveStats
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, load_model, unflatten
@@ -166,7 +166,7 @@ def test_a_version_that_disappoints_later_is_tried_against_its_predecessor(tmp_p
 
 def undecided(reg: WeightRegistry) -> bool:
     """What the trainer makes of the registry's live figures."""
-    outlook = Outlook(("sql",), DriftSettings())
+    outlook = LiveStats(("sql",), DriftSettings())
     outlook.update(reg.live())
     return outlook.undecided("sql")
 

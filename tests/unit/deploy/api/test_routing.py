@@ -24,7 +24,7 @@ from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.routing import RouteTable, TopicFinder, tried
 from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.config import load_config
-from paceline.deploy.scoring import make_jury, scores_experts
+from paceline.deploy.scoring import make_evaluator, scores_experts
 
 EXPERTS = ("general", "sql")
 AGAINST_SQL = {"weights": {"sql": {"sql": 0.1, "general": 0.9}}}
@@ -137,12 +137,12 @@ def test_drafts_that_cannot_be_scored_leave_learning_alone(
 ) -> None:
     paths = {"target.path": str(models["target"]), "drafts.topics": ["sql"]}
     sound = load_config(None, paths | {"drafts.general": str(models["draft"])})
-    jury = make_jury(sound)
-    assert jury is not None
-    assert set(jury[0].draft_paths) == {"general", "sql"}
-    assert make_jury(load_config(None, paths | {"router.sample_share": 0})) is None
+    found = make_evaluator(sound)
+    assert found is not None
+    assert set(found[0].draft_paths) == {"general", "sql"}
+    assert make_evaluator(load_config(None, paths | {"router.sample_share": 0})) is None
     assert caplog.messages == []
-    assert make_jury(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
+    assert make_evaluator(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
     assert "cannot be scored" in caplog.text
 
 

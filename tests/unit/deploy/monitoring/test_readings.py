@@ -23,7 +23,7 @@ from paceline.actors.speculation.pool.client import ExpertClient
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.actors.training.progress import Progress
-from paceline.actors.training.topic_stats import Outlook
+from paceline.actors.training.topic_stats import LiveStats
 from paceline.actors.weights.archive import outcome_of
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -222,7 +222,7 @@ def test_outcomes_have_names_that_the_catalogue_s_reader_counts() -> None:
 
 
 def test_a_trainer_s_figures() -> None:
-    outlook = Outlook(("sql", "general"), DriftSettings(min_requests=1))
+    outlook = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
     live = {"requests": 40, "rounds": 400, "accepted": 200}
     outlook.update({"sql": live})
     hedge = Hedge(("sql", "general"))

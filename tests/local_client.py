@@ -14,8 +14,8 @@ from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
-from paceline.actors.training.topic_schedule import ScheduleSettings, Want, best
-from paceline.actors.training.training_loop import Rounds
+from paceline.actors.training.topic_schedule import ScheduleSettings, TopicPriority, select_topic
+from paceline.actors.training.training_loop import TrainingLoop
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.registry import WeightRegistry
@@ -23,7 +23,7 @@ from paceline.actors.weights.registry import WeightRegistry
 TOPICS = ("sql", "general")
 
 
-class LocalWorld:
+class LocalClient:
     """The real shards and registry, called directly."""
 
     def __init__(
@@ -39,7 +39,7 @@ class LocalWorld:
         self.registry: WeightRegistry | None = WeightRegistry(
             str(directory), topics, "mark", canary=canary, put=lambda x: x
         )
-        self.leave: Callable[[], bool] = lambda: True
+        self.permitted: Callable[[], bool] = lambda: True
 
     def stats(self) -> dict[str, dict[str, Any]]:
         return {topic: shard.stats() for topic, shard in self.shards.items()}
@@ -50,20 +50,20 @@ class LocalWorld:
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
         self.shards[topic].update_losses(losses)
 
-    def notes(self) -> dict[str, TopicProgress]:
+    def topic_progress(self) -> dict[str, TopicProgress]:
         return {}
 
-    def take(self, wanted: Sequence[Want]) -> Assignment:
-        return Assignment(best(wanted))
+    def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
+        return Assignment(select_topic(wanted))
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         pass
 
-    def give_back(self, note: TopicProgress | None) -> None:
+    def release(self, progress: TopicProgress | None) -> None:
         pass
 
-    def may_train(self) -> bool:
-        return self.leave()
+    def acquire_permit(self) -> bool:
+        return self.permitted()
 
     def versions(self) -> dict[str, int] | None:
         return self.registry.current() if self.registry else None
@@ -86,7 +86,7 @@ class LocalWorld:
         if self.registry is not None:
             self.registry.note(topic, decision)
 
-    def added(self) -> dict[str, str]:
+    def added_topics(self) -> dict[str, str]:
         topics = self.registry.topics().topics if self.registry else ()
         return {topic.name: topic.like for topic in topics}
 
@@ -119,18 +119,18 @@ class Ticks:
         return self.now
 
 
-def make_rounds(settings: TrainerSettings, world: LocalWorld, **more: Any) -> Rounds:
-    return Rounds(settings, world, clock=Ticks(), **more)
+def make_loop(settings: TrainerSettings, client: LocalClient, **more: Any) -> TrainingLoop:
+    return TrainingLoop(settings, client, clock=Ticks(), **more)
 
 
-def filled(directory: Path, records: int = 80, canary: CanarySettings | None = None) -> LocalWorld:
-    world = LocalWorld(directory, canary=canary)
-    fill(world, ("sql",), records)
-    return world
+def filled(directory: Path, records: int = 80, canary: CanarySettings | None = None) -> LocalClient:
+    client = LocalClient(directory, canary=canary)
+    fill(client, ("sql",), records)
+    return client
 
 
-def fill(world: LocalWorld, topics: tuple[str, ...], records: int) -> None:
+def fill(client: LocalClient, topics: tuple[str, ...], records: int) -> None:
     """Give the topics' shards the same lessons."""
     for number in range(records):
         for topic in topics:
-            world.shards[topic].insert(encode(lesson(number)))
+            client.shards[topic].insert(encode(lesson(number)))
