@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from paceline.deploy.planner.configs import parse_shape
-from paceline.deploy.planner.hardware import Hardware
+from paceline.deploy.planner.models import parse_shape
+from paceline.deploy.planner.roofline import Hardware
 
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama",

@@ -23,7 +23,7 @@ from paceline.cluster.session import LOOPBACK
 from paceline.deploy.api.auth import is_loopback, key_digests
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.configs import read_shape
+from paceline.deploy.planner.models import read_shape
 from paceline.deploy.synthetic import synthetic_settings
 
 logger = logging.getLogger(__name__)

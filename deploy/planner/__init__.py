@@ -1,1 +1,1 @@
-"""``paceline plan``: does speculation pay on hardware that nobody has rented yet?"""
+"""``paceline plan``: predict whether speculation pays on given hardware."""

@@ -11,12 +11,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.configs import read_shape
-from paceline.deploy.planner.costs import Precision
-from paceline.deploy.planner.hardware import PRESETS, Hardware
-from paceline.deploy.planner.measured import Fit, fit_models, read_steps
-from paceline.deploy.planner.plan import Plan, make_plan, to_json
-from paceline.deploy.planner.speculation import Scenario
+from paceline.deploy.planner.models import read_shape
+from paceline.deploy.planner.roofline import (
+    PRESETS,
+    Fit,
+    Hardware,
+    Precision,
+    fit_models,
+    read_steps,
+)
+from paceline.deploy.planner.speculation import Plan, Scenario, make_plan, to_json
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 Machine = Literal["h100", "h200", "a100", "l40s", "cpu"]
@@ -120,7 +124,7 @@ def plan(
 
 
 def _hardware(name: Machine | None, fit: Fit | None, **options: float | None) -> Hardware:
-    """The preset or the fitted machine, with the options over it."""
+    """The preset or the fitted machine, overridden by the options."""
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if fit is not None:
         return dataclasses.replace(fit.hardware, **given)
@@ -136,7 +140,7 @@ def _times(value: float | None, unit: float) -> float | None:
 
 
 def _draw(found: Plan, path: Path) -> None:
-    from paceline.deploy.planner.plot import draw
+    from paceline.deploy.planner.report import draw
 
     try:
         draw(found, path)

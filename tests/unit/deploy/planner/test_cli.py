@@ -44,7 +44,7 @@ def test_tables_give_the_answer_in_words(
     out = capsys.readouterr().out
     assert "llama-70b: 70.6 G parameters" in out
     assert "times plain decoding" in out
-    assert "It stops to pay at batch" in out
+    assert "It stops paying at batch" in out
     assert main(["plan", *models, *machine, "--acceptance", "0"]) == 0
     out = capsys.readouterr().out
     assert "speculation does not pay (k = 0)" in out

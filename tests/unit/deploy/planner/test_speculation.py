@@ -6,18 +6,17 @@ import pytest
 from planner_models import LARGE, MIXTURE, PLAIN, SMALL
 
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.costs import Precision
-from paceline.deploy.planner.hardware import PRESETS, Hardware
-from paceline.deploy.planner.shapes import ModelShape
+from paceline.deploy.planner.models import ModelShape
+from paceline.deploy.planner.roofline import PRESETS, Hardware, Precision
 from paceline.deploy.planner.speculation import (
     Scenario,
     best_option,
+    break_even_batch,
     compare,
     expected_tokens,
     largest_batch,
     last_crossing,
     options,
-    stops_paying,
 )
 
 
@@ -85,7 +84,7 @@ def test_it_stops_to_pay_where_trying_every_batch_says_so(
     case = scenario(target, SMALL, small, context=256, acceptance=acceptance)
     pays = [batch for batch in range(1, 513) if best_option(case, batch, 6).k > 0]
     assert len(pays) in range(1, 512)
-    assert stops_paying(case, 6, 512) == (None if max(pays) == 512 else max(pays) + 1)
+    assert break_even_batch(case, 6, 512) == (None if max(pays) == 512 else max(pays) + 1)
 
 
 def test_a_mixture_gains_least_where_more_tokens_still_hit_more_experts() -> None:
@@ -113,7 +112,7 @@ def test_ten_tokens_of_one_or_one_of_each_of_ten() -> None:
 
 def test_long_contexts_keep_speculation_worth_it_at_larger_batches() -> None:
     eight = replace(PRESETS["h100"], tensor_parallel=8)
-    short = stops_paying(scenario(hardware=eight, context=512), 8, 4096)
+    short = break_even_batch(scenario(hardware=eight, context=512), 8, 4096)
     assert short is not None
     assert best_option(scenario(hardware=eight, context=32_768), short, 8).k > 0
 

@@ -1,16 +1,127 @@
-"""Read a shape from a Hugging Face ``config.json``."""
+"""Sizes of a model, read from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.shapes import Experts, ModelShape
 
-# Their feed-forward layers have two matrices instead of three, or their cache another form.
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Feed-forward experts of a mixture-of-experts model.
+
+    Attributes:
+        count: experts per layer.
+        per_token: active experts per token.
+        intermediate: width of one expert.
+        shared_intermediate: width of the shared expert; 0 without one.
+        layers: number of layers with experts; the others are dense.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    shared_intermediate: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention and gated feed-forward layers.
+
+    Parameters include norms of the residual stream, not biases and norms per head (a few ppm).
+
+    Attributes:
+        name: for display.
+        layers: decoder layers.
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: width of a head.
+        intermediate: width of the dense feed-forward layers.
+        vocab: rows of the embedding.
+        tied: head and embedding are one matrix.
+        experts: None if every layer is dense.
+        window: positions of sliding-window attention; None without.
+        window_layers: number of layers with it.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    experts: Experts | None = None
+    window: int | None = None
+    window_layers: int = 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Query, key, value and output projections of one layer."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Gate, up and down of one expert; 0 without experts."""
+        return 3 * self.hidden * self.experts.intermediate if self.experts else 0
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.experts.layers if self.experts else 0
+
+    @property
+    def head_parameters(self) -> int:
+        """The output head."""
+        return self.hidden * self.vocab
+
+    @property
+    def common_parameters(self) -> int:
+        """Parameters read in every step: all but experts and embedding."""
+        dense = (self.layers - self.sparse_layers) * 3 * self.hidden * self.intermediate
+        sparse = 0
+        if self.experts:
+            routing = self.hidden * self.experts.count
+            shared = 3 * self.hidden * self.experts.shared_intermediate
+            sparse = self.experts.layers * (routing + shared)
+        norms = (2 * self.layers + 1) * self.hidden
+        attention = self.layers * self.attention_parameters
+        return attention + dense + sparse + norms + self.head_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        experts = self.experts.count * self.expert_parameters if self.experts else 0
+        embedding = 0 if self.tied else self.head_parameters
+        return self.common_parameters + self.sparse_layers * experts + embedding
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters used by one token."""
+        visited = self.experts.per_token * self.expert_parameters if self.experts else 0
+        return self.common_parameters + self.sparse_layers * visited
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers per position in the KV cache, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def cached_positions(self, context: int) -> int:
+        """Cached positions that a token attends to, summed over the layers."""
+        seen = context if self.window is None else min(context, self.window)
+        return (self.layers - self.window_layers) * context + self.window_layers * seen
+
+
+# Feed-forward layers with two matrices instead of three, or another form of KV cache.
 _OTHER_ARCHITECTURES = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "llama4"}
     | {"llama4_text", "mpt", "opt", "phi", "starcoder2"}
@@ -19,10 +130,10 @@ _LINEAR = frozenset({"linear_attention", "mamba", "recurrent", "conv"})
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of a model by its config file, or by the folder that holds it.
+    """Read a model's shape from its config file or its folder.
 
     Raises:
-        ConfigError: where the file is missing or describes a model that is not Llama-like.
+        ConfigError: the file is missing, or its model is not Llama-like.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -41,19 +152,19 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def parse_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a config's entries describe.
+    """Shape of a model from its config.
 
     Raises:
-        ConfigError: for an entry that is missing or wrong, or an architecture of another kind.
+        ConfigError: an entry is missing or wrong, or the architecture is not Llama-like.
     """
     inner = config.get("text_config")
-    if isinstance(inner, Mapping):  # a model of text and images
+    if isinstance(inner, Mapping):  # multimodal
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner}
     _check_kind(config)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     layers = _size(config, "num_hidden_layers")
     tied = config.get("tie_word_embeddings")
-    if tied is None:  # left out where it is the architecture's default
+    if tied is None:  # the architecture's default
         tied = str(config.get("model_type", "")).startswith("gemma")
     kv_heads = _size(config, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -102,7 +213,7 @@ def _window_layers(config: Mapping[str, Any], layers: int) -> int:
     if config.get("layer_types"):
         return sum(str(kind) == "sliding_attention" for kind in config["layer_types"][:layers])
     default = 2 if config.get("model_type") == "gemma2" else None
-    every = config.get("sliding_window_pattern", default)  # every such layer looks at everything
+    every = config.get("sliding_window_pattern", default)  # every n-th layer has full attention
     if every:
         return layers - layers // int(every)
     return layers - min(layers, int(config.get("max_window_layers") or 0))

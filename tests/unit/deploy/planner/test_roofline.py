@@ -7,8 +7,14 @@ import pytest
 from planner_models import LARGE, MIXTURE, PLAIN
 
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.costs import Precision, distinct_experts, step_time, step_work
-from paceline.deploy.planner.hardware import PRESETS, Hardware
+from paceline.deploy.planner.roofline import (
+    PRESETS,
+    Hardware,
+    Precision,
+    distinct_experts,
+    step_time,
+    step_work,
+)
 
 BF16 = Precision()
 

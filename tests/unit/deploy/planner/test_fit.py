@@ -13,15 +13,18 @@ from planner_models import LARGE, SMALL
 
 from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.costs import Precision, Work, step_time, step_work
-from paceline.deploy.planner.hardware import Hardware
-from paceline.deploy.planner.measured import (
+from paceline.deploy.planner.roofline import (
     Fit,
+    Hardware,
+    Precision,
     StepTable,
+    Work,
     error_summary,
     fit_models,
     predict,
     read_steps,
+    step_time,
+    step_work,
     step_works,
 )
 

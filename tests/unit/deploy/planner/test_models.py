@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.planner.configs import parse_shape, read_shape
+from paceline.deploy.planner.models import parse_shape, read_shape
 
 
 def test_llama_70b_by_hand() -> None:
