@@ -49,7 +49,6 @@ def make_drafter(
     stack = ExpertStack(runner, names, rows, chunk)
     return Drafter(
         stack,
-        expert,
         support=support,
         generator=torch.Generator(DEVICE).manual_seed(seed),
         max_sequences=rows,

@@ -93,7 +93,6 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
     )
     drafter = Drafter(
         stack,
-        settings.expert,
         support=settings.target.draft_top_k,
         generator=generator,
         max_sequences=settings.max_sequences,

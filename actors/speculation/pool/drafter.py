@@ -71,7 +71,7 @@ class SequenceState:
         tokens: prompt and output.
         proposed: the latest response's tokens, if drafting ahead continues from them.
         assumed: the tokens assumed to follow the present ones.
-        ahead: proposal drafted behind ``assumed``.
+        drafted_ahead: proposal behind ``assumed``.
     """
 
     key: str
@@ -81,7 +81,7 @@ class SequenceState:
     num_output: int = 0
     proposed: tuple[int, ...] = ()
     assumed: tuple[int, ...] = ()
-    ahead: RowProposal | None = None
+    drafted_ahead: RowProposal | None = None
 
     def row(self, num_draft_tokens: int, more_tokens: tuple[int, ...] = ()) -> DraftRow:
         """Return the row for the stack, with tokens appended to the present ones."""
@@ -194,7 +194,6 @@ class Drafter:
     def __init__(
         self,
         stack: ExpertStack,
-        expert: str,
         *,
         support: int,
         generator: torch.Generator,
@@ -207,7 +206,6 @@ class Drafter:
         Args:
             stack: of the expert and its initial weights; its prefill chunk bounds how long a
                 request waits.
-            expert: the name whose weights may be swapped.
             support: the most tokens that a distribution may hold.
             generator: randomness of unseeded drafts.
             max_sequences: the stack's rows; a sequence beyond them drafts nothing.
@@ -216,7 +214,6 @@ class Drafter:
         """
         self._stack = stack
         self.slots = WeightSlots(stack)
-        self._expert = expert
         self._support = support
         self._generator = generator
         self._max_sequences = max_sequences
@@ -245,27 +242,21 @@ class Drafter:
         elif self._to_prefill:
             self._prefill()
 
-    def swap(
-        self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None = None
+    def load_weights(
+        self, slot: str, weight_version: int, state: Mapping[str, Tensor] | None
     ) -> None:
-        """Load new weights of the expert, or empty its candidate's slot with None.
-
-        Args:
-            weight_version: of ``state``.
-            state: name to tensor.
-            slot: of the expert; None is the stable one.
+        """Load weights into a slot, or empty a candidate's with None; see WeightSlots.load.
 
         Raises:
-            Exception: they could not be loaded, see WeightSlots.
+            Exception: they could not be loaded.
         """
-        draft = slot or self._expert
         try:
-            self.slots.load(draft, weight_version, state)
+            self.slots.load(slot, weight_version, state)
         finally:  # a failed load too may have changed the slot
             self._to_draft_ahead.clear()
             for sequence in self._all_sequences():
-                sequence.ahead = None
-            self._to_prefill = [seq for seq in self._all_sequences() if seq.draft == draft]
+                sequence.drafted_ahead = None
+            self._to_prefill = [seq for seq in self._all_sequences() if seq.draft == slot]
 
     def release(self, client: int, request_ids: Sequence[str]) -> None:
         """Release sequences; unknown ones are fine."""
@@ -284,7 +275,7 @@ class Drafter:
         for row in request.rows:
             sequence = self._update(client, row)
             if sequence is not None:
-                sequence.ahead = None  # valid for this request only
+                sequence.drafted_ahead = None  # valid for this request only
 
     def propose(self, requests: Sequence[tuple[int, DraftRequest]]) -> list[DraftResponse]:
         """Draft for the requests of several clients in one batch.
@@ -305,8 +296,8 @@ class Drafter:
             for row, sequence in zip(request.rows, sequences, strict=True):
                 if sequence is None:
                     continue
-                if sequence.ahead is not None:
-                    proposals[sequence.key] = sequence.ahead.part(0, row.num_draft_tokens)
+                if sequence.drafted_ahead is not None:
+                    proposals[sequence.key] = sequence.drafted_ahead.part(0, row.num_draft_tokens)
                 else:
                     rows.append(sequence.row(row.num_draft_tokens))
         hits = set(proposals)
@@ -329,7 +320,7 @@ class Drafter:
             proposal = proposals.get(sequence.key)
             if proposal is not None and len(proposal.token_ids) > 1:
                 sequence.assumed = (*sequence.proposed, int(proposal.token_ids[0]))
-                sequence.ahead = proposal.part(1)
+                sequence.drafted_ahead = proposal.part(1)
 
     def _prefill(self) -> None:
         """Prefill a chunk of one sequence."""
@@ -356,11 +347,11 @@ class Drafter:
             or row.draft != sequence.draft
         ):
             return None
-        if sequence.ahead is not None:
+        if sequence.drafted_ahead is not None:
             hit = sequence.assumed == row.tokens
             self._draft_ahead_policy.record(hit)
             if not hit:
-                sequence.ahead = None
+                sequence.drafted_ahead = None
         sequence.tokens.extend(row.tokens)
         sequence.num_output = row.num_output
         sequence.proposed = ()
@@ -384,7 +375,7 @@ class Drafter:
     def _fail(self, keys: set[str]) -> None:
         """Drop sequences after a failure: they must be sent whole."""
         self.failures += 1
-        logger.exception("%s drafts nothing this round", self._expert)
+        logger.exception("%d sequences draft nothing this round", len(keys))
         for own in self._sequences.values():
             for request_id in [name for name, seq in own.items() if seq.key in keys]:
                 self._drop(own.pop(request_id))
@@ -408,7 +399,7 @@ class Drafter:
         for sequence in sequences:
             if sequence is None:
                 continue
-            sequence.ahead = None
+            sequence.drafted_ahead = None
             proposal = proposals.get(sequence.key)
             if proposal is None or not draft_ahead:
                 continue

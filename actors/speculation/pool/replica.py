@@ -115,7 +115,7 @@ class ExpertReplica:
         if registry is not None:
             subscriber = RegistrySubscriber(
                 registry,
-                on_weights=lambda slot, version, state: self._server.swap(version, state, slot),
+                on_weights=self._server.load_weights,
                 expert=self._expert,
                 failed=self._failed_candidates,
             )

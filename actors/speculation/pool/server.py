@@ -240,20 +240,15 @@ class ExpertServer:
         """Return whether a session has a connection now."""
         return any(client.session == session for client in self._clients)
 
-    def swap(
-        self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None = None
+    def load_weights(
+        self, slot: str, weight_version: int, state: Mapping[str, Tensor] | None
     ) -> None:
-        """Queue new weights; a failure to load them is logged.
+        """Queue weights for a slot; None empties a candidate's. A failure to load is logged.
 
         A candidate has failed then, see :meth:`failed_candidate`. Stable weights that were loaded
         in part are loaded again later, and draft nothing until then.
-
-        Args:
-            weight_version: of ``state``.
-            state: name to tensor; None empties a candidate's slot.
-            slot: of the expert; None is the stable one.
         """
-        self._commands.put(lambda: self._load(weight_version, state, slot))
+        self._commands.put(lambda: self._load(slot, weight_version, state))
 
     def failed_candidate(self) -> int | None:
         """Return the weight_version of the latest failed candidate, if any."""
@@ -300,23 +295,21 @@ class ExpertServer:
         next_deadline = min((at for at in deadlines if at is not None), default=None)
         return None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
 
-    def _load(
-        self, weight_version: int, state: Mapping[str, Tensor] | None, slot: str | None
-    ) -> None:
+    def _load(self, slot: str, weight_version: int, state: Mapping[str, Tensor] | None) -> None:
         """Load new weights; a failure does not end the thread.
 
         Otherwise the replica would restart, load the same weights, and end again.
         """
         try:
-            self._drafter.swap(weight_version, state, slot)
+            self._drafter.load_weights(slot, weight_version, state)
         except Exception:
-            logger.exception("version %d was not loaded", weight_version)
+            logger.exception("%s: version %d was not loaded", slot, weight_version)
 
     def _retry_load(self) -> None:
         """Load weights again that were loaded in part, once it is time."""
         retry = self._drafter.slots.partial_loads.next_retry(time.monotonic())
         if retry is not None:
-            self._load(retry.weight_version, retry.state, retry.slot)
+            self._load(retry.slot, retry.weight_version, retry.state)
 
     def _serve(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         """Read everything that has arrived, then respond in one batch."""

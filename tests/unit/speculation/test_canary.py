@@ -147,7 +147,7 @@ def test_initial_weights_and_plain_decoding_tell_nothing() -> None:
 
 def slotted_drafter() -> Drafter:
     drafter = make_drafter("a", candidate=True)
-    drafter.swap(7, state(1), "a@candidate")
+    drafter.load_weights("a@candidate", 7, state(1))
     return drafter
 
 
@@ -165,7 +165,7 @@ def test_an_expert_of_a_pool_has_two_slots_too() -> None:
             assert outcome is not None
             assert outcome.weight_version == (7 if name in INSIDE else 0)
             assert (outcome.accepted == outcome.rounds) == (name in INSIDE)
-        server.swap(0, None, "a@candidate")
+        server.load_weights("a@candidate", 0, None)
         assert server.ping(10.0)
         assert "a@candidate" not in server._drafter.slots.versions
         later = run(engine, [asked(name) for name in IDS])
@@ -177,7 +177,7 @@ def test_an_expert_of_a_pool_has_two_slots_too() -> None:
 
 def test_an_expert_of_a_pool_gives_up_a_candidate_without_probabilities() -> None:
     drafter = make_drafter("a", candidate=True)
-    drafter.swap(8, state(1, float("nan")), "a@candidate")
+    drafter.load_weights("a@candidate", 8, state(1, float("nan")))
     server = ExpertServer(drafter, num_threads=1)
     try:
         engine = pool_engine(attached({"a": server}), target_layers=1, canary_share=SHARE)

@@ -1,4 +1,4 @@
-"""Experts built from settings: memory for all targets, and cores of their own."""
+"""Experts built from settings: KV cache for all targets, spare cores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_target(settings: ExpertSettings, **fields: Any) -> ExpertSettings:
     return dataclasses.replace(settings, target=dataclasses.replace(settings.target, **fields))
 
 
-def test_an_expert_has_room_for_what_all_targets_have_room_for(settings: ExpertSettings) -> None:
+def test_an_experts_cache_is_as_large_as_all_targets_together(settings: ExpertSettings) -> None:
     assert expert_positions(settings, torch.float32, CPU, 128) == 6 * 128
     small = with_target(settings, kv_cache_mb=1, max_num_seqs=64)
     small = dataclasses.replace(small, max_sequences=128)
@@ -51,7 +51,7 @@ def test_an_expert_has_room_for_what_all_targets_have_room_for(settings: ExpertS
         server.close()
 
 
-def test_on_a_gpu_no_more_than_a_part_of_the_free_memory(
+def test_on_a_gpu_the_cache_takes_a_share_of_the_free_memory(
     settings: ExpertSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft takes 512 bytes less per position than the target: its own count is what fits."""
@@ -73,7 +73,7 @@ def test_a_spare_core_counts_for_one_expert_only(
     assert spare_cores(dataclasses.replace(settings, other_cores=4), GPU) >= settings.num_threads
 
 
-def test_every_expert_is_told_what_the_others_compute_on(settings: ExpertSettings) -> None:
+def test_experts_count_the_cores_of_all_others(settings: ExpertSettings) -> None:
     overrides = {"drafts.placement": "pool", "drafts.num_replicas": 2, "drafts.num_threads": 3}
     config = load_config(None, overrides)
     own = experts._settings(config, settings.target, "sql")

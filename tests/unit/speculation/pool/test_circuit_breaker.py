@@ -15,7 +15,7 @@ from paceline.actors.speculation.pool.circuit_breaker import (
 )
 
 
-def test_an_expert_without_a_connection_is_neither_asked_nor_pinged() -> None:
+def test_an_expert_without_a_connection_is_not_pinged() -> None:
     circuit = CircuitBreaker()
     assert not circuit.closed
     assert not circuit.should_ping(1e9)
@@ -26,7 +26,7 @@ def test_an_expert_without_a_connection_is_neither_asked_nor_pinged() -> None:
     assert not circuit.should_ping(1e9)
 
 
-def test_silence_opens_a_ping_after_the_back_off_closes() -> None:
+def test_a_timeout_opens_and_a_pong_after_the_backoff_closes() -> None:
     circuit = CircuitBreaker()
     circuit.on_connect()
     circuit.on_timeout(10.0)
@@ -36,12 +36,12 @@ def test_silence_opens_a_ping_after_the_back_off_closes() -> None:
     assert not circuit.should_ping(10.0 + 0.9 * FIRST_BACKOFF_S)
     assert circuit.should_ping(10.0 + FIRST_BACKOFF_S)
     assert circuit.state is CircuitState.HALF_OPEN
-    assert not circuit.should_ping(10.0 + FIRST_BACKOFF_S)  # one ping per back-off
+    assert not circuit.should_ping(10.0 + FIRST_BACKOFF_S)  # one ping per backoff
     circuit.on_pong()
     assert circuit.closed
 
 
-def test_pings_without_answer_become_rarer_and_an_answer_in_time_forgives_all() -> None:
+def test_the_backoff_doubles_without_pongs_and_a_response_resets_it() -> None:
     circuit = CircuitBreaker()
     circuit.on_connect()
     circuit.on_timeout(0.0)
@@ -60,7 +60,7 @@ def test_pings_without_answer_become_rarer_and_an_answer_in_time_forgives_all() 
     assert circuit.backoff_s == FIRST_BACKOFF_S
 
 
-def test_one_that_answers_pings_but_never_in_time_is_waited_for_less_and_less() -> None:
+def test_rounds_wait_ever_less_for_an_expert_that_only_answers_pings() -> None:
     circuit = CircuitBreaker()
     circuit.on_connect()
     now, waited = 0.0, []
@@ -87,10 +87,10 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_whatever_happens_an_open_circuit_is_looked_at_again(
+def test_an_open_circuit_is_probed_again_after_any_events(
     events: list[tuple[str, float]],
 ) -> None:
-    """And a closed one is never pinged; the back-off keeps its bounds."""
+    """A closed one is never pinged; the backoff keeps its bounds."""
     circuit, now, connected = CircuitBreaker(), 0.0, False
     for event, later in events:
         now += later

@@ -1,4 +1,4 @@
-"""What an expert's server does between two frames: deltas, ahead, capacity, failures."""
+"""Drafting for several targets: cached tokens, drafting ahead, capacity, prefill, failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row(
     sampling: SamplingParams = GREEDY,
     draft: str = "a",
 ) -> DraftRequestRow:
-    """The question about a whole sequence of which ``num_cached`` tokens should be cached."""
+    """A row of a sequence of which ``num_cached`` tokens should be cached."""
     return DraftRequestRow(
         request_id=name,
         draft=draft,
@@ -54,13 +54,13 @@ def tokens_of(response: DraftResponse, i: int = 0) -> list[int]:
 
 
 def fresh(tokens: Sequence[int], sampling: SamplingParams = GREEDY, k: int = 4) -> list[int]:
-    """What an expert that never saw the sequence proposes."""
+    """The proposal of an expert without cached tokens."""
     return tokens_of(respond(make_drafter(), row(tokens, sampling=sampling, k=k)))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
 @pytest.mark.parametrize("draft_ahead", ["on", "off"])
-def test_proposals_are_those_of_an_expert_that_sees_the_sequence_anew(
+def test_proposals_do_not_depend_on_what_is_cached(
     sampling: SamplingParams, draft_ahead: str
 ) -> None:
     """Whatever was accepted: all, a part, or nothing; drafted ahead or not."""
@@ -85,7 +85,7 @@ def test_proposals_are_those_of_an_expert_that_sees_the_sequence_anew(
     assert (hits > 3) == (draft_ahead == "on")
 
 
-def test_what_was_drafted_ahead_is_used_only_for_the_very_prefix() -> None:
+def test_tokens_drafted_ahead_are_used_for_the_assumed_prefix_only() -> None:
     drafter = make_drafter(draft_ahead="on")
     drafts = tokens_of(respond(drafter, row(PROMPT)))
     drafter.run_idle_work()
@@ -95,7 +95,7 @@ def test_what_was_drafted_ahead_is_used_only_for_the_very_prefix() -> None:
     assert tokens_of(response) == fresh(other)
 
 
-def test_what_was_drafted_ahead_does_not_outlive_the_question_it_was_for() -> None:
+def test_tokens_drafted_ahead_are_valid_for_the_next_request_only() -> None:
     """The same tokens come twice; the second time they follow another prefix."""
     drafter = make_drafter(draft_ahead="on")
     drafts = tokens_of(respond(drafter, row(PROMPT)))
@@ -118,7 +118,7 @@ def test_fewer_tokens_than_drafted_ahead_are_a_prefix_of_them() -> None:
     assert tokens_of(response) == fresh(tokens, k=2)
 
 
-def test_unseeded_drafts_ahead_follow_the_drafts_law() -> None:
+def test_unseeded_tokens_drafted_ahead_follow_the_drafts_distribution() -> None:
     """The frequency of the first token drafted ahead, given its prefix, is q of that prefix."""
     sampling = SamplingParams(max_tokens=50, temperature=0.7)
     seen: dict[tuple[int, ...], list[int]] = {}
@@ -149,7 +149,7 @@ def test_unseeded_drafts_ahead_follow_the_drafts_law() -> None:
         assert abs(share - probability) < 4.5 * deviation + 1e-9
 
 
-def test_a_sequence_that_is_not_known_is_asked_for_whole() -> None:
+def test_an_unknown_sequence_must_be_sent_whole() -> None:
     drafter = make_drafter()
     response = respond(drafter, row(PROMPT, 3))
     assert response.unknown_rows == (0,)
@@ -159,7 +159,7 @@ def test_a_sequence_that_is_not_known_is_asked_for_whole() -> None:
     assert respond(drafter, row([*PROMPT, 5], len(PROMPT))).unknown_rows == (0,)
 
 
-def test_clients_are_drafted_for_in_one_batch_and_know_nothing_of_each_other() -> None:
+def test_clients_share_a_batch_and_are_isolated() -> None:
     drafter = make_drafter()
     other = [*PROMPT, 9, 8, 7]
     batch = [
@@ -186,7 +186,7 @@ def test_more_sequences_than_rows_draft_nothing_and_take_a_row_when_one_is_free(
     assert tokens_of(respond(drafter, row(PROMPT, name="2"))) == fresh(PROMPT)
 
 
-def test_tokens_of_a_question_given_up_are_not_lost() -> None:
+def test_tokens_of_a_superseded_request_are_kept() -> None:
     drafter = make_drafter()
     drafter.skip(0, DraftRequest(1, (row(PROMPT),)))
     tokens = [*PROMPT, 3, 4]
@@ -198,7 +198,7 @@ def test_new_weights_take_effect_at_once_and_drop_what_was_drafted_ahead() -> No
     drafts = tokens_of(respond(drafter, row(PROMPT), row(PROMPT, name="old", draft="a@0")))
     drafter.run_idle_work()
     new = served(tiny_llama(77, layers=1, vocab=VOCAB))
-    drafter.swap(5, new.state_dict())
+    drafter.load_weights("a", 5, new.state_dict())
     tokens = [*PROMPT, *drafts, *fresh([*PROMPT, *drafts], k=1)]
     response = respond(
         drafter, row(tokens, len(PROMPT)), row(tokens, len(PROMPT), name="old", draft="a@0")
@@ -208,11 +208,13 @@ def test_new_weights_take_effect_at_once_and_drop_what_was_drafted_ahead() -> No
     assert tokens_of(response) != fresh(tokens)
     assert tokens_of(response, 1) == fresh(tokens)
     with pytest.raises(ValueError, match="shape"):
-        drafter.swap(6, served(tiny_llama(1, layers=1, vocab=VOCAB, hidden=16)).state_dict())
+        drafter.load_weights(
+            "a", 6, served(tiny_llama(1, layers=1, vocab=VOCAB, hidden=16)).state_dict()
+        )
     assert drafter.slots.versions["a"] == 5
 
 
-def test_a_stack_that_fails_costs_a_round_its_drafts_and_nothing_else(
+def test_a_failing_stack_costs_one_rounds_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = make_drafter()
@@ -226,7 +228,7 @@ def test_a_stack_that_fails_costs_a_round_its_drafts_and_nothing_else(
     assert tokens_of(respond(drafter, row([*PROMPT, 5]))) == fresh([*PROMPT, 5])
 
 
-def test_drafts_never_reach_beyond_the_context() -> None:
+def test_drafts_stay_within_the_context() -> None:
     drafter = make_drafter(draft_ahead="on")
     tokens = [*PROMPT, *[5] * (96 - len(PROMPT) - 5)]
     assert len(tokens_of(respond(drafter, row(tokens)))) == 4
@@ -236,8 +238,8 @@ def test_drafts_never_reach_beyond_the_context() -> None:
 LONG = tuple(3 + i % 290 for i in range(41))
 
 
-def test_a_question_reads_one_chunk_and_the_rest_is_read_after_the_answer() -> None:
-    """39 tokens are to be read, 8 at a time; the last two are fed with the drafting."""
+def test_a_request_prefills_one_chunk_and_the_rest_follows_the_response() -> None:
+    """39 tokens are prefilled, 8 at a time; the last two are fed with the drafting."""
     drafter = make_drafter(chunk=8)
     read: list[int] = []
     runner_read = drafter._stack.runner.read
@@ -262,12 +264,12 @@ def test_a_question_reads_one_chunk_and_the_rest_is_read_after_the_answer() -> N
     assert not drafter.has_idle_work
 
 
-def test_new_weights_read_what_is_known_again_between_the_questions() -> None:
+def test_new_weights_prefill_known_sequences_again_between_requests() -> None:
     drafter = make_drafter(chunk=8)
     respond(drafter, row(LONG), row(LONG, name="old", draft="a@0"))
     while drafter.has_idle_work:
         drafter.run_idle_work()
-    drafter.swap(5, served(tiny_llama(77, layers=1, vocab=VOCAB)).state_dict())
+    drafter.load_weights("a", 5, served(tiny_llama(77, layers=1, vocab=VOCAB)).state_dict())
     works = 0
     while drafter.has_idle_work:
         drafter.run_idle_work()
@@ -278,7 +280,7 @@ def test_new_weights_read_what_is_known_again_between_the_questions() -> None:
     assert response.num_drafted.tolist() == [4, 4]
 
 
-def test_reading_ends_without_memory_with_a_failure_and_with_the_sequence(
+def test_prefill_stops_without_memory_after_a_failure_and_with_the_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = make_drafter(chunk=8, positions=96)  # two of 48 with their drafts

@@ -1,4 +1,4 @@
-"""The target's side of a round: deadlines, connections, and what a round's time tells."""
+"""The target's side of a round: deadlines, connections, measured costs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def row(name: str, draft: str) -> DraftRow:
     return DraftRow(name, draft, (1, 17, 33), 0, 4, SamplingParams(max_tokens=9, temperature=0.0))
 
 
-def test_a_round_ends_in_time_although_bytes_go_on_coming() -> None:
-    """One byte with every look at the clock, of a frame that is never whole."""
+def test_a_round_ends_in_time_although_bytes_keep_coming() -> None:
+    """One byte per reading of the clock, of a frame that never ends."""
     connection, expert = silent_connection()
     now = 0.0
 
@@ -51,7 +51,7 @@ def test_a_round_ends_in_time_although_bytes_go_on_coming() -> None:
         connection.close()
 
 
-def test_connections_do_not_pile_up_while_nothing_is_drafted() -> None:
+def test_replaced_connections_are_closed_without_rounds() -> None:
     proposer = make_proposer(("a", "b"))
     connections, ends = zip(*(silent_connection() for _ in range(4)), strict=True)
     for connection in connections[:3]:
@@ -69,7 +69,7 @@ NO_PREFILL = DraftPrefill()
 
 
 class NotedCosts(DraftCosts):
-    """Notes what it is told."""
+    """Records its observations."""
 
     def __init__(self) -> None:
         super().__init__({(1, 1): 0.01, (2, 2): 0.01, (1, 2): 0.01, (2, 1): 0.01})
@@ -89,7 +89,7 @@ class NotedCosts(DraftCosts):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_the_time_of_a_round_that_waited_for_a_silent_expert_is_no_cost_of_a_step(
+def test_a_round_with_a_timeout_is_no_observation_of_costs(
     silent: bool,
 ) -> None:
     with serving() as servers:

@@ -35,7 +35,7 @@ def serving(handshake_timeout_s: float) -> Iterator[ExpertServer]:
 
 
 def unauthenticated(server: ExpertServer) -> Connection:
-    """A connection that says nothing."""
+    """A connection that sends nothing by itself."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(server.open_session("unused").unix)
     return Connection(sock)
@@ -104,7 +104,7 @@ def test_unauthenticated_connections_are_few_and_keep_no_client_out() -> None:
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Nothing can be opened or accepted."""
+    """No descriptor can be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -115,7 +115,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_descriptors_the_selector_rests_and_listens_again_later() -> None:
+def test_without_descriptors_listening_pauses() -> None:
     with selectors.DefaultSelector() as selector:
         listeners = ListeningSockets(selector, None)
         client = socket.socket(socket.AF_UNIX)
@@ -162,7 +162,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_nothing_stays_open_after_the_end() -> None:
+def test_close_leaves_no_descriptor() -> None:
     before = descriptors()
     server = ExpertServer(make_drafter(), num_threads=1, host="127.0.0.1")
     connection, _ = connect(server.open_session("mine"), 10.0)
