@@ -1,7 +1,7 @@
-"""The engine: continuous batching over rounds of propose, verify, emit.
+"""Engine with continuous batching and speculative decoding.
 
-Single-threaded and free of Ray: requests come in by :meth:`Engine.add`, weights by
-:attr:`Engine.updates`, and :meth:`Engine.step` runs one round and returns what it emitted.
+Single-threaded and independent of Ray. :meth:`Engine.step` runs one round: apply weight updates,
+schedule, prefill, draft, verify, emit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.actors.engine.logits_processors import count_tokens
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.recorder import RoundLog
+from paceline.actors.engine.recorder import RecordBuffer
 from paceline.actors.engine.request import (
     FAILED,
     FINISH_ABORT,
@@ -30,7 +30,7 @@ from paceline.actors.engine.request import (
     TokenLogprob,
     TokenSource,
 )
-from paceline.actors.engine.sampling import LatestBatch, token_logprobs
+from paceline.actors.engine.sampling import SamplingBatchCache, token_logprobs
 from paceline.actors.engine.scheduler import Scheduler, split_prefill_budget
 from paceline.actors.engine.sequence import Sequence, make_sequence
 from paceline.actors.engine.settings import EngineSettings
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one request got from a round; ``record`` comes with the last chunk."""
+    """Output of one request and round; ``record`` comes with the last chunk."""
 
     request_id: str
     chunk: GenerationChunk
@@ -60,7 +60,12 @@ class StepOutput:
 
 
 class Engine:
-    """Decodes up to ``max_num_seqs`` requests at once."""
+    """Decodes up to ``max_num_seqs`` requests at once.
+
+    Attributes:
+        draft_runner: proposes draft tokens.
+        updates: weight updates to apply between two rounds.
+    """
 
     def __init__(
         self,
@@ -71,24 +76,24 @@ class Engine:
         generator: torch.Generator,
         now: Callable[[], float],
     ) -> None:
-        """Put the parts together.
+        """Assemble an engine.
 
         Args:
-            runner: the target with its key/value memory.
+            runner: the target with its KV cache.
             draft_runner: proposes draft tokens.
-            tokenizer: a transformers fast tokenizer, for text and stop strings.
+            tokenizer: of the target, a transformers fast tokenizer.
             settings: limits.
             generator: randomness of unseeded requests.
             now: unix time in seconds, for records.
         """
         self._runner = runner
-        self._draft_runner = draft_runner
+        self.draft_runner = draft_runner
         self.updates = draft_runner.updates
         self._tokenizer = tokenizer
         self._settings = settings
         self._generator = generator
-        self._log = self._new_log()
-        self._params = LatestBatch(runner.device)
+        self._record_buffer = self._make_record_buffer()
+        self._params = SamplingBatchCache(runner.device)
         self._now = now
         self._scheduler = Scheduler(
             kv=runner.kv,
@@ -100,77 +105,72 @@ class Engine:
         self._rows = self._scheduler.rows
         self._running = self._scheduler.running
         self._waiting = self._scheduler.waiting
-        self._ended: list[Sequence] = []
+        self._finished: list[Sequence] = []
 
     @property
     def draft_failures(self) -> int:
-        """Rounds that went on without speculation because a draft failed."""
-        return self._draft_runner.failures
+        """Rounds without speculation because a draft failed."""
+        return self.draft_runner.failures
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
+        """Number of requests with a row."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one, or for memory."""
+        """Number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def preemptions(self) -> int:
-        """How often a request gave up its key/value memory, to begin anew."""
+        """Preemptions so far."""
         return self._scheduler.num_preemptions
 
     @property
     def kv_blocks(self) -> tuple[int, int]:
-        """(all, available) blocks of the target's key/value memory."""
+        """(total, available) blocks of the target's KV cache."""
         allocator = self._runner.kv.allocator
         return allocator.size, allocator.num_available
 
     @property
-    def draft_runner(self) -> DraftRunner:
-        """Who drafts; others read its counts."""
-        return self._draft_runner
-
-    @property
     def admitted(self) -> list[str]:
-        """Requests that got a row in the latest round, some not for the first time."""
+        """Ids of the requests that got a row in the latest round, some not for the first time."""
         return self._scheduler.admitted
 
     @property
     def has_work(self) -> bool:
-        """True where :meth:`step` has something to do."""
-        return bool(self._running or self._waiting or self._ended or self.updates)
+        """Whether :meth:`step` has something to do."""
+        return bool(self._running or self._waiting or self._finished or self.updates)
 
     def drafts(self) -> dict[str, int]:
-        """Every draft that a request may name, with its weight_version."""
-        return self._draft_runner.drafts()
+        """Return the weight_version of every draft that a request may name."""
+        return self.draft_runner.drafts()
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request; one that has output already goes on from there.
+        """Queue a request; one with output is resumed.
 
         Raises:
-            ValueError: for one that cannot be served, see :func:`make_sequence`.
+            ValueError: it cannot be served, see :func:`make_sequence`.
         """
-        drafts = self._draft_runner.drafts()
+        drafts = self.draft_runner.drafts()
         size = self._runner.vocab_size
         sequence = make_sequence(request, self._settings, self._tokenizer, drafts, size)
-        (self._waiting if sequence.finish_reason is None else self._ended).append(sequence)
+        (self._waiting if sequence.finish_reason is None else self._finished).append(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request, running or waiting, and free what it holds; unknown ids are fine."""
+        """Remove a request if it is running or waiting, and free its row and blocks."""
         if request_id in self._running:
             self._running[request_id].finish_reason = FINISH_ABORT
             self._scheduler.free(request_id)
         for sequence in [s for s in self._waiting if s.request_id == request_id]:
             self._waiting.remove(sequence)
-        self._ended = [s for s in self._ended if s.request_id != request_id]
+        self._finished = [s for s in self._finished if s.request_id != request_id]
 
     def step(self) -> list[StepOutput]:
-        """Run one round; returns what every request got."""
-        ended, self._ended = self._ended, []
-        outputs = [StepOutput(s.request_id, s.next_chunk()) for s in ended]
+        """Run one round and return its outputs."""
+        finished, self._finished = self._finished, []
+        outputs = [StepOutput(s.request_id, s.next_chunk()) for s in finished]
         self.updates.apply(busy=bool(self._running))
         self._scheduler.schedule()
         self._prefill()
@@ -180,13 +180,13 @@ class Engine:
         return outputs + self._decode(ready, [s for s in self._running.values() if not s.prefilled])
 
     def fail_all(self) -> list[StepOutput]:
-        """End every request, after a fault of the target itself; those that wait have no part."""
+        """Finish all requests after a failure of the target, waiting ones as refused."""
         outputs = []
         for sequence in [*self._running.values(), *self._waiting]:
             running = sequence.request_id in self._running
             sequence.finish_reason = FINISH_FAULT if running else FINISH_REFUSED
             outputs.append(StepOutput(sequence.request_id, sequence.next_chunk()))
-        self._forget_records()
+        self._drop_records()
         for request_id in list(self._running):
             self._scheduler.free(request_id)
         self._runner.kv.reset_prefix_cache()
@@ -194,7 +194,7 @@ class Engine:
         return outputs
 
     def _prefill(self) -> None:
-        """Compute at most ``prefill_chunk`` prompt tokens, so that no round takes long."""
+        """Compute at most ``prefill_chunk`` prompt tokens, which bounds the length of a round."""
         prefilling = [s for s in self._running.values() if not s.prefilled]
         if not prefilling:
             return
@@ -207,34 +207,34 @@ class Engine:
                     row,
                     sequence.tokens[start : start + share],
                     start,
-                    hidden=self._draft_runner.reads_hidden((sequence,)),
+                    hidden=self.draft_runner.reads_hidden((sequence,)),
                 )
                 sequence.num_computed += share
             if sequence.prefilled:
                 self._scheduler.cache_prefix(sequence)
 
     @torch.inference_mode()
-    def _decode(self, batch: list[Sequence], coming: list[Sequence]) -> list[StepOutput]:
-        proposal = self._draft_runner.propose(batch, coming)
+    def _decode(self, batch: list[Sequence], prefilling: list[Sequence]) -> list[StepOutput]:
+        proposal = self.draft_runner.propose(batch, prefilling)
         device = self._runner.device
-        now = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
-        state = device_tensor(now, device)
+        latest = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
+        state = device_tensor(latest, device)
         tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
         positions = state[:, 1:2] + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
         rows = [self._rows.row(s.request_id) for s in batch]
         hidden = None
-        if self._draft_runner.reads_hidden(batch):
+        if self.draft_runner.reads_hidden(batch):
             logits, hidden = self._runner.forward_hidden(rows, tokens, positions, span)
         else:
             logits = self._runner.forward(rows, tokens, positions, span)
-        params, counts = self._params.of([s.request.sampling for s in batch]), None
-        if params.rules is not None:
+        params, counts = self._params.get([s.request.sampling for s in batch]), None
+        if params.logits_processors is not None:
             histories = [(s.tokens, s.num_output) for s in batch]
-            counts = count_tokens(params.rules, histories, logits.shape[-1], device)
+            counts = count_tokens(params.logits_processors, histories, logits.shape[-1], device)
         sampled = rejection_sample(logits, proposal, params, state[:, 2], self._generator, counts)
         if hidden is not None:
-            self._draft_runner.keep_hidden(batch, hidden, sampled.num_accepted)
+            self.draft_runner.keep_hidden(batch, hidden, sampled.num_accepted)
         wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
         return self._emit(batch, proposal, sampled, logits, wanted)
 
@@ -248,48 +248,48 @@ class Engine:
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
-        lost = self._stop_broken(batch, drafted, accepted, non_finite_positions(logits))
-        self._record(batch, proposal, sampled, logits, lost)
+        skipped = self._fail_not_finite(batch, drafted, accepted, non_finite_positions(logits))
+        self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
         sources = token_sources(batch, proposal, sampled, logits, emitted)
         for i, sequence in enumerate(batch):
-            if i in lost:
+            if i in skipped:
                 drafted[i] = accepted[i] = 0
                 continue
             own = logprobs[i] if logprobs else []
-            self._accept(sequence, drafted[i], accepted[i], emitted[i], own, sources[i])
+            self._append(sequence, drafted[i], accepted[i], emitted[i], own, sources[i])
         outputs = [
-            StepOutput(s.request_id, s.next_chunk(), self._close(s), s.take_outcome())
+            StepOutput(s.request_id, s.next_chunk(), self._finish(s), s.take_outcome())
             for s in batch
         ]
-        self._draft_runner.finish_round(batch, drafted, accepted)
+        self.draft_runner.finish_round(batch, drafted, accepted)
         return outputs
 
-    def _stop_broken(
+    def _fail_not_finite(
         self,
         batch: list[Sequence],
         drafted: list[int],
         accepted: list[int],
-        broken: list[list[bool]] | None,
+        not_finite: list[list[bool]] | None,
     ) -> set[int]:
-        """End each request whose own logits are not finite; returns the rows that emit nothing.
+        """Finish each request whose own logits are not finite; returns the rows that emit nothing.
 
-        A drafted token may be the cause: attention multiplies a masked NaN by 0. A row that is
-        broken from its first position on is computed again without drafts before it fails.
+        A draft token may be the cause, since attention multiplies a masked NaN by 0: a row that is
+        not finite from its first position on is retried without drafts.
         """
-        lost = set()
-        for i, flags in enumerate(broken or ()):
+        skipped = set()
+        for i, flags in enumerate(not_finite or ()):
             if not any(flags[: accepted[i] + 1]):
                 continue
-            lost.add(i)
+            skipped.add(i)
             batch[i].last_round = (0, 0)
             if flags[0] and drafted[i]:
                 batch[i].num_speculative_tokens = 0
                 continue
-            logger.error("request %s ends: its logits are not finite", batch[i].request_id)
+            logger.error("request %s fails: its logits are not finite", batch[i].request_id)
             batch[i].finish_reason = FINISH_NOT_FINITE
-        return lost
+        return skipped
 
     def _record(
         self,
@@ -297,27 +297,27 @@ class Engine:
         proposal: Proposal,
         sampled: RejectionSampleOutput,
         logits: Tensor,
-        lost: set[int],
+        skipped: set[int],
     ) -> None:
-        """Log the round; where that fails, its requests leave no record and go on."""
-        recorders = [None if i in lost else s.recorder for i, s in enumerate(batch)]
+        """Add the round to the records; if that fails, its requests go on without."""
+        recorders = [None if i in skipped else s.recorder for i, s in enumerate(batch)]
         try:
-            self._log.add(recorders, proposal, sampled, logits)
+            self._record_buffer.add(recorders, proposal, sampled, logits)
         except Exception:
             logger.exception("the records of a round are lost")
-            self._forget_records()
+            self._drop_records()
 
-    def _new_log(self) -> RoundLog:
+    def _make_record_buffer(self) -> RecordBuffer:
         settings = self._settings
-        return RoundLog(settings.replay_top_k, branches=settings.replay_branches)
+        return RecordBuffer(settings.replay_top_k, branches=settings.replay_branches)
 
-    def _forget_records(self) -> None:
-        """No running request has a whole record any more."""
-        self._log = self._new_log()
+    def _drop_records(self) -> None:
+        """Drop the records of all running requests, which are incomplete."""
+        self._record_buffer = self._make_record_buffer()
         for sequence in self._running.values():
             sequence.recorder = None
 
-    def _accept(
+    def _append(
         self,
         sequence: Sequence,
         drafted: int,
@@ -326,27 +326,27 @@ class Engine:
         logprobs: list[TokenLogprob],
         sources: list[TokenSource],
     ) -> None:
-        """Take a row's tokens; what fails for one request alone ends that request alone."""
+        """Append a row's tokens; an error fails this request alone."""
         try:
             eos = self._settings.eos_token_ids
             sequence.append_round(drafted, accepted, emitted, eos, logprobs, sources)
         except Exception:
-            logger.exception("request %s ends with an error", sequence.request_id)
+            logger.exception("request %s fails", sequence.request_id)
             sequence.finish_reason = FINISH_ERROR
 
-    def _close(self, sequence: Sequence) -> ReplayRecord | None:
-        """Free a finished request; returns its record where one is kept."""
+    def _finish(self, sequence: Sequence) -> ReplayRecord | None:
+        """Free a finished request and return its record, if it has one."""
         if sequence.finish_reason is None:
             return None
         failed = sequence.finish_reason in FAILED
         if not failed:
             self._scheduler.cache_prefix(sequence)
-            self._draft_runner.finish_request(sequence)
+            self.draft_runner.finish_request(sequence)
         self._scheduler.free(sequence.request_id, zero=failed)
         if sequence.recorder is None or failed:
             return None
         try:
-            self._log.flush()
+            self._record_buffer.flush()
             request = sequence.request
             created = self._now() if request.created is None else request.created
             return sequence.recorder.finish(
@@ -354,7 +354,7 @@ class Engine:
             )
         except Exception:
             logger.exception("the record of request %s is lost", sequence.request_id)
-            self._forget_records()
+            self._drop_records()
             return None
 
 

@@ -1,9 +1,8 @@
-"""What changes a row's logits before temperature: bias, penalties, endings that come too early.
+"""Logits processors before temperature: bias, penalties and minimum tokens.
 
-The order is vLLM's: bias, then repetition, frequency and presence penalty, then the ban.
-Penalties depend on the tokens before a position, the draft tokens of the block among them:
-position i of a block counts the first i. The rules of a row that has none are no operation, so
-that its logits keep their very bits in every batch.
+The order is vLLM's: bias, repetition, frequency and presence penalty, minimum tokens. Penalties
+depend on the tokens before a position: position i of a block counts its first i draft tokens. The
+logits of a row without processors keep their bits in every batch.
 """
 
 from __future__ import annotations
@@ -19,9 +18,14 @@ from paceline.actors.engine.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of C rows: ``rows`` int64, the others float32, all ``[C]``.
+    """Penalties of C rows.
 
-    ``indices`` are the same rows as Python integers.
+    Attributes:
+        indices: the rows.
+        rows: the same as int64 ``[C]``.
+        repetition: float32 ``[C]``.
+        frequency: float32 ``[C]``.
+        presence: float32 ``[C]``.
     """
 
     indices: tuple[int, ...]
@@ -32,8 +36,8 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBias:
-    """M terms that are added: row and token int64 ``[M]``, value float32 ``[M]``."""
+class LogitBias:
+    """M added terms: row and token int64 ``[M]``, value float32 ``[M]``."""
 
     rows: Tensor
     token_ids: Tensor
@@ -41,8 +45,8 @@ class TokenBias:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyEnds:
-    """M tokens that may not come before output position ``until``; int64 ``[M]`` each."""
+class MinTokens:
+    """M tokens that are banned before output position ``until``; int64 ``[M]`` each."""
 
     rows: Tensor
     token_ids: Tensor
@@ -50,38 +54,40 @@ class EarlyEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitRules:
-    """The rules of a batch; a part that no row has is None."""
+class LogitsProcessors:
+    """Logits processors of a batch; None for those that no row has."""
 
-    bias: TokenBias | None
+    bias: LogitBias | None
     penalties: Penalties | None
-    early_ends: EarlyEnds | None
+    min_tokens: MinTokens | None
 
 
-def make_rules(params: Sequence[SamplingParams], device: torch.device) -> LogitRules | None:
-    """The rules of B rows, None where no row has any."""
+def make_logits_processors(
+    params: Sequence[SamplingParams], device: torch.device
+) -> LogitsProcessors | None:
+    """Make the processors of B rows; None if no row has any."""
     bias = [
         (row, token, value)
         for row, p in enumerate(params)
         for token, value in p.logit_bias
         if value
     ]
-    ends = [
+    stop_tokens = [
         (row, token, p.min_tokens)
         for row, p in enumerate(params)
         if p.min_tokens
         for token in p.all_stop_token_ids
     ]
     penalised = [row for row, p in enumerate(params) if p.has_penalties]
-    if not (bias or ends or penalised):
+    if not (bias or stop_tokens or penalised):
         return None
 
     def tensor(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    def added() -> TokenBias:
+    def logit_bias() -> LogitBias:
         rows, token_ids, values = zip(*bias, strict=True)
-        return TokenBias(tensor(rows), tensor(token_ids), tensor(values, torch.float32))
+        return LogitBias(tensor(rows), tensor(token_ids), tensor(values, torch.float32))
 
     def penalties() -> Penalties:
         rows = [params[row] for row in penalised]
@@ -93,31 +99,35 @@ def make_rules(params: Sequence[SamplingParams], device: torch.device) -> LogitR
             presence=tensor([p.presence_penalty for p in rows], torch.float32),
         )
 
-    return LogitRules(
-        bias=added() if bias else None,
+    return LogitsProcessors(
+        bias=logit_bias() if bias else None,
         penalties=penalties() if penalised else None,
-        early_ends=EarlyEnds(*map(tensor, zip(*ends, strict=True))) if ends else None,
+        min_tokens=MinTokens(*map(tensor, zip(*stop_tokens, strict=True))) if stop_tokens else None,
     )
 
 
 class TokenCounts:
-    """How often each token stands in the prompts and the outputs of the C penalised rows."""
+    """Tokens in the prompts and the outputs of the C rows with penalties.
+
+    Attributes:
+        in_prompt: bool ``[C, V]``.
+        in_output: float32 counts ``[C, V]``.
+    """
 
     def __init__(self, in_prompt: Tensor, in_output: Tensor) -> None:
-        """Take bool ``[C, V]`` and float32 counts ``[C, V]``, which :meth:`add` changes."""
         self.in_prompt = in_prompt
         self.in_output = in_output
 
     def add(self, token_ids: Tensor) -> None:
-        """One more output token per row, int64 ``[C]``."""
+        """Count an output token per row, int64 ``[C]``, in place."""
         ones = torch.ones_like(token_ids, dtype=self.in_output.dtype)
         self.in_output.scatter_add_(1, token_ids[:, None], ones[:, None])
 
-    def along(self, drafts: Tensor) -> Tensor:
-        """Output counts at every position of a block.
+    def at_positions(self, drafts: Tensor) -> Tensor:
+        """Return the output counts at every position of a block.
 
         Args:
-            drafts: int64 ``[C, k]``; position i comes after the first i of them.
+            drafts: int64 ``[C, k]``; position i follows the first i of them.
 
         Returns:
             float32 ``[C, k + 1, V]``.
@@ -130,23 +140,22 @@ class TokenCounts:
 
 
 def count_tokens(
-    rules: LogitRules | None,
+    processors: LogitsProcessors | None,
     histories: Sequence[tuple[Sequence[int], int]],
     vocab_size: int,
     device: torch.device,
 ) -> TokenCounts | None:
-    """Count the tokens of the penalised rows; None where there are none.
+    """Count the tokens of the rows with penalties; None if there are none.
 
     Args:
-        rules: of the batch.
-        histories: per row of the batch all its tokens, and how many of them, the last ones, are
-            output.
+        processors: of the batch.
+        histories: per row of the batch its tokens, and how many of the last ones are output.
         vocab_size: V.
-        device: where the counts are wanted.
+        device: of the counts.
     """
-    if rules is None or rules.penalties is None:
+    if processors is None or processors.penalties is None:
         return None
-    rows = rules.penalties.indices
+    rows = processors.penalties.indices
     in_prompt = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
     in_output = torch.zeros(len(rows), vocab_size, device=device)
     for at, row in enumerate(rows):
@@ -158,39 +167,42 @@ def count_tokens(
     return TokenCounts(in_prompt, in_output)
 
 
-def ruled_logits(
+def process_logits(
     logits: Tensor,
-    rules: LogitRules | None,
+    processors: LogitsProcessors | None,
     output_positions: Tensor,
     counts: TokenCounts | None,
     drafts: Tensor,
 ) -> Tensor:
-    """The logits that temperature is applied to; ``logits`` itself where there are no rules.
+    """Apply a batch's processors; returns ``logits`` itself if there are none.
 
     Args:
-        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token. They are
-            not changed.
-        rules: of the B rows.
-        output_positions: int64 ``[B]``, index of the next output token of each row.
-        counts: of the penalised rows, before the drafts.
+        logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token. Not
+            modified.
+        processors: of the B rows.
+        output_positions: int64 ``[B]``, index of each row's next output token.
+        counts: of the rows with penalties, before the drafts.
         drafts: int64 ``[B, k]``.
 
     Returns:
-        float ``[B, k + 1, V]``, float32 where there are rules.
+        float ``[B, k + 1, V]``, float32 if processed.
+
+    Raises:
+        ValueError: ``counts`` are missing.
     """
-    if rules is None:
+    if processors is None:
         return logits
     scores = logits.to(torch.float32, copy=True)
-    if rules.bias is not None:
-        bias = rules.bias
+    if processors.bias is not None:
+        bias = processors.bias
         scores[bias.rows, :, bias.token_ids] += bias.values[:, None]
-    if rules.penalties is not None:
+    if processors.penalties is not None:
         if counts is None:
             raise ValueError("penalties need the counts of the tokens before")
-        rows = rules.penalties.rows
-        scores[rows] = _penalised(scores[rows], rules.penalties, counts, drafts[rows])
-    if rules.early_ends is not None:
-        ends = rules.early_ends
+        rows = processors.penalties.rows
+        scores[rows] = _apply_penalties(scores[rows], processors.penalties, counts, drafts[rows])
+    if processors.min_tokens is not None:
+        ends = processors.min_tokens
         steps = torch.arange(scores.shape[1], device=scores.device)
         early = output_positions[ends.rows, None] + steps < ends.until[:, None]
         kept = scores[ends.rows, :, ends.token_ids]
@@ -198,13 +210,15 @@ def ruled_logits(
     return scores
 
 
-def _penalised(scores: Tensor, penalties: Penalties, counts: TokenCounts, drafts: Tensor) -> Tensor:
+def _apply_penalties(
+    scores: Tensor, penalties: Penalties, counts: TokenCounts, drafts: Tensor
+) -> Tensor:
     """Penalise float32 ``[C, k + 1, V]``.
 
     Repetition as in Keskar et al. 1909.05858 and transformers, over prompt and output; frequency
     and presence as OpenAI defines them, over the output.
     """
-    in_output = counts.along(drafts)
+    in_output = counts.at_positions(drafts)
     seen = counts.in_prompt[:, None] | (in_output > 0)
     repetition = penalties.repetition[:, None, None]
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
@@ -213,38 +227,40 @@ def _penalised(scores: Tensor, penalties: Penalties, counts: TokenCounts, drafts
     return scores - penalties.presence[:, None, None] * (in_output > 0)
 
 
-class RulesAhead:
-    """The rules of a batch along a draft that grows by one token a step."""
+class DraftLogitsProcessors:
+    """Logits processors of a draft, which grows by one token per step."""
 
     def __init__(
         self,
-        rules: LogitRules | None,
+        processors: LogitsProcessors | None,
         histories: Sequence[tuple[Sequence[int], int]],
         output_positions: Tensor,
     ) -> None:
-        """Start before the first step; the arguments are those of the two functions above."""
-        self._rules = rules
+        """Start before the first step; see :func:`count_tokens` and :func:`process_logits`."""
+        self._processors = processors
         self._histories = histories
         self._positions = output_positions
         self._counts: TokenCounts | None = None
         self._started = False
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits ``[B, V]`` of the next step, as verification will see them."""
-        if self._rules is None:
+        """Process the logits ``[B, V]`` of the next step, as for verification."""
+        if self._processors is None:
             return logits
         if not self._started:
             self._started = True
             self._counts = count_tokens(
-                self._rules, self._histories, logits.shape[-1], logits.device
+                self._processors, self._histories, logits.shape[-1], logits.device
             )
         none = self._positions.new_zeros(len(logits), 0)
-        return ruled_logits(logits[:, None], self._rules, self._positions, self._counts, none)[:, 0]
+        return process_logits(
+            logits[:, None], self._processors, self._positions, self._counts, none
+        )[:, 0]
 
-    def took(self, token_ids: Tensor) -> None:
-        """Go on by one token per row, int64 ``[B]``."""
-        if self._rules is None:
+    def append(self, token_ids: Tensor) -> None:
+        """Append a token per row, int64 ``[B]``."""
+        if self._processors is None:
             return
         self._positions = self._positions + 1
-        if self._rules.penalties is not None and self._counts is not None:
-            self._counts.add(token_ids[self._rules.penalties.rows])
+        if self._processors.penalties is not None and self._counts is not None:
+            self._counts.add(token_ids[self._processors.penalties.rows])

@@ -1,4 +1,4 @@
-"""Collects one request's replay record while it is decoded."""
+"""Replay records of requests, collected while they are decoded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from paceline.actors.engine.top_tokens import top_logits
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
 
-_WAITING_LOGITS = 1 << 19
+_MAX_PENDING_LOGITS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLog:
-    """The target's view of M emitted positions.
+class TargetTopK:
+    """The target's top K tokens at M positions.
 
-    ``top_ids`` int32 ``[M, K]``; ``top_logprobs`` float16 ``[M, K]`` at T = 1, descending;
-    ``tail_mass`` float32 ``[M]``; ``processed`` float16 ``[M, K]``, the probabilities after
-    temperature, top_k and top_p of the same ids, None in an all-greedy batch.
+    Attributes:
+        top_ids: int32 ``[M, K]``.
+        top_logprobs: float16 ``[M, K]`` at T = 1, descending.
+        tail_mass: float32 ``[M]``, probability of all other tokens.
+        processed: float16 ``[M, K]``, probabilities of the same ids after temperature, top_k and
+            top_p; None in an all-greedy batch.
     """
 
     top_ids: NDArray[np.int32]
@@ -35,8 +38,8 @@ class TargetLog:
 
 
 @torch.inference_mode()
-def target_log(logits: Tensor, probs: Tensor | None, size: int) -> TargetLog:
-    """Reduce the target's logits to what replay keeps.
+def target_top_k(logits: Tensor, probs: Tensor | None, size: int) -> TargetTopK:
+    """Reduce the target's logits to the top K tokens.
 
     Args:
         logits: float ``[M, V]``.
@@ -47,7 +50,7 @@ def target_log(logits: Tensor, probs: Tensor | None, size: int) -> TargetLog:
     logprobs = top - total[:, None]
     tail = (1.0 - logprobs.exp().sum(-1)).clamp(min=0.0)
     processed = None if probs is None else probs.gather(-1, ids).half().cpu().numpy()
-    return TargetLog(
+    return TargetTopK(
         top_ids=ids.int().cpu().numpy(),
         top_logprobs=logprobs.half().cpu().numpy(),
         tail_mass=tail.cpu().numpy(),
@@ -57,15 +60,18 @@ def target_log(logits: Tensor, probs: Tensor | None, size: int) -> TargetLog:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What a draft went on with from a rejected token on, and what the target said behind it.
+    """A draft's continuation from a rejected token on, with the target's distributions.
 
-    ``position`` is the rejected one among the emitted; ``tokens`` are the draft's, the rejected
-    one first; ``at`` are the rows of ``log`` that follow each of them.
+    Attributes:
+        position: of the rejected token in the output.
+        tokens: the rejected draft token and those after it.
+        log: distributions of the round.
+        at: rows of ``log`` that follow each of ``tokens``.
     """
 
     position: int
     tokens: list[int]
-    log: TargetLog
+    log: TargetTopK
     at: slice
 
 
@@ -84,23 +90,23 @@ class Recorder:
 
     def add(
         self,
-        log: TargetLog,
+        log: TargetTopK,
         at: slice,
         drafts: list[int],
         draft_probs: list[float],
         num_accepted: int,
         behind: slice | None = None,
     ) -> None:
-        """Take one round.
+        """Append one round.
 
         Args:
-            log: of all rows of the round.
-            at: the emitted positions of this request in it, ``num_accepted + 1`` of them.
-            drafts: the drafted tokens.
+            log: distributions of all rows of the batch, several rounds of them.
+            at: this request's emitted positions in it, ``num_accepted + 1``.
+            drafts: drafted tokens.
             draft_probs: q of every drafted token.
-            num_accepted: how many were accepted.
-            behind: the positions that follow the drafted tokens from the first rejected one on,
-                one each; None or empty keeps nothing of these continuations of a rejected prefix.
+            num_accepted: number of accepted ones.
+            behind: the positions that follow the drafted tokens from the first rejected one on;
+                None or empty records no branch.
         """
         self._ids.append(log.top_ids[at])
         self._logprobs.append(log.top_logprobs[at])
@@ -126,7 +132,7 @@ class Recorder:
         weight_version: int,
         created: float,
     ) -> ReplayRecord:
-        """The record of an answer of ``output`` tokens; later positions are dropped."""
+        """Make the record of the ``output`` tokens; later positions are dropped."""
         count = len(output)
         sampling = request.sampling
         processed = None
@@ -150,12 +156,12 @@ class Recorder:
             accepted=np.asarray(self._accepted[:count], dtype=np.int8),
             draft_logprobs=np.asarray(self._draft_logprobs[:count], dtype=np.float16),
             processed_top_probs=processed,
-            **stacked([b for b in self._branches if b.position < count]),
+            **stack_branches([b for b in self._branches if b.position < count]),
         )
 
 
-def stacked(branches: Sequence[Branch]) -> dict[str, NDArray[Any]]:
-    """The ``branch_*`` arrays of a record; none where there are no branches."""
+def stack_branches(branches: Sequence[Branch]) -> dict[str, NDArray[Any]]:
+    """Return the ``branch_*`` arrays of a record; empty without branches."""
     if not branches:
         return {}
     return {
@@ -168,21 +174,21 @@ def stacked(branches: Sequence[Branch]) -> dict[str, NDArray[Any]]:
     }
 
 
-class RoundLog:
-    """Logs the target's distribution at every emitted position, several rounds at a time.
+class RecordBuffer:
+    """Reduces the logits of several rounds at a time and passes them to the recorders.
 
-    A round at batch 1 emits a handful of positions, and reducing their logits costs a dozen small
-    operations: they are kept until there are enough of them, or a request ends.
+    A round at batch 1 has a handful of positions, and their reduction a dozen small operations;
+    so logits are kept until there are enough of them, or a request ends.
     """
 
     def __init__(self, size: int, *, branches: bool = False) -> None:
-        """Keep ``size`` top probabilities per position, with ``branches`` rejected ones' too."""
+        """Record ``size`` tokens per position, with ``branches`` also behind rejected ones."""
         self._size = size
         self._branches = branches
         self._logits: list[Tensor] = []
         self._probs: list[Tensor] = []
-        self._held = 0  # numbers that the views keep in memory
-        self._waiting: list[tuple[Recorder, list[int], list[float], int, int]] = []
+        self._num_pending = 0  # logits that the views keep in memory
+        self._pending: list[tuple[Recorder, list[int], list[float], int, int]] = []
 
     def add(
         self,
@@ -191,13 +197,13 @@ class RoundLog:
         sampled: RejectionSampleOutput,
         logits: Tensor,
     ) -> None:
-        """Take a round.
+        """Add a round.
 
         Args:
-            recorders: of B rows, None where nothing of the request is kept.
-            proposal: what was drafted for them.
-            sampled: what rejection sampling accepted and added.
-            logits: float ``[B, k + 1, V]``, not written to afterwards.
+            recorders: of B rows, None for requests without a record.
+            proposal: their draft tokens.
+            sampled: output of the rejection sampler.
+            logits: float ``[B, k + 1, V]``, not modified afterwards.
         """
         kept = [i for i, recorder in enumerate(recorders) if recorder is not None]
         if not kept:
@@ -210,26 +216,26 @@ class RoundLog:
             recorder, count = recorders[i], drafted[i]
             assert recorder is not None
             logged = (count if self._branches else accepted[i]) + 1
-            # Views: what they look at is new in every round and stays theirs.
+            # Views suffice: every round has new tensors.
             self._logits.append(logits[i, :logged])
             if sampled.probs is not None:
                 self._probs.append(sampled.probs[i, :logged])
-            self._waiting.append(
+            self._pending.append(
                 (recorder, drafts[i][:count], draft_probs[i][:count], accepted[i], logged)
             )
-        self._held += logits.numel()
-        if self._held >= _WAITING_LOGITS:
+        self._num_pending += logits.numel()
+        if self._num_pending >= _MAX_PENDING_LOGITS:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all that waits to its recorders."""
+        """Reduce the pending logits and pass them to their recorders."""
         if not self._logits:
             return
-        logits, probs, waiting = self._logits, self._probs, self._waiting
-        self._logits, self._probs, self._waiting, self._held = [], [], [], 0
-        log = target_log(torch.cat(logits), torch.cat(probs) if probs else None, self._size)
+        logits, probs, pending = self._logits, self._probs, self._pending
+        self._logits, self._probs, self._pending, self._num_pending = [], [], [], 0
+        log = target_top_k(torch.cat(logits), torch.cat(probs) if probs else None, self._size)
         start = 0
-        for recorder, drafts, draft_probs, accepted, logged in waiting:
+        for recorder, drafts, draft_probs, accepted, logged in pending:
             emitted, end = start + accepted + 1, start + logged
             at, behind = slice(start, emitted), slice(emitted, end)
             recorder.add(log, at, drafts, draft_probs, accepted, behind)

@@ -1,4 +1,4 @@
-"""From logits to the distribution that a request samples: one code path for every row."""
+"""Sampling distributions of a batch, with one code path for every row."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.logits_processors import LogitRules, make_rules
+from paceline.actors.engine.logits_processors import LogitsProcessors, make_logits_processors
 from paceline.actors.engine.request import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters of B rows as tensors.
+    """Sampling parameters of B rows as tensors.
 
-    ``temperature``, ``top_p`` and ``min_p`` are float32 ``[B]``, ``top_k`` int64 ``[B]`` (V or
-    more is off), ``seeds`` (0 where there is none) and ``choices`` int64 ``[B]``, ``greedy`` and
-    ``seeded`` bool ``[B]``. ``rules`` is None where no row has any.
+    Attributes:
+        temperature: float32 ``[B]``, 1 for greedy rows.
+        top_p: float32 ``[B]``.
+        top_k: int64 ``[B]``; V or more is off.
+        min_p: float32 ``[B]``.
+        seeds: int64 ``[B]``, 0 without a seed.
+        choices: int64 ``[B]``.
+        greedy: bool ``[B]``.
+        seeded_rows: int64, indices of the sampled rows with a seed.
+        unseeded_rows: int64, indices of those without.
+        logits_processors: None if no row has any.
     """
 
     temperature: Tensor
@@ -37,37 +45,38 @@ class SamplingBatch:
     all_unseeded: bool
     any_filter: bool
     any_logprobs: bool
-    rules: LogitRules | None
+    logits_processors: LogitsProcessors | None
 
 
 _NO_LIMIT = 1 << 40
 
 
 def _signed(seed: int) -> int:
-    """A Python integer folded into a signed 64-bit word."""
+    """Fold a Python integer into a signed 64-bit word."""
     folded = seed & ((1 << 64) - 1)
     return folded - (1 << 64) if folded >= 1 << 63 else folded
 
 
-class LatestBatch:
-    """The parameters of a batch that mostly stays the same from round to round."""
+class SamplingBatchCache:
+    """Keeps the latest SamplingBatch, since a batch mostly stays the same between rounds."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with none; ``device`` is where the tensors go."""
         self._device = device
         self._params: list[SamplingParams] = []
-        self._batch = batch_params([], device)
+        self._batch = make_sampling_batch([], device)
 
-    def of(self, params: list[SamplingParams]) -> SamplingBatch:
-        """The parameters of B requests, stacked anew only where one is another object."""
+    def get(self, params: list[SamplingParams]) -> SamplingBatch:
+        """Return the batch of B requests, remade only if one of the objects is another."""
         same = len(params) == len(self._params) and all(map(is_, params, self._params))
         if not same:
-            self._params, self._batch = params, batch_params(params, self._device)
+            self._params, self._batch = params, make_sampling_batch(params, self._device)
         return self._batch
 
 
-def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
-    """Stack the parameters of B requests; the tensors are shared and never changed."""
+def make_sampling_batch(
+    params: Sequence[SamplingParams], device: torch.device | str
+) -> SamplingBatch:
+    """Stack the parameters of B requests; the tensors must not be modified."""
     greedy = [p.greedy for p in params]
 
     def sampled(own: SamplingParams, with_seed: bool) -> bool:
@@ -94,15 +103,15 @@ def batch_params(params: Sequence[SamplingParams], device: torch.device | str) -
             not p.greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0) for p in params
         ),
         any_logprobs=any(p.logprobs is not None for p in params),
-        rules=make_rules(params, torch.device(device)),
+        logits_processors=make_logits_processors(params, torch.device(device)),
     )
 
 
 def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Which of the descending probabilities top_k, then top_p, then min_p keep; never none.
+    """Return the mask of top_k, then top_p, then min_p over descending probabilities.
 
-    The order and the renormalisation in between are transformers' own. min_p compares with the
-    first probability, so that no renormalisation matters to it.
+    At least one entry is kept. The order and the renormalisation in between are transformers';
+    min_p is relative to the first probability, so it needs none.
 
     Args:
         sorted_probs: float32 ``[..., V]``, descending along the last axis.
@@ -116,10 +125,10 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor)
     ranks = torch.arange(sorted_probs.shape[-1], device=sorted_probs.device)
     within_k = ranks < top_k.unsqueeze(-1)
     kept = sorted_probs * within_k
-    # The last of a running sum: how sum() adds depends on the number of rows and threads.
+    # Not sum(): its order of additions depends on the number of rows and threads.
     sums = kept.cumsum(-1)
     before = (sums - kept) / sums[..., -1:]
-    # top_p = 1 must keep everything, whatever the cumulative sum rounds to.
+    # top_p = 1 keeps everything, however the cumulative sum rounds.
     within_p = (before < top_p.unsqueeze(-1)) | (top_p.unsqueeze(-1) >= 1.0)
     within_p[..., 0] = True
     likely = sorted_probs >= min_p.unsqueeze(-1) * sorted_probs[..., :1]
@@ -127,10 +136,10 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor)
 
 
 def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The distribution that each row samples from.
+    """Return the distribution that each row samples from.
 
     Args:
-        logits: float ``[B, T, V]``, after the rows' rules (:func:`rules.ruled_logits`).
+        logits: float ``[B, T, V]``, after :func:`process_logits`.
         batch: parameters of the B rows.
 
     Returns:
@@ -149,7 +158,7 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     )
     filtered = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
     filtered = filtered / filtered.cumsum(-1)[..., -1:]
-    # A row without a filter keeps its very bits, whoever else is in the batch.
+    # A row without a filter keeps its bits in every batch.
     free = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) & (batch.min_p <= 0.0)
     whole = free | batch.greedy
     return torch.where(whole[:, None, None], probs, filtered)
@@ -158,11 +167,11 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     """Draw an index with probability proportional to its weight.
 
-    By inversion of the running sum in double precision: one random number per row, no
-    normalisation, and an entry of weight 0 is never drawn.
+    Inverts the cumulative sum in double precision: one random number per row, no normalisation,
+    and an entry of weight 0 is never drawn.
 
     Args:
-        weights: float32 ``[..., V]``, not negative, one of them positive.
+        weights: float32 ``[..., V]``, not negative, at least one positive.
         generator: source of randomness.
 
     Returns:
@@ -173,7 +182,7 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     at = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=weights.device)
     # A product that rounds up to the total would lie beyond the last entry.
     at = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Weights that are no numbers have no index; theirs must not end in an embedding.
+    # NaN weights give an index past the end, which must not reach an embedding.
     return torch.searchsorted(sums, at, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
@@ -181,15 +190,15 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
 def token_logprobs(
     logits: Tensor, emitted: Sequence[Sequence[int]], wanted: Sequence[int | None]
 ) -> list[list[TokenLogprob]]:
-    """What the target said of a round's tokens: its own softmax, before any rule or filter.
+    """Return the log-probabilities of a round's tokens, unprocessed.
 
     Args:
-        logits: float ``[B, k + 1, V]``, the target's as they came.
-        emitted: per row the tokens that the round added, at most k + 1.
-        wanted: per row the number of alternatives, None where nothing is asked.
+        logits: float ``[B, k + 1, V]``, the target's, unprocessed.
+        emitted: per row the round's tokens, at most k + 1.
+        wanted: per row the number of alternatives, None if not requested.
 
     Returns:
-        per row an entry per emitted token, empty where nothing is asked.
+        per row an entry per emitted token, empty if not requested.
     """
     at = [
         (row, step, token)
@@ -197,17 +206,17 @@ def token_logprobs(
         if wanted[row] is not None
         for step, token in enumerate(tokens)
     ]
-    answers: list[list[TokenLogprob]] = [[] for _ in emitted]
+    found: list[list[TokenLogprob]] = [[] for _ in emitted]
     if not at:
-        return answers
+        return found
     rows, steps, tokens = torch.tensor(at, device=logits.device).T
-    laws = torch.log_softmax(logits[rows, steps].float(), dim=-1)
-    own = laws.gather(-1, tokens[:, None])[:, 0].tolist()
-    size = min(max(n for n in wanted if n is not None), laws.shape[-1])
-    values, ids = laws.topk(size, dim=-1)
+    logprobs = torch.log_softmax(logits[rows, steps].float(), dim=-1)
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    size = min(max(n for n in wanted if n is not None), logprobs.shape[-1])
+    values, ids = logprobs.topk(size, dim=-1)
     for (row, _, _), logprob, top in zip(
         at, own, zip(ids.tolist(), values.tolist(), strict=True), strict=True
     ):
         best = tuple(zip(*top, strict=True))[: wanted[row]]
-        answers[row].append(TokenLogprob(logprob, best))
-    return answers
+        found[row].append(TokenLogprob(logprob, best))
+    return found

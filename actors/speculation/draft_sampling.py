@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
-from paceline.actors.engine.logits_processors import RulesAhead
+from paceline.actors.engine.logits_processors import DraftLogitsProcessors
 from paceline.actors.engine.sampling import SamplingBatch, draw, keep_mask
 from paceline.actors.engine.top_tokens import top_logits
 from paceline.actors.engine.transfer import device_tensor
@@ -18,7 +18,7 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
     """The truncated distribution that a draft proposes from.
 
     Args:
-        logits: float ``[B, V]``, after the rows' rules.
+        logits: float ``[B, V]``, processed.
         batch: sampling parameters of the B rows.
         size: S, the most tokens that may be proposed.
 
@@ -85,12 +85,12 @@ def draw_drafts(
         float32, ``[B, k, S]`` each.
     """
     outputs = device_tensor([count for _, count in histories], batch.temperature.device)
-    ahead, tokens = RulesAhead(batch.rules, histories, outputs), None
+    processors, tokens = DraftLogitsProcessors(batch.logits_processors, histories, outputs), None
     drafted: list[tuple[Tensor, ...]] = []
     for step in range(steps):
-        ids, probs = draft_support(ahead.apply(forward(tokens)[:, -1]), batch, support)
+        ids, probs = draft_support(processors.apply(forward(tokens)[:, -1]), batch, support)
         column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
         tokens = ids.gather(1, column)
-        ahead.took(tokens[:, 0])
+        processors.append(tokens[:, 0])
         drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
     return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))

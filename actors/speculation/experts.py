@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.kv_cache import RowAllocator
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.sampling import LatestBatch, SamplingBatch
+from paceline.actors.engine.sampling import SamplingBatch, SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill, batch_prefills
@@ -122,7 +122,7 @@ class ExpertStack:
         self._table = RowAllocator(rows)
         self._computed = Computed()
         self._grid: tuple[list[int], Grid] | None = None
-        self._params = LatestBatch(runner.device)
+        self._params = SamplingBatchCache(runner.device)
         self.prefilled = DraftPrefill()  # by the latest call
         self.faulty: frozenset[str] = frozenset()
 
@@ -316,8 +316,8 @@ class ExpertStack:
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
         device = self.runner.device
-        batch = self._params.of([row.sampling for row in rows])
-        if batch.all_greedy and batch.rules is None:
+        batch = self._params.get([row.sampling for row in rows])
+        if batch.all_greedy and batch.logits_processors is None:
             chosen, chosen_probs = self._draft_greedy(rows)
             ids, probs = chosen[..., None], chosen_probs[..., None]
         else:

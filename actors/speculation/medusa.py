@@ -26,7 +26,7 @@ from torch.nn import functional
 from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.linear import StackedLinear
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.sampling import LatestBatch
+from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill
@@ -167,7 +167,7 @@ class HeadStack:
         self._pack()
         self._heads = [Grid(range(k), self.device) for k in range(1, config.num_heads + 1)]
         self._shared = Grid([0], self.device)
-        self._params = LatestBatch(self.device)
+        self._params = SamplingBatchCache(self.device)
 
     def _pack(self) -> None:
         self._residual.pack()
@@ -205,8 +205,8 @@ class HeadStack:
         steps = min(self.config.num_heads, max(row.num_draft_tokens for row in rows))
         hidden = torch.stack([row.hidden for row in rows if row.hidden is not None])
         logits = self.logits(hidden, steps)
-        batch = self._params.of([row.sampling for row in rows])
-        if batch.all_greedy and batch.rules is None:
+        batch = self._params.get([row.sampling for row in rows])
+        if batch.all_greedy and batch.logits_processors is None:
             ids = torch.empty(steps, len(rows), dtype=torch.int64, device=self.device)
             probs = torch.empty(steps, len(rows), device=self.device)
             most_probable_into(logits, ids, probs)

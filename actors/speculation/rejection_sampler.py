@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
-from paceline.actors.engine.logits_processors import TokenCounts, ruled_logits
+from paceline.actors.engine.logits_processors import TokenCounts, process_logits
 from paceline.actors.engine.sampling import SamplingBatch, draw, processed_probs
 from paceline.actors.engine.top_tokens import accept_greedy, leading_true, most_probable
 
@@ -229,7 +229,9 @@ def rejection_sample(
         generator: randomness of the unseeded rows.
         counts: token counts of the penalised rows; None if there are none.
     """
-    logits = ruled_logits(logits, batch.rules, output_positions, counts, proposal.token_ids)
+    logits = process_logits(
+        logits, batch.logits_processors, output_positions, counts, proposal.token_ids
+    )
     if batch.all_greedy:
         taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)
         return RejectionSampleOutput(num_accepted=taken, final_tokens=final, probs=None)

@@ -98,7 +98,7 @@ def test_every_request_ends_with_its_text(
 
 
 def stack_of(engine: Engine) -> Any:
-    return engine._draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
+    return engine.draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
 
 
 def test_the_youngest_makes_room_and_goes_on_unseen() -> None:

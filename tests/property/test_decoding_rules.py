@@ -12,9 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.actors.engine.logits_processors import RulesAhead, count_tokens, ruled_logits
+from paceline.actors.engine.logits_processors import (
+    DraftLogitsProcessors,
+    count_tokens,
+    process_logits,
+)
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.engine.sampling import batch_params, processed_probs
+from paceline.actors.engine.sampling import make_sampling_batch, processed_probs
 from paceline.actors.speculation.draft_sampling import draft_support
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
@@ -92,23 +96,25 @@ def block_laws(
 ) -> dict[tuple[int, ...], Tensor]:
     """p of every position along every draft path, ``[k + 1, V]``, as the engine computes it.
 
-    All paths are rows of one batch, with a row without rules among them.
+    All paths are rows of one batch, with a row without processors among them.
     """
     plain = SamplingParams(max_tokens=9)
-    batch = batch_params([plain, *[params] * len(PATHS)], CPU)
+    batch = make_sampling_batch([plain, *[params] * len(PATHS)], CPU)
     paths = [PATHS[0], *PATHS]
     logits = torch.tensor([[table[path[:i]] for i in range(DRAFTED + 1)] for path in paths])
     tokens = [*prompt, *output]
-    counts = count_tokens(batch.rules, [(tokens, len(output))] * len(paths), VOCAB, CPU)
+    counts = count_tokens(batch.logits_processors, [(tokens, len(output))] * len(paths), VOCAB, CPU)
     positions = torch.full((len(paths),), len(output))
     before = logits.clone()
-    ruled = ruled_logits(logits, batch.rules, positions, counts, torch.tensor(paths))
+    processed = process_logits(
+        logits, batch.logits_processors, positions, counts, torch.tensor(paths)
+    )
     assert torch.equal(logits, before), "the raw logits go to replay"
-    assert torch.equal(ruled[0], logits[0]), "a row without rules keeps its bits"
+    assert torch.equal(processed[0], logits[0]), "a row without processors keeps its bits"
     if params.greedy:
-        probs = torch.nn.functional.one_hot(ruled.argmax(-1), VOCAB).double()
+        probs = torch.nn.functional.one_hot(processed.argmax(-1), VOCAB).double()
     else:
-        probs = processed_probs(ruled, batch).double()
+        probs = processed_probs(processed, batch).double()
     return dict(zip(PATHS, probs[1:], strict=True))
 
 
@@ -116,18 +122,20 @@ def draft_laws(
     table: Table, params: SamplingParams, prompt: list[int], output: list[int], support: int
 ) -> dict[tuple[int, ...], Tensor]:
     """q along every draft path, ``[k, V]``, as an expert computes it step by step."""
-    batch = batch_params([params] * len(PATHS), CPU)
+    batch = make_sampling_batch([params] * len(PATHS), CPU)
     tokens = [*prompt, *output]
     positions = torch.full((len(PATHS),), len(output))
-    ahead = RulesAhead(batch.rules, [(tokens, len(output))] * len(PATHS), positions)
+    processors = DraftLogitsProcessors(
+        batch.logits_processors, [(tokens, len(output))] * len(PATHS), positions
+    )
     laws = []
     for step in range(DRAFTED):
         logits = torch.tensor([table[path[:step]] for path in PATHS])
-        ids, probs = draft_support(ahead.apply(logits), batch, support)
+        ids, probs = draft_support(processors.apply(logits), batch, support)
         if params.greedy:
             ids, probs = ids[:, :1], torch.ones(len(PATHS), 1)
         laws.append(torch.zeros(len(PATHS), VOCAB).scatter_(1, ids, probs).double())
-        ahead.took(torch.tensor([path[step] for path in PATHS]))
+        processors.append(torch.tensor([path[step] for path in PATHS]))
     return dict(zip(PATHS, torch.stack(laws, 1), strict=True))
 
 
@@ -219,7 +227,7 @@ def test_rejection_sampling_decides_by_the_processed_law(data: st.DataObject) ->
     params = data.draw(sampling(greedy=True))
     prompt, output = data.draw(histories)
     table = data.draw(logits_tables)
-    batch = batch_params([params] * len(PATHS), CPU)
+    batch = make_sampling_batch([params] * len(PATHS), CPU)
     logits = torch.tensor([[table[path[:i]] for i in range(DRAFTED + 1)] for path in PATHS])
     tokens = torch.tensor(PATHS)
     ones = torch.ones(len(PATHS), DRAFTED)
@@ -227,7 +235,7 @@ def test_rejection_sampling_decides_by_the_processed_law(data: st.DataObject) ->
     proposal = Proposal(tokens, full, ones, tokens[..., None], ones[..., None])
     positions = torch.full((len(PATHS),), len(output))
     histories_ = [([*prompt, *output], len(output))] * len(PATHS)
-    counts = count_tokens(batch.rules, histories_, VOCAB, CPU)
+    counts = count_tokens(batch.logits_processors, histories_, VOCAB, CPU)
     sampled = rejection_sample(logits, proposal, batch, positions, torch.Generator(), counts)
     p = block_laws(table, params, prompt, output)
     for row, path in enumerate(PATHS):
@@ -256,8 +264,10 @@ def test_one_processor_by_hand(
     fields: dict[str, Any], first: list[float], second: list[float]
 ) -> None:
     """The prompt is token 1, the draft token 0: it counts at the position after it."""
-    batch = batch_params([SamplingParams(max_tokens=9, **fields)], CPU)
-    counts = count_tokens(batch.rules, [([1], 0)], VOCAB, CPU)
+    batch = make_sampling_batch([SamplingParams(max_tokens=9, **fields)], CPU)
+    counts = count_tokens(batch.logits_processors, [([1], 0)], VOCAB, CPU)
     logits = torch.tensor([[[2.0, 1.0, 0.5]] * 2])
     draft, start = torch.tensor([[0]]), torch.tensor([0])
-    assert ruled_logits(logits, batch.rules, start, counts, draft).tolist() == [[first, second]]
+    assert process_logits(logits, batch.logits_processors, start, counts, draft).tolist() == [
+        [first, second]
+    ]

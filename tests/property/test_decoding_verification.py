@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.engine.sampling import batch_params, draw
+from paceline.actors.engine.sampling import draw, make_sampling_batch
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
     acceptance_probability,
@@ -121,7 +121,7 @@ def test_vectorised_rejection_sampling_follows_the_law(seeded: bool, temperature
         SamplingParams(max_tokens=8, temperature=temperature, seed=i if seeded else None)
         for i in range(rows)
     ]
-    batch = batch_params(params, "cpu")
+    batch = make_sampling_batch(params, "cpu")
     q = torch.softmax(draft / temperature, -1)
     ids = torch.arange(vocab).expand(rows, k, vocab)
     probs = q.expand(rows, k, vocab)
@@ -152,7 +152,7 @@ def test_vectorised_rejection_sampling_follows_the_law(seeded: bool, temperature
 
 @given(st.integers(-(2**70), 2**70), st.integers(0, 5000))
 def test_noise_depends_on_seed_position_and_token_alone(seed: int, position: int) -> None:
-    batch = batch_params([SamplingParams(max_tokens=1, seed=seed)], "cpu")
+    batch = make_sampling_batch([SamplingParams(max_tokens=1, seed=seed)], "cpu")
     key = stream_key(batch.seeds, torch.tensor([position]))
     whole = gumbel(key, torch.arange(64))
     some = gumbel(key, torch.tensor([[3, 63, 17]]))
@@ -168,7 +168,7 @@ def test_noise_is_gumbel() -> None:
 
 def test_a_greedy_row_accepts_the_argmax_alone() -> None:
     logits = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]).repeat(3, 1, 1)
-    batch = batch_params([SamplingParams(max_tokens=9, temperature=0.0)] * 3, "cpu")
+    batch = make_sampling_batch([SamplingParams(max_tokens=9, temperature=0.0)] * 3, "cpu")
     tokens = torch.tensor([[1, 0], [1, 2], [2, 0]])
     proposal = Proposal(
         tokens,
@@ -188,7 +188,7 @@ def test_a_greedy_row_accepts_the_argmax_alone() -> None:
 def test_padding_is_never_accepted() -> None:
     logits = torch.zeros(1, 3, 4)
     logits[..., 0] = 5.0
-    batch = batch_params([SamplingParams(max_tokens=9, temperature=0.0)], "cpu")
+    batch = make_sampling_batch([SamplingParams(max_tokens=9, temperature=0.0)], "cpu")
     zeros = torch.zeros(1, 2, dtype=torch.int64)
     proposal = Proposal(
         zeros, torch.tensor([1]), torch.ones(1, 2), zeros[..., None], torch.ones(1, 2, 1)

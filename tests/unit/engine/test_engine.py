@@ -182,7 +182,7 @@ class BrokenProposer:
 
 def test_a_failing_draft_costs_nothing_but_speed() -> None:
     engine = make_engine()
-    use_proposer(engine, BrokenProposer(engine._draft_runner._proposer))  # type: ignore[arg-type]
+    use_proposer(engine, BrokenProposer(engine.draft_runner._proposer))  # type: ignore[arg-type]
     requests = [request(f"r{i}", p) for i, p in enumerate(PROMPTS)]
     outputs = run(engine, requests, draft_failures=True)
     for i, prompt in enumerate(PROMPTS):
@@ -256,7 +256,7 @@ def test_a_prompt_of_one_token_is_served() -> None:
 
 def test_a_draft_that_keeps_failing_is_asked_less_and_less() -> None:
     engine = make_engine()
-    broken = BrokenProposer(engine._draft_runner._proposer)  # type: ignore[attr-defined,arg-type]
+    broken = BrokenProposer(engine.draft_runner._proposer)  # type: ignore[attr-defined,arg-type]
     broken.always = True
     use_proposer(engine, broken)
     run(engine, [request("r", PROMPTS[0], max_tokens=60, ignore_eos=True)], draft_failures=True)
@@ -267,7 +267,7 @@ def test_a_record_that_cannot_be_kept_costs_no_answer(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("paceline.actors.engine.recorder.target_log", full)
+    monkeypatch.setattr("paceline.actors.engine.recorder.target_top_k", full)
     engine = make_engine()
     outputs = run(engine, [request(f"r{i}", p) for i, p in enumerate(PROMPTS)])
     for i, prompt in enumerate(PROMPTS):

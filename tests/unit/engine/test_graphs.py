@@ -247,7 +247,7 @@ def test_an_engine_of_replays_gives_the_same_answers() -> None:
     def answers(*, replay: bool) -> list[list[int]]:
         drafts = {name: served(tiny_llama(seed, layers=1)) for name, seed in (("a", 2), ("b", 3))}
         engine = engine_of(served(tiny_llama(1)), [drafts], k=3)
-        runners = [engine._runner, engine._draft_runner._proposer._stacks["a"].runner]  # type: ignore[attr-defined]
+        runners = [engine._runner, engine.draft_runner._proposer._stacks["a"].runner]  # type: ignore[attr-defined]
         captures = [graphed(runner) for runner in runners] if replay else []
         asked = [
             request(

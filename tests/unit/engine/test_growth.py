@@ -144,7 +144,7 @@ def test_a_new_expert_has_a_candidates_slot_where_the_others_have_one() -> None:
 def test_recorded_forwards_do_not_read_what_has_moved() -> None:
     def answers(*, replay: bool) -> list[list[int]]:
         engine = engine_with("tied")
-        stack = engine._draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
+        stack = engine.draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
         capture = graphed(stack.runner) if replay else None
         found = run(engine, [asked(1, "a", max_tokens=40, ignore_eos=True)])
         assert capture is None or capture.replayed > 0
@@ -197,7 +197,7 @@ def test_memory_that_runs_out_anywhere_changes_nothing(
 ) -> None:
     """Whichever allocation fails: weights that come later are drafted with, and memory is back."""
     engine, left = engine_with(kind), [0]
-    decoder = engine._draft_runner._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
+    decoder = engine.draft_runner._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
     new_empty, pack = Tensor.new_empty, linear._packed
 
     def short(allocate: Any) -> Any:

@@ -88,7 +88,7 @@ def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
         tried.append(now[0])
         raise RuntimeError("can't allocate memory")
 
-    (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()
+    (stack,) = {id(s): s for s in engine.draft_runner._proposer._stacks.values()}.values()
     monkeypatch.setattr(stack.runner, "load_weights", short)
     for second in range(70):
         now[0] = float(second)
@@ -208,7 +208,7 @@ def test_a_controller_that_fails_costs_drafts_and_no_answer(
     engine = two_slots(k=None)
     policy = GoodputPolicy(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
     monkeypatch.setattr(policy, method, broken)
-    monkeypatch.setattr(engine._draft_runner._controller, "_policy", policy)
+    monkeypatch.setattr(engine.draft_runner._controller, "_policy", policy)
     engine.updates.put(SetLimits(3, None))
     outputs = run(engine, [asked(name) for name in IDS[:5]], draft_failures=True)
     engine.updates.put(SwapWeights("a", 9, state(4)))
@@ -224,10 +224,10 @@ def test_a_controller_that_does_not_take_note_of_new_weights_ends_no_round(
     engine = two_slots(k=None)
     policy = GoodputPolicy(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
     monkeypatch.setattr(policy, "reset_acceptance", lambda _: 1 // 0)
-    monkeypatch.setattr(engine._draft_runner._controller, "_policy", policy)
+    monkeypatch.setattr(engine.draft_runner._controller, "_policy", policy)
     engine.add(asked(IDS[0]))
     outputs = [output for _ in range(3) for output in engine.step()]
-    (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()
+    (stack,) = {id(s): s for s in engine.draft_runner._proposer._stacks.values()}.values()
     slot = next(iter(engine._running.values())).draft
     stack.versions[slot] += 1
     outputs += run(engine, draft_failures=True)[IDS[0]]

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.engine.sampling import batch_params, draw, processed_probs
+from paceline.actors.engine.sampling import draw, make_sampling_batch, processed_probs
 
 CASES = [
     (1.0, 1.0, 0, 0.0),
@@ -42,7 +42,9 @@ def test_equals_transformers(temperature: float, top_p: float, top_k: int, min_p
     if min_p:
         warpers.append(MinPLogitsWarper(min_p))
     expected = torch.softmax(warpers(None, logits.reshape(-1, 50).clone()), -1).reshape(4, 3, 50)
-    torch.testing.assert_close(processed_probs(logits, batch_params([params] * 4, "cpu")), expected)
+    torch.testing.assert_close(
+        processed_probs(logits, make_sampling_batch([params] * 4, "cpu")), expected
+    )
 
 
 def test_rows_keep_their_own_parameters() -> None:
@@ -52,7 +54,7 @@ def test_rows_keep_their_own_parameters() -> None:
         SamplingParams(max_tokens=1, temperature=0.0),
         SamplingParams(max_tokens=1, top_k=1),
     ]
-    probs = processed_probs(logits, batch_params(params, "cpu"))
+    probs = processed_probs(logits, make_sampling_batch(params, "cpu"))
     torch.testing.assert_close(probs[0, 0], torch.softmax(logits[0, 0] / 0.5, -1))
     torch.testing.assert_close(probs[1, 0], torch.softmax(logits[1, 0], -1))
     assert probs[2, 0].max() == 1.0
@@ -68,10 +70,10 @@ def test_a_rows_law_does_not_depend_on_its_neighbours_filters() -> None:
     """Not by one bit: a seeded text must be the same in every batch."""
     logits = torch.randn(3, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
     free, cut = SamplingParams(1), SamplingParams(1, top_p=0.5, top_k=7, min_p=0.1)
-    alone = processed_probs(logits[:1], batch_params([free], "cpu"))
-    crowd = processed_probs(logits, batch_params([free, cut, cut], "cpu"))
+    alone = processed_probs(logits[:1], make_sampling_batch([free], "cpu"))
+    crowd = processed_probs(logits, make_sampling_batch([free, cut, cut], "cpu"))
     assert torch.equal(crowd[:1], alone)
-    cut_alone = processed_probs(logits[1:2], batch_params([cut], "cpu"))
+    cut_alone = processed_probs(logits[1:2], make_sampling_batch([cut], "cpu"))
     assert torch.equal(crowd[1:2], cut_alone)
 
 
@@ -80,7 +82,7 @@ def test_what_filters_keep_is_the_same_bits_in_every_batch() -> None:
     torch.set_num_threads(2)  # with which a sum over one row adds in another order
     logits = torch.randn(4, 1, 50_304, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9, seed=1)
-    crowd = processed_probs(logits, batch_params([params] * 4, "cpu"))
-    alone = [processed_probs(row[None], batch_params([params], "cpu"))[0] for row in logits]
+    crowd = processed_probs(logits, make_sampling_batch([params] * 4, "cpu"))
+    alone = [processed_probs(row[None], make_sampling_batch([params], "cpu"))[0] for row in logits]
     torch.set_num_threads(threads)
     assert torch.equal(torch.stack(alone), crowd)

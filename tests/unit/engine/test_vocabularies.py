@@ -72,13 +72,13 @@ def speculating(make: Any, draft: int, target: int) -> Engine:
 
 
 def runner_of(engine: Engine, draft: str) -> ModelRunner:
-    runner: ModelRunner = engine._draft_runner._proposer._stacks[draft].runner  # type: ignore[attr-defined]
+    runner: ModelRunner = engine.draft_runner._proposer._stacks[draft].runner  # type: ignore[attr-defined]
     return runner
 
 
 def proposals_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
     """What the engine's drafts will propose, as it is proposed."""
-    proposer: Any = engine._draft_runner._proposer
+    proposer: Any = engine.draft_runner._proposer
     found, propose = [], proposer.propose
 
     def noted(rows: Any) -> Proposal:
@@ -287,7 +287,7 @@ def test_a_vocabulary_that_lacks_a_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("draft", "target"), SIZES)
 def test_an_experts_drafter_takes_any_id_of_the_target(draft: int, target: int) -> None:
     speculative = engine_of(llama(1, target), [{"a": llama(2, draft)}])
-    stack: Any = speculative._draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
+    stack: Any = speculative.draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
     tokens = (target - 1, 4, target - 1)
     row = DraftRow("r", "a", tokens, 0, 4, SamplingParams(max_tokens=9, temperature=0.0))
     proposal = stack.propose([row], 16, torch.Generator())

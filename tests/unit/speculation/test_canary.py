@@ -12,7 +12,7 @@ from pools import attached, make_drafter, pool_engine
 from slotted import IDS, INSIDE, OUTSIDE, SHARE, asked, outcomes, plain, state, two_slots
 
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.engine.sampling import LatestBatch
+from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.target import OutcomeReporter
 from paceline.actors.speculation.pending_updates import RemoveCandidate, SwapWeights
 from paceline.actors.speculation.pool.drafter import Drafter
@@ -244,7 +244,9 @@ def test_a_draft_that_breaks_behind_one_token_leaves_the_others_their_share() ->
     assert torch.equal(kept.num_drafted, torch.where(first == x, 1, 2))
     assert bool(kept.support_probs.isfinite().all())
     logits = torch.zeros(rows, 3, 2)  # the target: both alike, everywhere
-    params = LatestBatch(torch.device("cpu")).of([SamplingParams(4, temperature=1.0)] * rows)
+    params = SamplingBatchCache(torch.device("cpu")).get(
+        [SamplingParams(4, temperature=1.0)] * rows
+    )
     sampled = rejection_sample(
         logits, kept, params, torch.zeros(rows, dtype=torch.int64), generator, None
     )
@@ -280,6 +282,6 @@ def test_what_broken_weights_wrote_is_read_by_nobody() -> None:
     engine = two_slots()
     engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
     run(engine, [asked(name) for name in IDS], draft_failures=True)
-    (stack,) = {id(s): s for s in engine._draft_runner._proposer._stacks.values()}.values()
+    (stack,) = {id(s): s for s in engine.draft_runner._proposer._stacks.values()}.values()
     for part in (*stack.runner.kv.keys, *stack.runner.kv.values):
         assert bool(part.isfinite().all())

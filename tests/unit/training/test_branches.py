@@ -14,7 +14,7 @@ from replay_samples import make_record, with_branches
 from tiny_models import tiny_llama
 
 from paceline.actors.engine.engine import Engine
-from paceline.actors.engine.recorder import Recorder, target_log
+from paceline.actors.engine.recorder import Recorder, target_top_k
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.training.batches import make_batch, usable
 from paceline.actors.training.forward import logits_at, takes_branches
@@ -25,7 +25,7 @@ PROMPT = (1, 3, 40, 41, 42, 4)
 def recording(engine: Engine) -> Engine:
     """The engine, which records branches from now on."""
     engine._settings = dataclasses.replace(engine._settings, replay_branches=True)
-    engine._log = engine._new_log()
+    engine._record_buffer = engine._make_record_buffer()
     return engine
 
 
@@ -86,7 +86,7 @@ def test_an_answer_that_ends_early_has_no_branch_beyond_its_end(
 ) -> None:
     recorder, rounds = Recorder(), [([5, 6, 7], 1), ([8], 1), ([9, 3], 0)]
     for drafts, accepted in rounds:
-        log = target_log(torch.randn(len(drafts) + 1, 50), None, 4)
+        log = target_top_k(torch.randn(len(drafts) + 1, 50), None, 4)
         end = len(drafts) + 1
         at, behind = slice(0, accepted + 1), slice(accepted + 1, end)
         recorder.add(log, at, drafts, [0.5] * len(drafts), accepted, behind)

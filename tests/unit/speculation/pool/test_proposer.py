@@ -100,9 +100,7 @@ def test_a_round_with_a_timeout_is_no_observation_of_costs(
         proposer.attach("b", *((quiet, WELCOME) if silent else connect(session, 10.0)))
         engine = pool_engine(proposer)
         costs = NotedCosts()
-        engine._draft_runner._controller._policy = GoodputPolicy(
-            StepCosts({(1, 1): 0.01}), costs, 4
-        )  # type: ignore[attr-defined]
+        engine.draft_runner._controller._policy = GoodputPolicy(StepCosts({(1, 1): 0.01}), costs, 4)  # type: ignore[attr-defined]
         if silent:
             proposer._timeout_s = 0.5
         asked = [
