@@ -21,13 +21,13 @@ from paceline.cluster.placement import actor_options, surge_percent
 from paceline.cluster.supervisor import TopicSupervisor, TrainerSupervisor
 from paceline.deploy import experts, learning
 from paceline.deploy.api.status import LearningActors
-from paceline.deploy.config.added_topics import with_added, with_topics
 from paceline.deploy.config.config import PacelineConfig
+from paceline.deploy.config.dynamic_topics import with_added, with_topics
 from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import ingress_settings, target_settings
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.monitoring.ingress import MeteredIngress
-from paceline.deploy.signals import kept, undisturbed
+from paceline.deploy.signals import handlers_restored, signals_ignored
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
 def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningApp:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     stops.append(session.stop_ray)
-    with kept():
+    with handlers_restored():
         session.start_ray(
             num_cpus=config.ray.num_cpus,
             dashboard=config.ray.dashboard,
@@ -131,7 +131,10 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
             logs=config.ray.logs,
             environment=_SERVE_ENV | session.thread_environment(1),
         )
-    with kept(), ThreadPoolExecutor(1) as beside:  # their processes start while Serve's do
+    with (
+        handlers_restored(),
+        ThreadPoolExecutor(1) as beside,
+    ):  # their processes start while Serve's do
         starting = beside.submit(learning.start_actors, config)
         serve.start(
             proxy_location="HeadOnly",
@@ -309,7 +312,7 @@ def _run_all(stops: list[Callable[[], None]]) -> None:
     gentle, and are skipped where the session has died already.
     """
     deadline = time.monotonic() + _STOP_S - session.GRACE_S
-    with undisturbed():
+    with signals_ignored():
         while len(stops) > 1:
             stop = stops.pop()
             session.run_bounded(stop, max(0.0, deadline - time.monotonic()))

@@ -1,26 +1,26 @@
-"""Errors of the front door: a config that cannot start, a request that cannot be answered."""
+"""Errors of the configuration, of the command line and of the HTTP API."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Codes that the command line goes by.
+# Codes that the command line handles.
 VERSION_CHANGED = "version_changed"
 UNKNOWN_OUTCOME = "unknown_outcome"
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be served; the message is one line and names the key."""
+    """An invalid configuration; the message is one line and names the key."""
 
 
 class StartError(RuntimeError):
-    """The configuration is sound, but the application did not come up."""
+    """The configuration is valid, but the application did not start."""
 
 
 class CallError(RuntimeError):
-    """The server that a command asks does not answer, or refuses; the message is one line.
+    """A command's call to the server failed; the message is one line.
 
-    ``code`` is that of the server's error, where it gave one.
+    ``code`` is that of the server's error, if any.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:
@@ -29,22 +29,22 @@ class CallError(RuntimeError):
 
 
 class NoAnswerError(CallError):
-    """It does not answer: whether it did what was asked is not known."""
+    """The server does not answer; it may have carried out the call."""
 
 
 def cause_of(error: Exception) -> str:
-    """One line of what is often a traceback of another process: its last, the cause."""
+    """The last line of an error's text, which is often a remote traceback: the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 @dataclass(eq=False)  # not frozen: contextlib writes __traceback__
 class ApiError(Exception):
-    """An answer in OpenAI's error shape.
+    """An error response in OpenAI's shape.
 
     Attributes:
         status: HTTP status.
-        message: one sentence for people.
+        message: one sentence.
         type: OpenAI's error type.
         param: dotted name of the request field at fault, or None.
         code: OpenAI's machine-readable code, or None.
@@ -78,7 +78,7 @@ class ApiError(Exception):
         return retry | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-CLIENT_GONE = 499  # nobody is there to read it; logs and metrics are
+CLIENT_GONE = 499  # for logs and metrics
 
 
 def invalid_value(param: str, reason: str) -> ApiError:
@@ -88,22 +88,22 @@ def invalid_value(param: str, reason: str) -> ApiError:
 
 
 def overloaded(message: str) -> ApiError:
-    """The server is up but cannot take this request now."""
+    """A 503: the server cannot accept the request now."""
     return ApiError(503, message, "server_error", None, "server_overloaded", retry_after_s=1)
 
 
 def internal(message: str) -> ApiError:
-    """Something of the server's own failed."""
+    """A 500: the server failed."""
     return ApiError(500, message, "server_error", None, "internal_error")
 
 
 def rate_limited(message: str) -> ApiError:
-    """This client has too much under way; others are served."""
+    """A 429: the client is at its limit."""
     return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", retry_after_s=1)
 
 
 def timed_out() -> ApiError:
-    """The request's time was up before its answer was."""
+    """A 504: the request timed out."""
     return ApiError(
         504,
         "The answer was not ready in the time that this server gives a request; try again, or "

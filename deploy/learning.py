@@ -30,8 +30,8 @@ from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import NAMESPACE
 from paceline.cluster.supervisor import ActorFactory
 from paceline.deploy.api.status import LearningActors
-from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig, default_threads
+from paceline.deploy.config.dynamic_topics import with_added
 from paceline.deploy.errors import cause_of
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample, metered
 from paceline.deploy.monitoring.readings import (

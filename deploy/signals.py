@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one ends what runs, further ones wait until that is done."""
+"""SIGINT and SIGTERM: the first stops the program, others do not disturb the clean-up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 def on_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
-    """Put a handler on both signals."""
+    """Set the handler of both signals."""
     for number in _NUMBERS:
         signal.signal(number, handler)
 
 
 def interrupt_once(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Handler: KeyboardInterrupt, and no second one into the clean-up that follows.
+    """Signal handler: raise KeyboardInterrupt and ignore further signals.
 
     Raises:
         KeyboardInterrupt: always.
@@ -29,8 +29,8 @@ def interrupt_once(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """What runs inside may put handlers in place, as Ray does: afterwards ours are back."""
+def handlers_restored() -> Iterator[None]:
+    """Restore the handlers after a block that may set others, as Ray does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -43,8 +43,8 @@ def kept() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """No signal meanwhile: half a clean-up leaves processes behind."""
+def signals_ignored() -> Iterator[None]:
+    """Ignore both signals in a block: an interrupted clean-up leaves processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

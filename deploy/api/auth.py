@@ -1,4 +1,4 @@
-"""API keys: who may use the server. Of a key only its SHA-256 is kept."""
+"""API keys and operators' permission. Only the SHA-256 of a key is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.deploy.errors import ApiError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name ``localhost``, is this machine's own."""
+    """Whether a host is a loopback address or ``localhost``."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -26,26 +26,28 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" has Ray put HAProxy in the place of its own proxies
+_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" replaces Serve's own proxies by HAProxy
 
 
 def authorize(request: Request, what: str, *, keyed: bool) -> None:
-    """Refuse a call that is not an operator's.
+    """Refuse a request that is not from an operator.
+
+    Operators call from the server's own machine, or with an API key.
 
     Args:
-        request: of the call; where there are keys, it has shown one already.
-        what: the call does, for the message.
+        request: has passed the ApiKeyMiddleware if there are keys.
+        what: name of the operation, for the message.
         keyed: whether the server has API keys.
 
     Raises:
-        ApiError: 403; 415 for a body that a web page of another site could have sent unasked.
+        ApiError: 403; 415 for a content type that a page of another site can send without CORS.
     """
     host = request.client.host if request.client is not None else ""
-    near = is_loopback(host) and is_loopback(request.url.hostname or "")
-    near = near and not any(name in request.headers for name in _FORWARDED)
-    near = near and os.environ.get(_HAPROXY) != "1"
-    if not (near or keyed):
+    is_local = is_loopback(host) and is_loopback(request.url.hostname or "")
+    is_local = is_local and not any(name in request.headers for name in _PROXY_HEADERS)
+    is_local = is_local and os.environ.get(_HAPROXY) != "1"
+    if not (is_local or keyed):
         raise forbidden(
             f"{what} is for operators: from the server's own machine, or with an API key where "
             "the server has some."
@@ -58,18 +60,15 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
 
 
 def forbidden(message: str) -> ApiError:
-    """Not allowed, whoever asks."""
+    """A 403."""
     return ApiError(403, message, "permission_error", code="forbidden")
 
 
-_SCHEME = "bearer"
-
-
 def key_digests(variable: str | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """The keys that an environment variable holds, separated by commas, as digests.
+    """SHA-256 of the API keys in an environment variable, which are separated by commas.
 
     Args:
-        variable: its name; None: there are no keys.
+        variable: its name; None for no keys.
         environment: of the process.
     """
     keys = environment.get(variable, "").split(",") if variable else []
@@ -81,22 +80,20 @@ def _digest(key: bytes) -> bytes:
 
 
 def check_key(authorization: str | None, digests: Collection[bytes]) -> None:
-    """Refuse a request that shows none of the keys.
-
-    The comparison takes the same time whatever the request shows: over digests, and over all.
+    """Refuse a request without a valid API key, in constant time.
 
     Args:
-        authorization: the request's header of that name.
-        digests: of the keys, see :func:`key_digests`.
+        authorization: the request's header.
+        digests: of the valid keys, see :func:`key_digests`.
 
     Raises:
         ApiError: 401.
     """
     scheme, _, key = (authorization or "").partition(" ")
-    if scheme.lower() != _SCHEME or not key.strip():
+    if scheme.lower() != "bearer" or not key.strip():
         raise _unauthorized("No API key was sent: this server wants 'Authorization: Bearer KEY'.")
-    shown = _digest(key.strip().encode("latin-1"))  # as HTTP gives headers: the bytes that came
-    matches = [hmac.compare_digest(shown, digest) for digest in digests]
+    digest = _digest(key.strip().encode("latin-1"))  # the header's raw bytes
+    matches = [hmac.compare_digest(digest, known) for known in digests]
     if not any(matches):
         raise _unauthorized("The API key is not one of this server's.")
 
@@ -105,37 +102,35 @@ def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key")
 
 
-class KeyGuard:
-    """ASGI middleware that lets requests through which show a key, and those of open paths."""
+class ApiKeyMiddleware:
+    """ASGI middleware that answers requests without a valid API key with 401.
+
+    Args:
+        app: the application.
+        digests: of the valid keys, at least one.
+        open_paths: paths that need no key; one that ends in a slash includes all below it.
+    """
 
     def __init__(
         self, app: ASGIApp, digests: Collection[bytes], open_paths: Collection[str]
     ) -> None:
-        """Guard ``app``.
-
-        Args:
-            app: what is guarded.
-            digests: of the keys, at least one.
-            open_paths: what is there for everybody; one that ends in a slash stands for all
-                below it.
-        """
         self._app = app
         self._digests = digests
-        self._open = open_paths
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
+        """Handle a request."""
         if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
                 check_key(Headers(scope=scope).get("authorization"), self._digests)
             except ApiError as error:
-                refusal = JSONResponse(error.body(), error.status, error.headers())
-                await refusal(scope, receive, send)
+                response = JSONResponse(error.body(), error.status, error.headers())
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
         return any(
-            path == known or (known.endswith("/") and path.startswith(known))
-            for known in self._open
+            path == open_path or (open_path.endswith("/") and path.startswith(open_path))
+            for open_path in self._open_paths
         )

@@ -1,10 +1,9 @@
-"""What becomes of a request whose replica fails: a state machine, free of Ray and of clocks.
+"""Failover of requests to other replicas of the target: a state machine without Ray or clocks.
 
-The front door holds the truth: it knows which tokens came and how much text it has passed on. A
-request that loses its replica goes to another one together with both, and that one goes on where
-the first stopped. The client's text is the undisturbed one for greedy and seeded requests, whose
-tokens depend on the target and the seed alone; an unseeded one goes on by the same law, with
-other random numbers.
+The ingress knows which tokens have come and how much text it has sent. When a replica fails, the
+next one gets the request with both and resumes it there. The text of greedy and seeded requests,
+whose tokens depend on the target and the seed alone, is the same as without the failure; an
+unseeded request resumes with the same distribution and other random numbers.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _MAX_ATTEMPTS = 100
 
 
 class Failure(Enum):
-    """Why an attempt ended before the answer did."""
+    """Why an attempt ended before its request was finished."""
 
-    GONE = auto()  # the replica died, cannot be reached or gives no sign of life
-    BROKEN = auto()  # it lives, and gave up on this request alone
-    NOT_FINITE = auto()  # the request's logits are NaN or infinite, as they would be elsewhere
-    FAULT = auto()  # its engine failed while it ran this request, perhaps for another's sake
+    GONE = auto()  # the replica is dead, unreachable or stalled
+    BROKEN = auto()  # the replica is alive and aborted this request
+    NOT_FINITE = auto()  # NaN or infinite logits, as they would be on every replica
+    FAULT = auto()  # the engine failed, perhaps because of another request
 
 
 _FAILURES = {FINISH_FAULT: Failure.FAULT, FINISH_NOT_FINITE: Failure.NOT_FINITE}
@@ -43,36 +42,38 @@ _FAILURES = {FINISH_FAULT: Failure.FAULT, FINISH_NOT_FINITE: Failure.NOT_FINITE}
 
 @dataclass(frozen=True, slots=True)
 class FailoverPolicy:
-    """How long a request looks for a replica that answers it.
+    """Limits of a request's failover.
 
     Attributes:
-        stall_timeout_s: without any chunk for so long, the replica counts as gone.
-        give_up_after_s: without any chunk for so long, over all attempts, the request fails.
-        max_lost: replicas that may die under one request: one that kills whoever serves it
-            must not go round.
-        max_broken: replicas that may give up on it.
-        max_faults: engines that may fail under it in a row without one more token: those that
-            merely ran beside the cause get on in between, the cause never does.
-        first_wait_s: before a retry, but for the first one after a loss; it doubles.
-        longest_wait_s: where the doubling ends.
+        stall_timeout_s: a replica without a chunk for so long counts as gone.
+        failover_timeout_s: a request without a chunk for so long, over all attempts, fails.
+        max_gone: replicas that may die while they run the request: a request that kills its
+            replicas must not kill them all.
+        max_broken: replicas that may abort it.
+        max_faults: engine faults in a row without a new token: requests that only ran beside
+            the cause make progress in between, the cause does not.
+        initial_backoff_s: before a retry, except the first one after a loss; it doubles.
+        max_backoff_s: most that doubling makes of it.
     """
 
     stall_timeout_s: float = 20.0
-    give_up_after_s: float = 120.0
-    max_lost: int = 5
+    failover_timeout_s: float = 120.0
+    max_gone: int = 5
     max_broken: int = 1
     max_faults: int = 3
-    first_wait_s: float = 0.1
-    longest_wait_s: float = 2.0
+    initial_backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
 
 
 @dataclass(slots=True)
 class Failover:
-    """The policy, and how often it was needed since the start.
+    """The policy, and counters since the start.
 
-    ``gone``, ``broken`` and ``faults`` count attempts that failed, ``resumed`` those of them
-    after which a request went on from output that its client had, ``given_up`` requests that
-    failed.
+    Attributes:
+        policy: of new requests.
+        gone: attempts that failed, by `Failure`; ``broken`` and ``faults`` likewise.
+        resumed: failed attempts after which a request resumed from output already sent.
+        given_up: requests that failed.
     """
 
     policy: FailoverPolicy
@@ -82,49 +83,46 @@ class Failover:
     resumed: int = 0
     given_up: int = 0
 
-    def begin(self, request: GenerationRequest, now: float) -> Resumption:
-        """Take on a request; ``now`` are monotonic seconds."""
-        return Resumption(request, self, now)
+    def start(self, request: GenerationRequest, now: float) -> ResumableRequest:
+        """Start a request; ``now`` in monotonic seconds."""
+        return ResumableRequest(request, self, now)
 
     def counts(self) -> dict[str, int]:
-        """What was counted, by name."""
+        """The counters by name."""
         names = ("gone", "broken", "faults", "resumed", "given_up")
         return {name: getattr(self, name) for name in names}
 
 
-class Resumption:
-    """One request over all the replicas that it needs.
+class ResumableRequest:
+    """A request over all the replicas that it needs; :meth:`Failover.start` makes one.
 
-    Take what comes with :meth:`take`, what fails with :meth:`fail`; :attr:`request` is what to
-    send to the next replica.
+    Pass chunks to :meth:`on_chunk` and failures to :meth:`on_failure`; send :attr:`request` to
+    the next replica.
+
+    Attributes:
+        finished: whether the last chunk has come.
     """
 
     def __init__(self, request: GenerationRequest, failover: Failover, now: float) -> None:
-        """Begin; :meth:`Failover.begin` does.
-
-        Args:
-            request: as the client asked it, no output yet.
-            failover: limits, and counts that are kept.
-            now: monotonic seconds.
-        """
         self._original = request
         self._failover = failover
         self._policy = failover.policy
-        self._alive_at = now
+        self._chunk_at = now
         self._token_ids: list[int] = []
         self._sent_chars = 0
         self._cached: int | None = None
-        self._past: list[tuple[int, int]] = []  # speculative rounds of the attempts that failed
-        self._present: list[tuple[int, int]] = []
-        self._accepted = False  # the present attempt has given a sign of life
-        self._attempt = self._lost = self._broken = self._in_vain = 0
+        # (drafted, accepted) of each speculative round, of failed attempts and of the present one
+        self._past_rounds: list[tuple[int, int]] = []
+        self._rounds: list[tuple[int, int]] = []
+        self._responded = False  # whether the present attempt has given a chunk
+        self._attempt = self._gone = self._broken = self._unanswered = 0
         self._faults = self._tokens_at_fault = 0
         self._failed_on: list[str] = []
         self.finished = False
 
     @property
     def request(self) -> GenerationRequest:
-        """What the next replica is asked: the request with the output that it has so far."""
+        """The request for the next replica, with the output so far."""
         return replace(
             self._original,
             output_token_ids=tuple(self._token_ids),
@@ -135,26 +133,26 @@ class Resumption:
 
     @property
     def stall_timeout_s(self) -> float:
-        """Seconds without a chunk after which the present replica counts as gone."""
+        """See FailoverPolicy."""
         return self._policy.stall_timeout_s
 
-    def take(self, chunk: GenerationChunk, now: float) -> GenerationChunk | Failure | None:
-        """Take what came from the replica.
+    def on_chunk(self, chunk: GenerationChunk, now: float) -> GenerationChunk | Failure | None:
+        """Handle a chunk of the replica.
 
         Args:
-            chunk: as it came.
+            chunk: as received.
             now: monotonic seconds.
 
         Returns:
-            what the client gets; None for a mere sign of life; a failure where the replica gave
-            up, to be handed to :meth:`fail`.
+            the chunk for the client; None for a heartbeat; a failure if the replica gave up, to
+            be passed to :meth:`on_failure`.
         """
         if chunk.finish_reason in FAILED:
-            return self._blame(chunk)
-        self._alive_at, self._accepted, self._in_vain = now, True, 0
+            return self._failure_of(chunk)
+        self._chunk_at, self._responded, self._unanswered = now, True, 0
         if chunk.finish_reason == FINISH_ABORT:
             return Failure.BROKEN
-        self._present.extend(chunk.rounds)
+        self._rounds.extend(chunk.rounds)
         last = chunk.finish_reason is not None
         if not (last or chunk.token_ids or chunk.text):
             return None
@@ -163,43 +161,43 @@ class Resumption:
         if self._cached is None:
             self._cached = chunk.num_cached_tokens
         self.finished = last
-        figures = chunk.speculative
-        if figures is not None and self._past:
-            figures = added(figures, self._past)
-        return replace(chunk, speculative=figures, num_cached_tokens=self._cached)
+        stats = chunk.speculative
+        if stats is not None and self._past_rounds:
+            stats = add_rounds(stats, self._past_rounds)
+        return replace(chunk, speculative=stats, num_cached_tokens=self._cached)
 
-    def _blame(self, chunk: GenerationChunk) -> Failure:
-        """What the replica says that failed; it is no sign of life."""
+    def _failure_of(self, chunk: GenerationChunk) -> Failure:
+        """The failure that a chunk reports; it does not reset the timeouts."""
         if chunk.replica_id:
             others = [name for name in self._failed_on if name != chunk.replica_id]
             self._failed_on = [*others, chunk.replica_id]
         if chunk.finish_reason == FINISH_REFUSED:
-            self._accepted = False  # it had no part in what happened there
+            self._responded = False  # the replica failed before it ran this request
             return Failure.GONE
         return _FAILURES.get(chunk.finish_reason or "", Failure.BROKEN)
 
-    def fail(self, failure: Failure, now: float) -> float:
-        """The present attempt has ended without a last chunk: try again?
+    def on_failure(self, failure: Failure, now: float) -> float:
+        """Handle the failure of the present attempt.
 
         Args:
-            failure: why.
+            failure: of the attempt.
             now: monotonic seconds.
 
         Returns:
             seconds to wait before :attr:`request` goes to another replica.
 
         Raises:
-            ApiError: it has been tried enough.
+            ApiError: a limit of the policy is reached.
         """
         try:
-            wait_s = self._try_again(failure, now)
+            backoff_s = self._retry(failure, now)
         except ApiError:
             self._failover.given_up += 1
             raise
         self._failover.resumed += bool(self._token_ids)
-        return wait_s
+        return backoff_s
 
-    def _try_again(self, failure: Failure, now: float) -> float:
+    def _retry(self, failure: Failure, now: float) -> float:
         if failure is Failure.NOT_FINITE:
             raise internal(
                 "The target's logits for this request are not finite (NaN or infinite), so it has "
@@ -209,55 +207,55 @@ class Resumption:
         self._failover.gone += failure is Failure.GONE
         self._failover.faults += failure is Failure.FAULT
         self._broken += failure is Failure.BROKEN
-        self._lost += failure is Failure.GONE and self._accepted
+        self._gone += failure is Failure.GONE and self._responded
         if failure is Failure.FAULT:
-            got_on = len(self._token_ids) > self._tokens_at_fault
-            self._faults = 1 if got_on else self._faults + 1
+            progressed = len(self._token_ids) > self._tokens_at_fault
+            self._faults = 1 if progressed else self._faults + 1
             self._tokens_at_fault = len(self._token_ids)
-        wait_s = self._wait_s(failure)
+        backoff_s = self._backoff_s(failure)
         self._attempt += 1
-        self._accepted = False
-        self._past.extend(self._present)
-        self._present.clear()
+        self._responded = False
+        self._past_rounds.extend(self._rounds)
+        self._rounds.clear()
         if self._broken > self._policy.max_broken:
             raise internal("The target gave up on this request.")
-        if self._lost > self._policy.max_lost or self._faults > self._policy.max_faults:
+        if self._gone > self._policy.max_gone or self._faults > self._policy.max_faults:
             raise internal("The target keeps failing on this request.")
-        late = now + wait_s - self._alive_at > self._policy.give_up_after_s
+        late = now + backoff_s - self._chunk_at > self._policy.failover_timeout_s
         if late or self._attempt >= _MAX_ATTEMPTS:
             raise overloaded("The target is not available just now; try again.")
-        return wait_s
+        return backoff_s
 
-    def _wait_s(self, failure: Failure) -> float:
-        """None after the death of a replica that had answered: another may well be there.
+    def _backoff_s(self, failure: Failure) -> float:
+        """Seconds before the next attempt; 0 after the loss of a replica that had responded.
 
-        After a fault up to twice as long, each request its own time: those that ran beside the
-        one that caused it part from it.
+        After an engine fault up to twice as long, by request: this separates the request that
+        causes the faults from the others.
         """
         times, spread = self._broken + self._faults, 1.0
         if failure is Failure.GONE:
-            if self._accepted:
+            if self._responded:
                 return 0.0
-            self._in_vain += 1
-            times = self._in_vain
+            self._unanswered += 1
+            times = self._unanswered
         elif failure is Failure.FAULT:
             spread += crc32(self.request.run_id.encode()) / 2**32
-        doubled = self._policy.first_wait_s * 2.0 ** (times - 1)
-        return min(doubled * spread, self._policy.longest_wait_s)
+        doubled = self._policy.initial_backoff_s * 2.0 ** (times - 1)
+        return min(doubled * spread, self._policy.max_backoff_s)
 
 
-def added(figures: SpeculativeStats, rounds: Sequence[tuple[int, int]]) -> SpeculativeStats:
-    """Figures of the last replica with the rounds of those before, as (drafted, accepted)."""
+def add_rounds(stats: SpeculativeStats, rounds: Sequence[tuple[int, int]]) -> SpeculativeStats:
+    """The last attempt's statistics plus the rounds (drafted, accepted) of earlier ones."""
     longest = max(drafted for drafted, _ in rounds)
-    histogram = [*figures.acceptance_histogram]
+    histogram = [*stats.acceptance_histogram]
     histogram.extend([0] * (longest + 1 - len(histogram)))
     for _, accepted in rounds:
         histogram[accepted] += 1
     return replace(
-        figures,
-        num_spec_steps=figures.num_spec_steps + len(rounds),
-        num_draft_tokens=figures.num_draft_tokens + sum(drafted for drafted, _ in rounds),
-        num_accepted_draft_tokens=figures.num_accepted_draft_tokens
+        stats,
+        num_spec_steps=stats.num_spec_steps + len(rounds),
+        num_draft_tokens=stats.num_draft_tokens + sum(drafted for drafted, _ in rounds),
+        num_accepted_draft_tokens=stats.num_accepted_draft_tokens
         + sum(accepted for _, accepted in rounds),
         acceptance_histogram=tuple(histogram),
     )

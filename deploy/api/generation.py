@@ -1,7 +1,6 @@
-"""Run the prompts of one request on the target, whole or streamed, and cancel them cleanly.
+"""Run the prompts of a request on the target, complete or streamed, with failover.
 
-A replica that dies, hangs or gives up is replaced by another that goes on
-(:mod:`paceline.deploy.api.failover`).
+See :mod:`paceline.deploy.api.failover` for replicas that die, hang or give up.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from ray.serve.exceptions import (
 )
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest, merge_chunks
-from paceline.deploy.api.failover import Failover, Failure, Resumption
+from paceline.deploy.api.failover import Failover, Failure, ResumableRequest
 from paceline.deploy.errors import ApiError, internal, overloaded
 
 logger = logging.getLogger(__name__)
 
-_LEAVING_S = 1.0
+_DISCONNECT_GRACE_S = 1.0
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a failure behind the front door means for the client."""
+    """The client's error for a failure of the target."""
     if isinstance(error, ApiError):
         return error
-    logger.warning("a request failed behind the front door: %r", error)
+    logger.warning("a request failed on the target: %r", error)
     if isinstance(error, BackPressureError):
         return overloaded("The server is overloaded; try again.")
     if isinstance(error, DeploymentUnavailableError):
@@ -41,12 +40,12 @@ def as_api_error(error: Exception) -> ApiError:
     return internal("The server failed on this request.")
 
 
-def failure_of(error: Exception) -> Failure | None:
-    """What an exception of a replica's stream says of the replica; None: nothing.
+def classify_failure(error: Exception) -> Failure | None:
+    """The replica's failure for an exception of its stream; None if it is not the replica's.
 
-    Measured on Ray 2.60: a stream by gRPC ends with ActorUnavailableError within 20 ms of its
-    replica's death, a stopped process gives nothing at all. The errors of gRPC itself, other
-    than "unavailable", come unwrapped, and so does what the replica's own code raises.
+    Measured on Ray 2.60: a gRPC stream ends with ActorUnavailableError within 20 ms of its
+    replica's death, while a stopped process gives nothing at all. gRPC errors other than
+    "unavailable" and exceptions of the replica's own code come unwrapped.
     """
     if isinstance(error, RayTaskError):
         return Failure.BROKEN  # raised by the replica's own code
@@ -57,36 +56,37 @@ def failure_of(error: Exception) -> Failure | None:
     return Failure.GONE if type(error).__name__ == "AioRpcError" else Failure.BROKEN
 
 
-def streaming(target: Any) -> Any:
-    """The target's handle for answers, whole ones too.
+def streaming_handle(target: Any) -> Any:
+    """The target's handle for generation, for complete responses too.
 
-    They go by gRPC, which costs half of what Ray's own calls do per chunk, and as streams: Serve
-    does not carry the cancellation of a single gRPC call to the replica, and only a stream gives
-    signs of life.
+    gRPC costs half as much per chunk as Ray's calls. Serve does not propagate the cancellation
+    of a unary gRPC call to the replica, and only a stream has heartbeats.
     """
     return target.options(stream=True, _by_reference=False)
 
 
 async def _attempt(
-    response: Any, state: Resumption
+    response: Any, state: ResumableRequest
 ) -> AsyncGenerator[GenerationChunk | Failure, None]:
-    """What one replica gives for a request; the failure, if there is one, comes last."""
+    """Chunks of one replica; a failure, if any, comes last."""
     try:
         while not state.finished:
-            piece: GenerationChunk | Failure | None = await _next(response, state.stall_timeout_s)
-            if isinstance(piece, GenerationChunk):
-                piece = state.take(piece, time.monotonic())
-            if piece is not None:
-                yield piece
-            if isinstance(piece, Failure):
+            item: GenerationChunk | Failure | None = await _next_chunk(
+                response, state.stall_timeout_s
+            )
+            if isinstance(item, GenerationChunk):
+                item = state.on_chunk(item, time.monotonic())
+            if item is not None:
+                yield item
+            if isinstance(item, Failure):
                 return
     finally:
         if not state.finished:
             response.cancel()
 
 
-async def _next(response: Any, timeout_s: float) -> GenerationChunk | Failure:
-    """The next chunk of a replica, or what its absence means."""
+async def _next_chunk(response: Any, timeout_s: float) -> GenerationChunk | Failure:
+    """The next chunk of a replica, or its failure."""
     try:
         async with asyncio.timeout(timeout_s):
             chunk: GenerationChunk | None = await anext(response, None)
@@ -94,13 +94,13 @@ async def _next(response: Any, timeout_s: float) -> GenerationChunk | Failure:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Where a client leaves, Serve may cancel the calls for its request some turns of the loop
-        # before that request: the cancellation then comes in here, and no replica has failed.
-        await asyncio.sleep(_LEAVING_S)
-        logger.warning("a replica has cancelled a stream")  # nobody here has
+        # When a client disconnects, Serve may cancel the request's calls some iterations of the
+        # loop before the request itself: the cancellation then arrives during this sleep.
+        await asyncio.sleep(_DISCONNECT_GRACE_S)
+        logger.warning("a replica has cancelled a stream")
         return Failure.GONE
     except Exception as error:
-        failure = failure_of(error)
+        failure = classify_failure(error)
         if failure is None:
             raise
         logger.warning("a replica is %s: %r", failure.name.lower(), error)
@@ -108,89 +108,87 @@ async def _next(response: Any, timeout_s: float) -> GenerationChunk | Failure:
     return Failure.GONE if chunk is None else chunk
 
 
-async def _run_one(
-    streams: Any, request: GenerationRequest, failover: Failover, whole: bool
+async def _run(
+    handle: Any, request: GenerationRequest, failover: Failover, whole: bool
 ) -> AsyncGenerator[GenerationChunk, None]:
-    """The chunks of one answer, from as many replicas as it takes."""
-    state = failover.begin(request, time.monotonic())
+    """The chunks of a request, from as many replicas as it needs."""
+    state = failover.start(request, time.monotonic())
     while not state.finished:
         failure = Failure.GONE
-        response = streams.generate.remote(state.request, whole)
-        async with aclosing(_attempt(response, state)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Failure):
-                    failure = piece
+        response = handle.generate.remote(state.request, whole)
+        async with aclosing(_attempt(response, state)) as items:
+            async for item in items:
+                if isinstance(item, Failure):
+                    failure = item
                 else:
-                    yield piece
+                    yield item
         if not state.finished:
-            await asyncio.sleep(state.fail(failure, time.monotonic()))
+            await asyncio.sleep(state.on_failure(failure, time.monotonic()))
 
 
 async def complete_all(
-    streams: Any, requests: Sequence[GenerationRequest], failover: Failover
+    handle: Any, requests: Sequence[GenerationRequest], failover: Failover
 ) -> list[GenerationChunk]:
-    """Every answer whole, run at once; the first failure ends the others.
+    """Run requests concurrently to completion; the first failure cancels the others.
 
     Args:
-        streams: the target's handle as :func:`streaming` makes it.
+        handle: see `streaming_handle`.
         requests: one per choice.
-        failover: how long each looks for a replica; counts what failed.
+        failover: policy and counters.
 
     Raises:
-        ApiError: where one of them failed.
+        ApiError: a request failed.
     """
     try:
         if len(requests) == 1:
-            return [await _complete(streams, requests[0], failover)]
+            return [await _complete(handle, requests[0], failover)]
         tasks: list[asyncio.Task[GenerationChunk]] = []
         async with asyncio.TaskGroup() as group:
             for request in requests:
-                tasks.append(group.create_task(_complete(streams, request, failover)))
+                tasks.append(group.create_task(_complete(handle, request, failover)))
         return [task.result() for task in tasks]
     except ApiError:
         raise
     except ExceptionGroup as group_error:
-        raise as_api_error(_first(group_error)) from group_error
+        raise as_api_error(_first_error(group_error)) from group_error
     except Exception as error:
         raise as_api_error(error) from error
 
 
-async def _complete(
-    streams: Any, request: GenerationRequest, failover: Failover
-) -> GenerationChunk:
-    async with aclosing(_run_one(streams, request, failover, True)) as chunks:
+async def _complete(handle: Any, request: GenerationRequest, failover: Failover) -> GenerationChunk:
+    async with aclosing(_run(handle, request, failover, True)) as chunks:
         return merge_chunks([chunk async for chunk in chunks])
 
 
-def _first(error: BaseException) -> Exception:
-    """The first error of a nest of groups."""
+def _first_error(error: BaseException) -> Exception:
+    """The first error of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
 async def stream_all(
-    streams: Any, requests: Sequence[GenerationRequest], failover: Failover
+    handle: Any, requests: Sequence[GenerationRequest], failover: Failover
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
-    """Pieces of every answer with the index of its choice, as they come.
+    """Run requests concurrently and yield their chunks with the index of the choice.
 
     Closing the iterator cancels what still runs.
 
     Args:
-        streams: the target's handle as :func:`streaming` makes it.
+        handle: see `streaming_handle`.
         requests: one per choice.
-        failover: how long each looks for a replica; counts what failed.
+        failover: policy and counters.
 
     Raises:
-        ApiError: where one of them failed; the others are cancelled.
+        ApiError: a request failed; the others are cancelled.
     """
     try:
         if len(requests) == 1:
-            async with aclosing(_run_one(streams, requests[0], failover, False)) as chunks:
+            async with aclosing(_run(handle, requests[0], failover, False)) as chunks:
                 async for chunk in chunks:
                     yield 0, chunk
         else:
-            async with aclosing(_merged(streams, requests, failover)) as items:
+            async with aclosing(_merged(handle, requests, failover)) as items:
                 async for item in items:
                     yield item
     except ApiError:
@@ -200,20 +198,20 @@ async def stream_all(
 
 
 async def _merged(
-    streams: Any, requests: Sequence[GenerationRequest], failover: Failover
+    handle: Any, requests: Sequence[GenerationRequest], failover: Failover
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, request: GenerationRequest) -> None:
         end: Exception | None = internal("The server failed on this request.")
         try:
-            async with aclosing(_run_one(streams, request, failover, False)) as chunks:
+            async with aclosing(_run(handle, request, failover, False)) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait((index, chunk))
             end = None
         except Exception as error:
             end = error
-        finally:  # whatever ends it: the reader waits for this
+        finally:  # the reader waits for this in every case
             queue.put_nowait(end)
 
     tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]

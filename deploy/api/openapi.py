@@ -1,7 +1,7 @@
-"""The API in OpenAPI's words, made of the models that read requests and write response_builder.
+"""The OpenAPI document, from the schemas of requests and responses.
 
-The routes read raw bodies (one reader gives every refusal OpenAI's shape), so FastAPI cannot
-derive this. What checks beyond types is written down here by the field's name.
+The routes parse raw bodies (for OpenAI's error shape), so FastAPI cannot derive it. Validators
+beyond types are described here by field.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _list_of(items: Schema) -> Schema:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
 
 
-# Fields whose checks are code.
+# Fields with validators in code.
 _FIELDS: dict[str, Schema] = {
     "prompt": {"anyOf": [_STRING, _list_of(_STRING), _TOKENS, _list_of(_TOKENS)]},
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]},
@@ -72,7 +72,7 @@ _FIELDS: dict[str, Schema] = {
     "draft": {"anyOf": [_STRING, _NULL]},
     "speculative": {"anyOf": [{"$ref": _REF.format(model="Speculative")}, _NULL]},
 }
-_NOT_SERVED = "Known, and served at these values only."
+_NO_OP = "Known, and served at these values only."
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "This server has API keys, and the request shows none of them.",
@@ -83,7 +83,7 @@ _ERRORS = {
     "503": "The server is overloaded, or a part of it is not available.",
     "504": "The answer took longer than the server gives a request.",
 }
-_LATER = ("429", "503", "504")
+_RETRYABLE = ("429", "503", "504")
 _KEYS: Schema = {
     "bearer": {
         "type": "http",
@@ -93,12 +93,8 @@ _KEYS: Schema = {
 }
 
 
-def document(model_name: str) -> Schema:
-    """The OpenAPI 3.1 document of a server.
-
-    Args:
-        model_name: what requests send as ``model``.
-    """
+def openapi_document(model_name: str) -> Schema:
+    """The OpenAPI 3.1 document; ``model_name`` is the served model's."""
     kinds: list[tuple[type[BaseModel], Any]] = [
         (CompletionRequest, "validation"),
         (ChatCompletionRequest, "validation"),
@@ -110,7 +106,7 @@ def document(model_name: str) -> Schema:
     _, definitions = models_json_schema(kinds, ref_template=_REF)
     schemas: dict[str, Schema] = definitions["$defs"]
     for name in ("CompletionRequest", "ChatCompletionRequest", "StreamOptions", "Speculative"):
-        _describe_checks(schemas[name])
+        _describe_validators(schemas[name])
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         schemas[name]["properties"]["model"] = {"type": "string", "enum": [model_name]}
     return {
@@ -129,12 +125,12 @@ def _version() -> str:
         return "0"
 
 
-def _describe_checks(schema: Schema) -> None:
+def _describe_validators(schema: Schema) -> None:
     for field in schema.get("properties", {}):
         if field in NO_OP_VALUES:
             schema["properties"][field] = {
                 "enum": list(NO_OP_VALUES[field]),
-                "description": _NOT_SERVED,
+                "description": _NO_OP,
             }
         elif field in _FIELDS:
             schema["properties"][field] = _FIELDS[field]
@@ -148,7 +144,7 @@ def _failures(*codes: str) -> Schema:
     answers: Schema = {}
     for code in codes:
         answers[code] = {"description": _ERRORS[code], "content": _json("ErrorResponse")}
-        if code in _LATER:
+        if code in _RETRYABLE:
             answers[code]["headers"] = {
                 "Retry-After": {"description": "seconds", "schema": {"type": "integer"}}
             }

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 FOLDER = Path(__file__).parents[1] / "ui"
 OPEN_PATHS = ("/ui", "/ui/")
-# The system's own table of types, which Python asks, may be wrong or empty.
+# The system's table of types, which Python uses, may be wrong or empty.
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -19,7 +19,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    "Cache-Control": "no-cache",  # asked again with its ETag, and answered by 304
+    "Cache-Control": "no-cache",  # revalidated by ETag
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
@@ -33,7 +33,7 @@ class PageFiles(StaticFiles):
     """The folder's files, and its ``index.html`` for the folder itself."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file's answer, with its type and what browsers are to keep to."""
+        """The response of a file, with content type and security headers."""
         response = await super().get_response(path, scope)
         kind = _TYPES.get(Path(path).suffix or ".html")
         if kind is not None and response.status_code == 200:
@@ -49,5 +49,5 @@ def add_page(api: FastAPI) -> None:
 
 
 async def _to_folder() -> Response:
-    """To the slash that the page's relative addresses need; whatever a proxy puts before it."""
+    """Redirect to the slash that relative URLs need; relative itself for proxies with a prefix."""
     return RedirectResponse("ui/", 307)

@@ -1,4 +1,4 @@
-"""What the parts say of themselves, gathered for one look at the whole."""
+"""Gather the status of target, drafts, trainers and replay."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.deploy.api.actor_calls import call_or_error
+
 _TIMEOUT_S = 2.0
-_DECISIONS = 60  # a quarter of an hour of them, on a server that learns all the time
+_MAX_DECISIONS = 60  # some 15 minutes of continuous learning
 
 
 @dataclass(frozen=True, slots=True)
 class LearningActors:
-    """Handles of the actors that learn; each may be dead at any moment, or None.
+    """Handles of the learning actors; any may be None, or dead.
 
-    ``scorer`` compares experts, and lives in the trainer's process. ``supervisor`` is the Serve
-    handle of what keeps them all on a cluster. ``further_trainers`` are by their names.
+    Attributes:
+        shards: topic to replay shard.
+        registry: weight registry.
+        scheduler: trainer scheduler.
+        trainer: the first trainer.
+        scorer: evaluates experts, in the trainer's process.
+        supervisor: Serve handle of the supervisor, on a cluster.
+        further_trainers: by name.
     """
 
     shards: Mapping[str, Any]
@@ -28,39 +36,34 @@ class LearningActors:
     further_trainers: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def _ask(actor: Any, method: str, *arguments: Any) -> Any:
-    """An actor's answer, or ``{"error": why}``: status never fails over a dead part."""
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            return await getattr(actor, method).remote(*arguments)
-    except Exception as error:
-        return {"error": type(error).__name__}
-
-
 async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
-    """Status of target, registry, trainers, scorer, trainer scheduler and shards."""
-    asked: dict[str, Awaitable[Any]] = {"target": _ask(target, "describe")}
+    """The status of every part; ``{"error": name}`` for one that does not answer."""
+
+    def query(actor: Any, method: str, *arguments: Any) -> Awaitable[Any]:
+        return call_or_error(lambda: getattr(actor, method).remote(*arguments), _TIMEOUT_S)
+
+    queries = {"target": query(target, "describe")}
     if actors.registry is not None:
-        asked["weight_versions"] = _ask(actors.registry, "current")
-        asked["live_drafts"] = _ask(actors.registry, "live")
-        asked["decisions"] = _ask(actors.registry, "history", None)
+        queries["weight_versions"] = query(actors.registry, "current")
+        queries["live_drafts"] = query(actors.registry, "live")
+        queries["decisions"] = query(actors.registry, "history", None)
     if actors.trainer is not None:
-        asked["trainer"] = _ask(actors.trainer, "status")
+        queries["trainer"] = query(actors.trainer, "status")
     if actors.scorer is not None:
-        asked["routing"] = _ask(actors.scorer, "table")
+        queries["routing"] = query(actors.scorer, "table")
     if actors.scheduler is not None:
-        asked["board"] = _ask(actors.scheduler, "snapshot")
+        queries["board"] = query(actors.scheduler, "snapshot")
     if actors.supervisor is not None:
-        asked["steward"] = _ask(actors.supervisor, "describe")
-    further = {name: _ask(one, "status") for name, one in actors.further_trainers.items()}
-    shards = {topic: _ask(shard, "stats") for topic, shard in actors.shards.items()}
-    first, others, found = await asyncio.gather(
-        *(asyncio.gather(*group.values()) for group in (asked, further, shards))
+        queries["steward"] = query(actors.supervisor, "describe")
+    further = {name: query(one, "status") for name, one in actors.further_trainers.items()}
+    shards = {topic: query(shard, "stats") for topic, shard in actors.shards.items()}
+    results, trainer_results, shard_results = await asyncio.gather(
+        *(asyncio.gather(*group.values()) for group in (queries, further, shards))
     )
-    status = dict(zip(asked, first, strict=True))
+    status = dict(zip(queries, results, strict=True))
     if further:
-        status["further_trainers"] = dict(zip(further, others, strict=True))
+        status["further_trainers"] = dict(zip(further, trainer_results, strict=True))
     if isinstance(status.get("decisions"), list):
-        status["decisions"] = status["decisions"][-_DECISIONS:]
-    status["shards"] = dict(zip(shards, found, strict=True))
+        status["decisions"] = status["decisions"][-_MAX_DECISIONS:]
+    status["shards"] = dict(zip(shards, shard_results, strict=True))
     return status

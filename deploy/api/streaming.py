@@ -1,4 +1,4 @@
-"""Server-sent events: a stream of chunks as OpenAI's clients read it."""
+"""Stream a response as server-sent events in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,63 +22,64 @@ from paceline.deploy.api.response_builder import (
 from paceline.deploy.errors import ApiError, timed_out
 from paceline.deploy.monitoring.outcomes import note_failure
 
-Pieces = AsyncGenerator[tuple[int, GenerationChunk], None]
+IndexedChunk = tuple[int, GenerationChunk]  # with the index of its choice
+ChunkStream = AsyncGenerator[IndexedChunk, None]
 
-PATIENCE_S = 1.0  # the longest that headers wait for what may still be an HTTP error
-SILENT_S = 2.0
-WAITING = b": waiting\n\n"
+PREFETCH_TIMEOUT_S = 1.0  # longest delay of the headers for an error that still sets the status
+KEEPALIVE_INTERVAL_S = 2.0
+KEEPALIVE = b": waiting\n\n"
 
 
-async def events(
-    answer: ResponseContext,
-    pieces: AsyncIterator[tuple[int, GenerationChunk]],
-    include_usage: bool,
+async def sse_events(
+    context: ResponseContext, chunks: AsyncIterator[IndexedChunk], include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer, ``[DONE]`` included; a late failure becomes an error event.
+    """The events of a response, ``[DONE]`` included; a late failure becomes an error event.
 
     Args:
-        answer: what every event repeats.
-        pieces: index of the choice and chunk, as they come.
+        context: what all events have in common.
+        chunks: of all choices, as they come.
         include_usage: True to end with an event of the token counts.
     """
-    tally = UsageCounter(answer)
-    opened: set[int] = set()
+    usage = UsageCounter(context)
+    started: set[int] = set()
     try:
-        async for index, chunk in pieces:
-            if answer.chat and index not in opened:
-                opened.add(index)
-                yield role_event(answer, index)
-            tally.add(index, chunk)
-            told = answer.token_ids or chunk.logprobs is not None or chunk.token_sources is not None
-            tokens = bool(chunk.token_ids) and told
-            if chunk.text or chunk.finish_reason is not None or tokens:
-                yield chunk_event(answer, index, chunk)
+        async for index, chunk in chunks:
+            if context.chat and index not in started:
+                started.add(index)
+                yield role_event(context, index)
+            usage.add(index, chunk)
+            details = (
+                context.token_ids or chunk.logprobs is not None or chunk.token_sources is not None
+            )
+            if chunk.text or chunk.finish_reason is not None or (chunk.token_ids and details):
+                yield chunk_event(context, index, chunk)
     except ApiError as error:
         note_failure(error.status)
         yield error_event(error)
     else:
         if include_usage:
-            yield usage_event(answer, tally.usage())
+            yield usage_event(context, usage.usage())
     yield DONE
 
 
-class Started:
-    """Pieces of which the first has come, or is awaited in a task of its own."""
+class PrefetchedStream:
+    """A chunk stream with its first chunk fetched, or being fetched in a task; see `prefetch`.
 
-    def __init__(self, pieces: Pieces, first: asyncio.Future[tuple[int, GenerationChunk]]) -> None:
-        """Go on with ``pieces`` after ``first``; :func:`started` does."""
-        self._pieces = pieces
-        self._first: asyncio.Future[tuple[int, GenerationChunk]] | None = first
-        self.waiting = not first.done()
+    Attributes:
+        pending: True if the first chunk had not come when the stream was handed over.
+    """
 
-    def __aiter__(self) -> Started:
-        """These pieces."""
+    def __init__(self, chunks: ChunkStream, first: asyncio.Future[IndexedChunk]) -> None:
+        self._chunks = chunks
+        self._first: asyncio.Future[IndexedChunk] | None = first
+        self.pending = not first.done()
+
+    def __aiter__(self) -> PrefetchedStream:
         return self
 
-    async def __anext__(self) -> tuple[int, GenerationChunk]:
-        """The next piece."""
+    async def __anext__(self) -> IndexedChunk:
         if self._first is None:
-            return await anext(self._pieces)
+            return await anext(self._chunks)
         try:
             return await self._first
         finally:
@@ -89,88 +90,103 @@ class Started:
         if self._first is not None:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
-        await self._pieces.aclose()
+        await self._chunks.aclose()
 
 
-async def started(pieces: Pieces, within_s: float = PATIENCE_S) -> Started:
-    """The same pieces, once the first has come, or that long has passed.
+async def prefetch(chunks: ChunkStream, timeout_s: float = PREFETCH_TIMEOUT_S) -> PrefetchedStream:
+    """Wait for the first chunk, but not for long.
 
-    A request that fails at once can so be answered by its HTTP status, and one that waits does
-    not keep its client without an answer.
+    A request that fails at once then sets the HTTP status, and a request that waits does not
+    delay the response's headers.
 
     Raises:
-        ApiError: where the first piece is a failure that came in time.
+        ApiError: the first chunk is a failure that came in time.
     """
-    first = asyncio.ensure_future(anext(pieces))
-    begun = Started(pieces, first)
+    first = asyncio.ensure_future(anext(chunks))
+    stream = PrefetchedStream(chunks, first)
     try:
-        await asyncio.wait([first], timeout=within_s)
+        await asyncio.wait([first], timeout=timeout_s)
         if first.done():
             first.result()
     except BaseException:
-        await begun.aclose()
+        await stream.aclose()
         raise
-    begun.waiting = not first.done()
-    return begun
+    stream.pending = not first.done()
+    return stream
 
 
-async def timed(pieces: Pieces, deadline: float) -> Pieces:
-    """The same pieces, until a time of the running loop's clock; then they are cancelled.
+async def with_deadline(chunks: ChunkStream, deadline: float) -> ChunkStream:
+    """The same chunks, cancelled at the deadline, a time of the running loop's clock.
 
     Raises:
-        ApiError: 504 where the deadline comes before the end.
+        ApiError: 504 at the deadline.
     """
     try:
         while True:
-            limit = asyncio.timeout_at(deadline)
+            timeout = asyncio.timeout_at(deadline)
             try:
-                async with limit:
-                    piece = await anext(pieces)
+                async with timeout:
+                    chunk = await anext(chunks)
             except StopAsyncIteration:
                 return
             except TimeoutError as error:
-                if not limit.expired():
+                if not timeout.expired():
                     raise
                 raise timed_out() from error
-            yield piece
+            yield chunk
     finally:
-        await pieces.aclose()
+        await chunks.aclose()
 
 
-class EventStream(StreamingResponse):
-    """A stream of events that tidies up however it ends: read out, failed or client gone.
+@asynccontextmanager
+async def deadline_scope(deadline: float) -> AsyncIterator[None]:
+    """Cancel the block at the deadline, a time of the running loop's clock.
 
-    While no event comes, comments do: proxies and clients give up on a silent connection.
+    Raises:
+        ApiError: 504 at the deadline.
+    """
+    timeout = asyncio.timeout_at(deadline)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        raise timed_out() from error
+
+
+class EventStreamResponse(StreamingResponse):
+    """A response of server-sent events that cleans up at the end, on failure and on disconnect.
+
+    It sends comments while there are no events: proxies and clients close silent connections.
+
+    Args:
+        events: of the response.
+        chunks: the events' source; closed at the end.
+        on_close: called once, at the end.
+        keepalive_interval_s: longest silence before a comment.
     """
 
     def __init__(
         self,
-        content: AsyncGenerator[bytes, None],
-        pieces: Started,
+        events: AsyncGenerator[bytes, None],
+        chunks: PrefetchedStream,
         on_close: Callable[[], None],
-        silent_s: float = SILENT_S,
+        keepalive_interval_s: float = KEEPALIVE_INTERVAL_S,
     ) -> None:
-        """Stream ``content``; at the end close ``pieces`` behind it and call ``on_close``.
-
-        Args:
-            content: the events.
-            pieces: what they are made of.
-            on_close: called once.
-            silent_s: seconds without an event that a comment breaks.
-        """
         super().__init__(
-            content,
+            events,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._content = content
-        self._pieces = pieces
+        self._events = events
+        self._chunks = chunks
         self._on_close = on_close
-        self._silent_s = silent_s
+        self._keepalive_interval_s = keepalive_interval_s
         self._sent_at = 0.0  # of the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
+        """Send the response."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -178,48 +194,35 @@ class EventStream(StreamingResponse):
             await asyncio.shield(self._close())
 
     async def stream_response(self, send: Send) -> None:
-        """Send headers, events and, in between, comments."""
+        """Send headers, events and keep-alive comments."""
         loop = asyncio.get_running_loop()
-        commenting: asyncio.Task[None] | None = None
+        keepalive: asyncio.Task[None] | None = None
 
-        async def noted(message: Message) -> None:
-            nonlocal commenting
-            if not message.get("more_body", True) and commenting is not None:
-                commenting.cancel()  # nothing comes after the end
+        async def timestamped_send(message: Message) -> None:
+            nonlocal keepalive
+            if not message.get("more_body", True) and keepalive is not None:
+                keepalive.cancel()  # before the end: no comment may follow it
             await send(message)
             self._sent_at = loop.time()
             if message["type"] == "http.response.start":
-                commenting = asyncio.create_task(self._comment(send))
+                keepalive = asyncio.create_task(self._keep_alive(send))
 
         try:
-            await super().stream_response(noted)
+            await super().stream_response(timestamped_send)
         finally:
-            if commenting is not None:
-                commenting.cancel()
+            if keepalive is not None:
+                keepalive.cancel()
 
-    async def _comment(self, send: Send) -> None:
+    async def _keep_alive(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        due = 0.0 if self._pieces.waiting else self._sent_at + self._silent_s
+        due = 0.0 if self._chunks.pending else self._sent_at + self._keepalive_interval_s
         while True:
             if loop.time() >= due:
-                await send({"type": "http.response.body", "body": WAITING, "more_body": True})
+                await send({"type": "http.response.body", "body": KEEPALIVE, "more_body": True})
                 self._sent_at = loop.time()
-            due = self._sent_at + self._silent_s
+            due = self._sent_at + self._keepalive_interval_s
             await asyncio.sleep(due - loop.time())
 
     async def _close(self) -> None:
-        await self._content.aclose()
-        await self._pieces.aclose()
-
-
-@asynccontextmanager
-async def until(deadline: float) -> AsyncIterator[None]:
-    """Cancel what runs inside at a time of the loop's clock; it becomes a 504."""
-    limit = asyncio.timeout_at(deadline)
-    try:
-        async with limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise timed_out() from error
+        await self._events.aclose()
+        await self._chunks.aclose()

@@ -1,4 +1,4 @@
-"""What single tokens are called in log-probabilities: their text, and their bytes."""
+"""Text and bytes of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class TokenName:
-    """A token by itself.
+    """Text and bytes of a token.
 
     Attributes:
-        text: its characters; of a token that is part of one, its bytes as ``\\xe6\\xbc``.
-        utf8: its bytes, None where the tokenizer does not tell them.
-        partial: True where the bytes are no whole characters.
+        text: its characters; for a part of a character its bytes as ``\\xe6\\xbc``.
+        utf8: its bytes, None if the tokenizer does not give them.
+        partial: True if the bytes are not complete characters.
     """
 
     text: str
@@ -37,23 +37,22 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenNames:
-    """Names tokens of one tokenizer, each once."""
+    """The token texts of a transformers fast tokenizer, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Take a transformers fast tokenizer."""
         self._backend = tokenizer.backend_tokenizer
         decoder = json.loads(self._backend.to_str()).get("decoder")
         self._alphabet = _byte_alphabet() if '"ByteLevel"' in json.dumps(decoder) else None
-        # Decoders drop the space before a text's first token: every token is decoded after one.
-        self._anchor = list(self._backend.encode("a", add_special_tokens=False).ids)
-        self._before = self._decode([])
+        # Decoders drop a space at the start of a text: decode every token after another one.
+        self._prefix_ids = list(self._backend.encode("a", add_special_tokens=False).ids)
+        self._prefix = self._decode([])
         self.name = lru_cache(maxsize=1 << 16)(self._name)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._backend.decode(self._anchor + token_ids, skip_special_tokens=False))
+        return str(self._backend.decode(self._prefix_ids + token_ids, skip_special_tokens=False))
 
     def _name(self, token_id: int) -> TokenName:
-        text = self._decode([token_id])[len(self._before) :]
+        text = self._decode([token_id])[len(self._prefix) :]
         if _REPLACEMENT not in text:
             return TokenName(text, tuple(text.encode()))
         utf8 = self._bytes(self._backend.id_to_token(token_id) or "")
@@ -62,7 +61,7 @@ class TokenNames:
         return TokenName("".join(f"\\x{byte:02x}" for byte in utf8), utf8, partial=True)
 
     def _bytes(self, piece: str) -> tuple[int, ...] | None:
-        """The bytes of a vocabulary entry that is no whole text."""
+        """The bytes of a vocabulary entry that is not valid text."""
         single = _BYTE_TOKEN.fullmatch(piece)
         if single is not None:
             return (int(single[1], 16),)

@@ -1,4 +1,4 @@
-"""What went through this front door in the last minutes: counts by topic and draft. Pure."""
+"""Notice of arriving requests, and counts of recent traffic by topic and draft."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from paceline.actors.engine.request import DRAFT_OFF, GenerationChunk, Generatio
 
 logger = logging.getLogger(__name__)
 
-_QUIET_S = 0.02  # what is told keeps trainers off for longer than that
+_NOTIFY_INTERVAL_S = 0.02  # one notice keeps trainers off for longer than that
 
 
-class Arrivals:
-    """Announces requests to the trainer scheduler, at most 50 times a second; never fails."""
+class ArrivalNotifier:
+    """Notifies the trainer scheduler of arriving requests, at most 50 times per second.
+
+    Args:
+        scheduler: actor handle of the trainer scheduler, or None.
+        clock: monotonic seconds.
+    """
 
     def __init__(self, scheduler: Any, clock: Callable[[], float]) -> None:
-        """Tell nothing yet.
-
-        Args:
-            scheduler: actor handle of the trainer scheduler; None: nothing is announced.
-            clock: monotonic seconds.
-        """
         self._scheduler = scheduler
         self._clock = clock
-        self._told_at = -_QUIET_S
+        self._notified_at = -_NOTIFY_INTERVAL_S
 
-    def tell(self) -> None:
-        """A request has come. Nothing is waited for."""
+    def notify(self) -> None:
+        """Send a notice without waiting; errors are logged."""
         now = self._clock()
-        if self._scheduler is None or now - self._told_at < _QUIET_S:
+        if self._scheduler is None or now - self._notified_at < _NOTIFY_INTERVAL_S:
             return
-        self._told_at = now
+        self._notified_at = now
         try:
             self._scheduler.announce_request.remote()
         except Exception as error:
-            logger.info("a request was not announced to the trainer scheduler (%r)", error)
+            logger.info("the trainer scheduler was not notified of a request (%r)", error)
 
 
 COLUMNS = ("at", "topic", "draft", "requests", "tokens", "rounds", "drafted", "accepted")
@@ -46,9 +45,15 @@ _Counts = list[int]  # COLUMNS without the first three
 
 
 class RecentTraffic:
-    """A ring of buckets. Streams count as they go, whole answers when they are there.
+    """Counts of one ingress replica's recent traffic, in a ring of time buckets.
 
-    Every replica of the front door has its own; who wants the whole picture adds them up.
+    Streams count as they go, other responses when they are complete.
+
+    Args:
+        replica: a unique name, new after every restart.
+        clock: unix seconds.
+        bucket_s: length of a bucket.
+        keep_s: age at which buckets are dropped.
     """
 
     def __init__(
@@ -58,61 +63,54 @@ class RecentTraffic:
         bucket_s: float = 5.0,
         keep_s: float = 900.0,
     ) -> None:
-        """Begin with nothing.
-
-        Args:
-            replica: a name that no other replica has, nor this one after a restart.
-            clock: unix seconds.
-            bucket_s: length of a bucket.
-            keep_s: how far back buckets reach.
-        """
         self._replica = replica
         self._clock = clock
         self._bucket_s = bucket_s
         self._keep_s = keep_s
         self._buckets: OrderedDict[int, dict[tuple[str, str], _Counts]] = OrderedDict()
 
-    def add(self, request: GenerationRequest, chunk: GenerationChunk) -> None:
-        """Count a piece of an answer; the last one brings what was drafted for it."""
-        counts = self._now().setdefault((request.topic, asked_draft(request)), [0] * 5)
+    def record(self, request: GenerationRequest, chunk: GenerationChunk) -> None:
+        """Count a chunk; a request's last one has its speculation statistics."""
+        draft = DRAFT_OFF if request.num_speculative_tokens == 0 else request.draft
+        counts = self._current_bucket().setdefault((request.topic, draft), [0] * 5)
         counts[1] += len(chunk.token_ids) + chunk.num_cut_tokens
-        figures = chunk.speculative
-        if figures is not None:
+        stats = chunk.speculative
+        if stats is not None:
             counts[0] += 1
-            counts[2] += figures.num_spec_steps
-            counts[3] += figures.num_draft_tokens
-            counts[4] += figures.num_accepted_draft_tokens
+            counts[2] += stats.num_spec_steps
+            counts[3] += stats.num_draft_tokens
+            counts[4] += stats.num_accepted_draft_tokens
 
-    def add_all(
+    def record_all(
         self, requests: Sequence[GenerationRequest], chunks: Iterable[GenerationChunk]
     ) -> None:
-        """Count whole response_builder."""
+        """Count complete responses, a chunk per request."""
         for request, chunk in zip(requests, chunks, strict=True):
-            self.add(request, chunk)
+            self.record(request, chunk)
 
-    async def watched(
+    async def record_stream(
         self,
-        pieces: AsyncGenerator[tuple[int, GenerationChunk], None],
+        chunks: AsyncGenerator[tuple[int, GenerationChunk], None],
         requests: Sequence[GenerationRequest],
     ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
-        """The same pieces, counted; closing it closes them."""
-        async with aclosing(pieces):
-            async for index, chunk in pieces:
-                self.add(requests[index], chunk)
+        """The same chunks, counted; closing it closes them."""
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                self.record(requests[index], chunk)
                 yield index, chunk
 
-    def _now(self) -> dict[tuple[str, str], _Counts]:
+    def _current_bucket(self) -> dict[tuple[str, str], _Counts]:
         bucket = int(self._clock() // self._bucket_s)
         oldest = bucket - int(self._keep_s // self._bucket_s)
         while self._buckets and next(iter(self._buckets)) < oldest:
             self._buckets.popitem(last=False)
         return self._buckets.setdefault(bucket, {})
 
-    def view(self, since: float = 0.0) -> dict[str, Any]:
+    def snapshot(self, since: float = 0.0) -> dict[str, Any]:
         """Rows of the buckets that end after ``since`` (unix seconds), oldest first.
 
-        ``at`` is where a bucket begins, unix seconds; ``tokens`` were given out, the others
-        belong to the ``requests`` that ended in the bucket.
+        ``at`` is a bucket's start (unix seconds). ``tokens`` were generated in the bucket; the
+        other columns count the ``requests`` that finished in it.
         """
         oldest = max(since, self._clock() - self._keep_s)
         rows = [
@@ -129,8 +127,3 @@ class RecentTraffic:
             "columns": list(COLUMNS),
             "rows": rows,
         }
-
-
-def asked_draft(request: GenerationRequest) -> str:
-    """The draft that a request is for: ``off`` where it wants none."""
-    return DRAFT_OFF if request.num_speculative_tokens == 0 else request.draft

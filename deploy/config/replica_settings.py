@@ -8,7 +8,7 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.deploy.api.auth import key_digests
 from paceline.deploy.api.failover import FailoverPolicy
 from paceline.deploy.api.ingress import IngressSettings
-from paceline.deploy.api.topic_admin import TopicRules
+from paceline.deploy.api.topic_admin import TopicAdminSettings
 from paceline.deploy.config.config import PacelineConfig, default_threads
 from paceline.deploy.config.preflight import router_confidence
 
@@ -31,24 +31,24 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         max_in_flight=_in_flight(config),
         failover=FailoverPolicy(
             stall_timeout_s=config.target.stall_timeout_s,
-            give_up_after_s=config.target.give_up_after_s,
+            failover_timeout_s=config.target.give_up_after_s,
         ),
-        max_per_client=_per_client(config),
+        max_seqs_per_client=_per_client(config),
         request_timeout_s=config.target.request_timeout_s,
-        trial_share=config.training.trial_share,
-        topics=TopicRules(
+        canary_share=config.training.trial_share,
+        topics=TopicAdminSettings(
             mutable=config.topics.mutable,
-            refusal=no_topics or topic_refusal(config),
+            restart_reason=no_topics or topic_refusal(config),
             min_confidence=confidence,
         ),
         key_digests=key_digests(config.auth.api_keys_env, os.environ),
-        own_router=_own_router(config),
-        page=config.ui.enabled,
+        in_process_router=_in_process_router(config),
+        ui=config.ui.enabled,
         operations=config.operations.enabled,
     )
 
 
-def _own_router(config: PacelineConfig) -> tuple[str, int] | None:
+def _in_process_router(config: PacelineConfig) -> tuple[str, int] | None:
     """Folder and threads of the classifier that a replica of the front door runs itself."""
     if not config.router.enabled or config.router.placement != "ingress":
         return None

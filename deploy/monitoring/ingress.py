@@ -36,9 +36,9 @@ class MeteredIngress(Ingress):
         return IngressFigures(
             outcomes=dict(self._outcomes.counts),
             latencies=drain(self._outcomes.latencies),
-            in_flight=self._slots.taken,
-            router=dict(self._topics.asked),
-            router_latencies=drain(self._topics.latencies),
-            routed=self._topics.counts(),
+            in_flight=self._limiter.running,
+            router=dict(self._route_selector.calls),
+            router_latencies=drain(self._route_selector.latencies),
+            routed=self._route_selector.counts(),
             failovers=self._failover.counts(),
         )

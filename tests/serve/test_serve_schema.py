@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from paceline.deploy.api.openapi import document
+from paceline.deploy.api.openapi import openapi_document
 
 pytestmark = pytest.mark.cluster
 
@@ -32,7 +32,7 @@ CHECKS = [
 _MOST_TOKENS = 8
 _MODEL = "paceline"
 
-described = schemathesis.openapi.from_dict(document(_MODEL))
+described = schemathesis.openapi.from_dict(openapi_document(_MODEL))
 OPERATIONS = [result.ok() for result in described.get_all_operations()]
 QUIET = settings(
     deadline=None,
@@ -86,7 +86,7 @@ def _keep_short(case: schemathesis.Case) -> None:
 
 def test_the_document_describes_what_the_openai_client_sends(http: httpx.Client) -> None:
     served = http.get("/openapi.json").json()
-    assert served == document(_MODEL)
+    assert served == openapi_document(_MODEL)
     posts = {path for path, methods in served["paths"].items() if "post" in methods}
     assert posts == {"/v1/completions", "/v1/chat/completions"}
     for name in ("CompletionRequest", "ChatCompletionRequest"):

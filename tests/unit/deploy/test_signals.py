@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.deploy.signals import interrupt_once, on_signals, undisturbed
+from paceline.deploy.signals import interrupt_once, on_signals, signals_ignored
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_a_second_signal_does_not_interrupt_the_clean_up(first: signal.Signals) 
 
 def test_undisturbed_gives_the_handlers_back() -> None:
     on_signals(interrupt_once)
-    with undisturbed():
+    with signals_ignored():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is interrupt_once
     with pytest.raises(KeyboardInterrupt):

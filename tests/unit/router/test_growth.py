@@ -21,7 +21,7 @@ from paceline.actors.router.router import GrownRouter, TopicRouter
 from paceline.actors.weights.notifications import RegistryChanges
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import RouterHead, TopicsView
-from paceline.deploy.api.topic_admin import bundled
+from paceline.deploy.api.topic_admin import bundled_prompts
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import router_confidence
 from paceline.deploy.demo.prompts import generate
@@ -111,7 +111,7 @@ def classifier() -> TopicClassifier:
 def grown(topic: str, examples: list[str], head: Any = None) -> GrownRouter:
     router = TopicRouter(str(ROUTER))
     settings = GrowthSettings(min_confidence=NEEDED)
-    return asyncio.run(router.grow(topic, examples, bundled(), EXPERTS, head, settings))
+    return asyncio.run(router.grow(topic, examples, bundled_prompts(), EXPERTS, head, settings))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.deploy.api.traffic import Arrivals
+from paceline.deploy.api.traffic import ArrivalNotifier
 
 
 class Scheduler:
@@ -28,13 +28,13 @@ class Scheduler:
 
 def test_the_first_of_a_burst_is_told_and_the_next_after_a_while() -> None:
     scheduler, now = Scheduler(), [100.0]
-    arrivals = Arrivals(scheduler, lambda: now[0])
+    arrivals = ArrivalNotifier(scheduler, lambda: now[0])
     for at in (100.0, 100.001, 100.019, 100.021, 105.0):
         now[0] = at
-        arrivals.tell()
+        arrivals.notify()
     assert scheduler.told == 3
 
 
 @pytest.mark.parametrize("scheduler", [None, Scheduler(RuntimeError("no such actor"))])
 def test_a_scheduler_that_is_not_there_costs_no_request(scheduler: Any) -> None:
-    Arrivals(scheduler, lambda: 0.0).tell()
+    ArrivalNotifier(scheduler, lambda: 0.0).notify()

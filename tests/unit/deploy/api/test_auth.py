@@ -46,7 +46,7 @@ def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: An
     headers = {} if header is None else {"Authorization": header}
 
     async def send() -> list[httpx.Response]:
-        async with front_door(Nobody(), folder, **({"page": True} | more)) as http:
+        async with front_door(Nobody(), folder, **({"ui": True} | more)) as http:
             return [await http.request(*each, headers=headers) for each in requests]
 
     return asyncio.run(send())
@@ -125,7 +125,7 @@ def test_with_a_key_all_is_as_without_keys(folder: Path) -> None:
 
 
 def test_the_page_can_be_left_out(folder: Path) -> None:
-    answers = ask(folder, ("GET", "/ui"), ("GET", "/ui/main.js"), header=None, page=False)
+    answers = ask(folder, ("GET", "/ui"), ("GET", "/ui/main.js"), header=None, ui=False)
     assert [answer.status_code for answer in answers] == [404, 404]
 
 

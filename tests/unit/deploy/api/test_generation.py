@@ -24,7 +24,7 @@ from paceline.deploy.api.failover import Failover, FailoverPolicy
 from paceline.deploy.api.generation import complete_all, stream_all
 from paceline.deploy.errors import ApiError
 
-POLICY = FailoverPolicy(stall_timeout_s=1.0, give_up_after_s=6.0)
+POLICY = FailoverPolicy(stall_timeout_s=1.0, failover_timeout_s=6.0)
 GONE = ActorUnavailableError("gone", b"\0" * 16)
 HANG = TimeoutError("stands for a process that gives nothing more")
 
@@ -323,7 +323,7 @@ def test_a_replica_whose_engine_has_stopped_beats_no_more_and_refuses(
 
 def test_no_replica_at_all_is_a_503_in_the_end(replicas: list[TargetReplica]) -> None:
     streams = Streams(replicas, [(0, GONE)] * 99)
-    policy = replace(POLICY, give_up_after_s=0.5)
+    policy = replace(POLICY, failover_timeout_s=0.5)
     with pytest.raises(ApiError) as caught:
         asyncio.run(complete_all(streams, [asked("x")], Failover(policy)))
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)

@@ -17,7 +17,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api import ingress, request_parser
-from paceline.deploy.api.streaming import timed, until
+from paceline.deploy.api.streaming import deadline_scope, with_deadline
 
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 
@@ -60,7 +60,7 @@ def test_a_client_has_its_share_and_comes_back_later(
     target: TargetReplica, target_folder: Path
 ) -> None:
     async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
-        door = front_door(target, target_folder, request_timeout_s=0.5, max_per_client=2)
+        door = front_door(target, target_folder, request_timeout_s=0.5, max_seqs_per_client=2)
         async with door as http:
             long = asyncio.create_task(http.post("/v1/completions", json=LONG | {"n": 2}))
             while not (await target.describe())["running"]:
@@ -221,11 +221,11 @@ def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:
     async def read() -> list[TimeoutError]:
         later, caught = asyncio.get_running_loop().time() + 60, []
         try:
-            await anext(timed(pieces(), later))
+            await anext(with_deadline(pieces(), later))
         except TimeoutError as error:
             caught.append(error)
         try:
-            async with until(later):
+            async with deadline_scope(later):
                 raise TimeoutError("not the deadline's")
         except TimeoutError as error:
             caught.append(error)

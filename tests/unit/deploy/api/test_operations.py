@@ -25,7 +25,7 @@ from paceline.actors.weights.flat_weights import flatten, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
-from paceline.deploy.api.admission import Drain
+from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.operations import Operations
 from paceline.deploy.cli import operations as operations_command
 from paceline.deploy.cli import tables
@@ -68,7 +68,7 @@ class World:
             "scheduler": Remote(self.scheduler),
             **{topic: Remote(shard) for topic, shard in self.shards.items()},
         }
-        self.drain = Drain(self.handles["scheduler"])
+        self.drain = DrainState(self.handles["scheduler"])
         self.api = FastAPI()
         self.operations = Operations(
             self.handles["registry"],
@@ -78,7 +78,7 @@ class World:
             enabled=enabled,
             keyed=keyed,
         )
-        self.operations.add_to(self.api)
+        self.operations.add_routes(self.api)
 
         async def answer(_: Request, error: Exception) -> JSONResponse:
             assert isinstance(error, ApiError)
@@ -165,8 +165,8 @@ def test_draining_is_known_to_all_and_ends(world: World) -> None:
     world.scheduler.report_load("r", 2, 1)
     answer = world.post("drain", {}).json()
     assert answer == {"draining": True, "running": 2, "waiting": 1}
-    other = Drain(world.handles["scheduler"])
-    asyncio.run(other.look())
+    other = DrainState(world.handles["scheduler"])
+    asyncio.run(other.refresh())
     for view in (world.drain, other):
         with pytest.raises(ApiError) as refused:
             view.check()
@@ -174,8 +174,8 @@ def test_draining_is_known_to_all_and_ends(world: World) -> None:
     world.scheduler.report_load("r", 0, 0)
     assert not world.scheduler.may_train()
     world.handles["scheduler"].dead = True
-    asyncio.run(other.look())
-    assert other.on  # what was last heard holds
+    asyncio.run(other.refresh())
+    assert other.draining  # what was last heard holds
     world.handles["scheduler"].dead = False
     assert world.post("drain", {"on": False}).json()["draining"] is False
     world.drain.check()

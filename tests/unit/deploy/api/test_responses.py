@@ -27,7 +27,13 @@ from paceline.deploy.api.response_builder import (
     response_body,
     speculative_metrics,
 )
-from paceline.deploy.api.streaming import WAITING, EventStream, events, started, timed
+from paceline.deploy.api.streaming import (
+    KEEPALIVE,
+    EventStreamResponse,
+    prefetch,
+    sse_events,
+    with_deadline,
+)
 from paceline.deploy.api.token_names import TokenNames
 from paceline.deploy.errors import ApiError, internal
 
@@ -142,7 +148,7 @@ def collect(
     include_usage: bool,
 ) -> list[Any]:
     async def run() -> list[bytes]:
-        return [event async for event in events(answer, pieces, include_usage)]
+        return [event async for event in sse_events(answer, pieces, include_usage)]
 
     frames = asyncio.run(run())
     assert all(frame.startswith(b"data: ") and frame.endswith(b"\n\n") for frame in frames)
@@ -281,8 +287,8 @@ def test_a_stream_ends_at_its_deadline_and_what_feeds_it_is_closed() -> None:
 
     async def frames(pause: float, seconds: float, before: float = 0.0) -> list[bytes]:
         deadline = asyncio.get_running_loop().time() + seconds
-        pieces = await started(timed(slow(pause, before), deadline))
-        return [event async for event in events(ANSWER, pieces, False)]
+        pieces = await prefetch(with_deadline(slow(pause, before), deadline))
+        return [event async for event in sse_events(ANSWER, pieces, False)]
 
     late = asyncio.run(frames(60, 0.05))
     assert json.loads(late[-2][6:])["error"]["code"] == "request_timeout"
@@ -339,8 +345,10 @@ async def sent(
         await asyncio.sleep(60 if leave_after_s is None else leave_after_s)
         return {"type": "http.disconnect"}
 
-    begun = await started(pieces, 0.05)
-    stream = EventStream(events(ANSWER, begun, False), begun, lambda: closed.append(1), 0.1)
+    begun = await prefetch(pieces, 0.05)
+    stream = EventStreamResponse(
+        sse_events(ANSWER, begun, False), begun, lambda: closed.append(1), 0.1
+    )
     async with asyncio.timeout(20):
         await stream({"type": "http"}, receive, send)
     count = len(messages)
@@ -353,9 +361,9 @@ def test_headers_and_comments_come_while_a_stream_waits() -> None:
     messages, closed = asyncio.run(sent(after(0.35, 0.35)))
     head, first, *bodies, end = messages
     assert (head["type"], head["status"]) == ("http.response.start", 200)
-    assert first["body"] == WAITING
+    assert first["body"] == KEEPALIVE
     assert not end["more_body"]
-    kinds = [body["body"] == WAITING for body in bodies]
+    kinds = [body["body"] == KEEPALIVE for body in bodies]
     assert kinds.count(False) == 3  # two pieces and [DONE]
     one, two = (index for index, comment in enumerate(kinds[:-1]) if not comment)
     assert one >= 1  # comments before the first piece
@@ -365,7 +373,7 @@ def test_headers_and_comments_come_while_a_stream_waits() -> None:
 
 def test_a_stream_that_flows_has_no_comments() -> None:
     messages, _ = asyncio.run(sent(after(*[0.0] * 20)))
-    assert WAITING not in [message.get("body") for message in messages]
+    assert KEEPALIVE not in [message.get("body") for message in messages]
 
 
 def test_what_fails_while_a_stream_waits_is_an_event_and_then_the_end() -> None:
@@ -406,7 +414,7 @@ def test_a_client_that_leaves_before_the_headers_ends_the_wait_too() -> None:
             ended.append(1)
 
     async def leave() -> None:
-        task = asyncio.create_task(started(waiting(), 30))
+        task = asyncio.create_task(prefetch(waiting(), 30))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.deploy.api.routing import RouterHere, TopicFinder
+from paceline.deploy.api.routing import InProcessRouter, RouteSelector
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.replica_settings import ingress_settings
 
@@ -33,17 +33,17 @@ class Classifier:
         return told
 
 
-def finder_of(classifier: Classifier) -> TopicFinder:
-    return TopicFinder(RouterHere(classifier), ("general", "sql"), 0.05, 0.5, lambda: 0.0)
+def selector_of(classifier: Classifier) -> RouteSelector:
+    return RouteSelector(InProcessRouter(classifier), ("general", "sql"), 0.05, 0.5, lambda: 0.0)
 
 
 def test_it_is_asked_as_a_handle_is() -> None:
     classifier = Classifier({"sql": 0.9, "general": 0.1})
-    assert asyncio.run(finder_of(classifier).find("SELECT")).topic == "sql"
+    assert asyncio.run(selector_of(classifier).select("SELECT")).topic == "sql"
     assert classifier.asked == ["SELECT"]
 
     async def asked() -> tuple[Any, Any]:
-        here = RouterHere(classifier)
+        here = InProcessRouter(classifier)
         return await here.labels.remote(), await here.grow.remote("trivia", ["a"])
 
     assert asyncio.run(asked()) == (("sql", "general"), ("trivia", ["a"]))
@@ -55,9 +55,9 @@ def test_it_is_asked_as_a_handle_is() -> None:
     ids=["hung", "failing", "not a number"],
 )
 def test_one_that_hangs_or_fails_costs_the_topic_and_no_answer(fault: Any) -> None:
-    finder = finder_of(Classifier(fault))
-    assert asyncio.run(finder.find("SELECT")).topic == "general"
-    assert finder.asked["answered"] == 0
+    selector = selector_of(Classifier(fault))
+    assert asyncio.run(selector.select("SELECT")).topic == "general"
+    assert selector.calls["answered"] == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_only_where_it_is_no_deployment_the_front_door_has_one(
 ) -> None:
     config = load_config(None, changes)
     expected = (str(config.router_path), config.router.num_threads) if own else None
-    assert ingress_settings(config).own_router == expected
+    assert ingress_settings(config).in_process_router == expected
 
 
 def test_another_placement_is_an_error_that_names_the_key() -> None:

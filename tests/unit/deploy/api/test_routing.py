@@ -21,7 +21,7 @@ from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.router.policy import Route
 from paceline.actors.weights.slots import slot_for
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.routing import RouteTable, TopicFinder, tried
+from paceline.deploy.api.routing import RouteSelector, RoutingTable, canary_route
 from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.config import load_config
 from paceline.deploy.scoring import make_evaluator, scores_experts
@@ -63,7 +63,7 @@ def test_the_table_is_followed_and_its_source_may_die_for_a_while() -> None:
     said = answers(
         RuntimeError("not up"), {"weights": {"sql": "odd"}}, AGAINST_SQL, OSError("dead")
     )
-    table = RouteTable(remote(table=said), lambda: now[0], every_s=0.0, stale_after_s=5.0)
+    table = RoutingTable(remote(table=said), lambda: now[0], interval_s=0.0, max_age_s=5.0)
 
     async def follow() -> None:
         assert table.weights() is None
@@ -77,15 +77,15 @@ def test_the_table_is_followed_and_its_source_may_die_for_a_while() -> None:
 
 def test_a_trial_gets_as_many_stable_requests_as_candidates_and_no_others() -> None:
     lost, names = Route("sql", "general"), [f"chatcmpl-{n}-0" for n in range(2000)]
-    taken = [name for name in names if tried(lost, name, {"sql"}, 0.1).draft == "sql"]
-    assert all(tried(lost, name, {"sql"}, 0.1).topic == "sql" for name in names)
+    taken = [name for name in names if canary_route(lost, name, {"sql"}, 0.1).draft == "sql"]
+    assert all(canary_route(lost, name, {"sql"}, 0.1).topic == "sql" for name in names)
     held = {"sql", "sql@candidate"}
     slots = [slot_for("sql", name, 0.1, held) for name in taken]
     assert len(taken) / len(names) == pytest.approx(0.2, abs=0.03)
     assert slots.count("sql@candidate") / len(slots) == pytest.approx(0.5, abs=0.08)
     for other in (Route("sql", "sql"), Route("math", "general")):
-        assert all(tried(other, name, {"sql"}, 0.1) == other for name in names)
-    assert all(tried(lost, name, {"sql"}, 0.0) == lost for name in names)
+        assert all(canary_route(other, name, {"sql"}, 0.1) == other for name in names)
+    assert all(canary_route(lost, name, {"sql"}, 0.0) == lost for name in names)
 
 
 def test_two_trials_at_once_give_both_slots_of_the_generalist_the_same_traffic() -> None:
@@ -94,7 +94,7 @@ def test_two_trials_at_once_give_both_slots_of_the_generalist_the_same_traffic()
     topics: dict[str, list[str]] = {"general": [], "general@candidate": []}
     for number in range(4000):
         topic, name = ("sql", "general")[number % 2], f"chatcmpl-{number}-0"
-        route = tried(Route(topic, "general"), name, {"sql", "general"}, 0.1)
+        route = canary_route(Route(topic, "general"), name, {"sql", "general"}, 0.1)
         if route.draft == "general":
             topics[slot_for("general", name, 0.1, held)].append(topic)
     expected = 0.8 / 1.8  # a fifth of sql's requests is sql's own
@@ -103,17 +103,19 @@ def test_two_trials_at_once_give_both_slots_of_the_generalist_the_same_traffic()
 
 
 def test_without_a_scorer_nothing_is_known_and_nothing_runs() -> None:
-    assert RouteTable(None, lambda: 0.0).weights() is None
+    assert RoutingTable(None, lambda: 0.0).weights() is None
 
 
 def test_routes_are_counted_by_topic_and_expert() -> None:
     known: list[Any] = [None]
-    finder = TopicFinder(remote(classify=sure), EXPERTS, 1.0, 0.5, lambda: 0.0, lambda: known[0])
-    assert asyncio.run(finder.find("SELECT")) == Route("sql", "sql")
+    selector = RouteSelector(
+        remote(classify=sure), EXPERTS, 1.0, 0.5, lambda: 0.0, lambda: known[0]
+    )
+    assert asyncio.run(selector.select("SELECT")) == Route("sql", "sql")
     known[0] = AGAINST_SQL["weights"]
     for _ in range(2):
-        assert asyncio.run(finder.find("SELECT")) == Route("sql", "general")
-    assert finder.counts() == {"sql": {"sql": 1, "general": 2}}
+        assert asyncio.run(selector.select("SELECT")) == Route("sql", "general")
+    assert selector.counts() == {"sql": {"sql": 1, "general": 2}}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_replay_is_kept_by_topic_whoever_drafts(
                 return figures
 
             found = [await post()]  # before the table is there
-            await until(lambda: ingress._routes.weights() is not None)
+            await until(lambda: ingress._routing_table.weights() is not None)
             found += [
                 await post(),
                 await post(speculative={"draft": "sql"}),
@@ -266,7 +268,7 @@ def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, ke
         return found
 
     assert asyncio.run(flood()) == [4, 3, 4, 4, 4, 4]
-    target._allowance._clock = lambda: time.monotonic() + 1e10  # long after
+    target._record_limiter._clock = lambda: time.monotonic() + 1e10  # long after
     assert asyncio.run(ask("sql-c", "sql")) == 4
     asyncio.run(until(lambda: len(kept.shards["sql"]) == 2))  # it goes out behind the answer
     assert [r.request_id for r in kept.shards["sql"]] == ["sql-a", "sql-c"]

@@ -33,11 +33,11 @@ from paceline.deploy.api import topic_admin as negatives
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.status import LearningActors
-from paceline.deploy.api.topic_admin import TopicRules
+from paceline.deploy.api.topic_admin import TopicAdminSettings
 from paceline.deploy.cli.operations import read_examples, server_url
 from paceline.deploy.cli.tables import added_topic_lines, topic_table
-from paceline.deploy.config.added_topics import with_added
 from paceline.deploy.config.config import MODELS_DIR, WEIGHTS_FOLDER, load_config
+from paceline.deploy.config.dynamic_topics import with_added
 from paceline.deploy.config.replica_settings import topic_refusal
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.errors import ConfigError
@@ -130,7 +130,14 @@ class System:
         )
         actors = LearningActors(handles, Actor(self.registry), None, None)
         settings = IngressSettings(
-            "m", str(folders["target"]), None, EXPERTS, 20.0, 0.5, 64, topics=TopicRules(**rules)
+            "m",
+            str(folders["target"]),
+            None,
+            EXPERTS,
+            20.0,
+            0.5,
+            64,
+            topics=TopicAdminSettings(**rules),
         )
         self.ingress = Ingress(settings, Handle(self.target), Actor(self.router), actors)
         self.api = self.ingress.__serve_build_asgi_app__()
@@ -282,7 +289,7 @@ def test_what_is_wrong_is_named_and_changes_nothing(
 
 def test_a_server_may_refuse_all_additions(folders: dict[str, Path], tmp_path: Path) -> None:
     fixed = System(folders, tmp_path / "fixed", mutable=False)
-    full = System(folders, tmp_path / "full", refusal="No room.", most=4)
+    full = System(folders, tmp_path / "full", restart_reason="No room.", max_topics=4)
     try:
         assert code(post(fixed, BODY)) == (403, "forbidden")
         assert code(post(full, BODY)) == (409, "topic_needs_restart")
@@ -300,7 +307,7 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
         raise ConnectionError
 
     handle = SimpleNamespace(topics=SimpleNamespace(remote=dead), grow=SimpleNamespace(remote=dead))
-    admin = system.ingress._admin
+    admin = system.ingress._topic_admin
     try:
         admin._router, alive = handle, admin._router
         assert code(post(system, BODY)) == (503, "server_overloaded")
@@ -334,7 +341,7 @@ def test_an_addition_without_an_answer_is_not_called_undone(
     class Losing(Actor):
         add_topic = SimpleNamespace(remote=lost)
 
-    system.ingress._admin._actors = LearningActors({}, Losing(system.registry), None, None)
+    system.ingress._topic_admin._actors = LearningActors({}, Losing(system.registry), None, None)
     try:
         assert code(post(system, BODY)) == (503, "unknown_outcome")
         assert [topic.name for topic in system.registry.topics().topics] == ["travel"]
@@ -361,9 +368,9 @@ def test_stored_prompts_of_other_topics_are_kept_where_they_are() -> None:
 
     broken = SimpleNamespace(sample=SimpleNamespace(remote=dead))
     handles = {"sql": Actor(shard), "general": Actor(general), "math": broken}
-    found = asyncio.run(negatives.stored(handles, encoder))
+    found = asyncio.run(negatives.stored_prompts(handles, encoder))
     assert found == ["SELECT name"]
-    assert len(set(negatives.bundled())) > 300
+    assert len(set(negatives.bundled_prompts())) > 300
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ LAST = GenerationChunk("x", (1, 2), "stop", SpeculativeStats("sql", 3, 4, 16, 6)
 
 def sums(recent: RecentTraffic, since: float = 0.0) -> Counter[str]:
     found: Counter[str] = Counter()
-    for row in recent.view(since)["rows"]:
+    for row in recent.snapshot(since)["rows"]:
         found.update(dict(zip(COLUMNS[3:], row[3:], strict=True)))
     return found
 
@@ -49,9 +49,9 @@ def test_all_that_came_in_the_last_minutes_is_told_and_nothing_older(
     came: list[tuple[float, str, str]] = []
     for pause, topic, draft in steps:
         now += pause
-        recent.add(asked(topic, draft), LAST)
+        recent.record(asked(topic, draft), LAST)
         came.append((now, topic, draft))
-    rows = recent.view()["rows"]
+    rows = recent.snapshot()["rows"]
     told = Counter({(row[0], row[1], row[2]): row[3] for row in rows})
     wanted = Counter((at // 5.0 * 5.0, topic, draft) for at, topic, draft in came)
     edge = now - 100.0
@@ -62,10 +62,10 @@ def test_all_that_came_in_the_last_minutes_is_told_and_nothing_older(
 
 def test_a_row_has_the_figures_of_the_requests_that_ended() -> None:
     recent = RecentTraffic("me", lambda: 1003.0)
-    recent.add(asked(), GenerationChunk("a", (7, 8, 9)))
-    recent.add(asked(), LAST)
-    recent.add_all([asked("math", k=0)], [GenerationChunk("a", (7,), "length")])
-    view = recent.view()
+    recent.record(asked(), GenerationChunk("a", (7, 8, 9)))
+    recent.record(asked(), LAST)
+    recent.record_all([asked("math", k=0)], [GenerationChunk("a", (7,), "length")])
+    view = recent.snapshot()
     assert view["columns"] == list(COLUMNS)
     assert view["rows"] == [
         [1000.0, "sql", "sql", 1, 6, 4, 16, 6],
@@ -79,7 +79,7 @@ def test_since_leaves_out_what_has_ended_by_then() -> None:
     recent = RecentTraffic("me", lambda: now)
     for pause in (0.0, 6.0, 6.0):
         now += pause
-        recent.add(asked(), LAST)
+        recent.record(asked(), LAST)
     assert sums(recent)["requests"] == 3
     assert sums(recent, since=1005.0)["requests"] == 2
     assert sums(recent, since=1012.0)["requests"] == 1
@@ -96,10 +96,10 @@ def test_watched_pieces_are_the_same_and_closing_closes_them() -> None:
             closed.append(True)
 
     async def read() -> None:
-        watched = recent.watched(pieces(), [asked("a"), asked("b")])
+        watched = recent.record_stream(pieces(), [asked("a"), asked("b")])
         assert await anext(watched) == (1, LAST)
         await watched.aclose()
 
     asyncio.run(read())
     assert closed == [True]
-    assert [row[1] for row in recent.view()["rows"]] == ["b"]
+    assert [row[1] for row in recent.snapshot()["rows"]] == ["b"]

@@ -1,4 +1,4 @@
-"""The guards of the front door: the time box around the router, and the slots."""
+"""The guards of the front door: the time box around the router, and the limiter."""
 
 import asyncio
 import itertools
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.actors.router.policy import Route
-from paceline.deploy.api.admission import Slots
+from paceline.deploy.api.admission import ConcurrencyLimiter
 from paceline.deploy.api.prompt_encoder import last_user_message
 from paceline.deploy.api.request_schemas import ChatCompletionRequest
-from paceline.deploy.api.routing import RouterCircuit, TopicFinder
+from paceline.deploy.api.routing import RouterCircuitBreaker, RouteSelector
 from paceline.deploy.api.status import LearningActors, gather_status
 from paceline.deploy.errors import ApiError
 
@@ -31,8 +31,8 @@ class _Method:
         self.remote = method
 
 
-def finder(classify: Callable[..., Awaitable[Any]], now: list[float]) -> TopicFinder:
-    return TopicFinder(
+def finder(classify: Callable[..., Awaitable[Any]], now: list[float]) -> RouteSelector:
+    return RouteSelector(
         Remote(classify=classify), ("general", "sql"), 0.05, 0.5, clock=lambda: now[0]
     )
 
@@ -59,12 +59,12 @@ async def broken(_text: str) -> dict[str, float]:
     [(sure, "sql"), (unsure, "general"), (late, "general"), (broken, "general")],
 )
 def test_a_router_in_doubt_late_or_dead_means_general(classify: Any, topic: str) -> None:
-    assert asyncio.run(finder(classify, [0.0]).find("SELECT")) == Route(topic, topic)
+    assert asyncio.run(finder(classify, [0.0]).select("SELECT")) == Route(topic, topic)
 
 
 def test_without_a_router_everything_is_general() -> None:
-    none = TopicFinder(None, ("general", "sql"), 0.05, 0.5, clock=lambda: 0.0)
-    assert asyncio.run(none.find("SELECT")) == GENERAL
+    none = RouteSelector(None, ("general", "sql"), 0.05, 0.5, clock=lambda: 0.0)
+    assert asyncio.run(none.select("SELECT")) == GENERAL
 
 
 def test_a_router_that_fails_is_left_alone_for_a_moment() -> None:
@@ -77,10 +77,10 @@ def test_a_router_that_fails_is_left_alone_for_a_moment() -> None:
         return {"sql": 1.0}
 
     now = [0.0]
-    topics = finder(failing, now)
+    selector = finder(failing, now)
 
     async def find() -> str:
-        return (await topics.find("SELECT")).topic
+        return (await selector.select("SELECT")).topic
 
     for _ in range(5):
         assert asyncio.run(find()) == "general"
@@ -103,11 +103,11 @@ def test_a_hung_router_costs_one_time_box_per_back_off_and_the_rest_nothing() ->
         await asyncio.sleep(10)
         return {}
 
-    topics = finder(silent, now)
+    selector = finder(silent, now)
 
     async def hundred() -> None:
         for _ in range(100):
-            assert await topics.find("SELECT") == GENERAL
+            assert await selector.select("SELECT") == GENERAL
             now[0] += 0.1
 
     asyncio.run(hundred())
@@ -117,59 +117,59 @@ def test_a_hung_router_costs_one_time_box_per_back_off_and_the_rest_nothing() ->
 
 
 def test_requests_that_ask_together_open_the_circuit_once_and_one_alone_tries_again() -> None:
-    circuit = RouterCircuit(first_wait_s=1.0, longest_wait_s=4.0)
-    assert all(circuit.ask(now) for now in (0.0, 0.1, 0.2))
+    circuit = RouterCircuitBreaker(initial_backoff_s=1.0, max_backoff_s=4.0)
+    assert all(circuit.allow(now) for now in (0.0, 0.1, 0.2))
     for now in (0.0, 0.1, 0.2):
-        circuit.failed(asked_at=now, now=now + 5.0)
-    assert not circuit.ask(5.9)
-    assert circuit.ask(6.1)
-    assert not circuit.ask(6.1)
-    circuit.gave_up()
-    assert circuit.ask(6.2)
+        circuit.record_failure(called_at=now, now=now + 5.0)
+    assert not circuit.allow(5.9)
+    assert circuit.allow(6.1)
+    assert not circuit.allow(6.1)
+    circuit.record_cancelled()
+    assert circuit.allow(6.2)
     waits = []
     for _ in range(4):
-        circuit.failed(asked_at=100.0, now=100.0)
-        waits.append(next(w for w in range(1, 99) if circuit.ask(100.0 + w)))
+        circuit.record_failure(called_at=100.0, now=100.0)
+        waits.append(next(w for w in range(1, 99) if circuit.allow(100.0 + w)))
     assert waits == [2, 4, 4, 4]
-    circuit.succeeded()
-    assert circuit.ask(0.0)
-    assert circuit.ask(0.0)
+    circuit.record_success()
+    assert circuit.allow(0.0)
+    assert circuit.allow(0.0)
 
 
 def test_slots_refuse_what_is_too_much_and_are_released_once() -> None:
-    slots = Slots(3)
-    release = slots.take(2)
+    limiter = ConcurrencyLimiter(3)
+    release = limiter.acquire(2)
     with pytest.raises(ApiError) as caught:
-        slots.take(2)
+        limiter.acquire(2)
     assert caught.value.status == 503
     assert caught.value.headers() == {"Retry-After": "1"}
     release()
     release()
-    slots.take(3)
+    limiter.acquire(3)
     with pytest.raises(ApiError) as never:
-        slots.take(4)
+        limiter.acquire(4)
     assert (never.value.status, never.value.param) == (400, "prompt")
 
 
 def test_one_client_cannot_take_all_slots() -> None:
-    slots = Slots(9, per_client=3)
-    release = slots.take(3, "a")
+    limiter = ConcurrencyLimiter(9, per_client=3)
+    release = limiter.acquire(3, "a")
     with pytest.raises(ApiError) as caught:
-        slots.take(1, "a")
+        limiter.acquire(1, "a")
     assert (caught.value.status, caught.value.type) == (429, "rate_limit_error")
     assert (caught.value.code, caught.value.headers()) == (
         "rate_limit_exceeded",
         {"Retry-After": "1"},
     )
-    slots.take(3, "b")
+    limiter.acquire(3, "b")
     release()
-    slots.take(2, "a")
+    limiter.acquire(2, "a")
     with pytest.raises(ApiError) as never:
-        slots.take(4, "c", "n")
+        limiter.acquire(4, "c", "n")
     assert (never.value.status, never.value.param) == (400, "n")
-    slots.take(2, "c")
+    limiter.acquire(2, "c")
     with pytest.raises(ApiError) as full:
-        slots.take(3, "d")
+        limiter.acquire(3, "d")
     assert full.value.status == 503
 
 

@@ -19,7 +19,7 @@ from unit.deploy.api.test_routing import remote
 
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api.ingress import Ingress
-from paceline.deploy.api.routing import TopicFinder
+from paceline.deploy.api.routing import RouteSelector
 from paceline.deploy.monitoring.catalogue import INGRESS, METRICS
 from paceline.deploy.monitoring.outcomes import OUTCOMES, OutcomeMiddleware, Outcomes, outcome_of
 from paceline.deploy.monitoring.readings import (
@@ -184,18 +184,18 @@ def test_the_router_s_answers_are_counted_by_what_came_of_them() -> None:
         return {}
 
     async def run() -> None:
-        finder = TopicFinder(remote(classify=classify), ("sql",), 1.0, 0.5, lambda: now[0])
-        await finder.find("a")
-        await finder.find("b")  # fails, and opens the circuit
-        await finder.find("c")
-        assert dict(finder.asked) == {"answered": 1, "failed": 1, "skipped": 1}
-        assert list(finder.latencies) == [0.25]
-        late = TopicFinder(remote(classify=hang), ("sql",), 0.01, 0.5, lambda: now[0])
-        await late.find("d")
-        assert dict(late.asked) == {"late": 1}
-        without = TopicFinder(None, ("sql",), 1.0, 0.5, lambda: now[0])
-        await without.find("e")
-        assert not without.asked
+        selector = RouteSelector(remote(classify=classify), ("sql",), 1.0, 0.5, lambda: now[0])
+        await selector.select("a")
+        await selector.select("b")  # fails, and opens the circuit
+        await selector.select("c")
+        assert dict(selector.calls) == {"answered": 1, "failed": 1, "skipped": 1}
+        assert list(selector.latencies) == [0.25]
+        late = RouteSelector(remote(classify=hang), ("sql",), 0.01, 0.5, lambda: now[0])
+        await late.select("d")
+        assert dict(late.calls) == {"late": 1}
+        without = RouteSelector(None, ("sql",), 1.0, 0.5, lambda: now[0])
+        await without.select("e")
+        assert not without.calls
 
     asyncio.run(run())
 

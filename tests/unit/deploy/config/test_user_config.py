@@ -16,7 +16,7 @@ from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.status import LearningActors
-from paceline.deploy.config.live import Live, LiveIngress, LiveTarget
+from paceline.deploy.config.user_config import IngressUserConfig, TargetUserConfig, UserConfigState
 from paceline.deploy.errors import ApiError
 from paceline.deploy.monitoring.target import MeteredTarget
 
@@ -133,7 +133,7 @@ def lets_in(ingress: Ingress) -> int:
     released: list[Callable[[], None]] = []
     try:
         while True:
-            released.append(ingress._slots.take(1, "me"))
+            released.append(ingress._limiter.acquire(1, "me"))
     except ApiError:
         return len(released)
     finally:
@@ -144,20 +144,23 @@ def lets_in(ingress: Ingress) -> int:
 def test_the_front_door_takes_other_limits_and_keeps_what_is_under_way(
     ingress: Ingress,
 ) -> None:
-    under_way = ingress._slots.take(5, "other")
+    under_way = ingress._limiter.acquire(5, "other")
     assert lets_in(ingress) == 3
-    asked = {"max_in_flight": 7, "max_per_client": 1, "request_timeout_s": 5.0}
-    more = {"router_timeout_s": 0.25, "min_confidence": 0.75, "give_up_after_s": 30.0}
+    asked = {"max_in_flight": 7, "max_seqs_per_client": 1, "request_timeout_s": 5.0}
+    more = {"router_timeout_s": 0.25, "min_confidence": 0.75, "failover_timeout_s": 30.0}
     asyncio.run(ingress.reconfigure(asked | more))
-    assert ingress._live.describe() == {"changed": asked | more, "refused": None}
+    assert ingress._user_config.describe() == {"changed": asked | more, "refused": None}
     assert lets_in(ingress) == 1
     asyncio.run(ingress.reconfigure({"max_in_flight": 2}))
     assert lets_in(ingress) == 0
     under_way()
     assert lets_in(ingress) == 2
     assert ingress._settings.request_timeout_s == 600.0  # not named: as configured
-    assert (ingress._topics._timeout_s, ingress._topics._min_confidence) == (1.0, 0.5)
-    assert ingress._failover.policy.give_up_after_s == 120.0
+    assert (ingress._route_selector._timeout_s, ingress._route_selector._min_confidence) == (
+        1.0,
+        0.5,
+    )
+    assert ingress._failover.policy.failover_timeout_s == 120.0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_the_front_door_takes_other_limits_and_keeps_what_is_under_way(
     [
         ({"max_inflight": 3}, "max_inflight: no such key; did you mean max_in_flight?"),
         ({"max_in_flight": 0}, "max_in_flight: "),
-        ({"give_up_after_s": 20, "max_in_flight": 3}, "give_up_after_s: must be more than"),
+        ({"failover_timeout_s": 20, "max_in_flight": 3}, "failover_timeout_s: must be more than"),
     ],
 )
 def test_the_front_door_refuses_what_is_wrong_whole(
@@ -173,30 +176,30 @@ def test_the_front_door_refuses_what_is_wrong_whole(
 ) -> None:
     asyncio.run(ingress.reconfigure({"max_in_flight": 4}))
     asyncio.run(ingress.reconfigure(wrong))
-    found = ingress._live.describe()
+    found = ingress._user_config.describe()
     assert found["changed"] == {"max_in_flight": 4}
     assert found["refused"].startswith(said)
     assert lets_in(ingress) == 4
 
 
 def test_every_live_key_of_the_front_door_is_one_of_its_settings() -> None:
-    own = {"give_up_after_s"}  # of the failover policy
+    own = {"failover_timeout_s"}  # of the failover policy
     names = set(IngressSettings.__dataclass_fields__)
-    assert set(LiveIngress.model_fields) - own <= names
+    assert set(IngressUserConfig.model_fields) - own <= names
 
 
 def test_a_check_that_refuses_leaves_what_was_changed_before() -> None:
-    taken: list[LiveTarget] = []
+    taken: list[TargetUserConfig] = []
 
-    def apply(asked: LiveTarget) -> None:
+    def apply(asked: TargetUserConfig) -> None:
         if asked.sample_share == 1.0:
             raise ValueError("not that much")
         taken.append(asked)
 
-    live = Live(LiveTarget, apply)
-    live.take({"sample_share": 0.5})
-    live.take({"sample_share": 1.0})
+    live = UserConfigState(TargetUserConfig, apply)
+    live.update({"sample_share": 0.5})
+    live.update({"sample_share": 1.0})
     assert live.describe() == {"changed": {"sample_share": 0.5}, "refused": "not that much"}
-    live.take(None)
+    live.update(None)
     assert live.describe() == {"changed": {}, "refused": None}
     assert [asked.sample_share for asked in taken] == [0.5, None]
