@@ -148,7 +148,7 @@ class RayTrainerClient:
             return Assignment(select_topic(wanted))
         gains = {want.topic: want.gain for want in wanted}
         answer: Assignment | None = self._get(
-            self._scheduler.request_topic.remote(self._identity, self._incarnation, gains)
+            self._scheduler.acquire_topic.remote(self._identity, self._incarnation, gains)
         )
         if answer is None:
             return Assignment(None)

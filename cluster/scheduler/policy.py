@@ -275,7 +275,7 @@ class SchedulerPolicy:
 
     # Calls of trainers
 
-    def request_topic(
+    def acquire_topic(
         self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float], now: float
     ) -> Assignment:
         """Assign a topic to a trainer that is between two rounds.

@@ -75,14 +75,14 @@ class TrainerScheduler:
         with self._lock:
             return self._counted(self._policy.may_train(self._clock()))
 
-    def request_topic(
+    def acquire_topic(
         self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float]
     ) -> Assignment:
         """Assign a topic to a trainer, see SchedulerPolicy."""
         if not trainer.slots:
             trainer = replace(trainer, slots=(ResourceSlot(trainer.name),))
         with self._lock:
-            return self._policy.request_topic(trainer, incarnation, gains, self._clock())
+            return self._policy.acquire_topic(trainer, incarnation, gains, self._clock())
 
     def topic_progress(self, trainer: str) -> dict[str, TopicProgress]:
         """Topic to the progress that other trainers have made last."""

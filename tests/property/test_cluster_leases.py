@@ -157,7 +157,7 @@ class World(RuleBasedStateMachine):
             return
         process.works = False
         identity = TrainerIdentity(name, self.slots(name))
-        topic = self.policy.request_topic(identity, str(process.life), gains, self.now).topic
+        topic = self.policy.acquire_topic(identity, str(process.life), gains, self.now).topic
         if topic is not None:
             assert topic in gains
             assert not math.isnan(gains[topic])
@@ -284,7 +284,7 @@ def test_no_topic_starves(gains: list[float], lengths: list[float], trainers: in
         name = str(trainer)
         policy.release_topic(name, "life", TopicProgress(), now)
         identity = TrainerIdentity(name, slots[trainer])
-        topic = policy.request_topic(identity, "life", offer, now).topic
+        topic = policy.acquire_topic(identity, "life", offer, now).topic
         length = lengths[rounds % len(lengths)]
         if topic is not None:
             waits[topic] = now + length
@@ -310,7 +310,7 @@ def test_trainers_on_one_core_take_turns(trainers: int) -> None:
     offer = {str(number): 1.0 for number in range(trainers)}
     for name in names:
         identity = TrainerIdentity(name, core)
-        assert policy.request_topic(identity, "life", offer, now).topic is not None
+        assert policy.acquire_topic(identity, "life", offer, now).topic is not None
     steps = dict.fromkeys(names, 0)
     for _ in range(60 * trainers):
         for name in names:

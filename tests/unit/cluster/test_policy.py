@@ -34,7 +34,7 @@ def request(
     incarnation: str = "life",
     slots: tuple[ResourceSlot, ...] = CORE,
 ) -> Assignment:
-    return policy.request_topic(TrainerIdentity(name, slots), incarnation, gains, now)
+    return policy.acquire_topic(TrainerIdentity(name, slots), incarnation, gains, now)
 
 
 def revoked(policy: SchedulerPolicy) -> dict[str, float]:

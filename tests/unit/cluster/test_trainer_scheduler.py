@@ -78,7 +78,7 @@ def test_one_that_no_replica_ever_reports_is_forgotten() -> None:
 def test_permits_are_denied_from_the_announcement_on() -> None:
     clock = Clock()
     scheduler = TrainerScheduler(clock=clock)
-    assert scheduler.request_topic(TrainerIdentity("t"), "life", {"sql": 1.0}).topic == "sql"
+    assert scheduler.acquire_topic(TrainerIdentity("t"), "life", {"sql": 1.0}).topic == "sql"
     assert scheduler.acquire_permit("t", "life") is Permit.GRANTED
     scheduler.announce_request()
     assert scheduler.acquire_permit("t", "life") is Permit.DENIED

@@ -35,7 +35,7 @@ class Guest(LocalClient):
     def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
         gains = {want.topic: want.gain for want in wanted}
         self.turns.append(
-            self.scheduler.request_topic(TrainerIdentity(self.name), self.life, gains)
+            self.scheduler.acquire_topic(TrainerIdentity(self.name), self.life, gains)
         )
         return self.turns[-1]
 

@@ -397,7 +397,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert len(words.splitlines()) <= 24
     assert "leases" not in words  # this scheduler tells of none
     scheduler = TrainerScheduler()
-    scheduler.request_topic(TrainerIdentity("paceline-trainer"), "life", {"sql": 1.0})
+    scheduler.acquire_topic(TrainerIdentity("paceline-trainer"), "life", {"sql": 1.0})
     assert scheduler.acquire_permit("paceline-trainer", "life") is Permit.GRANTED
     busy = status | {
         "board": scheduler.snapshot(),

@@ -266,7 +266,7 @@ def test_the_scheduler_s_figures() -> None:
     assert not scheduler.may_train()
     now[0] = 120.0
     assert scheduler.may_train()
-    scheduler.request_topic(TrainerIdentity("t"), "life", {"sql": 1.0})
+    scheduler.acquire_topic(TrainerIdentity("t"), "life", {"sql": 1.0})
     assert scheduler.acquire_permit("t", "life") is Permit.GRANTED
     now[0] = 130.0
     scheduler.report_load("r", 1, 0)
