@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.kv_cache import RowAllocator
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.sampling import SamplingBatch, SamplingBatchCache
+from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill, batch_prefills
@@ -21,85 +22,45 @@ from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_fin
 from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
 
 
-class Computed:
-    """Per sequence: who drafts for it, the positions that are right, and the drafts after them.
+@dataclass(slots=True)
+class _DraftState:
+    """What a draft has computed of a sequence.
 
-    A position is right where its keys and values are those of the sequence's own token by the
-    weights of today.
+    Attributes:
+        draft: name of the draft.
+        num_computed: positions with keys and values of the sequence's own tokens, by the present
+            weights.
+        drafted: tokens that were drafted behind these positions in the latest call; all but the
+            last are computed.
     """
 
-    def __init__(self) -> None:
-        """No sequences yet."""
-        self._drafts: dict[str, str] = {}
-        self._right: dict[str, int] = {}
-        self._drafted: dict[str, list[int]] = {}
+    draft: str
+    num_computed: int = 0
+    drafted: list[int] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._drafts))
+    def reset(self) -> None:
+        """Invalidate all that is computed."""
+        self.num_computed, self.drafted = 0, []
 
-    def latest(self) -> list[str]:
-        """All sequences, those that came last first."""
-        return list(reversed(self._drafts))
+    def roll_back(self, length: int, assumed: Sequence[int]) -> None:
+        """See ExpertStack.roll_back."""
+        beyond = self.num_computed - length
+        if beyond > 0:
+            self.drafted = [*assumed[:beyond], *self.drafted]
+            self.num_computed = length
 
-    def draft(self, request_id: str) -> str:
-        """Who drafts for a sequence."""
-        return self._drafts[request_id]
-
-    def begin(self, request_id: str, draft: str) -> None:
-        """A sequence comes; nothing of it is computed."""
-        self._drafts[request_id] = draft
-        self._right[request_id] = 0
-
-    def end(self, request_id: str) -> None:
-        """A sequence goes."""
-        del self._drafts[request_id]
-        self._right.pop(request_id, None)
-        self._drafted.pop(request_id, None)
-
-    def lose(self, request_id: str) -> None:
-        """Nothing of a sequence is right any more."""
-        self._right[request_id] = 0
-        self._drafted.pop(request_id, None)
-
-    def right(self, request_id: str) -> int:
-        """Positions that are right; 0 of an unknown sequence."""
-        return self._right.get(request_id, 0)
-
-    def reach(self, request_id: str, end: int) -> None:
-        """Positions up to ``end`` are right."""
-        self._right[request_id] = end
-
-    def drafted(self, request_id: str, length: int, tokens: list[int]) -> None:
-        """A whole sequence is right, and ``tokens`` were drafted behind it."""
-        self._right[request_id] = length
-        self._drafted[request_id] = tokens
-
-    def num_uncomputed(self, request_id: str, length: int) -> int:
-        """See ExpertStack.num_uncomputed."""
-        drafted = max(len(self._drafted.get(request_id, ())) - 1, 0)
-        return max(length - 2 - self.right(request_id) - drafted, 0)
-
-    def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
-        """See ExpertStack.presume."""
-        right = self.right(request_id)
-        if right > length:
-            drafted = self._drafted.get(request_id, ())
-            self._drafted[request_id] = [*assumed[: right - length], *drafted]
-            self._right[request_id] = length
-
-    def settle(self, row: DraftRow) -> int:
-        """Count the drafts that came true among what is right; returns how much that is now."""
-        known = self._right[row.request_id]
-        for token in self._drafted.pop(row.request_id, [])[:-1]:  # the last was never fed back
-            if known >= len(row.tokens) or row.tokens[known] != token:
+    def confirm_drafted(self, tokens: Sequence[int]) -> int:
+        """Count the drafted tokens that the sequence continued with; returns num_computed."""
+        for token in self.drafted[:-1]:
+            if self.num_computed >= len(tokens) or tokens[self.num_computed] != token:
                 break
-            known += 1
-        self._right[row.request_id] = known
-        return known
+            self.num_computed += 1
+        self.drafted = []
+        return self.num_computed
 
 
 class ExpertStack:
-    """Experts of one architecture: their weights, shared rows, and how far each row is computed."""
+    """Experts of one architecture: their weights, shared KV cache rows, and computed positions."""
 
     reads_hidden = False
 
@@ -112,7 +73,7 @@ class ExpertStack:
             runner: of ``len(names)`` models, for ``rows`` requests.
             names: one per model, in order; a candidate's slot is empty at first.
             rows: most requests at once, over all experts.
-            prefill_chunk: most prompt tokens that one round reads.
+            prefill_chunk: most prompt tokens per round.
         """
         self.runner = runner
         self._prefill_chunk = prefill_chunk
@@ -120,14 +81,14 @@ class ExpertStack:
         self.versions = {name: 0 for name in names if not is_candidate(name)}
         self._index = {name: i for i, name in enumerate(names)}
         self._table = RowAllocator(rows)
-        self._computed = Computed()
+        self._sequences: dict[str, _DraftState] = {}  # by request_id, oldest first
         self._grid: tuple[list[int], Grid] | None = None
         self._params = SamplingBatchCache(runner.device)
         self.prefilled = DraftPrefill()  # by the latest call
         self.faulty: frozenset[str] = frozenset()
 
     def alias(self, name: str, expert: str) -> None:
-        """Give an expert a further name; the expert's own is fine too."""
+        """Give an expert a further name, or its own again."""
         self._index[name] = self._index[expert]
         self.versions[name] = self.versions[expert]
 
@@ -183,75 +144,77 @@ class ExpertStack:
         return self._index[draft if draft in self.versions else expert_of(draft)]
 
     def _recompute(self, draft: str) -> None:
-        """Read again what was read with a slot's weights, also for those of an empty slot."""
-        for request_id in self._computed:
-            own = self._computed.draft(request_id)
+        """Invalidate what was computed with a slot's weights, also by drafts of empty slots."""
+        for state in self._sequences.values():
+            own = state.draft
             if own == draft or (own not in self.versions and expert_of(own) == draft):
-                self._computed.lose(request_id)
+                state.reset()
 
     def num_uncomputed(self, request_id: str, length: int) -> int:
-        """Tokens of a sequence of ``length`` that are to be read before drafting, at least.
+        """Tokens of a sequence of ``length`` to compute before drafting, at least.
 
-        Drafts that came true have been computed as they were drafted; how many did is seen when
-        the sequence is drafted for again, so all count here.
+        Drafted tokens were computed as they were drafted. How many were accepted is only known at
+        the next draft, so all count as computed here.
         """
-        return self._computed.num_uncomputed(request_id, length)
+        state = self._sequences.get(request_id)
+        computed = state.num_computed + max(len(state.drafted) - 1, 0) if state else 0
+        return max(length - 2 - computed, 0)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
         if request_id not in self._table:
             return
         self.runner.kv.free(self._table.free(request_id))
-        self._computed.end(request_id)
+        del self._sequences[request_id]
 
-    def presume(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
-        """Take a sequence back to what is certain, after drafting beyond it.
+    def roll_back(self, request_id: str, length: int, assumed: Sequence[int]) -> None:
+        """Roll a sequence back to its confirmed tokens, after drafting ahead of them.
 
-        What was computed for the assumed tokens stays of use where they come true.
+        What was computed for the assumed tokens is kept in case they are accepted.
 
         Args:
             request_id: unknown ones are fine.
-            length: tokens of the sequence that are certain.
-            assumed: the tokens behind them with which it was last proposed for.
+            length: confirmed tokens of the sequence.
+            assumed: the tokens behind them in the latest proposal's row.
         """
-        self._computed.presume(request_id, length, assumed)
+        if request_id in self._sequences:
+            self._sequences[request_id].roll_back(length, assumed)
 
-    def _catch_up(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Bring sequences to within two tokens of their ends, within the prefill budget.
+    def _prefill_rows(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Compute sequences up to their last two tokens, within the prefill budget.
 
-        One for which there is no memory drafts nothing in this round.
-
-        Every round starts with the last two tokens, because after full acceptance the last
-        draft token has not been through the draft yet.
+        Every round starts with the last two tokens: after full acceptance the last draft token
+        has not been through the draft. A sequence without memory drafts nothing in this round.
 
         Returns:
-            indices of the rows that are there; the others go on in the next round.
+            indices of the rows that are ready; the others continue in the next round.
         """
         ready, budget = [], self._prefill_chunk
-        stretches: list[tuple[DraftRow, int, int]] = []
-        victims: set[str] = set()
+        chunks: list[tuple[DraftRow, int, int]] = []
+        preempted: set[str] = set()
         for i, row in enumerate(rows):
             if row.request_id not in self._table:
-                slot = self._table.allocate(row.request_id)
-                self.runner.kv.prompt_lengths[slot] = len(row.tokens) - row.num_output
-                self._computed.begin(row.request_id, row.draft)
-            known, wanted = self._computed.settle(row), max(len(row.tokens) - 2, 0)
-            if not self._reserve(row, victims):
+                kv_row = self._table.allocate(row.request_id)
+                self.runner.kv.prompt_lengths[kv_row] = len(row.tokens) - row.num_output
+                self._sequences[row.request_id] = _DraftState(row.draft)
+            start = self._sequences[row.request_id].confirm_drafted(row.tokens)
+            wanted = max(len(row.tokens) - 2, 0)
+            if not self._allocate(row, preempted):
                 continue
-            end = min(wanted, known + budget)
-            if known < end:
-                stretches.append((row, known, end))
-                budget -= end - known
+            end = min(wanted, start + budget)
+            if start < end:
+                chunks.append((row, start, end))
+                budget -= end - start
             if end >= wanted:
                 ready.append(i)
-        self._read([s for s in stretches if s[0].request_id not in victims])
-        return [i for i in ready if rows[i].request_id not in victims]
+        self._prefill_chunks([c for c in chunks if c[0].request_id not in preempted])
+        return [i for i in ready if rows[i].request_id not in preempted]
 
-    def _read(self, stretches: Sequence[tuple[DraftRow, int, int]]) -> None:
-        """Read positions ``start`` to ``end - 1`` of rows, several in one forward."""
-        lengths = [end - start for _, start, end in stretches]
+    def _prefill_chunks(self, chunks: Sequence[tuple[DraftRow, int, int]]) -> None:
+        """Compute positions ``start`` to ``end - 1`` of rows, several in one forward."""
+        lengths = [end - start for _, start, end in chunks]
         for part in batch_prefills(lengths, self._prefill_chunk):
-            own = [stretches[i] for i in part]
+            own = [chunks[i] for i in part]
             self.runner.read(
                 [self._table.row(row.request_id) for row, _, _ in own],
                 [row.tokens[start:end] for row, start, end in own],
@@ -259,38 +222,40 @@ class ExpertStack:
                 [self._model(row.draft) for row, _, _ in own],
             )
             for row, _, end in own:
-                self._computed.reach(row.request_id, end)
-        self.prefilled = DraftPrefill(len(stretches), sum(lengths))
+                self._sequences[row.request_id].num_computed = end
+        self.prefilled = DraftPrefill(len(chunks), sum(lengths))
 
-    def _reserve(self, row: DraftRow, victims: set[str]) -> bool:
-        """Have blocks for a sequence's drafts; those that came after it give up theirs for it.
+    def _allocate(self, row: DraftRow, preempted: set[str]) -> bool:
+        """Allocate blocks for a sequence's drafts; preempt later sequences if there are none.
 
-        Were nobody to give way, all could wait for the last block with none to draft.
+        Without preemption all sequences could wait for the last block, and none would draft.
         """
-        kv, slot = self.runner.kv, self._table.row(row.request_id)
-        while not kv.allocate(slot, len(row.tokens) + row.num_draft_tokens):
-            for other in self._computed.latest():
+        kv, kv_row = self.runner.kv, self._table.row(row.request_id)
+        while not kv.allocate(kv_row, len(row.tokens) + row.num_draft_tokens):
+            for other in reversed(self._sequences):
                 if other == row.request_id:
                     return False
                 if kv.blocks(self._table.row(other)):
                     break
             kv.free(self._table.row(other))
-            self._computed.lose(other)
-            victims.add(other)
+            self._sequences[other].reset()
+            preempted.add(other)
         return True
 
     @torch.inference_mode()
-    def read(self, row: DraftRow) -> bool:
-        """Read a further part of a prompt, ``prefill_chunk`` tokens at most.
+    def prefill(self, row: DraftRow) -> bool:
+        """Compute a further part of a prompt, ``prefill_chunk`` tokens at most.
 
         Returns:
-            True where more is left to read, and this call has got further.
+            True if this call made progress and more is left.
         """
-        before = self._computed.right(row.request_id)
-        return not self._catch_up([row]) and self._computed.right(row.request_id) > before
+        state = self._sequences.get(row.request_id)
+        before = state.num_computed if state else 0
+        ready = self._prefill_rows([row])
+        return not ready and self._sequences[row.request_id].num_computed > before
 
     def _layout(self, rows: Sequence[DraftRow]) -> Grid:
-        """The grid of a batch, made anew only when the batch has changed."""
+        """The grid of a batch, cached while the batch stays the same."""
         experts = [self._model(row.draft) for row in rows]
         if self._grid is None or self._grid[0] != experts:
             self._grid = experts, Grid(experts, self.runner.device)
@@ -302,11 +267,11 @@ class ExpertStack:
     ) -> Proposal:
         """Draft for rows of these experts, one forward per position for all of them.
 
-        Rows whose prompt is still being read draft nothing yet. Where a draft gives no
-        probabilities a row's tokens end, and ``faulty`` names it until the next call.
+        Rows without their prompt computed draft nothing yet. A row is truncated before a
+        non-finite probability; ``faulty`` names its draft until the next call.
         """
         self.faulty = frozenset()
-        ready = self._catch_up(rows)
+        ready = self._prefill_rows(rows)
         if not ready:
             return Proposal.empty(len(rows), self.runner.device)
         drafts = self._draft([rows[i] for i in ready], support, generator)
@@ -321,26 +286,27 @@ class ExpertStack:
             chosen, chosen_probs = self._draft_greedy(rows)
             ids, probs = chosen[..., None], chosen_probs[..., None]
         else:
-            chosen, chosen_probs, ids, probs = self._draft_sampled(rows, batch, support, generator)
+            steps = max(row.num_draft_tokens for row in rows)
+            histories = [(row.tokens, row.num_output) for row in rows]
+            forward = self._step_forward(rows, steps)
+            chosen, chosen_probs, ids, probs = draw_drafts(
+                forward, steps, histories, batch, support, generator
+            )
         for row, guesses in zip(rows, chosen.tolist(), strict=True):
             # A row that drafts less than its neighbours has no blocks for the rest.
-            own = guesses[: row.num_draft_tokens]
-            self._computed.drafted(row.request_id, len(row.tokens), own)
+            state = self._sequences[row.request_id]
+            state.num_computed = len(row.tokens)
+            state.drafted = guesses[: row.num_draft_tokens]
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
         proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
         proposal, truncated = drop_non_finite(proposal)
         if truncated is not None:
-            self.faulty = self._discard(
-                [row for row, bad in zip(rows, truncated, strict=True) if bad]
-            )
+            bad = [row for row, flag in zip(rows, truncated, strict=True) if flag]
+            for row in bad:
+                self.runner.kv.zero(self._table.row(row.request_id))
+                self._sequences[row.request_id].reset()
+            self.faulty = frozenset(row.draft for row in bad)
         return proposal
-
-    def _discard(self, rows: Sequence[DraftRow]) -> frozenset[str]:
-        """Wipe the keys and values of rows whose draft is not finite; returns their drafts."""
-        for row in rows:
-            self.runner.kv.zero(self._table.row(row.request_id))
-            self._computed.lose(row.request_id)
-        return frozenset(row.draft for row in rows)
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
         """Tokens int64 and their probabilities float32, ``[B, k]`` each."""
@@ -351,44 +317,33 @@ class ExpertStack:
         shape = (steps, len(rows), 1)
         ids = torch.empty(shape, dtype=torch.int64, device=self.runner.device)
         probs = torch.empty(shape, device=self.runner.device)
-        forward, tokens = self._forwards(rows, steps), None
+        forward, tokens = self._step_forward(rows, steps), None
         for step_ids, step_probs in zip(ids, probs, strict=True):
             most_probable_into(forward(tokens), step_ids, step_probs)
             tokens = step_ids
         return ids.squeeze(-1).T, probs.squeeze(-1).T
 
     def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
-        """As :meth:`_draft_greedy`, where the runner has it recorded."""
+        """As :meth:`_draft_greedy`, by a recorded graph; None if the runner has none."""
         if not self.runner.replays:
             return None
-        slots = [self._table.row(row.request_id) for row in rows]
-        start = device_tensor([_beginning(row) for row in rows], self.runner.device)
+        kv_rows = [self._table.row(row.request_id) for row in rows]
+        start = device_tensor([_last_two(row) for row in rows], self.runner.device)
         span = max(len(row.tokens) for row in rows) + steps - 1
         at = start[:, :2], start[:, 2:]
-        return self.runner.rollout(slots, *at, span, steps, self._layout(rows))
+        return self.runner.rollout(kv_rows, *at, span, steps, self._layout(rows))
 
-    def _draft_sampled(
-        self,
-        rows: Sequence[DraftRow],
-        batch: SamplingBatch,
-        support: int,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, ...]:
-        """As :func:`drawing.draw_drafts`."""
-        steps = max(row.num_draft_tokens for row in rows)
-        histories = [(row.tokens, row.num_output) for row in rows]
-        forward = self._forwards(rows, steps)
-        return draw_drafts(forward, steps, histories, batch, support, generator)
+    def _step_forward(
+        self, rows: Sequence[DraftRow], steps: int
+    ) -> Callable[[Tensor | None], Tensor]:
+        """The forward of a draft step: int64 ``[B, 1]`` drafted before, None at first, to logits.
 
-    def _forwards(self, rows: Sequence[DraftRow], steps: int) -> Callable[[Tensor | None], Tensor]:
-        """The round's forwards, one per call: int64 ``[B, 1]`` drafted before it, None at first.
-
-        Each gives logits ``[B, 1, V]``.
+        Logits are ``[B, 1, V]``; call it at most ``steps`` times.
         """
-        slots = [self._table.row(row.request_id) for row in rows]
+        kv_rows = [self._table.row(row.request_id) for row in rows]
         grid, span = self._layout(rows), max(len(row.tokens) for row in rows)
         given = [
-            [*_beginning(row), *range(n, n - 1 + steps)] for row in rows if (n := len(row.tokens))
+            [*_last_two(row), *range(n, n - 1 + steps)] for row in rows if (n := len(row.tokens))
         ]
         start = device_tensor(given, self.runner.device)
         columns = iter(start.unsqueeze(-1).unbind(1)[4:])
@@ -399,15 +354,15 @@ class ExpertStack:
                 tokens, positions = start[:, :2], start[:, 2:4]
             else:
                 tokens, positions, span = drafted, next(columns), span + 1
-            return self.runner.forward(slots, tokens, positions, span, keep=1, grid=grid)
+            return self.runner.forward(kv_rows, tokens, positions, span, keep=1, grid=grid)
 
         return forward
 
 
-def _beginning(row: DraftRow) -> list[int]:
+def _last_two(row: DraftRow) -> list[int]:
     """A row's last two tokens, and their positions.
 
-    A prompt of one token feeds it twice at position 0: the same write, done twice.
+    A prompt of one token is fed twice at position 0: the same write, done twice.
     """
     count = len(row.tokens)
     return [*(2 * list(row.tokens[-2:]))[-2:], max(count - 2, 0), count - 1]

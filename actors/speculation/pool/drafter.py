@@ -316,7 +316,7 @@ class Drafter:
         rows = [seq.row(len(seq.proposed) + 1, seq.proposed) for seq in sequences]
         proposals = self._run_stack(rows)
         for sequence in sequences:
-            self._stack.presume(sequence.key, len(sequence.tokens), sequence.proposed)
+            self._stack.roll_back(sequence.key, len(sequence.tokens), sequence.proposed)
             proposal = proposals.get(sequence.key)
             if proposal is not None and len(proposal.token_ids) > 1:
                 sequence.assumed = (*sequence.proposed, int(proposal.token_ids[0]))
@@ -326,7 +326,7 @@ class Drafter:
         """Prefill a chunk of one sequence."""
         sequence = self._to_prefill[0]
         try:
-            if self.slots.is_partial(sequence.draft) or not self._stack.read(sequence.row(1)):
+            if self.slots.is_partial(sequence.draft) or not self._stack.prefill(sequence.row(1)):
                 self._to_prefill.pop(0)
         except Exception:
             self._fail({sequence.key})
