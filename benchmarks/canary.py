@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.actors.weights.canary import Canary, CanarySettings, Verdict
+from paceline.actors.weights.canary import Canary, CanaryAction, CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
 _STABLE, _CANDIDATE = 1, 2
@@ -35,8 +35,8 @@ def trial(rng: np.random.Generator, stable: float, gain: float, share: float) ->
         rounds = max(1, int(rng.poisson(_ROUNDS)))
         outcome = DraftOutcome("", version, rounds, int(rng.binomial(rounds, own)))
         verdict = canary.observe(outcome)
-        if verdict is not Verdict.WAIT:
-            return verdict is Verdict.PROMOTE, number
+        if verdict is not None:
+            return verdict is CanaryAction.PROMOTE, number
     raise RuntimeError("undecided")
 
 

@@ -71,7 +71,7 @@ class _Static:
     def versions(self) -> dict[str, int] | None:
         return dict.fromkeys(self._experts, 0)
 
-    def live(self) -> dict[str, dict[str, int | None]] | None:
+    def topic_status(self) -> dict[str, dict[str, int | None]] | None:
         return {}
 
     def weights(self, topic: str) -> tuple[int, None]:  # noqa: ARG002 - the protocol's

@@ -19,7 +19,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from paceline.actors.weights.subscriber import RegistrySubscriber
-from paceline.actors.weights.topics import TopicParts, TopicsView
+from paceline.actors.weights.topics import TopicActors, TopicsView
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.pending_replicas import PendingReplicas, find_pending
 from paceline.cluster.scheduler.leases import Action, Amounts, Instruction
@@ -275,7 +275,7 @@ class TopicSupervisor:
         self._shards = shards
         self._start_shard, self._start_expert = start_shard, start_expert
         self._started: dict[str, Any] = {}  # shards
-        self._parts: dict[str, TopicParts] = {}
+        self._parts: dict[str, TopicActors] = {}
         self._stopped = threading.Event()
         self._starting = threading.Lock()
         self._subscriber = RegistrySubscriber(registry, on_topics=self._start_parts)
@@ -301,11 +301,11 @@ class TopicSupervisor:
         missing = []
         added = [topic.name for topic in view.topics]
         for topic in added:
-            if topic in self._configured or topic in view.parts:
+            if topic in self._configured or topic in view.actors:
                 continue
             try:
                 parts = self._parts.get(topic) or self._start(topic, added)
-                call = self._registry.bring_parts.remote(topic, parts)
+                call = self._registry.register_actors.remote(topic, parts)
                 self._subscriber.get(call, _TOPICS_TIMEOUT_S)
             except Exception:
                 if not self._stopped.is_set():
@@ -314,14 +314,14 @@ class TopicSupervisor:
         if missing:
             raise RuntimeError(f"{', '.join(missing)}: not all actors are started")
 
-    def _start(self, topic: str, added: list[str]) -> TopicParts:
+    def _start(self, topic: str, added: list[str]) -> TopicActors:
         with self._starting:
             if self._stopped.is_set():
                 raise RuntimeError("the server ends")
             if topic not in self._started:
                 self._started[topic] = self._shards[topic] = self._start_shard(topic)
             expert = None if self._start_expert is None else self._start_expert(topic, added)
-            self._parts[topic] = TopicParts(self._started[topic], expert)
+            self._parts[topic] = TopicActors(self._started[topic], expert)
             return self._parts[topic]
 
 

@@ -206,7 +206,7 @@ def _registry(config: PacelineConfig) -> Any:
     from paceline.actors.weights.canary import CanarySettings
     from paceline.actors.weights.registry import WeightRegistry  # imports torch
 
-    metered_registry = metered(WeightRegistry, lambda r: registry_samples(r.figures()))
+    metered_registry = metered(WeightRegistry, lambda r: registry_samples(r.metrics()))
     registry = _named(metered_registry, _REGISTRY, actor_options(config.placement.learning))
     return registry.remote(
         directory=str(config.state_path / WEIGHTS_FOLDER),

@@ -66,7 +66,7 @@ class LocalClient:
         return self.permitted()
 
     def versions(self) -> dict[str, int] | None:
-        return self.registry.current() if self.registry else None
+        return self.registry.stable_versions() if self.registry else None
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         assert self.registry is not None
@@ -84,14 +84,14 @@ class LocalClient:
 
     def note(self, topic: str, decision: dict[str, Any]) -> None:
         if self.registry is not None:
-            self.registry.note(topic, decision)
+            self.registry.record_decision(topic, decision)
 
     def added_topics(self) -> dict[str, str]:
         topics = self.registry.topics().topics if self.registry else ()
         return {topic.name: topic.like for topic in topics}
 
-    def live(self) -> dict[str, dict[str, Any]] | None:
-        return self.registry.live() if self.registry else None
+    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+        return self.registry.topic_status() if self.registry else None
 
 
 def trainer_settings(

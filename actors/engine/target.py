@@ -390,7 +390,7 @@ class TargetReplica:
             if topic.name not in self._experts and self._pool is None:
                 self._loop.update(AddExpert(topic.name, topic.like))
             self._experts.add(topic.name)
-        for name, parts in view.parts.items():
+        for name, parts in view.actors.items():
             if name not in self._shards:  # a new dictionary: the engine's thread reads it
                 self._shards = {**self._shards, name: parts.shard}
             if parts.expert is not None and name not in self._connected:

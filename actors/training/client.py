@@ -52,8 +52,8 @@ class TrainerClient(Protocol):
     def versions(self) -> dict[str, int] | None:
         """Stable weight_version by topic; None if the registry does not answer."""
 
-    def live(self) -> dict[str, dict[str, Any]] | None:
-        """See WeightRegistry.live; None if the registry does not answer."""
+    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+        """See WeightRegistry.topic_status; None if the registry does not answer."""
 
     def added_topics(self) -> dict[str, str]:
         """Added topics, each with the expert that it started as a copy of."""
@@ -68,7 +68,7 @@ class TrainerClient(Protocol):
         """Publish weights; returns the new weight_version.
 
         Raises:
-            NotNow: the registry takes no candidate of the topic at the moment.
+            CandidateRefusedError: the registry takes no candidate of the topic at the moment.
             ValueError: the registry refuses these weights.
             Exception: it is not known whether they are published.
         """
@@ -184,11 +184,11 @@ class RayTrainerClient:
             logger.info("the scheduler was not called (%s)", type(error).__name__)
 
     def versions(self) -> dict[str, int] | None:
-        versions: dict[str, int] | None = self._get(self._registry.current.remote())
+        versions: dict[str, int] | None = self._get(self._registry.stable_versions.remote())
         return versions
 
-    def live(self) -> dict[str, dict[str, Any]] | None:
-        live: dict[str, dict[str, Any]] | None = self._get(self._registry.live.remote())
+    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+        live: dict[str, dict[str, Any]] | None = self._get(self._registry.topic_status.remote())
         return live
 
     def added_topics(self) -> dict[str, str]:
@@ -198,7 +198,7 @@ class RayTrainerClient:
 
     def _take_topics(self, view: TopicsView) -> None:
         self._topics = view
-        for topic, parts in view.parts.items():
+        for topic, parts in view.actors.items():
             self._shards.setdefault(topic, parts.shard)
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
@@ -216,7 +216,7 @@ class RayTrainerClient:
         self._get(self._registry.reject.remote(topic, decision))
 
     def note(self, topic: str, decision: dict[str, Any]) -> None:
-        self._get(self._registry.note.remote(topic, decision))
+        self._get(self._registry.record_decision.remote(topic, decision))
 
     def _get(self, reference: Any, timeout_s: float | None = None) -> Any:
         try:

@@ -176,7 +176,7 @@ class ScoringLoop:
         """
         with self._lock:
             self._expire()  # first: whatever is down, no record is kept past its retention
-        versions, live = client.versions(), client.live()
+        versions, live = client.versions(), client.topic_status()
         if versions is None or live is None:
             return False
         self._on_trial = [e for e, facts in live.items() if facts.get("candidate") is not None]

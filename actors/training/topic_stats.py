@@ -39,7 +39,7 @@ class LiveStats:
         self._drifts[topic] = Drift(self._settings)
 
     def update(self, live: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
-        """Take ``WeightRegistry.live`` (None: no news); returns topics that begin to drift."""
+        """Take ``WeightRegistry.topic_status`` (None: no answer); topics that begin to drift."""
         if live is None:
             return []
         self._live = live

@@ -34,7 +34,7 @@ from paceline.actors.training.topic_stats import (
     total,
 )
 from paceline.actors.training.worker_group import WorkerGroup, WorkerGroupError
-from paceline.actors.weights.cooldown import NotNow
+from paceline.actors.weights.cooldown import CandidateRefusedError
 from paceline.actors.weights.flat_weights import flatten
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class TrainingLoop:
 
     def _update_live_stats(self) -> None:
         """Fetch live statistics; log drift that begins."""
-        for topic in self._live.update(self._client.live()):
+        for topic in self._live.update(self._client.topic_status()):
             figures = self._live.drift_figures(topic)
             logger.info("%s: drift %s", topic, figures)
             self._client.note(topic, {"outcome": "drift", **figures})
@@ -351,7 +351,7 @@ class TrainingLoop:
         self._client.pause()  # the registry writes a file, and may be slow
         try:
             version = self._client.publish(candidate.topic, flat, facts)
-        except NotNow as why:  # is about the topic, not these weights: they train on
+        except CandidateRefusedError as why:  # is about the topic, not these weights: they train on
             logger.info("%s: not published, %s", candidate.topic, why)
             self._update(state="not publishing")
             return

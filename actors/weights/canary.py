@@ -1,4 +1,8 @@
-"""All topics' canaries, and what promoted versions do afterwards. Pure: outcomes in, steps out."""
+"""The canary: compare each candidate on live requests and decide about it. Pure.
+
+This is the registry's decision on served requests; the trainer's, on held-out records, is
+``actors/training/gate.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,51 +13,50 @@ from enum import StrEnum
 from typing import Any
 
 from paceline.actors.weights.draft_outcomes import (
+    AcceptanceStats,
     Comparison,
     DraftOutcome,
-    Spread,
-    Tally,
+    VariancePrior,
     compare,
 )
 
-# A slot is silent where fewer of its requests were drafted for; the other one speaks from so many
-# on. Far apart, so that a topic that both slots draft for now and then is not decided by chance.
-_SILENT_BELOW = 0.25
-_SPEAKS_FROM = 0.5
+# A slot is idle below the first share of drafted requests, active from the second one on. Far
+# apart: chance must not decide a topic for which both slots draft rarely.
+_IDLE_BELOW = 0.25
+_ACTIVE_FROM = 0.5
 
 
-class Verdict(StrEnum):
-    """What is to be done with a candidate."""
+class CanaryAction(StrEnum):
+    """What the registry is to do about a topic."""
 
-    WAIT = "wait"
     PROMOTE = "promote"
     ROLL_BACK = "roll back"
+    TRY_PREVIOUS = "try previous"
 
 
 @dataclass(frozen=True, slots=True)
 class CanarySettings:
-    """How candidates are judged on live requests.
+    """Sequential test of candidates, and pauses between them.
 
     Attributes:
-        looks: at how many requests of the candidate, and at least as many of the stable draft;
-            growing.
-        error: chance of a wrong decision to either side, over all looks but the last one's mean.
+        looks: numbers of requests, ascending, that each slot needs for each look at the data.
+        error: probability of a wrong decision to either side, over all looks except the last
+            one's mean.
         margin: acceptance by which a candidate may be worse and still be promoted; the gate has
-            shown before that it is better on held-out records.
-        bar: a candidate that is shown not to be better by so much goes, unless it was shown to be
+            shown that it is better on held-out records.
+        bar: roll back a candidate shown not to be better by so much, unless it is shown to be
             better at all.
-        watch: the looks, in requests, at a promoted version, which is compared with what its
-            predecessor did during the canary.
-        audit_after: promotions in a row that were not shown to be better, after which the last
-            version that was (the anchor) is tried against the stable one: each may have been worse
-            by less than a trial shows, and what each may lose would add up.
-        audit_looks: of such a trial, which has no margin: the better of the two is stable.
-        audit_bar: the bar of such a trial: an anchor that would bring less is not waited for.
-        least_trial_s: that a candidate which nobody has judged yet is left on trial, seconds.
-        rest_s: in which a topic takes no candidate after its second rollback in a row, seconds;
-            twice as long after each further one.
-        longest_rest_s: at most.
-        spread: see Spread.
+        watch: looks, in requests, at a promoted version against its predecessor's canary stats.
+        audit_after: promotions in a row without proof of being better, after which the last
+            known good version is tried against the stable one: each may have been worse by less
+            than a trial shows, and the losses would add up.
+        audit_looks: of such a trial, which has no margin: the better version becomes stable.
+        audit_bar: the bar of such a trial.
+        min_trial_s: a candidate without outcomes is not replaced for so long, seconds.
+        cooldown_s: pause after a topic's second rollback in a row, seconds; doubled by each
+            further one.
+        max_cooldown_s: longest pause, seconds.
+        prior: see VariancePrior.
     """
 
     looks: tuple[int, ...] = (4, 8, 16, 32)
@@ -64,139 +67,136 @@ class CanarySettings:
     audit_after: int = 3
     audit_looks: tuple[int, ...] = (4, 8, 16, 32, 64)
     audit_bar: float = 0.05
-    least_trial_s: float = 60.0
-    rest_s: float = 30.0
-    longest_rest_s: float = 600.0
-    spread: Spread = field(default_factory=Spread)
+    min_trial_s: float = 60.0
+    cooldown_s: float = 30.0
+    max_cooldown_s: float = 600.0
+    prior: VariancePrior = field(default_factory=VariancePrior)
 
-    def of_an_audit(self) -> CanarySettings:
-        """How an anchor is judged against the stable version."""
+    def for_audit(self) -> CanarySettings:
+        """Settings of a trial of the last known good version."""
         return replace(self, looks=self.audit_looks, margin=0.0, bar=self.audit_bar)
 
 
 class Canary:
-    """The trial of one candidate version against one stable version."""
+    """Trial of one candidate version against one stable version.
+
+    Attributes:
+        candidate: weight_version on trial.
+        stable: weight_version of all other requests.
+        candidate_stats: of the candidate's requests.
+        stable_stats: of the stable version's requests meanwhile.
+    """
 
     def __init__(self, candidate: int, stable: int, settings: CanarySettings) -> None:
-        """Begin without evidence.
-
-        Args:
-            candidate: weight_version on trial.
-            stable: weight_version of all other requests.
-            settings: see CanarySettings.
-        """
         self.candidate = candidate
         self.stable = stable
         self._settings = settings
         self._looks = 0
         self._reason: str | None = None
         self._comparison: Comparison | None = None
-        self.on_trial = Tally()
-        self.others = Tally()
+        self.candidate_stats = AcceptanceStats()
+        self.stable_stats = AcceptanceStats()
 
-    def observe(self, outcome: DraftOutcome) -> Verdict:
-        """Take a finished request; those of other versions say nothing."""
+    def observe(self, outcome: DraftOutcome) -> CanaryAction | None:
+        """Count a finished request and decide; None: go on. Other versions are ignored."""
         if outcome.weight_version == self.stable:
-            self.others.add(outcome)
+            self.stable_stats.add(outcome)
         elif outcome.weight_version == self.candidate:
             if outcome.failed:
                 self._reason = "its drafts failed"
-                return Verdict.ROLL_BACK
-            self.on_trial.add(outcome)
+                return CanaryAction.ROLL_BACK
+            self.candidate_stats.add(outcome)
         else:
-            return Verdict.WAIT
-        verdict = self._look()
-        return self._listen() if verdict is Verdict.WAIT else verdict
+            return None
+        return self._look() or self._compare_activity()
 
-    def _listen(self) -> Verdict:
-        """Decide a trial in which one slot hardly ever drafts, so that no looks come.
+    def _compare_activity(self) -> CanaryAction | None:
+        """Decide a trial in which one slot rarely drafts, so that no looks come.
 
-        The controller drafts with what pays: weights that it leaves alone are the worse ones.
+        The goodput controller drafts with what pays: weights that it avoids are worse.
         """
-        if self._speaks_alone(self.on_trial, self.others):
+        if self._alone_active(self.candidate_stats, self.stable_stats):
             self._reason = "the stable draft hardly ever drafts"
-            return Verdict.PROMOTE
-        if self._speaks_alone(self.others, self.on_trial):
+            return CanaryAction.PROMOTE
+        if self._alone_active(self.stable_stats, self.candidate_stats):
             self._reason = "it hardly ever drafts"
-            return Verdict.ROLL_BACK
-        return Verdict.WAIT
+            return CanaryAction.ROLL_BACK
+        return None
 
-    def _speaks_alone(self, one: Tally, other: Tally) -> bool:
-        enough = self._settings.looks[-1]
-        if one.requests < enough or other.requests + other.silent < enough:
+    def _alone_active(self, active: AcceptanceStats, idle: AcceptanceStats) -> bool:
+        needed = self._settings.looks[-1]
+        if active.requests < needed or idle.requests + idle.undrafted < needed:
             return False
-        return one.drafted_share >= _SPEAKS_FROM and other.drafted_share < _SILENT_BELOW
+        return active.drafted_share >= _ACTIVE_FROM and idle.drafted_share < _IDLE_BELOW
 
-    def _look(self) -> Verdict:
+    def _look(self) -> CanaryAction | None:
         looks = self._settings.looks
-        reached = min(self.on_trial.requests, self.others.requests)
+        reached = min(self.candidate_stats.requests, self.stable_stats.requests)
         if self._looks >= len(looks) or reached < looks[self._looks]:
-            return Verdict.WAIT
+            return None
         self._looks += 1
         error = self._settings.error / len(looks)
-        found = compare(self.on_trial, self.others, error, self._settings.spread)
+        found = compare(self.candidate_stats, self.stable_stats, error, self._settings.prior)
         self._comparison = found
         if found.upper < 0.0:
-            return Verdict.ROLL_BACK
+            return CanaryAction.ROLL_BACK
         if found.lower > -self._settings.margin:
-            return Verdict.PROMOTE
-        if found.upper < self._settings.bar:  # it may be the better one, but not by so much
-            return Verdict.ROLL_BACK
+            return CanaryAction.PROMOTE
+        if found.upper < self._settings.bar:
+            return CanaryAction.ROLL_BACK
         if self._looks < len(looks):
-            return Verdict.WAIT
-        return Verdict.PROMOTE if found.difference >= 0.0 else Verdict.ROLL_BACK
+            return None
+        return CanaryAction.PROMOTE if found.difference >= 0.0 else CanaryAction.ROLL_BACK
 
     @property
     def proven(self) -> bool:
-        """Whether the candidate, promoted, was shown to be better, and not only to be no worse."""
+        """Whether a promoted candidate was shown to be better, not only no worse."""
         if self._reason is not None:
             return True  # the stable draft was not worth drafting with
         return self._comparison is not None and self._comparison.lower > 0.0
 
     @property
     def disproven(self) -> bool:
-        """Whether the candidate, rolled back, was shown to be worse, and not only not better."""
+        """Whether a candidate that was rolled back was shown to be worse, not only no better."""
         return self._comparison is not None and self._comparison.upper < 0.0
 
-    def figures(self) -> dict[str, Any]:
-        """The evidence so far, as JSON can hold it."""
+    def stats(self) -> dict[str, Any]:
+        """Figures of the trial so far, JSON-able."""
+        candidate, stable = self.candidate_stats, self.stable_stats
         return {
-            "canary_requests": self.on_trial.requests,
-            "stable_requests": self.others.requests,
-            "canary_acceptance": rounded(self.on_trial.rate),
-            "stable_acceptance": rounded(self.others.rate),
-            **({"canary_silent": self.on_trial.silent} if self.on_trial.silent else {}),
-            **({"stable_silent": self.others.silent} if self.others.silent else {}),
+            "canary_requests": candidate.requests,
+            "stable_requests": stable.requests,
+            "canary_acceptance": rounded(candidate.rate),
+            "stable_acceptance": rounded(stable.rate),
+            **({"canary_silent": candidate.undrafted} if candidate.undrafted else {}),
+            **({"stable_silent": stable.undrafted} if stable.undrafted else {}),
             "looks": self._looks,
             **interval(self._comparison),
             **({"reason": self._reason} if self._reason else {}),
         }
 
 
-class Watch:
-    """A promoted version against what its predecessor did during the canary.
+class PromotionWatch:
+    """Comparison of a promoted version with its predecessor's requests during the canary.
 
-    This compares with the past, so what it finds is a suspicion: reason enough for another
-    trial, at the same time, of the predecessor against the version.
+    A comparison with the past gives only a suspicion: reason for another trial, at the same
+    time, of the predecessor against the version.
+
+    Attributes:
+        version: weight_version that was promoted.
+        after: its requests since.
     """
 
-    def __init__(self, version: int, before: Tally, settings: CanarySettings) -> None:
-        """Begin without evidence.
-
-        Args:
-            version: that was promoted.
-            before: the predecessor's requests.
-            settings: see CanarySettings.
-        """
+    def __init__(self, version: int, before: AcceptanceStats, settings: CanarySettings) -> None:
         self.version = version
         self._before = before
         self._settings = settings
         self._looks = 0
         self._comparison: Comparison | None = None
-        self.after = Tally()
+        self.after = AcceptanceStats()
 
     def observe(self, outcome: DraftOutcome) -> bool:
-        """Take a finished request; True where the version is suspected to be the worse one."""
+        """Count a finished request; True if the version is suspected to be worse."""
         if outcome.weight_version != self.version:
             return False
         self.after.add(outcome)
@@ -205,7 +205,7 @@ class Watch:
             return False
         self._looks += 1
         error = self._settings.error / len(looks)
-        self._comparison = compare(self.after, self._before, error, self._settings.spread)
+        self._comparison = compare(self.after, self._before, error, self._settings.prior)
         return self._comparison.upper < -self._settings.margin
 
     @property
@@ -213,8 +213,8 @@ class Watch:
         """Whether all looks have been taken."""
         return self._looks >= len(self._settings.watch)
 
-    def figures(self) -> dict[str, Any]:
-        """The evidence so far, as JSON can hold it."""
+    def stats(self) -> dict[str, Any]:
+        """Figures so far, JSON-able."""
         return {
             "requests": self.after.requests,
             "acceptance": rounded(self.after.rate),
@@ -224,7 +224,7 @@ class Watch:
 
 
 def interval(found: Comparison | None) -> dict[str, float | None]:
-    """A comparison as JSON can hold it; empty before the first."""
+    """A comparison, JSON-able; empty before the first."""
     if found is None:
         return {}
     return {
@@ -235,132 +235,113 @@ def interval(found: Comparison | None) -> dict[str, float | None]:
 
 
 def rounded(value: float) -> float | None:
-    """Four digits; None where the figure is not finite."""
+    """Four decimals; None if the value is not finite."""
     return round(value, 4) if math.isfinite(value) else None
 
 
-class Action(StrEnum):
-    """What the registry is to do about a topic."""
-
-    PROMOTE = "promote"
-    ROLL_BACK = "roll back"
-    TRY_PREVIOUS = "try previous"
-
-
 @dataclass(frozen=True, slots=True)
-class Step:
-    """An instruction, with the figures that it rests on."""
+class CanaryInstruction:
+    """An action on an expert's version, with the stats that led to it."""
 
-    action: Action
+    action: CanaryAction
     expert: str
     version: int
-    figures: dict[str, Any]
+    stats: dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Expert:
-    """What is known of an expert's live drafts."""
+    """Counts since the start, and what is being compared."""
 
-    live: Tally = field(default_factory=Tally)
+    total: AcceptanceStats = field(default_factory=AcceptanceStats)
     canary: Canary | None = None
-    watch: Watch | None = None
+    watch: PromotionWatch | None = None
 
 
-class Trials:
-    """Takes the outcomes of finished requests and says when a trial is decided."""
+class CanaryMonitor:
+    """The trials of all experts: outcomes in, instructions out."""
 
     def __init__(self, experts: Iterable[str], settings: CanarySettings | None = None) -> None:
-        """Begin without evidence.
-
-        Args:
-            experts: of which outcomes count.
-            settings: see CanarySettings.
-        """
         self._settings = settings or CanarySettings()
         self._experts = {expert: _Expert() for expert in experts}
 
-    def enlist(self, expert: str) -> None:
-        """Take the outcomes of a further expert."""
+    def add_expert(self, expert: str) -> None:
+        """Count the outcomes of a further expert."""
         self._experts[expert] = _Expert()
 
-    def begin(self, expert: str, candidate: int, stable: int, *, audit: bool = False) -> None:
-        """A candidate is announced; what an earlier one has shown is forgotten.
+    def begin_trial(self, expert: str, candidate: int, stable: int, *, audit: bool = False) -> None:
+        """Start the trial of a candidate in place of an earlier one.
 
         Args:
-            expert: whose.
+            expert: name.
             candidate: weight_version on trial.
             stable: weight_version of all other requests.
-            audit: whether the candidate is the anchor, see CanarySettings.
+            audit: whether the candidate is the last known good version, see CanarySettings.
         """
-        settings = self._settings.of_an_audit() if audit else self._settings
+        settings = self._settings.for_audit() if audit else self._settings
         self._experts[expert].canary = Canary(candidate, stable, settings)
 
-    def end(self, expert: str) -> None:
-        """There is no candidate any more."""
+    def end_trial(self, expert: str) -> None:
+        """End a trial; there is no candidate any more."""
         self._experts[expert].canary = None
 
-    def promoted(self, expert: str) -> None:
-        """The candidate is stable: from now on it is watched against its predecessor.
-
-        A predecessor that hardly drafted has left nothing to compare with.
-        """
+    def promote(self, expert: str) -> None:
+        """End a trial by promotion, and watch the version if its predecessor drafted enough."""
         own = self._experts[expert]
         if own.canary is not None:
-            before, own.watch = own.canary.others, None
+            before, own.watch = own.canary.stable_stats, None
             if before.requests >= self._settings.looks[0]:
-                own.watch = Watch(own.canary.candidate, before, self._settings)
+                own.watch = PromotionWatch(own.canary.candidate, before, self._settings)
         own.canary = None
 
-    def forget(self, expert: str) -> None:
-        """Other weights are stable, for reasons of their own: nothing is compared with them."""
+    def reset(self, expert: str) -> None:
+        """Compare nothing: other weights have become stable without a trial."""
         self._experts[expert].canary = self._experts[expert].watch = None
 
-    def shown(self, expert: str, action: Action) -> bool:
-        """Whether what is done to an expert's candidate was shown to be right, beyond chance."""
+    def is_significant(self, expert: str, action: CanaryAction) -> bool:
+        """Whether the stats show beyond chance that an action on a candidate is right."""
         canary = self._experts[expert].canary
         if canary is None:
             return False
-        return canary.proven if action is Action.PROMOTE else canary.disproven
+        return canary.proven if action is CanaryAction.PROMOTE else canary.disproven
 
-    def figures(self, expert: str) -> dict[str, Any]:
-        """The evidence on an expert's candidate; empty where there is none."""
+    def stats(self, expert: str) -> dict[str, Any]:
+        """Figures of an expert's trial; empty if there is none."""
         canary = self._experts[expert].canary
-        return {} if canary is None else canary.figures()
+        return {} if canary is None else canary.stats()
 
-    def observe(self, outcome: DraftOutcome) -> Step | None:
-        """Take a finished request; what is to be done now, if anything.
+    def observe(self, outcome: DraftOutcome) -> CanaryInstruction | None:
+        """Count a finished request; the instruction that follows, if any.
 
-        Outcomes of unknown experts, or with counts that cannot be, are left out.
+        Outcomes of unknown experts or with impossible counts are ignored.
         """
         own = self._experts.get(outcome.expert)
         if own is None or not outcome.possible:
             return None
         if not outcome.failed:
-            own.live.add(outcome)
-        if own.canary is not None:
-            verdict = own.canary.observe(outcome)
-            if verdict is Verdict.WAIT:
+            own.total.add(outcome)
+        name, canary, watch = outcome.expert, own.canary, own.watch
+        if canary is not None:
+            action = canary.observe(outcome)
+            if action is None:
                 return None
-            action = Action.PROMOTE if verdict is Verdict.PROMOTE else Action.ROLL_BACK
-            return Step(action, outcome.expert, own.canary.candidate, own.canary.figures())
-        if own.watch is not None:
-            suspected = own.watch.observe(outcome)
-            watch = own.watch
+            return CanaryInstruction(action, name, canary.candidate, canary.stats())
+        if watch is not None:
+            suspected = watch.observe(outcome)
             if suspected or watch.ended:
                 own.watch = None
             if suspected:
-                figures = watch.figures()
-                return Step(Action.TRY_PREVIOUS, outcome.expert, watch.version, figures)
+                action = CanaryAction.TRY_PREVIOUS
+                return CanaryInstruction(action, name, watch.version, watch.stats())
         return None
 
-    def live(self, expert: str) -> dict[str, int]:
-        """Finished requests since the start, their rounds, and rounds whose first was accepted."""
+    def counts(self, expert: str) -> dict[str, int]:
+        """Drafted requests since the start, their rounds, and rounds whose first was accepted."""
         own = self._experts[expert]
         canary = own.canary  # another thread may end it meanwhile
-        requests = 0 if canary is None else canary.on_trial.requests
         return {
-            "requests": own.live.requests,
-            "rounds": own.live.rounds,
-            "accepted": own.live.accepted,
-            "canary_requests": requests,
+            "requests": own.total.requests,
+            "rounds": own.total.rounds,
+            "accepted": own.total.accepted,
+            "canary_requests": 0 if canary is None else canary.candidate_stats.requests,
         }

@@ -1,7 +1,7 @@
-"""When a topic's next candidate may go on trial, after those that live requests disliked. Pure.
+"""Cooldown of a topic after rollbacks, and whether it takes a candidate now. Pure.
 
-A trainer gone bad that publishes as fast as it is rolled back would hold the canary's share of the
-requests for ever. So rests between trials grow while one rollback follows the other.
+A broken trainer that publishes as fast as it is rolled back would occupy the canary's share of
+the requests for ever. So pauses between trials grow with rollbacks in a row.
 """
 
 from __future__ import annotations
@@ -14,85 +14,85 @@ from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.history import decision_time
 from paceline.actors.weights.versions import TopicVersions
 
-ASKED_FOR = "asked for"  # reason of what somebody did by hand
+MANUAL = "asked for"  # reason of a rollback through the API
 
 
-class NotNow(ValueError):  # noqa: N818 - a state of affairs, named as callers say it
-    """The topic takes no candidate at the moment; another time it may."""
+class CandidateRefusedError(ValueError):
+    """The topic takes no candidate now; it may later."""
 
 
-class Setbacks:
-    """A topic's rollbacks in a row, as its decisions tell them."""
+class Cooldown:
+    """A topic's rollbacks in a row, from its decisions.
+
+    Attributes:
+        rollbacks: in a row.
+    """
 
     def __init__(self, decisions: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Take up the decisions that there are, oldest first."""
-        self.in_a_row = 0
+        """Count past decisions, oldest first."""
+        self.rollbacks = 0
         self._last = -math.inf  # unix seconds
         for decision in decisions:
-            self.take(decision)
+            self.add(decision)
 
-    def take(self, decision: Mapping[str, Any]) -> None:
-        """Count what live requests decided; what was asked for, or found at a start, says nothing.
+    def add(self, decision: Mapping[str, Any]) -> None:
+        """Count a decision of the canary; manual ones and those of a start are ignored.
 
-        An earlier version that wins its trial tells of the later one what a rollback would; one
-        that loses tells nothing new.
+        An earlier version that wins its trial counts as a rollback of the later one; one that
+        loses counts for nothing.
         """
-        if "looks" not in decision or decision.get("reason") == ASKED_FOR:
+        if "looks" not in decision or decision.get("reason") == MANUAL:
             return
         outcome, earlier = decision.get("outcome"), decision.get("restored_from") is not None
         if outcome == "rolled_back" or (outcome == "promoted" and earlier):
-            self.in_a_row += 1
+            self.rollbacks += 1
             self._last = decision_time(decision)
-        elif outcome == "promoted":  # no worse is not good yet
-            self.in_a_row = 0 if decision.get("proven") else max(self.in_a_row - 1, 0)
+        elif outcome == "promoted":  # no worse does not mean good
+            self.rollbacks = 0 if decision.get("proven") else max(self.rollbacks - 1, 0)
 
-    def resting(self, now: float, settings: CanarySettings) -> bool:
-        """Whether no candidate may come yet; the first rollback costs no rest.
+    def active(self, now: float, settings: CanarySettings) -> bool:
+        """Whether no candidate may come yet; the first rollback costs no pause.
 
         Args:
-            now: unix seconds; a clock that was set back ends the rest.
+            now: unix seconds; a clock that was set back ends the pause.
             settings: see CanarySettings.
         """
-        if self.in_a_row < 2:
+        if self.rollbacks < 2:
             return False
-        # the exponent is bounded because a float is
-        rest = settings.rest_s * 2.0 ** min(self.in_a_row - 2, 30)
-        return 0.0 <= now - self._last < min(rest, settings.longest_rest_s)
+        # bounded: a float's exponent is
+        pause_s = settings.cooldown_s * 2.0 ** min(self.rollbacks - 2, 30)
+        return 0.0 <= now - self._last < min(pause_s, settings.max_cooldown_s)
 
 
-class Admission:
-    """Says whether a topic takes a new candidate now."""
+class CandidateAdmission:
+    """Decides whether a topic takes a new candidate now."""
 
     def __init__(self, settings: CanarySettings | None) -> None:
-        """No topic has any past.
-
-        Args:
-            settings: see CanarySettings; None, where nothing goes on trial, takes everything.
-        """
+        """Start without history; without a canary (None) every candidate is taken."""
         self._settings = settings
-        self._setbacks: dict[str, Setbacks] = {}
-        self._began: dict[str, tuple[int, float]] = {}  # candidate, unix seconds
+        self._cooldowns: dict[str, Cooldown] = {}
+        self._trials: dict[str, tuple[int, float]] = {}  # topic to candidate, unix seconds
 
-    def recall(self, topic: str, decisions: Iterable[Mapping[str, Any]]) -> None:
-        """Take up a topic's past decisions, oldest first."""
-        self._setbacks[topic] = Setbacks(decisions)
+    def load(self, topic: str, decisions: Iterable[Mapping[str, Any]]) -> None:
+        """Count a topic's past decisions, oldest first."""
+        self._cooldowns[topic] = Cooldown(decisions)
 
-    def take(self, topic: str, decision: Mapping[str, Any]) -> None:
-        """Live requests have decided about a topic's candidate; ``decision`` with its time."""
-        self._setbacks.setdefault(topic, Setbacks()).take(decision)
+    def add(self, topic: str, decision: Mapping[str, Any]) -> None:
+        """Count a decision of the canary, which has its time."""
+        self._cooldowns.setdefault(topic, Cooldown()).add(decision)
 
-    def began(self, topic: str, candidate: int, now: float) -> None:
-        """A candidate is on trial, as far as is known since ``now``, unix seconds."""
-        if self._began.get(topic, (0, 0.0))[0] != candidate:
-            self._began[topic] = candidate, now
+    def trial_began(self, topic: str, candidate: int, now: float) -> None:
+        """Note the start of a candidate's trial, unix seconds; repeated calls are fine."""
+        if self._trials.get(topic, (0, 0.0))[0] != candidate:
+            self._trials[topic] = candidate, now
 
     def refusal(self, topic: str, state: TopicVersions, judged: int, now: float) -> str | None:
-        """Why no candidate is taken; None where one is.
+        """Why no candidate is taken; None if one is.
 
         Args:
-            topic: whose candidate it would be.
+            topic: of the candidate.
             state: of the topic.
-            judged: requests that have judged the one on trial.
+            judged: requests counted in the present trial.
             now: unix seconds.
         """
         if self._settings is None:
@@ -102,10 +102,10 @@ class Admission:
                 return "an earlier version is on trial"
             if judged:
                 return "live requests judge the one before"
-            candidate, since = self._began.get(topic, (0, -math.inf))
-            if candidate == state.candidate and 0.0 <= now - since < self._settings.least_trial_s:
+            candidate, since = self._trials.get(topic, (0, -math.inf))
+            if candidate == state.candidate and 0.0 <= now - since < self._settings.min_trial_s:
                 return "the one before has only just gone on trial"
-        setbacks = self._setbacks.get(topic)
-        if setbacks is not None and setbacks.resting(now, self._settings):
-            return f"{setbacks.in_a_row} candidates in a row were rolled back"
+        cooldown = self._cooldowns.get(topic)
+        if cooldown is not None and cooldown.active(now, self._settings):
+            return f"{cooldown.rollbacks} candidates in a row were rolled back"
         return None

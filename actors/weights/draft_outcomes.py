@@ -1,7 +1,7 @@
-"""What served requests say of drafts: acceptance at the first drafted position.
+"""Outcomes of drafts on served requests, and statistics of their acceptance.
 
-That position does not depend on how many tokens a round drafts, so requests with different k
-compare. The tokens of one answer hang together, so a request counts as one observation.
+Acceptance is that of the first drafted position, which does not depend on k: requests with
+different k compare. Tokens of one answer are correlated, so a request is one observation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1024)
 def student_quantile(error: float, degrees: int) -> float:
-    """The t that Student's variable exceeds with a chance of ``error``.
+    """The t that Student's variable exceeds with probability ``error``.
 
     Args:
         error: in (0, 0.5).
@@ -30,7 +30,7 @@ def student_quantile(error: float, degrees: int) -> float:
 
 
 def _central_mass(angle: float, degrees: int) -> float:
-    """Chance of abs(T) <= sqrt(degrees) * tan(angle), Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """P(abs(T) <= sqrt(degrees) * tan(angle)), Abramowitz and Stegun 26.7.3 and 26.7.4."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     term = cosine if odd else 1.0
@@ -43,13 +43,13 @@ def _central_mass(angle: float, degrees: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """What a draft did for one finished request.
+    """Acceptance of one finished request's drafts.
 
     Attributes:
-        expert: whose draft it was.
+        expert: name of the draft.
         weight_version: the one version that drafted, from the request's start to its end.
-        rounds: rounds whose first position was drafted; 0 where the request ended without any.
-        accepted: of these, where that position was accepted.
+        rounds: rounds whose first position was drafted; 0 if the request ended without any.
+        accepted: rounds of these whose first position was accepted.
         failed: the draft raised or gave no probabilities.
     """
 
@@ -61,33 +61,33 @@ class DraftOutcome:
 
     @property
     def possible(self) -> bool:
-        """Whether the counts can be."""
+        """Whether the counts are consistent."""
         return 0 <= self.accepted <= self.rounds
 
 
 @dataclass(slots=True)
-class Tally:
-    """Sums over requests, enough for the acceptance and its spread from request to request.
+class AcceptanceStats:
+    """Sums over requests, enough for the mean acceptance and its variance between requests.
 
     Attributes:
-        requests: that were drafted for; acceptance and spread are theirs.
+        requests: with at least one drafted round; the other figures are theirs.
         rounds: of these.
         accepted: rounds whose first position was accepted.
-        silent: requests that ended without one drafted round, and not because a draft failed.
+        undrafted: requests that ended without a drafted round, though no draft failed.
     """
 
     requests: int = 0
     rounds: int = 0
     accepted: int = 0
-    silent: int = 0
+    undrafted: int = 0
     _rounds_squared: int = 0
     _accepted_squared: int = 0
     _product: int = 0
 
     def add(self, outcome: DraftOutcome) -> None:
-        """Count a request; one without rounds says nothing of acceptance."""
+        """Count a request."""
         if outcome.rounds < 1:
-            self.silent += not outcome.failed
+            self.undrafted += not outcome.failed
             return
         self.requests += 1
         self.rounds += outcome.rounds
@@ -98,8 +98,8 @@ class Tally:
 
     @property
     def drafted_share(self) -> float:
-        """Of the requests that ended, how many were drafted for; nan without any."""
-        ended = self.requests + self.silent
+        """Share of requests with a drafted round; nan without any request."""
+        ended = self.requests + self.undrafted
         return self.requests / ended if ended else math.nan
 
     @property
@@ -108,7 +108,7 @@ class Tally:
         return self.accepted / self.rounds if self.rounds else math.nan
 
     def variance(self) -> float:
-        """Of one request's acceptance about the rate, requests weighted by their rounds.
+        """Variance of one request's acceptance about the rate, requests weighted by rounds.
 
         The linearised variance of a ratio of sums (Cochran, Sampling Techniques, 6.4), times the
         number of requests. 0 for fewer than two.
@@ -123,43 +123,48 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """What is assumed of requests beforehand: a handful that agree does not mean that all do.
+class VariancePrior:
+    """Prior on the variance between requests: a few that agree do not mean that all do.
 
     Attributes:
-        typical: standard deviation of a request's acceptance.
-        weight: requests that this assumption counts as.
+        deviation: standard deviation of a request's acceptance.
+        weight: requests that the prior counts as.
     """
 
-    typical: float = 0.15
+    deviation: float = 0.15
     weight: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The difference of two acceptances, and what it lies between but for an error each side."""
+    """Difference of two acceptances, with a bound to each side."""
 
     difference: float
     lower: float
     upper: float
 
 
-def compare(first: Tally, second: Tally, error: float, spread: Spread | None = None) -> Comparison:
-    """How much better the first is, by Welch's t with the spread of requests.
+def compare(
+    first: AcceptanceStats,
+    second: AcceptanceStats,
+    error: float,
+    prior: VariancePrior | None = None,
+) -> Comparison:
+    """How much better the first is, by Welch's t with the variance between requests.
 
     Args:
         first: at least one request.
         second: at least one request.
-        error: chance that the difference is beyond a bound, per bound; in (0, 0.5).
-        spread: assumed beforehand.
+        error: probability that the difference is beyond a bound, per bound; in (0, 0.5).
+        prior: on the variance.
     """
-    spread = spread or Spread()
+    prior = prior or VariancePrior()
     parts = []
-    for tally in (first, second):
-        degrees = spread.weight + tally.requests - 1
-        seen = (tally.requests - 1) * tally.variance()
-        variance = (spread.weight * spread.typical**2 + seen) / degrees
-        parts.append((variance / tally.requests, degrees))
+    for stats in (first, second):
+        degrees = prior.weight + stats.requests - 1
+        seen = (stats.requests - 1) * stats.variance()
+        variance = (prior.weight * prior.deviation**2 + seen) / degrees
+        parts.append((variance / stats.requests, degrees))
     total = sum(share for share, _ in parts)
     degrees = total**2 / sum(share**2 / freedom for share, freedom in parts)
     reach = student_quantile(error, max(1, int(degrees))) * math.sqrt(total)

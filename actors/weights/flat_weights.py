@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
 
 _CARRIERS: dict[torch.dtype, tuple[str, torch.dtype]] = {
-    # dtype: its name, and the dtype of the same width that numpy has
+    # dtype: its name, and a dtype of the same width in numpy
     torch.bfloat16: ("bfloat16", torch.uint16),
     torch.float16: ("float16", torch.float16),
     torch.float32: ("float32", torch.float32),
@@ -36,7 +36,7 @@ _DTYPES = {name: dtype for dtype, (name, _) in _CARRIERS.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where a tensor lies: ``shape`` elements from ``offset`` in the array of ``dtype``."""
+    """Place of a tensor: ``shape`` elements from ``offset`` in the array of ``dtype``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class FlatWeights:
         return True
 
     def digest(self) -> str:
-        """Hex digest of names, dtypes, shapes and values, wherever in the arrays they lie."""
+        """Hex digest of names, dtypes, shapes and values, independent of their places."""
         digest = hashlib.blake2b(digest_size=16)
         for name, spec in sorted(self.index.items()):
             end = spec.offset + int(np.prod(spec.shape, dtype=np.int64))
@@ -110,10 +110,10 @@ def flatten(state: Mapping[str, torch.Tensor]) -> FlatWeights:
 
 
 def unflatten(flat: FlatWeights) -> dict[str, torch.Tensor]:
-    """A state dict of writable copies; ``flat`` may be read-only and may vanish afterwards.
+    """A state dict of writable copies, independent of ``flat``.
 
     Raises:
-        ValueError: where the index points outside an array.
+        ValueError: the index points outside an array.
     """
     state: dict[str, torch.Tensor] = {}
     for name, spec in flat.index.items():
@@ -140,7 +140,7 @@ def save_safetensors(flat: FlatWeights, path: str | Path) -> None:
 
 
 def load_model(folder: str | Path) -> FlatWeights:
-    """The weights of a causal LM's folder, under the names that replicas have them by.
+    """The weights of a causal LM's folder, under the names that replicas use.
 
     Raises:
         OSError: there is no model.

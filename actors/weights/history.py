@@ -1,4 +1,4 @@
-"""The gate's decisions on disk: JSON lines, one decision each, readable without a server."""
+"""The history of decisions on disk: JSON lines, readable without a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HISTORY_NAME = "history.jsonl"
 
 
 def finite(value: Any) -> Any:
-    """The same with None for every nan and infinity, which JSON does not have."""
+    """Replace nan and infinities, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -24,7 +24,7 @@ def finite(value: Any) -> Any:
 
 
 def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
-    """Add a line; a line that a kill cut short does not spoil the next one."""
+    """Append a line, on a new line if a kill cut the last one short."""
     with path.open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
@@ -36,7 +36,7 @@ def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
 def read_decisions(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The last ``limit`` decisions of a file (None: all), oldest first.
 
-    Broken lines are left out; a file that is not there holds none.
+    Broken lines are left out; a missing file holds none.
     """
     if not path.is_file():
         return []
@@ -53,17 +53,17 @@ def read_decisions(path: Path, limit: int | None = None) -> list[dict[str, Any]]
 
 
 def read_all_decisions(folder: Path, topic: str | None = None) -> list[dict[str, Any]]:
-    """Every decision under a folder, of all models that it was used with, by time.
+    """All decisions under a folder, of all models it was used with, by time.
 
     Args:
-        folder: a state folder; one that is not there has no decisions.
-        topic: only of this topic, None for all.
+        folder: a state folder; it may be missing.
+        topic: only decisions of this topic; None for all.
     """
     found = [d for file in folder.rglob(HISTORY_NAME) for d in read_decisions(file)]
     return sorted((d for d in found if topic in (None, d.get("topic"))), key=decision_time)
 
 
 def decision_time(decision: Mapping[str, Any]) -> float:
-    """When it was taken, unix seconds; 0 where it does not say."""
+    """Time of a decision, unix seconds; 0 if it has none."""
     time = decision.get("time")
     return float(time) if isinstance(time, int | float) else 0.0

@@ -1,7 +1,7 @@
-"""One server per state folder: a lock that lasts as long as its process.
+"""Lock and fingerprints of a state folder.
 
-It is an flock on ``<folder>/.lock``, which the kernel releases when the process dies, however it
-dies: a registry that was killed gets its folder back, a second server does not get it.
+The lock is an flock on ``<folder>/.lock``, which the kernel releases when the process dies: a
+registry that was killed gets its folder back, a second server does not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CHUNK = 2**20
 def fingerprints(target: str | Path, drafts: Mapping[str, str | Path]) -> dict[str, str]:
     """Topic to the fingerprint of the target and that topic's initial draft.
 
-    A topic that gets another draft, another topic's included, gets another fingerprint; the
-    other topics keep theirs, and with it their versions.
+    A topic with another initial draft has another fingerprint, and starts without versions; the
+    other topics keep theirs.
 
     Args:
         target: the target's folder.
@@ -54,27 +54,27 @@ def fingerprint(folders: Iterable[str | Path]) -> str:
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
-_WAIT_S = 5.0  # a killed process is announced dead a moment before the kernel has ended it
+_WAIT_S = 5.0  # the kernel ends a killed process a moment after it is reported dead
 _POLL_S = 0.05
 
 _held: dict[Path, IO[bytes]] = {}
 
 
-class StateFolderLocked(RuntimeError):  # noqa: N818 - a state of affairs, named as callers say it
-    """Another process has the folder."""
+class StateFolderLockedError(RuntimeError):
+    """Another process has locked the folder."""
 
 
-def hold(folder: str | Path, wait_s: float = _WAIT_S) -> None:
+def lock_folder(folder: str | Path, wait_s: float = _WAIT_S) -> None:
     """Lock a folder until this process ends; a second call in the process does nothing.
 
-    A file system that knows no locks is used without one, with a warning.
+    A file system without locks is used without one, with a warning.
 
     Args:
-        folder: made where it is missing.
-        wait_s: longest wait for another process to let go, seconds.
+        folder: created if it is missing.
+        wait_s: longest wait for another process to release it, seconds.
 
     Raises:
-        StateFolderLocked: where it does not.
+        StateFolderLockedError: another process does not release it.
     """
     place = Path(folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
@@ -86,13 +86,13 @@ def hold(folder: str | Path, wait_s: float = _WAIT_S) -> None:
     while not _try_lock(file):
         if time.monotonic() >= deadline:
             file.close()
-            raise StateFolderLocked(f"{place} is in use by another server")
+            raise StateFolderLockedError(f"{place} is in use by another server")
         time.sleep(_POLL_S)
     _held[place] = file
 
 
 def is_locked(folder: str | Path) -> bool:
-    """Whether another process holds the folder; nothing is made or kept."""
+    """Whether another process has locked the folder."""
     place = Path(folder).absolute().resolve()
     path = place / LOCK_NAME
     if place in _held or not path.is_file():
@@ -107,5 +107,5 @@ def _try_lock(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        logger.warning("%s: locks do not work here, going on without", file.name)
+        logger.warning("%s: locks are not supported here, continuing without", file.name)
     return True

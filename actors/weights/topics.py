@@ -25,11 +25,11 @@ TOPIC_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 @dataclass(frozen=True, slots=True)
 class AddedTopic:
-    """A topic that no configuration names.
+    """A topic added to a running system.
 
     Attributes:
         name: of the topic and its expert.
-        like: the expert that it started as a copy of; its initial draft is that one's.
+        like: the expert that it was copied from, whose initial draft is its own.
         added: unix seconds.
     """
 
@@ -40,7 +40,7 @@ class AddedTopic:
 
 @dataclass(frozen=True, slots=True)
 class RouterHead:
-    """What the router has learnt beside its model; what is in it is the router's own affair.
+    """Added rows of the router's classifier, opaque to the registry; see AddedTopicHead.
 
     Attributes:
         facts: JSON-able.
@@ -52,12 +52,12 @@ class RouterHead:
 
 
 @dataclass(frozen=True, slots=True)
-class TopicParts:
-    """What an added topic works with.
+class TopicActors:
+    """Handles of an added topic's actors.
 
     Attributes:
-        shard: actor handle of what keeps its records.
-        expert: in a pool, names of its draft's Serve deployment and of that one's application.
+        shard: actor handle of the replay shard.
+        expert: in a pool, names of the expert's Serve deployment and application.
     """
 
     shard: Any
@@ -66,33 +66,33 @@ class TopicParts:
 
 @dataclass(frozen=True, slots=True)
 class TopicsView:
-    """The added topics as the registry announces them.
+    """Snapshot of the added topics.
 
     Attributes:
-        etag: another one wherever anything differs.
-        revision: additions so far, also those of earlier lives.
-        topics: in the order in which they came.
-        head: of the router, None where it did not grow.
-        parts: by topic, as far as somebody has brought them.
+        etag: changes with any other field.
+        revision: number of additions ever.
+        topics: in the order of their addition.
+        head: of the router, None if it has none.
+        actors: by topic, as far as they have been started.
     """
 
     etag: str
     revision: int = 0
     topics: tuple[AddedTopic, ...] = ()
     head: RouterHead | None = None
-    parts: Mapping[str, TopicParts] = field(default_factory=dict)
+    actors: Mapping[str, TopicActors] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
-    """The content of ``topics.json`` and its head."""
+class TopicCatalogue:
+    """Content of ``topics.json``, with the router's head."""
 
     revision: int = 0
     topics: tuple[AddedTopic, ...] = ()
     head: RouterHead | None = None
 
-    def with_topic(self, topic: AddedTopic, head: RouterHead | None) -> Catalogue:
-        """The catalogue after an addition; None leaves the head as it is."""
+    def with_topic(self, topic: AddedTopic, head: RouterHead | None) -> TopicCatalogue:
+        """The catalogue with a further topic; a head of None keeps the present one."""
         return replace(
             self,
             revision=self.revision + 1,
@@ -101,10 +101,10 @@ class Catalogue:
         )
 
 
-def read_catalogue(directory: str | Path) -> Catalogue:
-    """What lies in a folder; empty where nothing readable does.
+def read_catalogue(directory: str | Path) -> TopicCatalogue:
+    """Read a folder's catalogue; empty if there is none or it is unreadable.
 
-    A head that cannot be read is left out: the router then does without the added topics.
+    An unreadable head is left out: the router then does not know the added topics.
     """
     folder = Path(directory)
     content = _read_json(folder / CATALOGUE_NAME)
@@ -116,16 +116,16 @@ def read_catalogue(directory: str | Path) -> Catalogue:
         )
         revision = int(content.get("revision", 0))
     except (TypeError, KeyError, ValueError):
-        logger.warning("%s names no topics that can be read", folder / CATALOGUE_NAME)
-        return Catalogue()
-    return Catalogue(revision, topics, _read_head(folder, content.get("router")))
+        logger.warning("%s holds no valid topics", folder / CATALOGUE_NAME)
+        return TopicCatalogue()
+    return TopicCatalogue(revision, topics, _read_head(folder, content.get("router")))
 
 
-def write_catalogue(directory: str | Path, catalogue: Catalogue) -> None:
-    """Write the head, then replace ``topics.json``: it appears whole or not at all.
+def write_catalogue(directory: str | Path, catalogue: TopicCatalogue) -> None:
+    """Write the head, then replace ``topics.json`` atomically.
 
     Raises:
-        OSError: nothing has changed then.
+        OSError: of the disk; nothing has changed.
     """
     folder = Path(directory)
     content: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
-        # set aside: the next addition would write over what somebody may be able to mend
+        # set aside for repair: the next addition would overwrite it
         logger.warning("%s cannot be read", path, exc_info=True)
         with suppress(OSError):
             path.replace(path.with_suffix(".unreadable"))
@@ -184,34 +184,30 @@ def _replace(path: Path, write: Any) -> None:
         partial.unlink(missing_ok=True)
 
 
-class TopicExists(ValueError):  # noqa: N818 - a state of affairs, named as callers say it
+class TopicExistsError(ValueError):
     """There is such a topic already."""
 
 
-class OutOfDate(ValueError):  # noqa: N818 - a state of affairs, named as callers say it
-    """Another topic was added meanwhile: the router's new head does not know it."""
+class StaleRevisionError(ValueError):
+    """Another topic was added meanwhile: the router's new head lacks it."""
 
 
 class AddedTopics:
-    """The catalogue on disk and who keeps what of it; disk first, announcement second."""
+    """The catalogue, on disk, and the handles of the topics' actors, in memory."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read what lies there.
-
-        Args:
-            directory: of all versions; this process's alone.
-        """
+        """Read the catalogue of a folder that this process alone uses."""
         self._directory = directory
         self._catalogue = read_catalogue(directory)
-        self._parts: dict[str, TopicParts] = {}
+        self._actors: dict[str, TopicActors] = {}
 
     @property
     def topics(self) -> tuple[AddedTopic, ...]:
-        """All that were added, oldest first."""
+        """All added topics, oldest first."""
         return self._catalogue.topics
 
     def inherited(self, given: Mapping[str, str]) -> dict[str, str]:
-        """What experts have, by name, and with it what added ones have of those they began as."""
+        """Values by expert, with those that added experts inherit from what they were copied of."""
         found = dict(given)
         for new in self._catalogue.topics:
             if new.name not in found and new.like in found:
@@ -219,43 +215,43 @@ class AddedTopics:
         return found
 
     def check(self, name: str, known: Container[str], revision: int | None) -> None:
-        """Refuse an addition.
+        """Check that a topic can be added.
 
         Args:
             name: of the new topic.
-            known: every topic that there is.
-            revision: that the new head was grown from; None where there is no new head.
+            known: all topics.
+            revision: of the catalogue that the new head extends; None without a new head.
 
         Raises:
-            TopicExists: there is one of that name.
-            OutOfDate: the revision is another one by now.
-            ValueError: that is no name.
+            TopicExistsError: the name is taken.
+            StaleRevisionError: the catalogue has another revision now.
+            ValueError: an invalid name.
         """
         if not TOPIC_NAME.fullmatch(name):
             raise ValueError(f"{name!r} cannot be the name of a topic")
         if name in known:
-            raise TopicExists(f"there is a topic {name} already")
+            raise TopicExistsError(f"there is a topic {name} already")
         if revision is not None and revision != self._catalogue.revision:
-            raise OutOfDate("another topic was added meanwhile")
+            raise StaleRevisionError("another topic was added meanwhile")
 
     def add(self, topic: AddedTopic, head: RouterHead | None) -> None:
-        """Write the catalogue with a further topic: from then on it is there.
+        """Add a topic to the catalogue on disk.
 
         Raises:
-            OSError: it is not there then.
+            OSError: of the disk; nothing was added.
         """
         catalogue = self._catalogue.with_topic(topic, head)
         write_catalogue(self._directory, catalogue)
         self._catalogue = catalogue
 
-    def bring(self, name: str, parts: TopicParts) -> bool:
-        """Take the handles of an added topic's parts; whether they were not known yet."""
-        new = name not in self._parts
-        self._parts = {**self._parts, name: parts}
+    def register_actors(self, name: str, actors: TopicActors) -> bool:
+        """Store the handles of an added topic's actors; whether there were none before."""
+        new = name not in self._actors
+        self._actors = {**self._actors, name: actors}
         return new
 
     def view(self) -> TopicsView:
-        """What is announced."""
+        """Snapshot for subscribers."""
         own = self._catalogue
-        etag = f"{own.revision} {' '.join(sorted(self._parts))}"
-        return TopicsView(etag, own.revision, own.topics, own.head, dict(self._parts))
+        etag = f"{own.revision} {' '.join(sorted(self._actors))}"
+        return TopicsView(etag, own.revision, own.topics, own.head, dict(self._actors))

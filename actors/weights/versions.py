@@ -1,4 +1,4 @@
-"""Which weight versions of a topic there are, and what a manifest says of them."""
+"""Version numbers of a topic, and their manifest. Pure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
-class VersionChanged(ValueError):  # noqa: N818 - a state of affairs, named as callers say it
-    """Other weights are served than the caller believes."""
+class VersionChangedError(ValueError):
+    """The served version is not the one that the caller expects."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicVersions:
-    """A topic's version numbers; each change is a new object with the numbers after it.
+    """Version numbers of a topic; every change returns a new object.
 
     Attributes:
-        version: the highest number that was ever given out; it never falls.
-        stable: that of all requests but the canary's; 0 are the initial weights.
-        candidate: on trial, None where there is none.
+        version: the highest number ever used; it never falls.
+        stable: of all requests outside the canary; 0 are the initial weights.
+        candidate: on trial, None if there is none.
         previous: stable before the present one; None before the first change.
-        candidate_from: where the candidate is an earlier version under a new number, which one.
-        withdrawn: candidates that were rolled back and whose files may still be there.
-        anchor: the last stable version that was shown to be better than the anchor before it, or
-            that somebody asked for.
-        unproven: promotions since then, or since the anchor was last on trial, that were not
-            shown to be better.
-        audit: whether the anchor is on trial for that.
+        candidate_from: the earlier version that the candidate is a copy of, if it is one.
+        withdrawn: candidates that were rolled back and may still have files.
+        last_known_good: the last stable version that was shown to be better than the one before
+            it here, or was set by hand.
+        unproven: promotions since then, or since the last audit, not shown to be better.
+        audit: whether the candidate is the last known good version, on trial after these.
     """
 
     version: int = 0
@@ -35,25 +34,25 @@ class TopicVersions:
     previous: int | None = None
     withdrawn: tuple[int, ...] = ()
     candidate_from: int | None = None
-    anchor: int = 0
+    last_known_good: int = 0
     unproven: int = 0
     audit: bool = False
 
     def published(self, version: int) -> TopicVersions:
-        """New stable weights, without a trial; a candidate goes."""
+        """Make a new version stable without a trial; withdraw a candidate."""
         return replace(
             self._without_candidate(),
             version=version,
             stable=version,
             previous=self.stable,
-            anchor=version,
+            last_known_good=version,
             unproven=0,
         )
 
     def on_trial(
         self, version: int, candidate_from: int | None = None, *, audit: bool = False
     ) -> TopicVersions:
-        """A new candidate, in place of one that there may be."""
+        """Put a new candidate on trial in place of another one."""
         return replace(
             self._without_candidate(),
             version=version,
@@ -63,53 +62,55 @@ class TopicVersions:
         )
 
     def promoted(self, *, proven: bool = False) -> TopicVersions:
-        """The candidate becomes stable.
+        """Make the candidate stable.
 
         Args:
-            proven: whether it was shown to be better than the stable version. It is the anchor
-                then where the stable version was that: to be better than one that was only no
-                worse says little. An earlier version that comes back is the anchor where it was
-                that, or beats it.
+            proven: whether it was shown to be better than the stable version. It is then the
+                last known good one if the stable version was: to be better than an unproven one
+                says little. An earlier version is the last known good one if it was before, or
+                if it beats that one.
         """
         assert self.candidate is not None
-        anchor, unproven = self.anchor, self.unproven
+        last_known_good, unproven = self.last_known_good, self.unproven
         if self.candidate_from is not None:
-            if anchor in (self.candidate_from, self.stable):
-                anchor, unproven = self.candidate, 0
+            if last_known_good in (self.candidate_from, self.stable):
+                last_known_good, unproven = self.candidate, 0
         elif not proven:
             unproven += 1
         elif not unproven:
-            anchor = self.candidate
+            last_known_good = self.candidate
         return replace(
             self,
             stable=self.candidate,
             previous=self.stable,
             candidate=None,
             candidate_from=None,
-            anchor=anchor,
+            last_known_good=last_known_good,
             unproven=unproven,
             audit=False,
         )
 
     def rolled_back(self, *, shown: bool = False) -> TopicVersions:
-        """The candidate goes; its number is not given out again.
+        """Withdraw the candidate; its number is not used again.
 
         Args:
-            shown: whether it was shown to be worse than the stable version, which takes an
-                anchor's place then. Without that the anchor stays: what is lost to it by chance
-                would be lost for good.
+            shown: whether it was shown to be worse than the stable version, which after an audit
+                becomes the last known good one. Otherwise that stays: a loss by chance would be
+                final.
         """
         found = self._without_candidate()
         if not self.audit:
             return found
-        return replace(found, anchor=self.stable if shown else self.anchor, unproven=0)
+        return replace(
+            found, last_known_good=self.stable if shown else self.last_known_good, unproven=0
+        )
 
-    def anchored(self) -> TopicVersions:
-        """The stable version is the anchor: the one before cannot be read any more."""
-        return replace(self, anchor=self.stable, unproven=0)
+    def with_stable_known_good(self) -> TopicVersions:
+        """Make the stable version the last known good one, whose weights cannot be read."""
+        return replace(self, last_known_good=self.stable, unproven=0)
 
     def cleaned(self) -> TopicVersions:
-        """The files of what was withdrawn are gone."""
+        """Forget withdrawn versions once their files are removed."""
         return replace(self, withdrawn=())
 
     def _without_candidate(self) -> TopicVersions:
@@ -120,25 +121,25 @@ class TopicVersions:
 
     @property
     def newest(self) -> int:
-        """The newest that is served: the candidate, or where there is none the stable one."""
+        """The newest served version: the candidate, or the stable one if there is none."""
         return self.stable if self.candidate is None else self.candidate
 
     @property
     def kept(self) -> set[int]:
-        """Versions whose files must stay."""
-        return {v for v in (self.stable, self.candidate, self.previous, self.anchor) if v}
+        """Versions that need their files."""
+        return {v for v in (self.stable, self.candidate, self.previous, self.last_known_good) if v}
 
     def manifest(self) -> dict[str, Any]:
-        """What is written to disk of it."""
+        """JSON-able fields."""
         return asdict(self)
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> TopicVersions:
-        """From a manifest; one of an earlier release names only ``version``, which was stable."""
+        """Parse a manifest; missing fields follow from ``version``."""
         version = _number(manifest.get("version")) or 0
         stable = _number(manifest.get("stable"))
         stable = version if stable is None else stable
-        anchor = _number(manifest.get("anchor"))
+        last_known_good = _number(manifest.get("last_known_good"))
         withdrawn = manifest.get("withdrawn")
         return cls(
             version=version,
@@ -149,7 +150,7 @@ class TopicVersions:
                 v for v in (withdrawn if isinstance(withdrawn, list) else ()) if isinstance(v, int)
             ),
             candidate_from=_number(manifest.get("candidate_from")),
-            anchor=stable if anchor is None else anchor,
+            last_known_good=stable if last_known_good is None else last_known_good,
             unproven=_number(manifest.get("unproven")) or 0,
             audit=manifest.get("audit") is True,
         )

@@ -114,7 +114,7 @@ class LocalClient:
 
     def versions(self) -> dict[str, int] | None:
         """Published ones."""
-        return self.registry.current()
+        return self.registry.stable_versions()
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         """The newest ones."""
@@ -140,7 +140,7 @@ class LocalClient:
         """No topic comes while a benchmark runs."""
         return {}
 
-    def live(self) -> dict[str, dict[str, Any]] | None:
+    def topic_status(self) -> dict[str, dict[str, Any]] | None:
         """None: there is no canary, every published version is served at once."""
         return None
 
@@ -244,7 +244,7 @@ class Learner:
     def _round(self) -> None:
         began = time.process_time()
         self._loop.run_round()
-        for expert, version in self.client.registry.current().items():
+        for expert, version in self.client.registry.stable_versions().items():
             flat = self.client.registry.stable_weights(expert).reference
             if version != self._known[expert] and flat is not None:
                 self._put(SwapWeights(expert, version, unflatten(flat)))

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.actors.weights.versions import VersionChanged
+from paceline.actors.weights.versions import VersionChangedError
 from paceline.deploy.api.actor_calls import Call, call_required, call_with_timeout, remote_message
 from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.auth import authorize, forbidden
@@ -111,7 +111,7 @@ class Operations:
             )
         except KeyError as error:
             raise _unknown_topic(body.topic) from error
-        except VersionChanged as error:
+        except VersionChangedError as error:
             text = f"{remote_message(error)}: nothing was changed."
             raise ApiError(409, text, param="expected", code=VERSION_CHANGED) from error
         except ValueError as error:

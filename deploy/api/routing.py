@@ -91,7 +91,7 @@ class ExpertList(Collection[str]):
     @property
     def shards(self) -> dict[str, Any]:
         """Handles of the added topics' replay shards, as far as they are known."""
-        return {name: parts.shard for name, parts in self.view.parts.items()}
+        return {name: actors.shard for name, actors in self.view.actors.items()}
 
     def update(self, view: TopicsView) -> None:
         """Add the topics of a view; experts are never removed."""

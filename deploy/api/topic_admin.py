@@ -19,7 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.actors.replay.record import RecordError, decode
 from paceline.actors.router.growth import GrowthSettings
 from paceline.actors.router.policy import GENERAL, LeastConfidence
-from paceline.actors.weights.topics import OutOfDate, RouterHead, TopicExists, TopicsView
+from paceline.actors.weights.topics import (
+    RouterHead,
+    StaleRevisionError,
+    TopicExistsError,
+    TopicsView,
+)
 from paceline.deploy.api.actor_calls import Call, call_or_none, call_required, remote_message
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.prompt_encoder import PromptEncoder
@@ -152,7 +157,7 @@ class TopicAdmin:
         registry = self._actors.registry
         view, versions, facts, labels = await asyncio.gather(
             call_or_none(registry and registry.topics.remote, _QUERY_TIMEOUT_S),
-            call_or_none(registry and registry.current.remote, _QUERY_TIMEOUT_S),
+            call_or_none(registry and registry.stable_versions.remote, _QUERY_TIMEOUT_S),
             call_or_none(self._target.describe.remote, _QUERY_TIMEOUT_S),
             call_or_none(self._router and self._router.labels.remote, _QUERY_TIMEOUT_S),
         )
@@ -241,9 +246,9 @@ class TopicAdmin:
                 message,
                 UNKNOWN_OUTCOME,
             )
-        except TopicExists as error:
+        except TopicExistsError as error:
             raise _exists(name) from error
-        except OutOfDate as error:
+        except StaleRevisionError as error:
             raise _conflict() from error
         except (KeyError, ValueError) as error:
             raise internal(f"The weight registry refuses: {remote_message(error)}") from error

@@ -268,7 +268,7 @@ def wait_for_registry(running: RunningApp) -> dict[str, int]:
 
     def answers() -> bool:
         try:
-            versions.update(ray.get(running.registry.current.remote(), timeout=5))
+            versions.update(ray.get(running.registry.stable_versions.remote(), timeout=5))
         except ray.exceptions.RayError:
             return False
         return True

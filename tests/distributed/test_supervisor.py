@@ -77,7 +77,7 @@ def versions() -> Any:
         registry = ray.get_actor("paceline-registry", NAMESPACE)
     except ValueError:
         return None
-    return ray.get(registry.current.remote(), timeout=30)
+    return ray.get(registry.stable_versions.remote(), timeout=30)
 
 
 def test_it_knows_where_serve_listens(handle: Any) -> None:

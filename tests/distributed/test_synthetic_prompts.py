@@ -100,7 +100,9 @@ def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: Running
     assert eventually(done)
     load = ray.get(running.scheduler.snapshot.remote(), timeout=10)
     assert (load["running"], load["waiting"]) == (0, 0)
-    assert eventually(lambda: ray.get(running.registry.current.remote(), timeout=10)["sql"] >= 1)
+    assert eventually(
+        lambda: ray.get(running.registry.stable_versions.remote(), timeout=10)["sql"] >= 1
+    )
 
 
 def test_a_purge_takes_a_request_s_synthetic_records(running: RunningApp) -> None:

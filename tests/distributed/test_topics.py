@@ -139,11 +139,11 @@ def test_a_topic_is_added_learnt_and_survives(tmp_path: Path) -> None:
             pid = ray.get(actor.__ray_call__.remote(lambda _self: os.getpid()), timeout=60)
             os.kill(pid, signal.SIGKILL)
         parts = eventually(
-            lambda: ray.get(running.registry.topics.remote(), timeout=30).parts, seconds=120
+            lambda: ray.get(running.registry.topics.remote(), timeout=30).actors, seconds=120
         )
         assert set(parts) == {"travel"}
         drafts_without_failures(running.base_url)
-        learnt = ray.get(running.registry.current.remote(), timeout=30)["travel"]
+        learnt = ray.get(running.registry.stable_versions.remote(), timeout=30)["travel"]
     with app.start(config_of(tmp_path, "colocated")) as running:
         assert "travel" in running.description["drafts"]
         assert row(running.base_url)["weight_version"] >= learnt >= 1

@@ -70,8 +70,8 @@ def test_a_stuck_topic_does_not_stop_the_others(draft: Path, tmp_path: Path) -> 
     loop = make_loop(trainer_settings(draft, topics=topics), client)
     for _ in range(6):
         loop.run_round()
-    assert client.registry.current()["shell"] >= 1
-    assert client.registry.current()["sql"] == 1
+    assert client.registry.stable_versions()["shell"] >= 1
+    assert client.registry.stable_versions()["sql"] == 1
 
 
 def initial(loop: TrainingLoop) -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ def test_a_topic_whose_round_raises_does_not_stop_the_others(
         except (OSError, ValueError):
             failed += 1
     assert 1 <= failed <= 3
-    assert client.registry.current()["shell"] >= 1
+    assert client.registry.stable_versions()["shell"] >= 1
 
 
 def test_lost_weights_are_replaced_from_the_initial_ones_and_versions_go_on(
@@ -114,7 +114,7 @@ def test_lost_weights_are_replaced_from_the_initial_ones_and_versions_go_on(
     assert client.registry.stable_weights("sql") == SlotWeights(1)
     loop = make_loop(trainer_settings(draft), client)
     assert loop.run_round()
-    assert client.registry.current()["sql"] == 2
+    assert client.registry.stable_versions()["sql"] == 2
     assert client.registry.history("sql")[-1]["served_expected_acceptance"] < 0.3
 
 
@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_ends_the_round_and_drops_the_candidate(
     [decision] = client.registry.history("sql")
     assert decision["outcome"] == "rejected"
     assert decision["reason"] == "the training loss is not finite"
-    assert client.registry.current()["sql"] == 0
+    assert client.registry.stable_versions()["sql"] == 0
     assert loop.progress.loss is None
     assert loop.progress.micro_steps < 5  # a round has 60
     assert loop.candidate("sql").steps == 0
@@ -148,7 +148,7 @@ def test_a_dead_registry_costs_a_round_and_no_more(draft: Path, tmp_path: Path) 
     client.registry = registry
     assert loop.run_round()
     assert registry is not None
-    assert registry.current()["sql"] == 1
+    assert registry.stable_versions()["sql"] == 1
 
 
 def test_a_publication_that_was_not_confirmed_is_found_again(draft: Path, tmp_path: Path) -> None:
@@ -169,4 +169,4 @@ def test_a_publication_that_was_not_confirmed_is_found_again(draft: Path, tmp_pa
     client.publish = publish  # type: ignore[method-assign]
     loop.run_round()
     assert client.registry is not None
-    assert loop.candidate("sql").version == client.registry.current()["sql"] >= 1
+    assert loop.candidate("sql").version == client.registry.stable_versions()["sql"] >= 1

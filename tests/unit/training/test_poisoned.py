@@ -18,14 +18,14 @@ from paceline.actors.replay.record import encode
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.weights.canary import CanarySettings
-from paceline.actors.weights.cooldown import NotNow
+from paceline.actors.weights.cooldown import CandidateRefusedError
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights, flatten
 from paceline.actors.weights.registry import WeightRegistry
 
 SHARE = 0.25
 NEW = itertools.count()
-CANARY = CanarySettings(rest_s=0.0, least_trial_s=0.0)  # the registry gives no respite
+CANARY = CanarySettings(cooldown_s=0.0, min_trial_s=0.0)  # the registry gives no respite
 
 
 def bring(client: LocalClient, count: int) -> None:
@@ -62,12 +62,12 @@ def test_noise_without_end_costs_the_canarys_share_and_no_token(tmp_path: Path) 
     clean = Serving(model(), lambda: model(0.02), SHARE, canaried(tmp_path / "clean"))
     published = 0
     for start in range(0, 320, 16):
-        if serving.registry.live()["sql"]["candidate"] is None:
+        if serving.registry.topic_status()["sql"]["candidate"] is None:
             serving.registry.publish("sql", noise(start, 0.5), {"forged": True})
             published += 1
         serving.serve(prompts(16, start))
         clean.serve(prompts(16, start))
-        assert serving.registry.current() == {"sql": 0}
+        assert serving.registry.stable_versions() == {"sql": 0}
     assert published >= 5
     assert serving.texts == clean.texts
     on_trial = [rate for rate in serving.rates if rate[0] != 0]
@@ -88,11 +88,11 @@ def test_a_little_worse_again_and_again_is_not_let_through(tmp_path: Path) -> No
     """Harm by small steps: every candidate is a bit worse than what is served."""
     serving = Serving(model(), lambda: model(), 0.5, canaried(tmp_path))
     for start in range(0, 480, 16):
-        if serving.registry.live()["sql"]["candidate"] is None:
+        if serving.registry.topic_status()["sql"]["candidate"] is None:
             serving.registry.publish("sql", noise(start, 0.06), {"forged": True})
         serving.serve(prompts(16, start))
     assert mean_rate([r for r in serving.rates if r[0] == 0]) > 0.99
-    assert serving.registry.current() == {"sql": 0}
+    assert serving.registry.stable_versions() == {"sql": 0}
 
 
 @pytest.mark.usefixtures("deepspeed")
@@ -110,7 +110,7 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     assert deceived["gain_lower_bound"] < deceived["gain_upper_bound"]
     assert loop.candidate("sql").version == 1
     serving.serve(prompts(48))
-    assert client.registry.current()["sql"] == 0
+    assert client.registry.stable_versions()["sql"] == 0
     last = client.registry.history("sql")[-1]
     assert last["outcome"] == "rolled_back"
     assert last["difference_upper_bound"] < 0.0
@@ -118,7 +118,7 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     assert {version for version, _ in serving.rates[-16:]} == {0}
     bring(client, 4)
     assert loop.run_round()
-    assert client.registry.current()["sql"] == 0
+    assert client.registry.stable_versions()["sql"] == 0
     again = client.registry.history("sql")[-1]  # judged against what is served, not against itself
     before = deceived["served_expected_acceptance"]
     assert again["served_expected_acceptance"] == pytest.approx(before, abs=0.05)
@@ -139,10 +139,10 @@ def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_
     for number in range(1, settings.schedule.max_rejections + 1):
         bring(client, settings.schedule.min_new)
         assert loop.run_round()
-        assert registry.live()["sql"]["candidate"] == number
+        assert registry.topic_status()["sql"]["candidate"] == number
         for _ in range(4):
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (number, 2))])
-        assert registry.live()["sql"]["candidate"] is None
+        assert registry.topic_status()["sql"]["candidate"] is None
     bring(client, settings.schedule.min_new)
     assert not loop.run_round()  # enough for a rejected candidate, not for a plateau
     bring(client, 40)
@@ -168,7 +168,7 @@ def test_weights_with_a_nan_are_refused_and_the_trainer_starts_again(
     assert loop.run_round()
     assert client.registry is not None
     assert [d["outcome"] for d in client.registry.history("sql")] == ["refused"]
-    assert client.registry.current()["sql"] == 0
+    assert client.registry.stable_versions()["sql"] == 0
     assert loop.candidate("sql").steps == 0
     assert loop.progress.rejected == 1
 
@@ -200,10 +200,10 @@ def test_training_goes_on_while_a_canary_is_undecided_and_publishes_after_it(
     assert loop.run_round()
     assert loop.progress.state == "waiting for the canary"
     assert loop.candidate("sql").steps > steps
-    assert registry.live()["sql"]["candidate"] == 1
+    assert registry.topic_status()["sql"]["candidate"] == 1
     for _ in range(8):
         registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 2), (1, 16))])
-    assert registry.current()["sql"] == 1
+    assert registry.stable_versions()["sql"] == 1
     steps = loop.candidate("sql").steps
     loop.run_round()
     assert loop.candidate("sql").version >= 1
@@ -220,12 +220,12 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     assert registry is not None
     loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
     assert loop.run_round()
-    assert registry.live()["sql"]["candidate"] == 1
+    assert registry.topic_status()["sql"]["candidate"] == 1
     registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
     bring(client, 5)
 
     def leave() -> bool:  # asked for before every micro-step
-        if registry.live()["sql"]["candidate"] is not None:
+        if registry.topic_status()["sql"]["candidate"] is not None:
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (1, 2))])
         return True
 
@@ -279,14 +279,14 @@ def test_drift_of_live_requests_is_noted_and_ends_a_plateau(draft: Path, tmp_pat
 def test_a_round_keeps_what_it_has_learnt_where_the_registry_takes_nothing_now(
     draft: Path, tmp_path: Path
 ) -> None:
-    client = filled(tmp_path, canary=CanarySettings(least_trial_s=1e6))
+    client = filled(tmp_path, canary=CanarySettings(min_trial_s=1e6))
     registry = client.registry
     assert registry is not None
     loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
     publish = client.publish
 
     def closed(*_: Any) -> int:
-        raise NotNow("sql: the one before has only just gone on trial")
+        raise CandidateRefusedError("sql: the one before has only just gone on trial")
 
     client.publish = closed  # type: ignore[method-assign]  # after the trainer has looked
     assert loop.run_round()
@@ -298,7 +298,7 @@ def test_a_round_keeps_what_it_has_learnt_where_the_registry_takes_nothing_now(
     bring(client, 5)
     assert loop.run_round()
     assert own.steps > steps
-    assert registry.live()["sql"]["candidate"] == own.version == 1
+    assert registry.topic_status()["sql"]["candidate"] == own.version == 1
     steps = own.steps
     bring(client, 5)
     assert loop.run_round()  # now it sees beforehand that nothing is taken

@@ -306,7 +306,7 @@ class _Nothing:
     def versions(self) -> dict[str, int] | None:
         return {}
 
-    def live(self) -> dict[str, dict[str, Any]] | None:
+    def topic_status(self) -> dict[str, dict[str, Any]] | None:
         return {}
 
     def weights(self, topic: str) -> None:  # noqa: ARG002 - the protocol's

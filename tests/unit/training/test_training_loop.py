@@ -43,7 +43,7 @@ def test_learns_and_publishes_what_is_better(draft: Path, tmp_path: Path) -> Non
     assert history[-1]["candidate_expected_acceptance"] > 0.8
     assert history[0]["served_expected_acceptance"] < 0.3
     version, flat = client.weights("sql") or (0, None)
-    assert version == client.registry.current()["sql"] >= 1
+    assert version == client.registry.stable_versions()["sql"] >= 1
     assert flat is not None
     assert {t.dtype for t in unflatten(flat).values()} == {torch.bfloat16}
     assert loop.progress.published + loop.progress.rejected == loop.progress.rounds
@@ -89,7 +89,7 @@ def test_what_is_not_better_is_rejected_learns_on_then_rests(draft: Path, tmp_pa
     while loop.run_round():
         pass
     assert client.registry is not None
-    assert set(client.registry.current().values()) == {0}
+    assert set(client.registry.stable_versions().values()) == {0}
     assert {d["outcome"] for d in client.registry.history()} == {"rejected"}
     assert loop.candidate("sql").rejections == 2
     assert loop.candidate("sql").steps > 0  # what it has learnt is kept
@@ -101,16 +101,16 @@ def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> 
     loop = make_loop(
         trainer_settings(draft, ("sql",), distiller=distiller, round_seconds=0.2), client
     )
-    while client.registry is None or not client.registry.current()["sql"]:
+    while client.registry is None or not client.registry.stable_versions()["sql"]:
         assert loop.run_round()
     draft_in_training = loop.candidate("sql")._distiller._engine.module.draft
     for weight in draft_in_training.parameters():
         weight.data.normal_(0.0, 0.5)
     for number in range(8):
         client.shards["sql"].insert(encode(lesson(2_000 + number)))
-    version = client.registry.current()["sql"]
+    version = client.registry.stable_versions()["sql"]
     assert loop.run_round()
-    assert client.registry.current()["sql"] == version
+    assert client.registry.stable_versions()["sql"] == version
     last = client.registry.history("sql")[-1]
     assert last["outcome"] == "rejected"
     assert last["gain_upper_bound"] < 0
@@ -468,7 +468,7 @@ def test_a_topic_that_comes_while_the_trainer_runs_is_taught(draft: Path, tmp_pa
         record = dataclasses.replace(lesson(number), topic="geo", request_id=f"geo-{number}")
         client.shards["geo"].insert(encode(record))
     for _ in range(20):
-        if client.registry.current()["geo"] > 1:
+        if client.registry.stable_versions()["geo"] > 1:
             break
         loop.run_round()
     first = next(d for d in client.registry.history("geo") if d["outcome"] == "published")

@@ -19,10 +19,10 @@ from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.topics import (
     CATALOGUE_NAME,
-    OutOfDate,
     RouterHead,
-    TopicExists,
-    TopicParts,
+    StaleRevisionError,
+    TopicActors,
+    TopicExistsError,
     read_catalogue,
 )
 
@@ -57,12 +57,12 @@ def test_a_topic_starts_as_a_copy_of_what_general_is_served_as(tmp_path: Path) -
     reg = taught(tmp_path)
     assert reg.add_topic("geo", "general", head(1.0), 0) == 1
     assert news(reg, "geo") == (1, 3.0)
-    assert reg.current() == {"general": 1, "sql": 0, "geo": 1}
-    assert reg.live()["geo"]["stable"] == 1
+    assert reg.stable_versions() == {"general": 1, "sql": 0, "geo": 1}
+    assert reg.topic_status()["geo"]["stable"] == 1
     assert reg.history("geo")[-1]["outcome"] == "added"
     assert reg.publish("geo", weights(4.0), {}) == 2
     reg.report([DraftOutcome("geo", 2, 3, 1)])
-    assert reg.live()["geo"]["requests"] == 1
+    assert reg.topic_status()["geo"]["requests"] == 1
     assert news(reg, "general") == (1, 3.0)
 
 
@@ -82,7 +82,7 @@ def test_a_restarted_registry_knows_the_topic_and_the_routers_head(tmp_path: Pat
     first.add_topic("law", "general", head(2.0), 1)
     first.publish("geo", weights(4.0), {})
     second = registry(tmp_path, canary=CanarySettings())
-    assert second.current() == {"general": 1, "sql": 0, "geo": 2, "law": 1}
+    assert second.stable_versions() == {"general": 1, "sql": 0, "geo": 2, "law": 1}
     assert news(second, "geo") == (2, 4.0)
     view = second.topics()
     assert [(t.name, t.like, t.added) for t in view.topics] == [
@@ -94,22 +94,22 @@ def test_a_restarted_registry_knows_the_topic_and_the_routers_head(tmp_path: Pat
     assert view.head.arrays["weight"].tolist() == [[2.0] * 3]
     assert len(list(tmp_path.glob("router-*.safetensors"))) == 1
     assert second.publish("law", weights(5.0), {}) == 2
-    assert second.live()["law"]["candidate"] == 2
+    assert second.topic_status()["law"]["candidate"] == 2
 
 
 def test_what_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
     reg = taught(tmp_path)
     reg.add_topic("geo", "general", head(1.0), 0)
     before = reg.topics().etag, (tmp_path / CATALOGUE_NAME).read_text()
-    for name, error in [("geo", TopicExists), ("sql", TopicExists), ("Geo!", ValueError)]:
+    for name, error in [("geo", TopicExistsError), ("sql", TopicExistsError), ("Geo!", ValueError)]:
         with pytest.raises(error):
             reg.add_topic(name, "general", head(2.0), 1)
-    with pytest.raises(OutOfDate):
+    with pytest.raises(StaleRevisionError):
         reg.add_topic("law", "general", head(2.0), 0)
     with pytest.raises(KeyError):
         reg.add_topic("law", "nobody", head(2.0), 1)
     assert (reg.topics().etag, (tmp_path / CATALOGUE_NAME).read_text()) == before
-    assert set(reg.current()) == {"general", "sql", "geo"}
+    assert set(reg.stable_versions()) == {"general", "sql", "geo"}
 
 
 @pytest.mark.parametrize("died", [True, False])
@@ -127,7 +127,7 @@ def test_an_addition_that_ends_before_the_catalogue_was_never_there(
         with pytest.raises(OSError, match="space"):
             reg.add_topic("geo", "general", head(1.0), 0)
     reg = registry(tmp_path) if died else reg
-    assert "geo" not in reg.current()
+    assert "geo" not in reg.stable_versions()
     assert reg.topics().topics == ()
     assert "geo" not in asyncio.run(reg.wait_for_changes({}, None, 0.01)).weights
     assert reg.add_topic("geo", "general", head(1.0), 0) == 2  # numbers are not given out twice
@@ -138,12 +138,12 @@ def test_a_torn_catalogue_or_head_costs_the_topics_or_the_router_alone(tmp_path:
     taught(tmp_path).add_topic("geo", "general", head(1.0), 0)
     (tmp_path / "router-1.safetensors").write_bytes(b"torn")
     again = registry(tmp_path)
-    assert again.current()["geo"] == 1
+    assert again.stable_versions()["geo"] == 1
     assert again.topics().head is None
     for content in ("torn", "[]", json.dumps({"topics": [{"name": "../x"}]})):
         (tmp_path / CATALOGUE_NAME).write_text(content)
         assert read_catalogue(tmp_path).topics == ()
-        assert registry(tmp_path).current() == {"general": 1, "sql": 0}
+        assert registry(tmp_path).stable_versions() == {"general": 1, "sql": 0}
 
 
 def test_those_who_wait_hear_of_topics_and_of_who_works_for_them(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_those_who_wait_hear_of_topics_and_of_who_works_for_them(tmp_path: Path)
         assert [topic.name for topic in second.topics] == ["geo"]
         poll = asyncio.create_task(changed(reg, second.etag))
         await asyncio.sleep(0.01)
-        reg.bring_parts("geo", TopicParts("shard"))
+        reg.register_actors("geo", TopicActors("shard"))
         third = await asyncio.wait_for(poll, 2.0)
-        assert third.parts == {"geo": TopicParts("shard")}
+        assert third.actors == {"geo": TopicActors("shard")}
         reborn = await changed(registry(tmp_path), third.etag)
         assert reborn.etag == second.etag
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import stats as scipy_stats
 
-from paceline.actors.weights.canary import Action, Canary, CanarySettings, Trials, Verdict, Watch
-from paceline.actors.weights.draft_outcomes import DraftOutcome, Spread, Tally, compare
+from paceline.actors.weights.canary import (
+    Canary,
+    CanaryAction,
+    CanaryMonitor,
+    CanarySettings,
+    PromotionWatch,
+)
+from paceline.actors.weights.draft_outcomes import (
+    AcceptanceStats,
+    DraftOutcome,
+    VariancePrior,
+    compare,
+)
 from paceline.actors.weights.slots import candidate_of, expert_of, in_canary, slot_for
 
 STABLE, CANDIDATE = 3, 4
@@ -25,20 +36,20 @@ def drawn(rng: np.random.Generator, version: int, rate: float) -> DraftOutcome:
     return outcome(version, int(rng.binomial(rounds, own)), rounds)
 
 
-def trial(seed: int, gain: float, share: float = 0.5) -> Verdict:
+def trial(seed: int, gain: float, share: float = 0.5) -> CanaryAction | None:
     rng, canary = np.random.default_rng(seed), Canary(CANDIDATE, STABLE, SETTINGS)
     for _ in range(1_000):
         version, rate = (CANDIDATE, 0.5 + gain) if rng.random() < share else (STABLE, 0.5)
-        verdict = canary.observe(drawn(rng, version, rate))
-        if verdict is not Verdict.WAIT:
-            return verdict
-    return Verdict.WAIT
+        decided = canary.observe(drawn(rng, version, rate))
+        if decided is not None:
+            return decided
+    return None
 
 
 def promoted_share(gain: float, trials: int = 60) -> float:
-    verdicts = [trial(seed, gain) for seed in range(trials)]
-    assert Verdict.WAIT not in verdicts  # a thousand requests decide every trial
-    return verdicts.count(Verdict.PROMOTE) / trials
+    decisions = [trial(seed, gain) for seed in range(trials)]
+    assert None not in decisions  # a thousand requests decide every trial
+    return decisions.count(CanaryAction.PROMOTE) / trials
 
 
 def test_better_candidates_pass_and_worse_ones_do_not() -> None:
@@ -47,29 +58,29 @@ def test_better_candidates_pass_and_worse_ones_do_not() -> None:
     assert promoted_share(-0.06) <= 0.2
 
 
-def test_a_tally_is_that_of_numpy() -> None:
+def test_acceptance_stats_are_those_of_numpy() -> None:
     rng = np.random.default_rng(0)
     rounds = rng.integers(1, 30, 50)
     accepted = rng.binomial(rounds, 0.4)
-    tally = Tally()
+    stats = AcceptanceStats()
     for n, a in zip(rounds, accepted, strict=True):
-        tally.add(outcome(1, int(a), int(n)))
+        stats.add(outcome(1, int(a), int(n)))
     rate = accepted.sum() / rounds.sum()
-    assert tally.rate == pytest.approx(rate)
+    assert stats.rate == pytest.approx(rate)
     residuals = (accepted - rate * rounds) / rounds.mean()
-    assert tally.variance() == pytest.approx((residuals**2).sum() / 49)
+    assert stats.variance() == pytest.approx((residuals**2).sum() / 49)
 
 
 def test_a_comparison_without_assumptions_is_welchs() -> None:
     rng = np.random.default_rng(1)
     samples = [rng.integers(0, 21, 40), rng.integers(3, 21, 30)]
-    tallies = []
+    both = []
     for values in samples:
-        tallies.append(Tally())
+        both.append(AcceptanceStats())
         for value in values:
-            tallies[-1].add(outcome(1, int(value), 20))
-    found = compare(*tallies, error=0.05, spread=Spread(weight=0.0))
-    expected = stats.ttest_ind(samples[0] / 20, samples[1] / 20, equal_var=False)
+            both[-1].add(outcome(1, int(value), 20))
+    found = compare(*both, error=0.05, prior=VariancePrior(weight=0.0))
+    expected = scipy_stats.ttest_ind(samples[0] / 20, samples[1] / 20, equal_var=False)
     interval = expected.confidence_interval(0.9)
     assert found.lower == pytest.approx(interval.low, abs=2e-3)  # degrees of freedom are whole
     assert found.upper == pytest.approx(interval.high, abs=2e-3)
@@ -77,28 +88,28 @@ def test_a_comparison_without_assumptions_is_welchs() -> None:
 
 def test_nothing_is_promoted_without_evidence_of_both() -> None:
     alone = Canary(CANDIDATE, STABLE, SETTINGS)
-    assert {alone.observe(outcome(CANDIDATE, 20)) for _ in range(200)} == {Verdict.WAIT}
+    assert {alone.observe(outcome(CANDIDATE, 20)) for _ in range(200)} == {None}
     without = Canary(CANDIDATE, STABLE, SETTINGS)
-    assert {without.observe(outcome(STABLE, 20)) for _ in range(200)} == {Verdict.WAIT}
+    assert {without.observe(outcome(STABLE, 20)) for _ in range(200)} == {None}
 
 
 def test_requests_of_other_versions_say_nothing() -> None:
     canary = Canary(CANDIDATE, STABLE, SETTINGS)
     for _ in range(100):
         canary.observe(outcome(STABLE, 10))
-        assert canary.observe(outcome(2, 20)) is Verdict.WAIT
-    assert canary.figures()["canary_requests"] == 0
+        assert canary.observe(outcome(2, 20)) is None
+    assert canary.stats()["canary_requests"] == 0
 
 
 def test_a_clear_case_is_decided_at_the_first_look_and_an_equal_one_by_its_mean() -> None:
-    for accepted, verdict in ((18, Verdict.PROMOTE), (2, Verdict.ROLL_BACK)):
+    for accepted, decided in ((18, CanaryAction.PROMOTE), (2, CanaryAction.ROLL_BACK)):
         canary = Canary(CANDIDATE, STABLE, SETTINGS)
         for _ in range(SETTINGS.looks[0] - 1):
             canary.observe(outcome(STABLE, 10))
-            assert canary.observe(outcome(CANDIDATE, accepted)) is Verdict.WAIT
+            assert canary.observe(outcome(CANDIDATE, accepted)) is None
         canary.observe(outcome(STABLE, 10))
-        assert canary.observe(outcome(CANDIDATE, accepted)) is verdict
-    for odd, verdict in ((0, Verdict.PROMOTE), (1, Verdict.ROLL_BACK)):
+        assert canary.observe(outcome(CANDIDATE, accepted)) is decided
+    for odd, decided in ((0, CanaryAction.PROMOTE), (1, CanaryAction.ROLL_BACK)):
         settings = CanarySettings(margin=0.0)
         canary, taken = Canary(CANDIDATE, STABLE, settings), []
         for number in range(settings.looks[-1]):
@@ -106,41 +117,43 @@ def test_a_clear_case_is_decided_at_the_first_look_and_an_equal_one_by_its_mean(
             accepted = 20 if number % 2 else 0
             accepted -= number == odd == 1  # one position of one request
             taken.append(canary.observe(outcome(CANDIDATE, accepted)))
-        assert set(taken[:-1]) == {Verdict.WAIT}
-        assert taken[-1] is verdict
+        assert set(taken[:-1]) == {None}
+        assert taken[-1] is decided
 
 
 def test_a_candidate_whose_drafts_fail_goes_at_once() -> None:
     canary = Canary(CANDIDATE, STABLE, SETTINGS)
-    assert canary.observe(DraftOutcome("sql", 2, 0, 0, failed=True)) is Verdict.WAIT
-    assert canary.observe(DraftOutcome("sql", 4, 0, 0, failed=True)) is Verdict.ROLL_BACK
-    assert canary.figures()["reason"] == "its drafts failed"
+    assert canary.observe(DraftOutcome("sql", 2, 0, 0, failed=True)) is None
+    assert canary.observe(DraftOutcome("sql", 4, 0, 0, failed=True)) is CanaryAction.ROLL_BACK
+    assert canary.stats()["reason"] == "its drafts failed"
 
 
 SILENT, HALF = 0, 10  # rounds of a request without a draft; accepted of 20
 
 
-def heard(first: DraftOutcome, second: DraftOutcome, at_most: int = 400) -> tuple[Verdict, int]:
-    """The verdict on two slots whose requests end by turns, and how many of each it took."""
+def heard(
+    first: DraftOutcome, second: DraftOutcome, at_most: int = 400
+) -> tuple[CanaryAction | None, int]:
+    """The decision on two slots whose requests end by turns, and how many of each it took."""
     canary = Canary(CANDIDATE, STABLE, SETTINGS)
     for number in range(1, at_most + 1):
         for one in (first, second):
-            verdict = canary.observe(one)
-            if verdict is not Verdict.WAIT:
-                assert len(canary.figures()["reason"]) > 0
-                return verdict, number
-    return Verdict.WAIT, at_most
+            decided = canary.observe(one)
+            if decided is not None:
+                assert len(canary.stats()["reason"]) > 0
+                return decided, number
+    return None, at_most
 
 
 def test_a_trial_in_which_one_slot_never_drafts_is_decided_for_the_other() -> None:
     last = SETTINGS.looks[-1]
     candidate, stable = outcome(CANDIDATE, HALF), outcome(STABLE, HALF)
     none = {version: outcome(version, 0, SILENT) for version in (CANDIDATE, STABLE)}
-    assert heard(candidate, none[STABLE]) == (Verdict.PROMOTE, last)
-    assert heard(none[CANDIDATE], stable) == (Verdict.ROLL_BACK, last)
-    assert heard(none[CANDIDATE], none[STABLE])[0] is Verdict.WAIT
+    assert heard(candidate, none[STABLE]) == (CanaryAction.PROMOTE, last)
+    assert heard(none[CANDIDATE], stable) == (CanaryAction.ROLL_BACK, last)
+    assert heard(none[CANDIDATE], none[STABLE])[0] is None
     failing = DraftOutcome("sql", STABLE, 0, 0, failed=True)
-    assert heard(candidate, failing)[0] is Verdict.WAIT  # a failure is not silence
+    assert heard(candidate, failing)[0] is None  # a failure is not silence
 
 
 def test_slots_that_both_draft_now_and_then_are_judged_by_what_they_draft() -> None:
@@ -149,80 +162,80 @@ def test_slots_that_both_draft_now_and_then_are_judged_by_what_they_draft() -> N
     for number in range(400):  # the stable draft has nine times the requests
         for version in (*[STABLE] * 9, CANDIDATE):
             drafts = number % 10 == 0 and (version == STABLE or number < 30)
-            assert canary.observe(outcome(version, HALF if drafts else 0, 20 * drafts)) is (
-                Verdict.WAIT
-            )
+            assert canary.observe(outcome(version, HALF if drafts else 0, 20 * drafts)) is (None)
 
 
 def test_silence_moves_no_mean_and_no_count_of_drafted_requests() -> None:
-    with_silence, without = Tally(), Tally()
-    trials = Trials(("sql",), SETTINGS)
-    trials.begin("sql", CANDIDATE, STABLE)
+    with_silence, without = AcceptanceStats(), AcceptanceStats()
+    monitor = CanaryMonitor(("sql",), SETTINGS)
+    monitor.begin_trial("sql", CANDIDATE, STABLE)
     for accepted in (3, 18, 7):
         for version in (STABLE, CANDIDATE):
-            trials.observe(outcome(version, accepted))
-            trials.observe(outcome(version, 0, SILENT))
+            monitor.observe(outcome(version, accepted))
+            monitor.observe(outcome(version, 0, SILENT))
         with_silence.add(outcome(STABLE, accepted))
         without.add(outcome(STABLE, accepted))
         with_silence.add(outcome(STABLE, 0, SILENT))
     assert (with_silence.rate, with_silence.variance()) == (without.rate, without.variance())
     assert with_silence.requests == 3
-    assert trials.live("sql") == {
+    assert monitor.counts("sql") == {
         "requests": 6, "rounds": 120, "accepted": 56, "canary_requests": 3,
     }  # fmt: skip
-    figures = trials.figures("sql")
+    figures = monitor.stats("sql")
     assert (figures["canary_silent"], figures["stable_silent"]) == (3, 3)
 
 
 @pytest.mark.parametrize("spoken", [0, 3, 7])
 def test_what_took_a_silent_drafts_place_is_watched_where_there_is_a_past(spoken: int) -> None:
-    trials = Trials(("sql",), SETTINGS)
-    trials.begin("sql", CANDIDATE, STABLE)
-    steps = [trials.observe(outcome(STABLE, 20)) for _ in range(spoken)]
-    steps += [trials.observe(outcome(STABLE, 0, SILENT)) for _ in range(40)]
+    monitor = CanaryMonitor(("sql",), SETTINGS)
+    monitor.begin_trial("sql", CANDIDATE, STABLE)
+    steps = [monitor.observe(outcome(STABLE, 20)) for _ in range(spoken)]
+    steps += [monitor.observe(outcome(STABLE, 0, SILENT)) for _ in range(40)]
     if spoken < 4:
-        steps += [trials.observe(outcome(CANDIDATE, HALF)) for _ in range(SETTINGS.looks[-1])]
+        steps += [monitor.observe(outcome(CANDIDATE, HALF)) for _ in range(SETTINGS.looks[-1])]
         assert steps[-1] is not None
-        assert steps[-1].action is Action.PROMOTE
-    trials.promoted("sql")
-    later = [trials.observe(outcome(CANDIDATE, 1)) for _ in range(SETTINGS.watch[0])]
-    assert [s.action for s in later if s] == ([Action.TRY_PREVIOUS] if spoken >= 4 else [])
+        assert steps[-1].action is CanaryAction.PROMOTE
+    monitor.promote("sql")
+    later = [monitor.observe(outcome(CANDIDATE, 1)) for _ in range(SETTINGS.watch[0])]
+    assert [s.action for s in later if s] == ([CanaryAction.TRY_PREVIOUS] if spoken >= 4 else [])
 
 
 def test_a_promoted_version_that_falls_behind_its_predecessor_is_suspected() -> None:
-    before = Tally()
+    before = AcceptanceStats()
     for _ in range(20):
         before.add(outcome(STABLE, 12))
-    falling, steady = (Watch(CANDIDATE, before, SETTINGS) for _ in range(2))
+    falling, steady = (PromotionWatch(CANDIDATE, before, SETTINGS) for _ in range(2))
     assert any(falling.observe(outcome(CANDIDATE, 5)) for _ in range(16))
     assert not any(steady.observe(outcome(CANDIDATE, 12)) for _ in range(300))
     assert steady.ended
-    assert falling.figures()["acceptance_before"] == 0.6
+    assert falling.stats()["acceptance_before"] == 0.6
 
 
 def test_trials_of_experts_are_their_own() -> None:
-    trials = Trials(("sql", "math"), SETTINGS)
-    trials.begin("sql", CANDIDATE, STABLE)
+    monitor = CanaryMonitor(("sql", "math"), SETTINGS)
+    monitor.begin_trial("sql", CANDIDATE, STABLE)
     steps = []
     for _ in range(4):
         for version, accepted in ((STABLE, 4), (CANDIDATE, 16)):
-            steps += [trials.observe(outcome(version, accepted, expert=e)) for e in ("sql", "math")]
+            steps += [
+                monitor.observe(outcome(version, accepted, expert=e)) for e in ("sql", "math")
+            ]
     found = [step for step in steps if step is not None]
     assert [(step.action, step.expert, step.version) for step in found] == [
-        (Action.PROMOTE, "sql", CANDIDATE)
+        (CanaryAction.PROMOTE, "sql", CANDIDATE)
     ]
-    assert found[0].figures["canary_acceptance"] == 0.8
-    assert trials.live("math") == {
+    assert found[0].stats["canary_acceptance"] == 0.8
+    assert monitor.counts("math") == {
         "requests": 8, "rounds": 160, "accepted": 80, "canary_requests": 0,
     }  # fmt: skip
-    assert trials.observe(outcome(1, 4, expert="poems")) is None
+    assert monitor.observe(outcome(1, 4, expert="poems")) is None
 
 
 @pytest.mark.parametrize("counts", [(5, 6), (-1, 0), (3, -1), (-2, -3)])
 def test_counts_that_cannot_be_are_left_out(counts: tuple[int, int]) -> None:
-    trials = Trials(("sql",), SETTINGS)
-    trials.observe(DraftOutcome("sql", STABLE, *counts))
-    assert trials.live("sql")["requests"] == 0
+    monitor = CanaryMonitor(("sql",), SETTINGS)
+    monitor.observe(DraftOutcome("sql", STABLE, *counts))
+    assert monitor.counts("sql")["requests"] == 0
 
 
 def test_requests_are_split_by_their_ids_and_each_expert_splits_them_anew() -> None:

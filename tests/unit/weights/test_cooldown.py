@@ -11,13 +11,13 @@ import torch
 from tiny_models import save_tiny
 
 from paceline.actors.weights.canary import CanarySettings
-from paceline.actors.weights.cooldown import ASKED_FOR, NotNow, Setbacks
+from paceline.actors.weights.cooldown import MANUAL, CandidateRefusedError, Cooldown
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights, flatten
 from paceline.actors.weights.registry import WeightRegistry
 
 GOOD, EVEN, BAD = 16, 10, 2
-REST = CanarySettings().rest_s
+REST = CanarySettings().cooldown_s
 
 
 class Clock:
@@ -57,15 +57,15 @@ def report(reg: WeightRegistry, accepted: dict[int, int], requests: int) -> None
 
 def rolled_back(reg: WeightRegistry, value: float) -> None:
     version = reg.publish("sql", weights(value), {})
-    report(reg, {reg.current()["sql"]: GOOD, version: BAD}, 4)
-    assert reg.live()["sql"]["candidate"] is None
-    assert reg.current()["sql"] != version
+    report(reg, {reg.stable_versions()["sql"]: GOOD, version: BAD}, 4)
+    assert reg.topic_status()["sql"]["candidate"] is None
+    assert reg.stable_versions()["sql"] != version
 
 
 def promoted(reg: WeightRegistry, value: float, accepted: int) -> int:
     version = reg.publish("sql", weights(value), {})
-    report(reg, {reg.current()["sql"]: EVEN, version: accepted}, 32)
-    assert reg.current()["sql"] == version
+    report(reg, {reg.stable_versions()["sql"]: EVEN, version: accepted}, 32)
+    assert reg.stable_versions()["sql"] == version
     return version
 
 
@@ -75,10 +75,10 @@ def test_a_candidate_that_live_requests_judge_is_not_replaced(tmp_path: Path) ->
     reg.publish("sql", weights(1.0), {})
     report(reg, {0: EVEN, 1: EVEN}, 1)
     clock.now += 1e6
-    assert "judge" in reg.live()["sql"]["closed"]
-    with pytest.raises(NotNow, match="judge"):
+    assert "judge" in reg.topic_status()["sql"]["closed"]
+    with pytest.raises(CandidateRefusedError, match="judge"):
         reg.publish("sql", weights(2.0), {})
-    assert reg.live()["sql"]["candidate"] == 1
+    assert reg.topic_status()["sql"]["candidate"] == 1
     report(reg, {0: GOOD, 1: BAD}, 8)  # its trial has gone on
     assert reg.history("sql")[-1]["outcome"] == "rolled_back"
 
@@ -88,34 +88,34 @@ def test_a_candidate_that_nobody_has_judged_has_some_time(tmp_path: Path) -> Non
     clock = Clock()
     reg = registry(tmp_path, clock)
     reg.publish("sql", weights(1.0), {})
-    clock.now += CanarySettings().least_trial_s - 0.1
-    with pytest.raises(NotNow, match="just"):
+    clock.now += CanarySettings().min_trial_s - 0.1
+    with pytest.raises(CandidateRefusedError, match="just"):
         reg.publish("sql", weights(2.0), {})
     clock.now += 0.2
-    assert reg.live()["sql"]["closed"] is None
+    assert reg.topic_status()["sql"]["closed"] is None
     assert reg.publish("sql", weights(2.0), {}) == 2
-    assert reg.live()["sql"]["candidate"] == 2
+    assert reg.topic_status()["sql"]["candidate"] == 2
 
 
 def test_rests_after_rollbacks_in_a_row_grow_and_outlive_the_registry(tmp_path: Path) -> None:
     clock = Clock()
-    reg = registry(tmp_path, clock, longest_rest_s=3 * REST)
+    reg = registry(tmp_path, clock, max_cooldown_s=3 * REST)
     rolled_back(reg, 1.0)
     rolled_back(reg, 2.0)  # the first costs no rest
     for rest in (REST, 2 * REST, 3 * REST, 3 * REST):
         clock.now += rest - 0.1
-        assert "in a row" in reg.live()["sql"]["closed"]
-        with pytest.raises(NotNow, match="in a row"):
+        assert "in a row" in reg.topic_status()["sql"]["closed"]
+        with pytest.raises(CandidateRefusedError, match="in a row"):
             reg.publish("sql", weights(3.0), {})
-        reg = reopened(reg, tmp_path, clock, longest_rest_s=3 * REST)
-        with pytest.raises(NotNow, match="in a row"):
+        reg = reopened(reg, tmp_path, clock, max_cooldown_s=3 * REST)
+        with pytest.raises(CandidateRefusedError, match="in a row"):
             reg.publish("sql", weights(3.0), {})
         clock.now += 0.2
         rolled_back(reg, 3.0)
     clock.now += 3 * REST
     promoted(reg, 4.0, GOOD)
     rolled_back(reg, 5.0)
-    assert reg.live()["sql"]["closed"] is None  # the first again
+    assert reg.topic_status()["sql"]["closed"] is None  # the first again
 
 
 def reopened(reg: WeightRegistry, path: Path, clock: Clock, **changes: Any) -> WeightRegistry:
@@ -124,24 +124,24 @@ def reopened(reg: WeightRegistry, path: Path, clock: Clock, **changes: Any) -> W
     return registry(path, clock, **changes)
 
 
-def test_what_somebody_asked_for_is_no_setback() -> None:
+def test_what_somebody_asked_for_is_no_rollback_of_the_canary() -> None:
     taken = [
-        {"outcome": "rolled_back", "looks": 1, "reason": ASKED_FOR, "time": 1.0},
+        {"outcome": "rolled_back", "looks": 1, "reason": MANUAL, "time": 1.0},
         {"outcome": "rolled_back", "reason": "its weights cannot be read", "time": 2.0},
         {"outcome": "rejected", "time": 3.0},
     ]
-    assert Setbacks(taken).in_a_row == 0
+    assert Cooldown(taken).rollbacks == 0
     lost = {"outcome": "rolled_back", "looks": 1, "time": 4.0}
     back = {"outcome": "promoted", "looks": 1, "restored_from": 3, "proven": True, "time": 5.0}
-    twice = Setbacks([lost, back])
-    assert twice.in_a_row == 2  # what was served has lost against an earlier one
-    assert twice.resting(5.0 + REST - 0.1, CanarySettings())
-    assert not twice.resting(5.0 + REST, CanarySettings())
-    assert not twice.resting(4.0, CanarySettings())  # a clock that was set back: not for long
-    assert Setbacks([lost, back, back | {"outcome": "kept"}]).in_a_row == 2
+    twice = Cooldown([lost, back])
+    assert twice.rollbacks == 2  # what was served has lost against an earlier one
+    assert twice.active(5.0 + REST - 0.1, CanarySettings())
+    assert not twice.active(5.0 + REST, CanarySettings())
+    assert not twice.active(4.0, CanarySettings())  # a clock that was set back: not for long
+    assert Cooldown([lost, back, back | {"outcome": "kept"}]).rollbacks == 2
     better = {"outcome": "promoted", "looks": 1, "proven": True}
-    assert Setbacks([lost, lost, lost, better | {"proven": False}]).in_a_row == 2
-    assert Setbacks([lost, lost, lost, better]).in_a_row == 0
+    assert Cooldown([lost, lost, lost, better | {"proven": False}]).rollbacks == 2
+    assert Cooldown([lost, lost, lost, better]).rollbacks == 0
 
 
 def test_after_some_versions_that_were_only_no_worse_the_last_good_one_is_tried(
@@ -152,24 +152,24 @@ def test_after_some_versions_that_were_only_no_worse_the_last_good_one_is_tried(
     good = promoted(reg, 1.0, GOOD)
     for value in range(2, 4):
         promoted(reg, value, EVEN)
-        assert reg.live()["sql"]["candidate"] is None
+        assert reg.topic_status()["sql"]["candidate"] is None
     last = promoted(reg, 4.0, EVEN)
     audit = reg.history("sql")[-1]
     assert (audit["outcome"], audit["restored_from"]) == ("published", good)
     assert "not shown to be better" in audit["reason"]
     reg = reopened(reg, tmp_path, clock)  # nor does a kill end it
-    again = reg.live()["sql"]["candidate"]
+    again = reg.topic_status()["sql"]["candidate"]
     assert again == last + 1
-    with pytest.raises(NotNow, match="earlier version"):
+    with pytest.raises(CandidateRefusedError, match="earlier version"):
         reg.publish("sql", weights(9.0), {})
     report(reg, {last: EVEN, again: EVEN + 3}, 8)
-    assert reg.current()["sql"] == again
+    assert reg.stable_versions()["sql"] == again
     flat = reg.stable_weights("sql").reference
     assert float(flat.arrays["float32"][0]) == 1.0  # its file was kept, whatever came after it
     assert reg.history("sql")[-1]["restored_from"] == good
     for value in range(2):
         promoted(reg, 6.0 + value, EVEN)
-    assert reg.live()["sql"]["candidate"] is None  # counted anew
+    assert reg.topic_status()["sql"]["candidate"] is None  # counted anew
     promoted(reg, 9.0, EVEN)
     assert reg.history("sql")[-1]["restored_from"] == again
 
@@ -183,9 +183,11 @@ def test_an_anchor_gives_its_place_only_to_what_was_shown_to_be_better(
     for value in range(2, 5):
         last = promoted(reg, value, EVEN)
     report(reg, {last: EVEN, last + 1: EVEN - shortfall}, 40)
-    assert reg.current()["sql"] == last  # shown to bring no 0.05, it is not waited for longer
+    assert (
+        reg.stable_versions()["sql"] == last
+    )  # shown to bring no 0.05, it is not waited for longer
     assert reg.history("sql")[-1]["outcome"] == "kept"
-    assert reg.live()["sql"]["closed"] is None  # the trainer has done no wrong
+    assert reg.topic_status()["sql"]["closed"] is None  # the trainer has done no wrong
     for value in range(6, 9):
         promoted(reg, value, EVEN)
     assert reg.history("sql")[-1]["restored_from"] == (last if replaced else good)
@@ -202,18 +204,18 @@ def harmed(directory: Path, step: float, spread: float, rounds: int, **changes: 
     rates, along = {0: 0.6}, []
     for number in range(24_000):
         clock.now += 1.0
-        live = reg.live()["sql"]
+        live = reg.topic_status()["sql"]
         if live["closed"] is None:
             version = reg.publish("sql", weights(float(number)), {})
             rates[version] = rates[live["stable"]] - step
-        live = reg.live()["sql"]
+        live = reg.topic_status()["sql"]
         if live["restored_from"] is not None:
             rates[live["candidate"]] = rates[live["restored_from"]]
         served = live["candidate"] if rng.random() < 0.5 else None
         served = live["stable"] if served is None else served
         rate = float(np.clip(rng.normal(rates[served], spread), 0.0, 1.0))
         reg.report([DraftOutcome("sql", served, rounds, int(rng.binomial(rounds, rate)))])
-        along.append(rates[reg.current()["sql"]])
+        along.append(rates[reg.stable_versions()["sql"]])
     return along
 
 
@@ -224,7 +226,7 @@ def test_harm_in_steps_too_small_to_see_does_not_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float, spread: float, rounds: int
 ) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)  # hundreds of versions, none of any worth
-    steps = {"least_trial_s": 1e9, "rest_s": 10.0, "longest_rest_s": 100.0}
+    steps = {"min_trial_s": 1e9, "cooldown_s": 10.0, "max_cooldown_s": 100.0}
     harm = step, spread, rounds
     unguarded = harmed(tmp_path / "without", *harm, audit_after=1_000_000, **steps)
     guarded = harmed(tmp_path / "with", *harm, **steps)
@@ -252,7 +254,7 @@ def test_an_anchor_that_cannot_be_read_gives_its_place_to_what_is_served(tmp_pat
     promoted(reg, 3.0, EVEN)
     (tmp_path / "state/aa/sql" / f"{good}.safetensors").write_bytes(b"torn")
     last = promoted(reg, 4.0, EVEN)
-    assert reg.live()["sql"]["candidate"] is None
+    assert reg.topic_status()["sql"]["candidate"] is None
     assert (reg.history("sql")[-1]["outcome"], reg.history("sql")[-1]["version"]) == (
         "restored",
         last,
@@ -267,8 +269,8 @@ def test_an_anchor_withdrawn_by_hand_stays_the_anchor(tmp_path: Path) -> None:
     good = promoted(reg, 1.0, GOOD)
     for value in range(2, 5):
         promoted(reg, value, EVEN)
-    assert reg.live()["sql"]["restored_from"] == good
+    assert reg.topic_status()["sql"]["restored_from"] == good
     reg.roll_back("sql")
     for value in range(5, 8):
         promoted(reg, value, EVEN)
-    assert reg.live()["sql"]["restored_from"] == good
+    assert reg.topic_status()["sql"]["restored_from"] == good

@@ -24,8 +24,8 @@ from paceline.actors.weights.flat_weights import (
 from paceline.actors.weights.history import append_decision, read_all_decisions
 from paceline.actors.weights.notifications import SlotWeights
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.actors.weights.state_folder import StateFolderLocked, fingerprint, fingerprints
-from paceline.actors.weights.store import WeightStore
+from paceline.actors.weights.state_folder import StateFolderLockedError, fingerprint, fingerprints
+from paceline.actors.weights.topic_store import WeightFiles
 
 TOPICS = ("sql", "shell", "general")
 
@@ -51,7 +51,7 @@ def changed(reg: WeightRegistry, known: dict[str, int]) -> Mapping[str, SlotWeig
 
 def test_starts_with_version_zero_which_is_never_sent(tmp_path: Path) -> None:
     reg = registry(tmp_path)
-    assert reg.current() == {"sql": 0, "shell": 0, "general": 0}
+    assert reg.stable_versions() == {"sql": 0, "shell": 0, "general": 0}
     assert changed(reg, {}) == {}
 
 
@@ -87,7 +87,7 @@ def test_a_restart_comes_back_with_the_last_version_and_the_history(tmp_path: Pa
     first.publish("sql", weights(2.0), {})
     first.reject("shell", {"candidate_expected_acceptance": 0.1})
     second = registry(tmp_path)
-    assert second.current() == {"sql": 2, "shell": 0, "general": 0}
+    assert second.stable_versions() == {"sql": 2, "shell": 0, "general": 0}
     assert served(second, "sql") == (2, 2.0)
     assert second.history() == first.history()
     assert [d["outcome"] for d in second.history("sql")] == ["published", "published"]
@@ -104,8 +104,8 @@ def test_a_restart_comes_back_with_the_last_version_and_the_history(tmp_path: Pa
 
 def test_versions_for_other_models_are_set_aside(tmp_path: Path) -> None:
     registry(tmp_path, mark="aa").publish("sql", weights(1.0), {})
-    assert registry(tmp_path, mark="bb").current()["sql"] == 0
-    assert registry(tmp_path, mark="aa").current()["sql"] == 1
+    assert registry(tmp_path, mark="bb").stable_versions()["sql"] == 0
+    assert registry(tmp_path, mark="aa").stable_versions()["sql"] == 1
 
 
 def test_only_the_last_versions_are_kept(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_versions_do_not_fall_when_all_files_are_gone(tmp_path: Path) -> None:
     registry(tmp_path).publish("sql", weights(1.0), {})
     (tmp_path / "aa" / "sql" / "1.safetensors").unlink()
     again = registry(tmp_path)
-    assert again.current()["sql"] == 1
+    assert again.stable_versions()["sql"] == 1
     assert again.publish("sql", weights(2.0), {}) == 2
 
 
@@ -152,7 +152,7 @@ def test_lost_weights_give_way_to_the_initial_ones_under_a_new_number(
         file = state / "aa" / topic / "1.safetensors"
         file.unlink() if cause == "unlinked" else file.write_bytes(b"torn")
     again = start()
-    assert again.current() == {"sql": 2, "shell": 1, "general": 0}
+    assert again.stable_versions() == {"sql": 2, "shell": 1, "general": 0}
     restored = again.stable_weights("sql")
     assert restored.weight_version == 2
     assert restored.reference.digest() == initial_weights.digest()
@@ -175,14 +175,14 @@ def test_a_full_disk_loses_a_line_of_the_history_until_the_next_start_and_no_mor
         poll = asyncio.create_task(reg.wait_for_changes({"sql": 0}, None, 5.0))
         await asyncio.sleep(0.01)
         with monkeypatch.context() as patch:
-            patch.setattr(WeightStore, "append_history", full)
+            patch.setattr(WeightFiles, "append_history", full)
             assert reg.publish("sql", weights(1.0), {"records": 9, "loss": float("nan")}) == 1
             reg.reject("shell", {})  # not worth a trainer's round
         return (await asyncio.wait_for(poll, 1.0)).weights
 
     assert asyncio.run(scenario())["sql"].weight_version == 1
     assert [d["topic"] for d in reg.history()] == ["sql", "shell"]
-    reg.note("sql", {"outcome": "drift"})
+    reg.record_decision("sql", {"outcome": "drift"})
     for _ in range(2):  # the line comes back once
         again = registry(tmp_path)
         assert sorted(d["outcome"] for d in again.history("sql")) == ["drift", "published"]
@@ -268,8 +268,8 @@ def test_decisions_of_all_models_are_read_without_a_registry(tmp_path: Path) -> 
 
 HOLDER = """
 import sys, time
-from paceline.actors.weights.state_folder import hold
-hold(sys.argv[1], 0.0)
+from paceline.actors.weights.state_folder import lock_folder
+lock_folder(sys.argv[1], 0.0)
 print("held", flush=True)
 time.sleep(120)
 """
@@ -291,8 +291,8 @@ def test_a_folder_that_another_server_has_is_refused_until_that_one_dies(
 ) -> None:
     monkeypatch.setattr(lock, "_held", {})
     assert lock.is_locked(tmp_path)
-    with pytest.raises(StateFolderLocked, match=re.escape(str(tmp_path))):
-        lock.hold(tmp_path, wait_s=0.0)
+    with pytest.raises(StateFolderLockedError, match=re.escape(str(tmp_path))):
+        lock.lock_folder(tmp_path, wait_s=0.0)
     assert not (tmp_path / "aa").exists()
     holder.kill()  # no chance to clean up
     registry(tmp_path).publish("sql", weights(1.0), {})
@@ -325,10 +325,10 @@ def test_topics_of_other_drafts_keep_their_versions(tmp_path: Path) -> None:
     for topic in TOPICS:
         first.publish(topic, weights(1.0), {})
     second = WeightRegistry(state, TOPICS, after, put=lambda x: x)
-    assert second.current() == {"sql": 0, "shell": 0, "general": 1}
+    assert second.stable_versions() == {"sql": 0, "shell": 0, "general": 1}
     assert [d["topic"] for d in second.history()] != []
     again = WeightRegistry(state, TOPICS, before, put=lambda x: x)
-    assert set(again.current().values()) == {1}
+    assert set(again.stable_versions().values()) == {1}
     assert {d["topic"] for d in again.history()} == set(TOPICS)
 
 

@@ -45,7 +45,7 @@ def _local_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def handle(tmp_path: Path) -> Handle:
-    canary = CanarySettings(least_trial_s=0.0)
+    canary = CanarySettings(min_trial_s=0.0)
     return Handle(
         WeightRegistry(str(tmp_path), ("sql", "general"), "aa", canary=canary, put=lambda x: x)
     )
@@ -137,7 +137,7 @@ def test_a_failed_candidate_is_reported_until_it_is_withdrawn(handle: Handle) ->
     assert own.poll(0.0)
     handle.registry.publish("sql", weights(1.0), {})
     assert own.poll(0.0)
-    assert handle.registry.live()["sql"]["candidate"] is None
+    assert handle.registry.topic_status()["sql"]["candidate"] is None
     assert own.poll(0.0)
     calls = handle.calls
     assert own.poll(0.0)

@@ -19,7 +19,7 @@ from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, load_model, unflatten
 from paceline.actors.weights.notifications import SlotWeights
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.actors.weights.store import WeightStore
+from paceline.actors.weights.topic_store import WeightFiles
 
 GOOD, BAD = 16, 2
 
@@ -33,7 +33,7 @@ def registry(directory: Path, *, canary: bool = True, **more: Any) -> WeightRegi
         str(directory),
         ("sql", "general"),
         "aa",
-        canary=CanarySettings(watch=(8,), least_trial_s=0.0) if canary else None,
+        canary=CanarySettings(watch=(8,), min_trial_s=0.0) if canary else None,
         put=lambda x: x,
         clock=lambda: 7.0,
         **more,
@@ -66,12 +66,12 @@ def files(directory: Path) -> set[str]:
 def test_new_weights_are_on_trial_and_promoted_by_live_requests(tmp_path: Path) -> None:
     reg = registry(tmp_path)
     assert reg.publish("sql", weights(1.0), {"records": 9}) == 1
-    assert reg.current()["sql"] == 0
+    assert reg.stable_versions()["sql"] == 0
     assert reg.stable_weights("sql") == SlotWeights(0)
     assert served(reg) == {"sql@candidate": (1, 1.0)}
     assert served(reg, {"sql@candidate": 1}) == {}
     report(reg, {0: BAD, 1: GOOD})
-    assert reg.current()["sql"] == 1
+    assert reg.stable_versions()["sql"] == 1
     assert served(reg, {"sql@candidate": 1}) == {"sql": (1, 1.0), "sql@candidate": (0, None)}
     assert outcomes(reg) == ["published", "promoted"]
     assert [d.get("canary") for d in reg.history("sql")] == [True, None]
@@ -92,8 +92,8 @@ def test_what_is_worse_is_rolled_back_and_its_number_not_used_again(tmp_path: Pa
     assert files(tmp_path) == set()
     assert reg.publish("sql", weights(2.0), {}) == 2
     again = registry(tmp_path)
-    assert again.live()["sql"]["candidate"] == 2
-    assert again.current()["sql"] == 0
+    assert again.topic_status()["sql"]["candidate"] == 2
+    assert again.stable_versions()["sql"] == 0
     assert again.publish("sql", weights(3.0), {}) == 3
 
 
@@ -102,9 +102,9 @@ def test_a_newer_candidate_takes_the_place_of_one_that_nobody_has_judged(tmp_pat
     reg.publish("sql", weights(1.0), {})
     report(reg, {0: BAD}, requests=3)
     assert reg.publish("sql", weights(2.0), {}) == 2
-    assert reg.live()["sql"]["canary_requests"] == 0
+    assert reg.topic_status()["sql"]["canary_requests"] == 0
     report(reg, {0: BAD, 1: GOOD}, requests=20)  # of the one before
-    assert reg.current()["sql"] == 0
+    assert reg.stable_versions()["sql"] == 0
     assert served(reg) == {"sql@candidate": (2, 2.0)}
     assert files(tmp_path) == {"2"}
 
@@ -116,13 +116,13 @@ def test_a_candidate_without_traffic_waits_across_restarts(tmp_path: Path) -> No
         report(reg, {0: GOOD}, requests=50)
         assert served(reg) == {"sql@candidate": (1, 1.0)}
     report(reg, {0: BAD, 1: GOOD})
-    assert registry(tmp_path).current()["sql"] == 1
+    assert registry(tmp_path).stable_versions()["sql"] == 1
 
 
 def test_a_switched_off_canary_withdraws_what_was_undecided(tmp_path: Path) -> None:
     registry(tmp_path).publish("sql", weights(1.0), {})
     off = registry(tmp_path, canary=False)
-    assert off.current()["sql"] == 0
+    assert off.stable_versions()["sql"] == 0
     assert served(off, {"sql@candidate": 1}) == {"sql@candidate": (0, None)}
     assert off.publish("sql", weights(2.0), {}) == 2
     assert served(off) == {"sql": (2, 2.0)}
@@ -136,7 +136,7 @@ def test_weights_that_are_not_finite_are_refused(
     reg = registry(tmp_path)
     with pytest.raises(ValueError, match="not finite"):
         reg.publish("sql", weights(value, dtype), {"steps": 3})
-    assert reg.live()["sql"]["candidate"] is None
+    assert reg.topic_status()["sql"]["candidate"] is None
     assert outcomes(reg) == ["refused"]
     assert reg.history("sql")[0]["steps"] == 3
     assert files(tmp_path) == set()
@@ -145,8 +145,8 @@ def test_weights_that_are_not_finite_are_refused(
 
 def promote(reg: WeightRegistry, value: float) -> int:
     version = reg.publish("sql", weights(value), {})
-    report(reg, {reg.current()["sql"]: 10, version: GOOD}, requests=4)
-    assert reg.current()["sql"] == version
+    report(reg, {reg.stable_versions()["sql"]: 10, version: GOOD}, requests=4)
+    assert reg.stable_versions()["sql"] == version
     return version
 
 
@@ -155,7 +155,7 @@ def test_a_version_that_disappoints_later_is_tried_against_its_predecessor(tmp_p
     promote(reg, 1.0)
     second = promote(reg, 2.0)
     report(reg, {second: BAD})  # 0.5 before, 0.1 now: a suspicion, of the past
-    assert reg.current()["sql"] == second
+    assert reg.stable_versions()["sql"] == second
     suspected = reg.history("sql")[-1]
     assert (suspected["outcome"], suspected["restored_from"]) == ("published", 1)
     assert served(reg)["sql@candidate"] == (3, 1.0)
@@ -167,7 +167,7 @@ def test_a_version_that_disappoints_later_is_tried_against_its_predecessor(tmp_p
 def undecided(reg: WeightRegistry) -> bool:
     """What the trainer makes of the registry's live figures."""
     outlook = LiveStats(("sql",), DriftSettings())
-    outlook.update(reg.live())
+    outlook.update(reg.topic_status())
     return outlook.undecided("sql")
 
 
@@ -181,13 +181,13 @@ def test_a_trainer_does_not_replace_a_predecessor_on_trial_that_nobody_would_try
     second = promote(reg, 2.0)
     assert not undecided(reg)
     report(reg, {second: BAD})
-    assert reg.live()["sql"]["canary_requests"] == 0
+    assert reg.topic_status()["sql"]["canary_requests"] == 0
     again = registry(tmp_path)
     for each in (reg, again):  # the trial survives the registry
-        assert each.live()["sql"]["restored_from"] == second - 1
+        assert each.topic_status()["sql"]["restored_from"] == second - 1
         assert undecided(each)
     report(again, {second: BAD, second + 1: 10})
-    assert again.live()["sql"]["restored_from"] is None
+    assert again.topic_status()["sql"]["restored_from"] is None
     again.publish("sql", weights(4.0), {})
     assert not undecided(again)
 
@@ -198,7 +198,7 @@ def test_drift_does_not_bring_back_what_is_no_better(tmp_path: Path) -> None:
     second = promote(reg, 2.0)
     report(reg, {second: BAD})
     report(reg, {second: 3, 3: BAD}, requests=64)
-    assert reg.current()["sql"] == second
+    assert reg.stable_versions()["sql"] == second
     assert outcomes(reg)[-1] == "kept"
 
 
@@ -252,12 +252,12 @@ def test_a_decision_that_cannot_be_written_is_taken_again(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightStore, "write_manifest", full)
+        patch.setattr(WeightFiles, "write_manifest", full)
         report(reg, {0: BAD, 1: GOOD}, requests=4)
-    assert reg.current()["sql"] == 0
+    assert reg.stable_versions()["sql"] == 0
     assert served(reg) == {"sql@candidate": (1, 1.0)}
     report(reg, {0: BAD, 1: GOOD}, requests=4)
-    assert reg.current()["sql"] == 1
+    assert reg.stable_versions()["sql"] == 1
 
 
 class Killed(BaseException):
@@ -284,7 +284,7 @@ def dying(patch: pytest.MonkeyPatch, at: int, *, after: bool) -> None:
         return access
 
     for name in WRITES:
-        patch.setattr(WeightStore, name, wrap(getattr(WeightStore, name)))
+        patch.setattr(WeightFiles, name, wrap(getattr(WeightFiles, name)))
 
 
 def publishes(reg: WeightRegistry) -> None:

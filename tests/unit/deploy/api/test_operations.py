@@ -142,7 +142,7 @@ def test_a_wrong_rollback_changes_nothing_and_names_the_field(
     answer = world.post("rollback", body)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
-    assert world.registry.current()["sql"] == 1
+    assert world.registry.stable_versions()["sql"] == 1
 
 
 def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:
@@ -241,9 +241,9 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     def call(_: str, method: str, path: str, body: Any = None) -> Any:
         if (method, path) == ("GET", "/v1/paceline/status"):
             name = next(replicas)
-            drafts = world.registry.current() | world.behind.get(name, {})
+            drafts = world.registry.stable_versions() | world.behind.get(name, {})
             return {
-                "live_drafts": world.registry.live(),
+                "live_drafts": world.registry.topic_status(),
                 "target": {"replica_id": name, "drafts": drafts},
                 "board": {"replicas": 2},
             }
@@ -319,7 +319,7 @@ def test_a_rollback_whose_answer_is_lost_is_done_once(
     assert line.startswith(f"sql: stable is version {stable} (an answer was lost")
     with pytest.raises(CallError, match="nothing was changed"):  # as the operator repeats it
         operations_command.roll_back("u", "sql", None, said.append, expected=4 if canary else 3)
-    assert asked.registry.live()["sql"]["stable"] == stable
+    assert asked.registry.topic_status()["sql"]["stable"] == stable
 
 
 def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
@@ -333,9 +333,9 @@ def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
     answered = operations_command.call
 
     def call(url: str, method: str, *rest: Any) -> Any:
-        if method == "POST" and asked.registry.current()["sql"] == 1:
+        if method == "POST" and asked.registry.stable_versions()["sql"] == 1:
             asked.registry._canary = CanarySettings()
-            if asked.registry.live()["sql"]["candidate"] is None:
+            if asked.registry.topic_status()["sql"]["candidate"] is None:
                 asked.publish(2.0)
                 raise NoAnswerError("reset before it came")
         return answered(url, method, *rest)
@@ -343,7 +343,7 @@ def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
     monkeypatch.setattr(operations_command, "call", call)
     with pytest.raises(CallError, match="version 2 is served, and not 1: nothing was changed"):
         operations_command.roll_back("u", "sql", None, print)
-    assert asked.registry.live()["sql"]["candidate"] == 2
+    assert asked.registry.topic_status()["sql"]["candidate"] == 2
 
 
 def test_the_command_waits_until_nothing_is_under_way(

@@ -27,7 +27,7 @@ from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.subscriber import RegistrySubscriber
-from paceline.actors.weights.topics import TopicParts
+from paceline.actors.weights.topics import TopicActors
 from paceline.cluster.named_actor import NamedActor
 from paceline.deploy.api import topic_admin as negatives
 from paceline.deploy.api.ingress import Ingress, IngressSettings
@@ -149,7 +149,7 @@ class System:
     def take_up(self) -> None:
         """What the target's threads and the keeper do over Ray."""
         self.shards["travel"] = ReplayShard("travel")
-        self.registry.bring_parts("travel", TopicParts(Actor(self.shards["travel"])))
+        self.registry.register_actors("travel", TopicActors(Actor(self.shards["travel"])))
         self.target._add_topics(self.registry.topics())
         stable = self.registry.stable_weights("travel")
         state = unflatten(stable.reference)

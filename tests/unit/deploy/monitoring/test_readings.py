@@ -24,10 +24,10 @@ from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.actors.training.progress import Progress
 from paceline.actors.training.topic_stats import LiveStats
-from paceline.actors.weights.archive import outcome_of
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.actors.weights.version_store import outcome_of
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.monitoring import readings
 from paceline.deploy.monitoring.catalogue import (
@@ -165,7 +165,7 @@ def test_a_registry_s_figures(tmp_path: Path) -> None:
         return WeightRegistry(str(tmp_path), topics, "m", canary=canary, put=lambda x: x)
 
     registry = start()
-    before = list(readings.registry_samples(registry.figures()))
+    before = list(readings.registry_samples(registry.metrics()))
     updates = by_labels(before, "weight_updates")
     assert set(updates.values()) == {0}  # there from the start: the first one is a rise
     assert {labels[0] for labels in updates} == {"sql", "general"}
@@ -174,7 +174,7 @@ def test_a_registry_s_figures(tmp_path: Path) -> None:
     registry.publish("sql", weights(2.0), GATE)
     registry.report([DraftOutcome("sql", 2, 10, 5)])
     registry.reject("general", GATE | {"candidate_expected_acceptance": None})
-    samples = list(readings.registry_samples(registry.figures()))
+    samples = list(readings.registry_samples(registry.metrics()))
     check(samples, REGISTRY)
     updates = by_labels(samples, "weight_updates")
     assert {k: v for k, v in updates.items() if v} == {
@@ -197,12 +197,12 @@ def test_the_last_gate_survives_a_restart_and_counts_begin_anew(tmp_path: Path) 
     first = WeightRegistry(str(tmp_path / "a"), topics, "m", put=lambda x: x)
     first.publish("sql", weights(1.0), GATE)
     assert (
-        by_labels(readings.registry_samples(first.figures()), "weight_updates")[("sql", "deployed")]
+        by_labels(readings.registry_samples(first.metrics()), "weight_updates")[("sql", "deployed")]
         == 1
     )
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # the first one has the lock of its own
     second = WeightRegistry(str(tmp_path / "b"), topics, "m", put=lambda x: x)
-    samples = list(readings.registry_samples(second.figures()))
+    samples = list(readings.registry_samples(second.metrics()))
     assert by_labels(samples, "expected_acceptance")[("sql", "candidate")] == 0.6
     assert by_labels(samples, "weight_version") == {("sql", "stable"): 1}
     assert not any(by_labels(samples, "weight_updates").values())

@@ -1,4 +1,4 @@
-"""One topic's versions on disk: each change is written before it counts."""
+"""Versions of one topic on disk; each change is written before it takes effect."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paceline.actors.weights.versions import TopicVersions
 logger = logging.getLogger(__name__)
 
 
-class WeightStore:
-    """Files of one fingerprint per topic; one process writes them."""
+class WeightFiles:
+    """Files of all topics' versions, in a folder per fingerprint; written by one process."""
 
     def __init__(self, directory: str | Path, fingerprints: Mapping[str, str]) -> None:
-        """Make the folders and remove what a killed writer left half-written.
+        """Open every topic.
 
         Args:
             directory: of all versions.
@@ -35,11 +35,11 @@ class WeightStore:
         """
         self._directory = Path(directory)
         self._roots: dict[str, Path] = {}
-        for topic, mark in fingerprints.items():
-            self.open(topic, mark)
+        for topic, fingerprint in fingerprints.items():
+            self.open(topic, fingerprint)
 
     def open(self, topic: str, fingerprint: str) -> None:
-        """Make a topic's folder, as the constructor does for those that it is given."""
+        """Create a topic's folder and remove what a killed writer left incomplete."""
         self._roots[topic] = self._directory / fingerprint
         folder = self._folder(topic)
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class WeightStore:
             partial.unlink(missing_ok=True)
 
     def manifest(self, topic: str) -> dict[str, Any]:
-        """What was last written by :meth:`write_manifest`; empty where nothing readable is."""
+        """The manifest last written; empty if there is none or it is unreadable."""
         try:
             manifest = json.loads((self._folder(topic) / "manifest.json").read_text("utf-8"))
         except (OSError, ValueError):
@@ -55,7 +55,7 @@ class WeightStore:
         return manifest if isinstance(manifest, dict) else {}
 
     def write_manifest(self, topic: str, manifest: dict[str, Any]) -> None:
-        """Replace the manifest; it appears whole or not at all."""
+        """Replace the manifest atomically."""
         path = self._folder(topic) / "manifest.json"
         partial = path.with_name(f".manifest.{os.getpid()}.partial")
         with partial.open("w", encoding="utf-8") as file:
@@ -65,16 +65,16 @@ class WeightStore:
         partial.replace(path)
 
     def versions(self, topic: str) -> list[int]:
-        """Of which there are files, ascending."""
+        """Versions that have files, ascending."""
         stems = [path.stem for path in self._folder(topic).glob("*.safetensors")]
         return sorted(int(stem) for stem in stems if stem.isdigit())
 
     def write(self, topic: str, version: int, flat: FlatWeights) -> None:
-        """Write a version's weights; they appear whole or not at all."""
+        """Write a version's weights atomically."""
         save_safetensors(flat, self._path(topic, version))
 
     def read(self, topic: str, version: int) -> FlatWeights | None:
-        """A version's weights; None where they cannot be read."""
+        """A version's weights; None if they cannot be read."""
         try:
             return load_safetensors(self._path(topic, version))
         except Exception:
@@ -82,17 +82,17 @@ class WeightStore:
             return None
 
     def remove(self, topic: str, versions: Iterable[int]) -> None:
-        """Remove files; those that are not there are fine."""
+        """Remove files; missing ones are ignored."""
         for version in versions:
             self._path(topic, version).unlink(missing_ok=True)
 
     def prune(self, topic: str, keep: int, needed: Container[int] = ()) -> None:
-        """Remove all but the newest ``keep`` versions and those that are needed."""
+        """Remove all but the newest ``keep`` versions and the needed ones."""
         old = self.versions(topic)[: -max(keep, 1)]
         self.remove(topic, (version for version in old if version not in needed))
 
     def append_history(self, topic: str, decision: dict[str, Any]) -> None:
-        """Add a decision on a topic."""
+        """Append a decision on a topic."""
         append_decision(self._roots[topic] / HISTORY_NAME, decision)
 
     def read_history(self, limit: int) -> list[dict[str, Any]]:
@@ -109,36 +109,40 @@ class WeightStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a start has found: weights of both slots, and what had to be decided, if anything."""
+class RestoredWeights:
+    """Weights of both slots after a start, and the decision that it took, if any."""
 
     stable: FlatWeights | None = None
     candidate: FlatWeights | None = None
     decision: dict[str, Any] | None = None
 
 
-class Shelf:
-    """The version numbers of a topic, and its files."""
+class TopicStore:
+    """Version numbers and files of a topic.
+
+    Attributes:
+        state: the version numbers; those on disk after :meth:`restore`.
+    """
 
     def __init__(
         self,
-        store: WeightStore,
+        files: WeightFiles,
         topic: str,
         keep: int,
         *,
         canary: bool,
         initial: Callable[[], FlatWeights | None] = lambda: None,
     ) -> None:
-        """Nothing is read yet, see :meth:`restore`.
+        """Open a topic.
 
         Args:
-            store: of all topics.
-            topic: this one.
-            keep: files kept at most, beside those that are in use.
+            files: of all topics.
+            topic: name.
+            keep: files kept, beside those in use.
             canary: whether new weights go on trial first.
-            initial: reads the weights of version 0; None where they are not known here.
+            initial: reads the weights of version 0; None if they are unknown here.
         """
-        self._store = store
+        self._files = files
         self._topic = topic
         self._keep = keep
         self._canary = canary
@@ -151,46 +155,46 @@ class Shelf:
         decision: Mapping[str, Any],
         new: tuple[int, FlatWeights] | None = None,
     ) -> None:
-        """Write weights, if there are new ones, then the manifest; then take the new state.
+        """Write new weights, if any, then the manifest; then change the state.
 
-        A kill in between leaves the state before, and perhaps a whole file above it, which
-        :meth:`restore` finds.
+        A kill in between leaves the old state, and perhaps a complete newer file for
+        :meth:`restore`.
         """
         if new is not None:
-            self._store.write(self._topic, *new)
-        self._store.write_manifest(self._topic, {**state.manifest(), "decision": {**decision}})
-        self._store.remove(self._topic, state.withdrawn)
-        self._store.prune(self._topic, self._keep, state.kept)
+            self._files.write(self._topic, *new)
+        self._files.write_manifest(self._topic, {**state.manifest(), "decision": {**decision}})
+        self._files.remove(self._topic, state.withdrawn)
+        self._files.prune(self._topic, self._keep, state.kept)
         self.state = state.cleaned()
 
     def read(self, version: int) -> FlatWeights | None:
-        """The weights of a version; None where they cannot be read."""
-        return self._store.read(self._topic, version)
+        """The weights of a version; None if they cannot be read."""
+        return self._files.read(self._topic, version)
 
     def versions(self) -> list[int]:
-        """Versions of which there are files, ascending."""
-        return self._store.versions(self._topic)
+        """Versions that have files, ascending."""
+        return self._files.versions(self._topic)
 
-    def restore(self) -> Found:
-        """Come back as the last life left it.
+    def restore(self) -> RestoredWeights:
+        """Restore the state before the restart.
 
-        Weights that were written whole and not announced are announced now, on trial where there
-        is a canary. Where the stable ones cannot be read, older ones take their place under a new
-        number, since drafts may have seen the old one; the initial ones where nothing else can be
-        read, so that a draft that lives on and one that begins anew serve the same.
+        Weights that were written but not announced are announced now, on trial if there is a
+        canary. If the stable ones cannot be read, older ones replace them under a new number,
+        since drafts may have the old one; the initial ones if nothing else can be read, so that
+        running drafts and restarted ones serve the same.
         """
-        manifest = self._store.manifest(self._topic)
+        manifest = self._files.manifest(self._topic)
         state = TopicVersions.of(manifest)
-        self._store.remove(self._topic, state.withdrawn)
+        self._files.remove(self._topic, state.withdrawn)
         self.state = state = state.cleaned()
         files = self.versions()
         highest = max([state.version, *files])
         late = [version for version in files if version > state.version]
-        if "stable" not in manifest:  # of an earlier release, or lost: the newest is the stable one
-            state, late = TopicVersions(highest, highest, anchor=highest), []
+        if "stable" not in manifest:  # lost: the newest file is the stable version
+            state, late = TopicVersions(highest, highest, last_known_good=highest), []
         elif late and not self._canary:
             state = replace(state, stable=highest, candidate=None, candidate_from=None)
-            state = replace(state, anchor=highest, unproven=0, audit=False)
+            state = replace(state, last_known_good=highest, unproven=0, audit=False)
             late = []
         self.state = replace(state, version=highest)
         found = self._restore_stable(files)
@@ -198,42 +202,44 @@ class Shelf:
             return found
         return self._restore_candidate(found.stable, late)
 
-    def _restore_stable(self, files: Sequence[int]) -> Found:
+    def _restore_stable(self, files: Sequence[int]) -> RestoredWeights:
         wanted = self.state.stable
         version, flat = self._newest([version for version in files if version <= wanted])
-        if flat is None and wanted:  # keep counting from where drafts have been
+        if flat is None and wanted:  # versions never fall
             logger.warning(
                 "no readable weights of %s; its versions go on from %d", self._topic, wanted
             )
             flat = self._read_initial()
         if flat is None:
-            return Found()
+            return RestoredWeights()
         if version == wanted:
-            return Found(flat)
+            return RestoredWeights(flat)
         number = self.state.version + 1
         decision = {"outcome": "restored", "version": number, "restored_from": version}
         self.commit(self.state.published(number), decision, (number, flat))
-        return Found(flat, None, decision)
+        return RestoredWeights(flat, None, decision)
 
-    def _restore_candidate(self, stable: FlatWeights | None, late: Sequence[int]) -> Found:
+    def _restore_candidate(
+        self, stable: FlatWeights | None, late: Sequence[int]
+    ) -> RestoredWeights:
         if late:
             version, flat = self._newest(late)
             if flat is not None:
                 state = replace(self.state.on_trial(version), version=self.state.version)
                 decision = _late(version, self.state.stable)
                 self.commit(state, decision)
-                return Found(stable, flat, decision)
+                return RestoredWeights(stable, flat, decision)
         version = self.state.candidate or 0
         if not version:
-            return Found(stable)
+            return RestoredWeights(stable)
         flat = self.read(version) if self._canary else None
         if flat is not None:
-            return Found(stable, flat)
+            return RestoredWeights(stable, flat)
         reason = "its weights cannot be read" if self._canary else "there is no canary any more"
         decision = {"outcome": "rolled_back", "version": version, "reason": reason}
         decision["parent"] = self.state.stable
         self.commit(self.state.rolled_back(), decision)
-        return Found(stable, None, decision)
+        return RestoredWeights(stable, None, decision)
 
     def _newest(self, versions: Sequence[int]) -> tuple[int, FlatWeights | None]:
         for version in sorted(versions, reverse=True):
