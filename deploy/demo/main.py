@@ -1,4 +1,4 @@
-"""``paceline demo``: the whole loop on this machine, with a live table and a result on disk."""
+"""``paceline demo``: serve, learn and measure on this machine, with a live table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from rich.live import Live
 from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import check
-from paceline.deploy.demo import plot, summary
-from paceline.deploy.demo.live import View, failure_lines, progress_line, render
+from paceline.deploy.demo import plot, report
 from paceline.deploy.demo.prompts import TOPICS, split
-from paceline.deploy.demo.script import Course, Plan, play
-from paceline.deploy.demo.stats import Log
-from paceline.deploy.demo.traffic import Client, Clock
+from paceline.deploy.demo.report import LiveState, failure_lines, progress_line, render
+from paceline.deploy.demo.stats import RequestLog
+from paceline.deploy.demo.traffic import Client, Clock, DemoResult, DemoSettings, run_schedule
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.signals import interrupt_once, on_signals
 
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
     from paceline.deploy.app import RunningApp
 
 EXIT_OK, EXIT_FAILED = 0, 1
-_MARKER = ".paceline-demo"  # in a state folder that a demo has made and may delete
-_CANARY_SHARE = 0.5  # a topic sees a hundred requests here, not tens of thousands
-_MAX_OCCUPANCY = 0.25  # learns beside requests: there are minutes here, not nights
-_NUM_SPECULATIVE_TOKENS = 4  # of both arms, so that their acceptance compares
+_MARKER = ".paceline-demo"  # marks a state folder that a demo created and may delete
+_CANARY_SHARE = 0.5  # a topic gets a hundred requests here
+_MAX_OCCUPANCY = 0.25  # train beside requests
+_NUM_SPECULATIVE_TOKENS = 4  # of both arms: their acceptance must compare
 _LINE_EVERY_S = 15.0
 _REFRESH_S = 1.0
 
@@ -83,8 +82,8 @@ def _config(options: DemoOptions) -> PacelineConfig:
             "ray.dashboard": False,
             "training.canary_share": _CANARY_SHARE,
             "training.max_occupancy": _MAX_OCCUPANCY,
-            "replay.max_records_per_s": None,  # a hundred requests are all that there is to learn
-            "auth.api_keys_env": None,  # its clients have none
+            "replay.max_records_per_s": None,  # there are few requests to learn from
+            "auth.api_keys_env": None,  # its clients send none
         },
     )
     check(config)
@@ -92,10 +91,10 @@ def _config(options: DemoOptions) -> PacelineConfig:
 
 
 def fresh_state(out: Path) -> Path:
-    """An empty state folder below ``out``: every demo starts from the first weight versions.
+    """Create an empty state folder below ``out``, over that of an earlier demo.
 
     Raises:
-        ConfigError: there is one that no demo has made, or it cannot be made.
+        ConfigError: the folder there was not made by a demo, or it cannot be created.
     """
     state = out / "state"
     try:
@@ -121,34 +120,34 @@ def _free_port() -> int:
 
 def _run(options: DemoOptions, config: PacelineConfig, console: Console, began: float) -> int:
     console.print("Starting Ray, the learning actors and the server ...", style="bright_black")
-    # Threads that spin while they wait would starve their neighbours on a small machine.
+    # Spinning threads would starve other processes on a small machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from paceline.deploy import app  # imports Ray: not before the options are sound
+    from paceline.deploy import app  # imports Ray: after the options are checked
 
     on_signals(interrupt_once)
-    plan = Plan(seed=options.seed, seconds=options.minutes * 60)
-    log, view = Log(), View(total=plan.seconds)
+    settings = DemoSettings(seed=options.seed, seconds=options.minutes * 60)
+    log, state = RequestLog(), LiveState(total=settings.seconds)
 
     def clock() -> float:
         return time.monotonic() - began
 
     with app.start(config, checked=True) as running:
-        on_signals(interrupt_once)  # Ray has put a handler of its own on SIGTERM
+        on_signals(interrupt_once)  # Ray has installed its own SIGTERM handler
         _greet(console, config, running, clock())
-        course = asyncio.run(
-            _drive(plan, options.measured, config, running, log, view, clock, console)
+        outcome = asyncio.run(
+            _drive(settings, options.measured, config, running, log, state, clock, console)
         )
-    result = summary.summarize(
+    result = report.summarize(
         TOPICS,
         log,
-        course.speed,
+        outcome.speed,
         read_all_decisions(config.state_path),
-        view.versions,
+        state.versions,
         clock(),
         options.measured,
     )
-    summary.write(result, log, options.out)
-    plot.draw(options.out / "acceptance.png", TOPICS, log, course.phases, course.end)
+    report.write(result, log, options.out)
+    plot.draw(options.out / "acceptance.png", TOPICS, log, outcome.phases, outcome.end)
     _report(console, result, log, options)
     return EXIT_FAILED if log.failures else EXIT_OK
 
@@ -158,27 +157,27 @@ def _greet(console: Console, config: PacelineConfig, running: RunningApp, second
     console.print(
         f"Serving {config.model_name} at {running.base_url}/v1 after {seconds:.0f} s: "
         f"{facts.get('dtype')} on {facts.get('device')}, "
-        f"{_NUM_SPECULATIVE_TOKENS} drafted tokens a round.",
+        f"{_NUM_SPECULATIVE_TOKENS} draft tokens per round.",
         highlight=False,
         soft_wrap=True,
     )
 
 
 async def _drive(
-    plan: Plan,
+    settings: DemoSettings,
     measured: int,
     config: PacelineConfig,
     running: RunningApp,
-    log: Log,
-    view: View,
+    log: RequestLog,
+    state: LiveState,
     clock: Clock,
     console: Console,
-) -> Course:
-    prompts = {topic: split(topic, plan.seed, measured) for topic in TOPICS}
+) -> DemoResult:
+    prompts = {topic: split(topic, settings.seed, measured) for topic in TOPICS}
     limits = httpx.Limits(max_connections=None)
     async with (
         httpx.AsyncClient(base_url=running.base_url, limits=limits, trust_env=False) as http,
-        _display(http, log, view, clock, console),
+        _display(http, log, state, clock, console),
     ):
         client = Client(
             http,
@@ -191,33 +190,33 @@ async def _drive(
 
         async def pause() -> None:
             await scheduler.pause.remote()
-            await asyncio.sleep(0.5)  # a micro-step that has begun is finished
+            await asyncio.sleep(0.5)  # the running micro-step ends
 
         async def resume() -> None:
             await scheduler.resume.remote()
 
-        course = await play(plan, client, prompts, clock, view, pause, resume)
-        await _take_status(http, view)
-    return course
+        outcome = await run_schedule(settings, client, prompts, clock, state, pause, resume)
+        await _poll_status(http, state)
+    return outcome
 
 
 @asynccontextmanager
 async def _display(
-    http: httpx.AsyncClient, log: Log, view: View, clock: Clock, console: Console
+    http: httpx.AsyncClient, log: RequestLog, state: LiveState, clock: Clock, console: Console
 ) -> AsyncIterator[None]:
-    """A table that redraws itself on a terminal, a line now and then elsewhere."""
+    """Show a live table on a terminal, else a line from time to time."""
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     async def redraw() -> None:
-        said = clock()
+        printed_at = clock()
         while True:
-            await _take_status(http, view)
-            view.elapsed = clock()
+            await _poll_status(http, state)
+            state.elapsed = clock()
             if live is not None:
-                live.update(render(TOPICS, log, view), refresh=True)
-            elif view.elapsed - said >= _LINE_EVERY_S:
-                said = view.elapsed
-                console.print(progress_line(TOPICS, log, view), highlight=False, soft_wrap=True)
+                live.update(render(TOPICS, log, state), refresh=True)
+            elif state.elapsed - printed_at >= _LINE_EVERY_S:
+                printed_at = state.elapsed
+                console.print(progress_line(TOPICS, log, state), highlight=False, soft_wrap=True)
             await asyncio.sleep(_REFRESH_S)
 
     if live is not None:
@@ -230,30 +229,32 @@ async def _display(
         with suppress(asyncio.CancelledError):
             await task
         if live is not None:
-            view.elapsed = clock()
-            live.update(render(TOPICS, log, view), refresh=True)
+            state.elapsed = clock()
+            live.update(render(TOPICS, log, state), refresh=True)
             live.stop()
 
 
-async def _take_status(http: httpx.AsyncClient, view: View) -> None:
-    """What the server says of itself; without an answer the last one stays on show."""
+async def _poll_status(http: httpx.AsyncClient, state: LiveState) -> None:
+    """Update the state from the server; without an answer the last one stays."""
     with suppress(httpx.HTTPError, ValueError):
         response = await http.get("/v1/paceline/status", timeout=5.0)
         if response.status_code == httpx.codes.OK:
-            view.take_status(response.json())
+            state.update(response.json())
 
 
-def _report(console: Console, result: dict[str, Any], log: Log, options: DemoOptions) -> None:
-    console.print(summary.result_table(result, options.measured))
-    for line in summary.result_lines(result):
+def _report(
+    console: Console, result: dict[str, Any], log: RequestLog, options: DemoOptions
+) -> None:
+    console.print(report.result_table(result, options.measured))
+    for line in report.result_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
-    routed = log.routed_right()
+    routed = log.routing_accuracy()
     if routed is not None:
         console.print(f"router: {routed:.0%} of the requests went to their topic", highlight=False)
     console.print(f"{len(log.failures)} failed requests", style="red" if log.failures else "green")
     for line in failure_lines(log.failures):
         console.print(line, style="red", highlight=False, markup=False)
-    for line in summary.goal_lines(result):
+    for line in report.goal_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{result['wall_seconds']:.0f} s in all; "

@@ -1,4 +1,4 @@
-"""The demo's picture: acceptance over requests, online against the frozen twin."""
+"""Plot of the demo: acceptance over requests, online and frozen."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.deploy.demo.stats import Log, count_words, figures, rolling_acceptance, swaps
+from paceline.deploy.demo.stats import (
+    RequestLog,
+    range_text,
+    rolling_acceptance,
+    totals,
+    version_changes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ONLINE, FROZEN, INK, FAINT = "#0b6e4f", "#b0482f", "#22262b", "#8a929a"
-_PANEL_POINTS, _LABEL_POINTS = 190.0, 13.0  # height of a panel, and of a label with its air
+_PANEL_POINTS, _LABEL_POINTS = 190.0, 13.0  # height of a panel, and of a label with margin
 _SHADES = ("#ffffff", "#f1f4f7", "#ffffff", "#f1f4f7")
 _STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
@@ -33,20 +39,20 @@ _STYLE: dict[str, Any] = {
 def draw(
     path: Path,
     topics: Sequence[str],
-    log: Log,
+    log: RequestLog,
     phases: Sequence[tuple[str, int]],
     end: int,
     window: int = 24,
 ) -> None:
-    """Write the picture as a PNG.
+    """Write the plot as a PNG.
 
     Args:
         path: file to write.
         topics: one panel each.
         log: every request.
-        phases: name and first order of each part of the stream.
+        phases: name and first order of each phase.
         end: order after the stream's last request.
-        window: requests that a point of the online curve averages over.
+        window: requests per point of the online curve.
     """
     import matplotlib
 
@@ -76,23 +82,23 @@ def _label(figure: Any, grid: Any, subtitle: str) -> None:
         axes.set_ylabel("accepted / drafted tokens")
     for axes in grid[-1]:
         axes.set_xlabel("requests served")
-    figure.text(0.055, 0.965, "Drafts that learn from what they serve", size=16, weight="bold")
+    figure.text(0.055, 0.965, "Drafts that learn from traffic", size=16, weight="bold")
     figure.text(0.055, 0.935, subtitle, size=10.5, color=FAINT)
 
 
-def _subtitle(topics: Sequence[str], log: Log) -> str:
+def _subtitle(topics: Sequence[str], log: RequestLog) -> str:
     count = sum(1 for _ in log.select(arm="online", part="stream"))
-    dots = count_words([log.count_last(topic) for topic in topics])
+    dots = range_text([log.num_measured_last(topic) for topic in topics])
     return (
-        f"Accepted share of the drafted tokens over {count} requests. Dashed: the first one of "
-        f"a new weight version. Dots: {dots} prompts never sent before."
+        f"Acceptance rate over {count} requests. Dashed: the first one of a new weight version. "
+        f"Dots: {dots} unseen prompts."
     )
 
 
 def _panel(
     axes: Axes,
     topic: str,
-    log: Log,
+    log: RequestLog,
     phases: Sequence[tuple[str, int]],
     end: int,
     window: int,
@@ -100,13 +106,13 @@ def _panel(
     _shade(axes, phases, end)
     online = list(log.select(topic, "online", "stream"))
     twins = list(log.select(topic, "frozen", "stream"))
-    for order, version in swaps(online):
+    for order, version in version_changes(online):
         axes.axvline(order, ymax=0.84, color=ONLINE, alpha=0.35, lw=0.9, ls=(0, (3, 3)))
         axes.annotate(
             f"v{version}", (order, 0.84), xycoords=("data", "axes fraction"), size=7,
             color=ONLINE, ha="center", va="bottom",
         )  # fmt: skip
-    # a twin comes with every few requests: fewer of them cover the same stretch
+    # twins are fewer: a smaller window covers the same time
     twin_window = max(3, round(window * len(twins) / max(1, len(online))))
     gap = end / 6
     _curve(axes, rolling_acceptance(twins, twin_window), gap, color=FROZEN, lw=1.6)
@@ -132,7 +138,7 @@ def _shade(axes: Axes, phases: Sequence[tuple[str, int]], end: int) -> None:
 
 
 def name_lines(phases: Sequence[tuple[str, int]], end: int) -> list[int]:
-    """The line, 0 or 1, on which each phase's name stands: a short phase's takes more than it.
+    """Line, 0 or 1, of each phase's name, so that names of short phases do not overlap.
 
     A character takes about 1/70 of the panel.
     """
@@ -146,7 +152,7 @@ def name_lines(phases: Sequence[tuple[str, int]], end: int) -> list[int]:
 
 
 def _curve(axes: Axes, points: Sequence[tuple[int, float]], gap: float, **style: Any) -> None:
-    """A line that breaks where a topic had no requests for a while."""
+    """Plot a line with gaps while a topic had no requests."""
     piece: list[tuple[int, float]] = []
     for point in [*points, None]:
         if piece and (point is None or point[0] - piece[-1][0] > gap):
@@ -156,10 +162,10 @@ def _curve(axes: Axes, points: Sequence[tuple[int, float]], gap: float, **style:
             piece.append(point)
 
 
-def _ends(axes: Axes, topic: str, log: Log, end: int) -> None:
-    """The last measurement, on prompts never sent before, as dots with their figures."""
-    last = figures(log.select(topic, "online", "last")).acceptance_rate
-    frozen = figures(log.select(topic, "frozen", "last")).acceptance_rate
+def _ends(axes: Axes, topic: str, log: RequestLog, end: int) -> None:
+    """Plot the last measurement, on unseen prompts, as labelled dots."""
+    last = totals(log.select(topic, "online", "last")).acceptance_rate
+    frozen = totals(log.select(topic, "frozen", "last")).acceptance_rate
     dot: dict[str, Any] = {"marker": "o", "ms": 7, "mec": "white", "mew": 1.2, "clip_on": False}
     places = [(last, ONLINE, "online"), (frozen, FROZEN, "frozen")]
     shown = [(value, color, name) for value, color, name in places if value is not None]
@@ -174,10 +180,10 @@ def _ends(axes: Axes, topic: str, log: Log, end: int) -> None:
 
 
 def label_shifts(values: Sequence[float]) -> list[float]:
-    """How far, in points, to move two labels at these heights (0 to 1) so that both can be read.
+    """Vertical shifts, points, of two labels at these heights (0 to 1), so that both are readable.
 
-    The higher one goes up and the lower one down, the first up where they are equal; one near
-    the floor does not go down, the other goes further up instead.
+    The higher one moves up and the lower one down (if equal, the first moves up). One near the
+    floor does not move down; the other one moves further up.
     """
     if len(values) < 2 or abs(values[0] - values[1]) * _PANEL_POINTS >= _LABEL_POINTS:
         return [0.0] * len(values)

@@ -1,4 +1,4 @@
-"""What the demo counts: one sample per answered request, and figures over any choice of them."""
+"""Results of the demo's requests, and their statistics."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 Arm = Literal["online", "frozen", "plain"]
-Part = Literal["warmup", "stream", "last"]
+Stage = Literal["warmup", "stream", "last"]
 ARMS: tuple[Arm, ...] = ("online", "frozen", "plain")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RequestResult:
     """One answered request.
 
     Attributes:
-        order: position among the requests of its part; a twin has its original's.
-        topic: what the prompt was made for.
-        routed: what the router took it for.
-        arm: which draft proposed: the online one, the frozen first version, or none.
-        part: of the demo: the calibration, the stream or the last measurement.
-        at: seconds from the demo's start to the answer's end.
-        latency: seconds from sending to the answer's end.
-        drafted: tokens that the draft proposed.
-        accepted: of these, tokens that the target accepted.
-        steps: rounds in which anything was proposed.
+        order: index among the requests of its part; a twin has its original's.
+        topic: of the prompt.
+        routed: topic that the router chose.
+        arm: ``online`` draft, ``frozen`` first version, or ``plain`` decoding.
+        part: of the demo: calibration, stream or last measurement.
+        at: end of the answer, seconds since the demo's start.
+        latency: seconds from the request to the end of the answer.
+        drafted: draft tokens.
+        accepted: accepted draft tokens.
+        steps: rounds with drafts.
         tokens: length of the answer.
         weight_version: of the draft.
     """
@@ -35,7 +35,7 @@ class Sample:
     topic: str
     routed: str
     arm: Arm
-    part: Part
+    part: Stage
     at: float
     latency: float
     drafted: int
@@ -45,13 +45,13 @@ class Sample:
     weight_version: int | None
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """The result as JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One request that was not answered as asked."""
+    """A request that failed."""
 
     topic: str
     arm: Arm
@@ -60,8 +60,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Sums over samples; a rate over nothing is None."""
+class Totals:
+    """Sums over results; a rate is None without data."""
 
     requests: int = 0
     drafted: int = 0
@@ -72,24 +72,24 @@ class Figures:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted tokens by drafted tokens."""
+        """Accepted / drafted tokens."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens that a round yields, the bonus included."""
+        """Tokens per round with drafts, including the bonus."""
         return 1.0 + self.accepted / self.steps if self.steps else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of one answer, as its reader sees it: waiting and the network included."""
+        """Tokens per second of an answer at the client, including waiting and network."""
         return self.tokens / self.seconds if self.seconds else None
 
 
-def figures(samples: Iterable[Sample]) -> Figures:
-    """The sums over some samples."""
-    chosen = list(samples)
-    return Figures(
+def totals(results: Iterable[RequestResult]) -> Totals:
+    """Sum results."""
+    chosen = list(results)
+    return Totals(
         requests=len(chosen),
         drafted=sum(s.drafted for s in chosen),
         accepted=sum(s.accepted for s in chosen),
@@ -100,91 +100,91 @@ def figures(samples: Iterable[Sample]) -> Figures:
 
 
 @dataclass(slots=True)
-class Log:
-    """Everything that happened to the demo's requests, in the order of the answers."""
+class RequestLog:
+    """Results and failures, in the order of the answers."""
 
-    samples: list[Sample] = field(default_factory=list)
+    results: list[RequestResult] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
     def select(
-        self, topic: str | None = None, arm: Arm | None = None, part: Part | None = None
-    ) -> Iterator[Sample]:
-        """Samples of a topic, an arm and a part; None takes all."""
-        for sample in self.samples:
+        self, topic: str | None = None, arm: Arm | None = None, part: Stage | None = None
+    ) -> Iterator[RequestResult]:
+        """Results of a topic, an arm and a part; None selects all."""
+        for result in self.results:
             if (
-                topic in (None, sample.topic)
-                and arm in (None, sample.arm)
-                and part in (None, sample.part)
+                topic in (None, result.topic)
+                and arm in (None, result.arm)
+                and part in (None, result.part)
             ):
-                yield sample
+                yield result
 
-    def recent(self, topic: str, arm: Arm, count: int) -> list[Sample]:
-        """The last ``count`` samples of a topic and an arm."""
-        found = [s for s in reversed(self.samples) if s.topic == topic and s.arm == arm]
+    def recent(self, topic: str, arm: Arm, count: int) -> list[RequestResult]:
+        """The last ``count`` results of a topic and an arm."""
+        found = [s for s in reversed(self.results) if s.topic == topic and s.arm == arm]
         return found[:count][::-1]
 
-    def first(self, topic: str, count: int) -> list[Sample]:
+    def first(self, topic: str, count: int) -> list[RequestResult]:
         """The topic's first ``count`` online requests of the stream, by arrival."""
-        samples = self.select(topic, "online", "stream")
-        return sorted(samples, key=lambda sample: sample.order)[:count]
+        results = self.select(topic, "online", "stream")
+        return sorted(results, key=lambda result: result.order)[:count]
 
-    def count_last(self, topic: str) -> int:
-        """How many prompts of a topic the last measurement got to, with both drafts."""
+    def num_measured_last(self, topic: str) -> int:
+        """Prompts of a topic that both drafts answered in the last measurement."""
         arms: tuple[Arm, ...] = ("online", "frozen")
         return min(sum(1 for _ in self.select(topic, arm, "last")) for arm in arms)
 
-    def routed_right(self) -> float | None:
-        """Share of the online requests whose topic the router found."""
+    def routing_accuracy(self) -> float | None:
+        """Share of the online requests that were routed to their topic."""
         hits = Counter(s.routed == s.topic for s in self.select(arm="online"))
         return hits[True] / hits.total() if hits else None
 
 
-def count_words(counts: Sequence[int]) -> str:
-    """``40``, or ``24 to 40`` where they differ; ``0`` for none."""
+def range_text(counts: Sequence[int]) -> str:
+    """``40``, or ``24 to 40`` if they differ; ``0`` for none."""
     least, most = min(counts, default=0), max(counts, default=0)
     return str(most) if least == most else f"{least} to {most}"
 
 
-def rolling_acceptance(samples: Sequence[Sample], window: int) -> list[tuple[int, float]]:
-    """Acceptance rate over the last ``window`` samples, at each sample's order.
+def rolling_acceptance(results: Sequence[RequestResult], window: int) -> list[tuple[int, float]]:
+    """Acceptance rate over the last ``window`` results, at each result's order.
 
-    Starts when a third of the window is there, so that the first points are not noise.
+    Starts at a third of the window: fewer results are noise.
     """
     points: list[tuple[int, float]] = []
-    last: deque[Sample] = deque(maxlen=window)
-    for sample in sorted(samples, key=lambda s: s.order):
-        last.append(sample)
-        rate = figures(last).acceptance_rate
+    last: deque[RequestResult] = deque(maxlen=window)
+    for result in sorted(results, key=lambda s: s.order):
+        last.append(result)
+        rate = totals(last).acceptance_rate
         if rate is not None and 3 * len(last) >= window:
-            points.append((sample.order, rate))
+            points.append((result.order, rate))
     return points
 
 
-def swaps(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Where a newer weight version first answered: ``(order, version)``, growing."""
+def version_changes(results: Sequence[RequestResult]) -> list[tuple[int, int]]:
+    """First answer of each newer weight version: ``(order, version)``, increasing."""
     found: list[tuple[int, int]] = []
     newest = 0
-    for sample in sorted(samples, key=lambda s: s.order):
-        version = sample.weight_version
+    for result in sorted(results, key=lambda s: s.order):
+        version = result.weight_version
         if version is not None and version > newest:
             newest = version
-            found.append((sample.order, version))
+            found.append((result.order, version))
     return found
 
 
 @dataclass(slots=True)
-class Stopwatch:
-    """Tokens and seconds per arm over rounds that were timed as a whole."""
+class Throughput:
+    """Tokens and seconds per arm over timed rounds."""
 
     tokens: Counter[Arm] = field(default_factory=Counter)
     seconds: dict[Arm, float] = field(default_factory=dict)
 
     def add(self, arm: Arm, tokens: int, seconds: float) -> None:
-        """One timed round of an arm."""
+        """Add a timed round of an arm."""
         self.tokens[arm] += tokens
         self.seconds[arm] = self.seconds.get(arm, 0.0) + seconds
 
     def rate(self, arm: Arm) -> float:
-        """Tokens per second; 0 where nothing was timed."""
+        """Tokens per second; 0 without timed rounds."""
         seconds = self.seconds.get(arm, 0.0)
         return self.tokens[arm] / seconds if seconds else 0.0

@@ -1,16 +1,26 @@
-"""The demo's clients: real HTTP requests, open loop for the stream, closed loop for measuring."""
+"""Traffic of the demo: HTTP client, open-loop stream, closed-loop measurements, schedule."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from paceline.deploy.demo.stats import Arm, Failure, Log, Part, Sample
+from paceline.deploy.demo.prompts import PromptSplit
+from paceline.deploy.demo.report import LiveState
+from paceline.deploy.demo.stats import (
+    ARMS,
+    Arm,
+    Failure,
+    RequestLog,
+    RequestResult,
+    Stage,
+    Throughput,
+)
 
 Clock = Callable[[], float]
 DRAFTS: dict[Arm, str] = {"online": "auto", "frozen": "general@0", "plain": "off"}
@@ -18,30 +28,38 @@ _TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request to be sent; ``order`` as in :class:`Sample`."""
+class PromptRequest:
+    """A request to send; ``order`` as in :class:`RequestResult`."""
 
     text: str
     topic: str
     arm: Arm
-    part: Part
+    part: Stage
     order: int
     store: bool
 
 
 class Client:
-    """Sends questions to a server and logs what became of each."""
+    """Send requests to a server and log each result.
+
+    Args:
+        http: its base URL is the server's.
+        log: of results and failures.
+        clock: seconds since the demo's start.
+        model: name of the model.
+        max_tokens: of an answer.
+        num_speculative_tokens: of both drafts.
+    """
 
     def __init__(
         self,
         http: httpx.AsyncClient,
-        log: Log,
+        log: RequestLog,
         clock: Clock,
         model: str,
         max_tokens: int = 32,
         num_speculative_tokens: int = 4,
     ) -> None:
-        """Use ``http`` (its base URL is the server's); ``clock`` is 0 at the demo's start."""
         self._http = http
         self._log = log
         self._clock = clock
@@ -49,49 +67,49 @@ class Client:
         self._max_tokens = max_tokens
         self._num_speculative_tokens = num_speculative_tokens
 
-    async def ask(self, question: Question) -> Sample | None:
-        """Send one question; None where it failed, which is logged and never raised."""
+    async def send(self, request: PromptRequest) -> RequestResult | None:
+        """Send a request; a failure is logged and returns None."""
         sent = self._clock()
         try:
             response = await self._http.post(
-                "/v1/chat/completions", json=self._body(question), timeout=_TIMEOUT_S
+                "/v1/chat/completions", json=self._body(request), timeout=_TIMEOUT_S
             )
             if response.status_code != httpx.codes.OK:
                 raise ValueError(f"HTTP {response.status_code}: {response.text[:200]}")
-            sample = self._sample(question, sent, response.json())
+            result = self._result(request, sent, response.json())
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
             reason = f"{type(error).__name__}: {error}"
-            failure = Failure(question.topic, question.arm, self._clock(), reason)
+            failure = Failure(request.topic, request.arm, self._clock(), reason)
             self._log.failures.append(failure)
             return None
-        self._log.samples.append(sample)
-        return sample
+        self._log.results.append(result)
+        return result
 
-    def _body(self, question: Question) -> dict[str, Any]:
-        speculative: dict[str, Any] = {"draft": DRAFTS[question.arm]}
-        if question.arm != "plain":
+    def _body(self, request: PromptRequest) -> dict[str, Any]:
+        speculative: dict[str, Any] = {"draft": DRAFTS[request.arm]}
+        if request.arm != "plain":
             speculative["num_speculative_tokens"] = self._num_speculative_tokens
         return {
             "model": self._model,
-            "messages": [{"role": "user", "content": question.text}],
+            "messages": [{"role": "user", "content": request.text}],
             "temperature": 0,
             "max_tokens": self._max_tokens,
-            "store": question.store,
+            "store": request.store,
             "speculative": speculative,
         }
 
-    def _sample(self, question: Question, sent: float, answer: dict[str, Any]) -> Sample:
+    def _result(self, request: PromptRequest, sent: float, answer: dict[str, Any]) -> RequestResult:
         finish = answer["choices"][0]["finish_reason"]
         if finish not in ("stop", "length"):
             raise ValueError(f"answer ended with {finish!r}")
         stats = answer["metrics"]["speculative_decoding"]
         now = self._clock()
-        return Sample(
-            order=question.order,
-            topic=question.topic,
+        return RequestResult(
+            order=request.order,
+            topic=request.topic,
             routed=stats["topic"],
-            arm=question.arm,
-            part=question.part,
+            arm=request.arm,
+            part=request.part,
             at=now,
             latency=now - sent,
             drafted=stats["num_draft_tokens"],
@@ -103,20 +121,20 @@ class Client:
 
 
 async def closed_loop(
-    client: Client, questions: Sequence[Question], concurrency: int, clock: Clock
+    client: Client, requests: Sequence[PromptRequest], concurrency: int, clock: Clock
 ) -> tuple[int, float]:
-    """Ask all questions, ``concurrency`` of them at a time.
+    """Send all requests, ``concurrency`` of them at a time.
 
     Returns:
-        Tokens answered, and seconds from the first question to the last answer.
+        generated tokens, and seconds from the first request to the last answer.
     """
-    waiting, tokens = iter(questions), 0
+    waiting, tokens = iter(requests), 0
 
     async def worker() -> None:
         nonlocal tokens
-        for question in waiting:
-            sample = await client.ask(question)
-            tokens += sample.tokens if sample is not None else 0
+        for request in waiting:
+            result = await client.send(request)
+            tokens += result.tokens if result is not None else 0
 
     began = clock()
     await asyncio.gather(*(worker() for _ in range(concurrency)))
@@ -125,7 +143,13 @@ async def closed_loop(
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the stream: which topics come, and for how large a share of its time."""
+    """A phase of the stream.
+
+    Attributes:
+        name: for display.
+        topics: of its requests.
+        share: of the stream's time.
+    """
 
     name: str
     topics: tuple[str, ...]
@@ -139,20 +163,28 @@ PHASES: tuple[Phase, ...] = (
 )
 
 
-class Stream:
-    """Open-loop arrivals: a Poisson process that does not wait for answers."""
+class PoissonArrivals:
+    """Open-loop arrivals: a Poisson process that does not wait for answers.
+
+    Args:
+        send: sends a request.
+        prompts: by topic.
+        rng: of arrivals and topics.
+        clock: seconds.
+        twin_every: every n-th request of a topic gets a frozen twin.
+        sleep: waits for seconds.
+    """
 
     def __init__(
         self,
-        ask: Callable[[Question], Awaitable[object]],
+        send: Callable[[PromptRequest], Awaitable[object]],
         prompts: dict[str, Iterator[str]],
         rng: random.Random,
         clock: Clock,
         twin_every: int,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Take each topic's prompts in turn; every ``twin_every``-th gets a frozen twin."""
-        self._ask = ask
+        self._send = send
         self._prompts = prompts
         self._rng = rng
         self._clock = clock
@@ -163,13 +195,13 @@ class Stream:
 
     @property
     def order(self) -> int:
-        """How many requests have been sent, twins not counted."""
+        """Number of requests sent, without twins."""
         return self._order
 
     async def run(self, topics: Sequence[str], rate: float, until: float) -> None:
-        """Send ``rate`` requests a second, twins included, until the clock says ``until``.
+        """Send ``rate`` requests per second, twins included, until time ``until``.
 
-        Returns when the last answer is there.
+        Returns after the last answer.
         """
         originals = rate / (1 + 1 / self._twin_every)
         due = self._clock()
@@ -179,17 +211,202 @@ class Stream:
                 if due >= until:
                     break
                 await self._sleep(max(0.0, due - self._clock()))
-                for question in self._next(self._rng.choice(topics)):
-                    tasks.create_task(_forget(self._ask(question)))
+                for request in self._next(self._rng.choice(topics)):
+                    tasks.create_task(_discard(self._send(request)))
 
-    def _next(self, topic: str) -> Iterable[Question]:
+    def _next(self, topic: str) -> Iterable[PromptRequest]:
         text, order = next(self._prompts[topic]), self._order
         self._order += 1
         self._seen[topic] += 1
-        yield Question(text, topic, "online", "stream", order, store=True)
+        yield PromptRequest(text, topic, "online", "stream", order, store=True)
         if self._seen[topic] % self._twin_every == 0:
-            yield Question(text, topic, "frozen", "stream", order, store=False)
+            yield PromptRequest(text, topic, "frozen", "stream", order, store=False)
 
 
-async def _forget(answer: Awaitable[object]) -> None:
+async def _discard(answer: Awaitable[object]) -> None:
     await answer
+
+
+Switch = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """Settings of the demo.
+
+    Attributes:
+        seed: of prompts and arrivals.
+        seconds: of the whole demo, including the start.
+        timed: prompts per topic that all three arms answer in timed rounds, one request at a time;
+            the other last prompts are answered by the two drafts only.
+        timed_share: upper limit of the timed rounds' share of ``seconds``.
+        concurrency: of requests that are not timed.
+        load: arrival rate of the stream / measured capacity.
+        max_rate: upper limit of the arrival rate, requests/s, twins included.
+        twin_every: every n-th request of a topic gets a frozen twin.
+        reserve_s: for shutdown and plots.
+        shortest_stream_s: lower limit of the stream, even past ``seconds``.
+        overtime_s: latest start of a round of the last measurement, after ``seconds``.
+    """
+
+    seed: int = 0
+    seconds: float = 345.0
+    timed: int = 12
+    timed_share: float = 0.2
+    concurrency: int = 8
+    load: float = 0.4
+    max_rate: float = 12.0
+    twin_every: int = 3
+    reserve_s: float = 10.0
+    shortest_stream_s: float = 20.0
+    overtime_s: float = 15.0
+
+
+@dataclass(slots=True)
+class DemoResult:
+    """Result of the schedule.
+
+    Attributes:
+        speed: of the timed rounds.
+        phases: name and first order of each phase.
+        end: order after the stream's last request.
+    """
+
+    speed: Throughput = field(default_factory=Throughput)
+    phases: list[tuple[str, int]] = field(default_factory=list)
+    end: int = 0
+
+
+async def run_schedule(
+    settings: DemoSettings,
+    client: Client,
+    prompts: dict[str, PromptSplit],
+    clock: Clock,
+    state: LiveState,
+    pause: Switch,
+    resume: Switch,
+) -> DemoResult:
+    """Run the demo against a server: calibrate, stream with a shift, measure without training.
+
+    Args:
+        settings: see DemoSettings.
+        client: sends and logs.
+        prompts: by topic.
+        clock: seconds since the demo's start.
+        state: of the live table; updated here.
+        pause: stops training and waits until it has stopped.
+        resume: resumes training.
+    """
+    result = DemoResult()
+    await pause()
+    timed, needed = await _calibrate(settings, client, prompts, clock, state)
+    await resume()
+    end = max(settings.seconds - settings.reserve_s - needed, clock() + settings.shortest_stream_s)
+    await _stream(settings, client, prompts, clock, state, end, result)
+    state.phase, state.rate = "last measurement: trainer paused", None
+    await pause()
+    await _measure_last(settings, client, prompts, clock, timed, result.speed)
+    state.phase = "done"
+    return result
+
+
+async def _calibrate(
+    settings: DemoSettings,
+    client: Client,
+    prompts: dict[str, PromptSplit],
+    clock: Clock,
+    state: LiveState,
+) -> tuple[int, float]:
+    """Measure the capacity, on prompts of its own.
+
+    Returns:
+        prompts per topic that the last measurement can time, and its expected duration, seconds.
+    """
+    state.phase = "calibration"
+    warm = [_warmup_request(topic, next(split.stream)) for topic, split in prompts.items()]
+    await closed_loop(client, warm, 1, clock)  # the first calls load lazily
+    alone = [_warmup_request(topic, next(split.stream)) for topic, split in prompts.items()]
+    _, seconds_alone = await closed_loop(client, alone, 1, clock)
+    many = [
+        _warmup_request(topic, next(split.stream))
+        for _ in range(3 * settings.concurrency // len(prompts) or 1)
+        for topic, split in prompts.items()
+    ]
+    _, seconds = await closed_loop(client, many, settings.concurrency, clock)
+    state.capacity = len(many) / seconds
+    state.rate = min(settings.load * state.capacity, settings.max_rate)
+    per_prompt = len(ARMS) * seconds_alone  # one per topic
+    timed = max(2, min(settings.timed, int(settings.timed_share * settings.seconds / per_prompt)))
+    rest = sum(max(0, len(split.last) - timed) for split in prompts.values())
+    # A batch of one topic takes about half as long as these mixed ones.
+    return timed, timed * per_prompt + (len(ARMS) - 1) * rest / (2 * state.capacity)
+
+
+def _warmup_request(topic: str, text: str) -> PromptRequest:
+    return PromptRequest(text, topic, "online", "warmup", 0, store=False)
+
+
+async def _stream(
+    settings: DemoSettings,
+    client: Client,
+    prompts: dict[str, PromptSplit],
+    clock: Clock,
+    state: LiveState,
+    end: float,
+    result: DemoResult,
+) -> None:
+    rng = random.Random(f"{settings.seed}:arrivals")
+    texts = {topic: split.stream for topic, split in prompts.items()}
+    stream = PoissonArrivals(client.send, texts, rng, clock, settings.twin_every)
+    began = clock()
+    done = 0.0
+    for phase in _phases_of(PHASES, tuple(prompts)):
+        state.phase = phase.name
+        result.phases.append((phase.name, stream.order))
+        done += phase.share
+        await stream.run(phase.topics, state.rate or 1.0, began + done * (end - began))
+    result.end = stream.order
+
+
+def _phases_of(phases: Sequence[Phase], topics: Sequence[str]) -> list[Phase]:
+    known = [Phase(p.name, tuple(t for t in p.topics if t in topics), p.share) for p in phases]
+    return [phase for phase in known if phase.topics]
+
+
+async def _measure_last(
+    settings: DemoSettings,
+    client: Client,
+    prompts: dict[str, PromptSplit],
+    clock: Clock,
+    timed: int,
+    speed: Throughput,
+) -> None:
+    """Measure on unseen prompts: timed rounds of all arms, then the rest with both drafts.
+
+    The order of the arms rotates, so that a slowdown of the machine affects all of them.
+    """
+    latest = settings.seconds + settings.overtime_s
+    rounds = [
+        [
+            PromptRequest(t, topic, "online", "last", i, store=False)
+            for i, t in enumerate(split.last)
+        ]
+        for topic, split in prompts.items()
+    ]
+    half = max(1, timed // 2)
+    halves = [requests[at : at + half] for at in (0, half) for requests in rounds]
+    for number, requests in enumerate(halves):
+        turn = number % len(ARMS)
+        for arm in ARMS[turn:] + ARMS[:turn]:
+            speed.add(arm, *await closed_loop(client, _for_arm(requests, arm), 1, clock))
+    for at in range(2 * half, max(map(len, rounds)), settings.concurrency):
+        for requests in rounds:
+            if clock() > latest:
+                return
+            for arm in ("online", "frozen"):
+                some = _for_arm(requests[at : at + settings.concurrency], arm)
+                await closed_loop(client, some, settings.concurrency, clock)
+
+
+def _for_arm(requests: Sequence[PromptRequest], arm: Arm) -> list[PromptRequest]:
+    return [PromptRequest(q.text, q.topic, arm, q.part, q.order, q.store) for q in requests]

@@ -1,35 +1,35 @@
-"""The demo's figures: sums, rolling curves, swaps and the summary's keys."""
+"""Statistics of the demo: sums, rolling curves, version changes and the summary's keys."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from paceline.deploy.demo import plot, summary
-from paceline.deploy.demo.live import View, gate_words, progress_line, render
+from paceline.deploy.demo import plot, report
+from paceline.deploy.demo.report import LiveState, decision_text, progress_line, render
 from paceline.deploy.demo.stats import (
     Arm,
     Failure,
-    Log,
-    Part,
-    Sample,
-    Stopwatch,
-    figures,
+    RequestLog,
+    RequestResult,
+    Stage,
+    Throughput,
     rolling_acceptance,
-    swaps,
+    totals,
+    version_changes,
 )
 
 
-def sample(
+def request_result(
     order: int,
     accepted: int,
     topic: str = "sql",
     arm: Arm = "online",
-    part: Part = "stream",
+    part: Stage = "stream",
     version: int = 0,
     routed: str = "sql",
-) -> Sample:
-    return Sample(
+) -> RequestResult:
+    return RequestResult(
         order=order,
         topic=topic,
         routed=routed,
@@ -46,21 +46,23 @@ def sample(
 
 
 def test_figures_are_sums_not_means_of_rates() -> None:
-    long = Sample(1, "sql", "sql", "online", "stream", 1.0, 1.5, 80, 60, 20, 80, 0)
-    got = figures([sample(0, 10), long])
+    long = RequestResult(1, "sql", "sql", "online", "stream", 1.0, 1.5, 80, 60, 20, 80, 0)
+    got = totals([request_result(0, 10), long])
     assert got.acceptance_rate == pytest.approx(70 / 120)
     assert got.mean_acceptance_length == pytest.approx(1 + 70 / 30)
     assert got.tokens_per_second == pytest.approx(100 / 2.0)
 
 
 def test_figures_of_nothing_are_none() -> None:
-    got = figures([])
+    got = totals([])
     assert (got.acceptance_rate, got.mean_acceptance_length, got.tokens_per_second) == (None,) * 3
 
 
 def test_rolling_acceptance_uses_the_window_only() -> None:
-    samples = [sample(i, 0) for i in range(6)] + [sample(i, 40) for i in range(6, 12)]
-    points = dict(rolling_acceptance(samples[::-1], window=6))
+    results = [request_result(i, 0) for i in range(6)] + [
+        request_result(i, 40) for i in range(6, 12)
+    ]
+    points = dict(rolling_acceptance(results[::-1], window=6))
     assert min(points) == 1  # a third of the window
     assert points[5] == 0.0
     assert points[8] == 0.5
@@ -69,37 +71,43 @@ def test_rolling_acceptance_uses_the_window_only() -> None:
 
 def test_swaps_mark_the_first_answer_of_each_newer_version() -> None:
     versions = [0, 0, 1, 0, 1, 3, 2, 3]
-    samples = [sample(i, 1, version=v) for i, v in enumerate(versions)]
-    assert swaps(samples) == [(2, 1), (5, 3)]
+    results = [request_result(i, 1, version=v) for i, v in enumerate(versions)]
+    assert version_changes(results) == [(2, 1), (5, 3)]
 
 
 def test_log_selects_and_knows_the_router() -> None:
-    log = Log([sample(0, 1), sample(1, 1, routed="math"), sample(1, 1, arm="frozen")])
-    assert log.routed_right() == 0.5
+    log = RequestLog(
+        [
+            request_result(0, 1),
+            request_result(1, 1, routed="math"),
+            request_result(1, 1, arm="frozen"),
+        ]
+    )
+    assert log.routing_accuracy() == 0.5
     assert len(list(log.select("sql", "online"))) == 2
     assert [s.order for s in log.recent("sql", "online", 1)] == [1]
 
 
-def _full_log() -> Log:
-    log = Log()
+def _full_log() -> RequestLog:
+    log = RequestLog()
     for topic in ("math", "sql"):
         for i in range(30):
-            log.samples.append(sample(i, 4 + i, topic, version=i // 10))
-            log.samples.append(sample(0, 40, topic, "online", "warmup"))
-            log.samples.append(sample(i, 24, topic, "online", "last", version=2))
-            log.samples.append(sample(i, 4, topic, "frozen", "last"))
+            log.results.append(request_result(i, 4 + i, topic, version=i // 10))
+            log.results.append(request_result(0, 40, topic, "online", "warmup"))
+            log.results.append(request_result(i, 24, topic, "online", "last", version=2))
+            log.results.append(request_result(i, 4, topic, "frozen", "last"))
     return log
 
 
 def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
-    speed = Stopwatch()
+    speed = Throughput()
     speed.add("plain", 100, 2.0)
     speed.add("frozen", 120, 2.0)
     speed.add("online", 90, 0.5)
     speed.add("online", 90, 0.5)
     decisions = [{"outcome": "published"}, {"outcome": "published"}, {"outcome": "rejected"}]
     log = _full_log()
-    result = summary.summarize(("math", "sql"), log, speed, decisions, {"sql": 2}, 321.04, 3)
+    result = report.summarize(("math", "sql"), log, speed, decisions, {"sql": 2}, 321.04, 3)
     assert result == {
         "topics": {
             topic: {
@@ -122,21 +130,21 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
             "no_failed_request": True,
         },
     }
-    summary.write(result, log, tmp_path)
+    report.write(result, log, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == result
-    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == len(log.samples)
-    assert summary.result_table(result, 40).row_count == 2
-    assert "online drafts 180 (3.60x)" in summary.result_lines(result)[0]
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == len(log.results)
+    assert report.result_table(result, 40).row_count == 2
+    assert "online drafts 180 (3.60x)" in report.result_lines(result)[0]
 
 
 def test_goals_are_judged_by_what_this_run_showed() -> None:
-    log, slow = _full_log(), Stopwatch()
+    log, slow = _full_log(), Throughput()
     log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
-    log.samples = [s for s in log.samples if (s.topic, s.arm, s.part) != ("sql", "online", "last")]
-    log.samples.append(sample(0, 13, "sql", "online", "last"))
+    log.results = [s for s in log.results if (s.topic, s.arm, s.part) != ("sql", "online", "last")]
+    log.results.append(request_result(0, 13, "sql", "online", "last"))
     for arm, seconds in (("plain", 2.0), ("frozen", 3.0), ("online", 2.5)):
         slow.add(arm, 100, seconds)  # type: ignore[arg-type]
-    result = summary.summarize(("math", "sql"), log, slow, [], {}, 9.0, 3)
+    result = report.summarize(("math", "sql"), log, slow, [], {}, 9.0, 3)
     assert result["last_prompts"] == {"math": 30, "sql": 1}
     assert result["goals"] == {
         "sql_gain": False,  # 13 of 40 against 4 of 40
@@ -144,12 +152,12 @@ def test_goals_are_judged_by_what_this_run_showed() -> None:
         "online_faster_than_frozen": True,
         "no_failed_request": False,
     }
-    head, *lines = summary.goal_lines(result)
+    head, *lines = report.goal_lines(result)
     assert "3 of 4 missed" in head
     assert [("met" in line, "missed" in line) for line in lines] == [
         (False, True), (False, True), (True, False), (False, True)
     ]  # fmt: skip
-    assert "last 1 to 30" in str(summary.result_table(result, 3).title)
+    assert "last 1 to 30" in str(report.result_table(result, 3).title)
 
 
 def test_labels_at_one_height_are_moved_apart() -> None:
@@ -177,30 +185,30 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_view_keeps_its_last_word_while_a_part_is_dead() -> None:
-    view = View()
+    state = LiveState()
     decision = {"topic": "sql", "outcome": "published", "served_expected_acceptance": 0.1,
                 "candidate_expected_acceptance": 0.52}  # fmt: skip
-    view.take_status({"weight_versions": {"sql": 3}, "decisions": [decision], "trainer": {}})
-    view.take_status({"weight_versions": {"error": "RayActorError"}, "decisions": {"error": "x"},
+    state.update({"weight_versions": {"sql": 3}, "decisions": [decision], "trainer": {}})
+    state.update({"weight_versions": {"error": "RayActorError"}, "decisions": {"error": "x"},
                       "trainer": {"error": "RayActorError"}})  # fmt: skip
-    assert view.versions == {"sql": 3}
-    assert gate_words(view.decisions["sql"]) == "published 0.10 → 0.52"
-    assert gate_words(None) == "-"
-    assert view.trainer == "restarting"
+    assert state.versions == {"sql": 3}
+    assert decision_text(state.decisions["sql"]) == "published 0.10 → 0.52"
+    assert decision_text(None) == "-"
+    assert state.trainer == "restarting"
 
 
 def test_displays_render_with_and_without_samples() -> None:
     from rich.console import Console
 
-    log, view = _full_log(), View("mix", 61.0, 330.0, 9.0, 3.6, {"sql": 2})
+    log, state = _full_log(), LiveState("mix", 61.0, 330.0, 9.0, 3.6, {"sql": 2})
     log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
     console = Console(width=130)
     with console.capture() as captured:
-        console.print(render(("math", "sql", "shell"), log, view))
+        console.print(render(("math", "sql", "shell"), log, state))
     text = captured.get()
     assert "failed requests: 1" in text
     assert "1:01 of 5:30" in text
-    log.samples.sort(key=lambda s: s.part != "stream")  # the last measurement comes last
-    log.samples.extend(list(log.select(part="last")))
-    line = progress_line(("sql", "shell"), log, view)
+    log.results.sort(key=lambda s: s.part != "stream")  # the last measurement comes last
+    log.results.extend(list(log.select(part="last")))
+    line = progress_line(("sql", "shell"), log, state)
     assert "sql v2 0.60/0.10, shell v0 -/-" in line

@@ -10,11 +10,17 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from paceline.deploy.demo.live import View
 from paceline.deploy.demo.prompts import split
-from paceline.deploy.demo.script import Plan, play
-from paceline.deploy.demo.stats import ARMS, Log
-from paceline.deploy.demo.traffic import Client, Question, Stream, closed_loop
+from paceline.deploy.demo.report import LiveState
+from paceline.deploy.demo.stats import ARMS, RequestLog
+from paceline.deploy.demo.traffic import (
+    Client,
+    DemoSettings,
+    PoissonArrivals,
+    PromptRequest,
+    closed_loop,
+    run_schedule,
+)
 
 
 class Server:
@@ -58,23 +64,23 @@ def _clock() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _client(server: Server, log: Log) -> tuple[httpx.AsyncClient, Client]:
+def _client(server: Server, log: RequestLog) -> tuple[httpx.AsyncClient, Client]:
     transport = httpx.ASGITransport(app=server.app)
     http = httpx.AsyncClient(transport=transport, base_url="http://paceline")
     return http, Client(http, log, _clock, "paceline")
 
 
-def _question(text: str, arm: Any = "online") -> Question:
-    return Question(text, "sql", arm, "stream", 0, store=False)
+def _request(text: str, arm: Any = "online") -> PromptRequest:
+    return PromptRequest(text, "sql", arm, "stream", 0, store=False)
 
 
 def test_arms_differ_in_the_draft_only() -> None:
-    async def main() -> tuple[Server, Log]:
-        server, log = Server(), Log()
+    async def main() -> tuple[Server, RequestLog]:
+        server, log = Server(), RequestLog()
         http, client = _client(server, log)
         async with http:
             for arm in ("online", "frozen", "plain"):
-                await client.ask(_question("q", arm))
+                await client.send(_request("q", arm))
         return server, log
 
     server, log = asyncio.run(main())
@@ -82,59 +88,59 @@ def test_arms_differ_in_the_draft_only() -> None:
     assert drafts == ["auto", "general@0", "off"]
     assert server.bodies[0] == server.bodies[1] == server.bodies[2]
     assert server.bodies[0]["temperature"] == 0
-    assert [s.accepted for s in log.samples] == [20, 2, 0]
+    assert [s.accepted for s in log.results] == [20, 2, 0]
     assert log.failures == []
 
 
 def test_every_kind_of_failure_is_logged_and_none_raised() -> None:
-    async def main() -> Log:
-        server, log = Server(), Log()
+    async def main() -> RequestLog:
+        server, log = Server(), RequestLog()
         http, client = _client(server, log)
         async with http:
-            assert await client.ask(_question("fail")) is None
-            assert await client.ask(_question("abort")) is None
+            assert await client.send(_request("fail")) is None
+            assert await client.send(_request("abort")) is None
         async with httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False) as nobody:
             deaf = Client(nobody, log, _clock, "paceline")
-            assert await deaf.ask(_question("q")) is None
+            assert await deaf.send(_request("q")) is None
         return log
 
     log = asyncio.run(main())
     reasons = [failure.reason for failure in log.failures]
-    assert log.samples == []
+    assert log.results == []
     assert "HTTP 503" in reasons[0]
     assert "'abort'" in reasons[1]
     assert reasons[2].startswith("ConnectError")
 
 
 def test_closed_loop_asks_all_and_holds_its_concurrency() -> None:
-    async def main() -> tuple[Server, Log, int]:
-        server, log = Server(), Log()
+    async def main() -> tuple[Server, RequestLog, int]:
+        server, log = Server(), RequestLog()
         http, client = _client(server, log)
         async with http:
-            tokens, seconds = await closed_loop(client, [_question("q")] * 25, 3, _clock)
+            tokens, seconds = await closed_loop(client, [_request("q")] * 25, 3, _clock)
         assert seconds > 0
         return server, log, tokens
 
     server, log, tokens = asyncio.run(main())
-    assert len(server.bodies) == len(log.samples) == 25
+    assert len(server.bodies) == len(log.results) == 25
     assert server.most_running == 3
     assert tokens == 25 * 30
 
 
 def test_stream_is_a_poisson_process_that_does_not_wait() -> None:
     now = 0.0
-    asked: list[tuple[float, Question]] = []
+    asked: list[tuple[float, PromptRequest]] = []
 
     async def sleep(seconds: float) -> None:
         nonlocal now
         now += seconds
         await asyncio.sleep(0)
 
-    async def ask(question: Question) -> None:
-        asked.append((now, question))
+    async def send(request: PromptRequest) -> None:
+        asked.append((now, request))
 
     texts = {topic: iter([f"{topic} {i}" for i in range(5_000)]) for topic in ("math", "sql")}
-    stream = Stream(ask, texts, random.Random(0), lambda: now, 3, sleep)
+    stream = PoissonArrivals(send, texts, random.Random(0), lambda: now, 3, sleep)
     asyncio.run(stream.run(("math", "sql"), rate=4.0, until=500.0))
     originals = [q for _, q in asked if q.arm == "online"]
     twins = [q for _, q in asked if q.arm == "frozen"]
@@ -151,8 +157,8 @@ def test_the_whole_course() -> None:
     switches: list[str] = []
     topics = ("math", "code", "sql", "shell")
 
-    async def main() -> tuple[Log, Any]:
-        server, log = Server(), Log()
+    async def main() -> tuple[RequestLog, Any]:
+        server, log = Server(), RequestLog()
         http, client = _client(server, log)
         began = _clock()
 
@@ -163,7 +169,7 @@ def test_the_whole_course() -> None:
             switches.append("resume")
 
         # However slow the machine is at the moment, all are timed, and every topic comes twice.
-        plan = Plan(
+        settings = DemoSettings(
             seconds=1.0,
             timed=4,
             timed_share=100.0,
@@ -173,18 +179,18 @@ def test_the_whole_course() -> None:
         )
         prompts = {topic: split(topic, 0, measured=6) for topic in topics}
         async with http:
-            course = await play(
-                plan, client, prompts, lambda: _clock() - began, View(), pause, resume
+            result = await run_schedule(
+                settings, client, prompts, lambda: _clock() - began, LiveState(), pause, resume
             )
-        return log, course
+        return log, result
 
-    log, course = asyncio.run(main())
+    log, result = asyncio.run(main())
     assert switches == ["pause", "resume", "pause"]
-    assert [name for name, _ in course.phases] == ["math + code", "shift: sql + shell", "mix"]
+    assert [name for name, _ in result.phases] == ["math + code", "shift: sql + shell", "mix"]
     assert log.failures == []
     for topic in topics:
         assert len(log.first(topic, 2)) == 2
         counts = [sum(1 for _ in log.select(topic, arm, "last")) for arm in ARMS]
         assert counts == [6, 6, 4]
-    assert course.speed.tokens == dict.fromkeys(ARMS, 4 * 4 * 30)
-    assert course.end == sum(1 for _ in log.select(arm="online", part="stream")) > 0
+    assert result.speed.tokens == dict.fromkeys(ARMS, 4 * 4 * 30)
+    assert result.end == sum(1 for _ in log.select(arm="online", part="stream")) > 0
