@@ -1,1 +1,1 @@
-"""Experts as processes of their own: a pool that several targets share."""
+"""Drafting in processes of their own, which several targets share."""

@@ -25,7 +25,7 @@ _PREFILL_CHUNK = 64  # tokens: a request waits for one chunk
 _GPU_MEMORY_SHARE = 0.6  # of the free memory, for the expert's KV cache
 
 
-def expert_positions(
+def expert_kv_positions(
     settings: ExpertSettings, dtype: torch.dtype, device: torch.device, length: int
 ) -> int:
     """Return the size of an expert's KV cache in positions: that of all its targets together.
@@ -85,7 +85,7 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
         prefill_chunk=min(settings.target.prefill_chunk, _PREFILL_CHUNK),
     )
     max_model_len = context_length(config.to_dict(), settings.target.max_model_len)
-    positions = expert_positions(settings, dtype, device, max_model_len)
+    positions = expert_kv_positions(settings, dtype, device, max_model_len)
     (stack,) = build_stacks(own, dtype, device, max_model_len, positions)
     seed = settings.target.seed
     generator = torch.Generator(device=device).manual_seed(

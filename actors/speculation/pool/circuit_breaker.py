@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from paceline.actors.backoff import Backoff
+
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 8.0
 
@@ -26,7 +28,7 @@ class CircuitBreaker:
     """State machine of events; times are monotonic seconds. Opens without a connection."""
 
     def __init__(self) -> None:
-        self._failures = 0  # since the last response in time
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._retry_at = float("inf")
         self.state = CircuitState.OPEN
 
@@ -38,10 +40,7 @@ class CircuitBreaker:
     @property
     def backoff_s(self) -> float:
         """Wait after the latest failure; 0 if a response has followed it."""
-        if not self._failures:
-            return 0.0
-        doublings = min(self._failures - 1, 64)
-        return min(FIRST_BACKOFF_S * 2.0**doublings, MAX_BACKOFF_S)
+        return self._backoff.delay
 
     def on_connect(self) -> None:
         """Close the circuit."""
@@ -49,19 +48,18 @@ class CircuitBreaker:
 
     def on_disconnect(self) -> None:
         """Open the circuit until the next connection."""
-        self._failures += 1
+        self._backoff.fail()
         self._retry_at = float("inf")
         self.state = CircuitState.OPEN
 
     def on_timeout(self, now: float) -> None:
         """Open the circuit for the backoff."""
-        self._failures += 1
-        self._retry_at = now + self.backoff_s
+        self._retry_at = now + self._backoff.fail()
         self.state = CircuitState.OPEN
 
     def on_response(self) -> None:
         """Reset the backoff."""
-        self._failures = 0
+        self._backoff.reset()
 
     def on_pong(self) -> None:
         """Close a half-open circuit; another timeout waits longer than the last."""
@@ -73,7 +71,7 @@ class CircuitBreaker:
         if self.closed or now < self._retry_at:
             return False
         if self.state is CircuitState.HALF_OPEN:  # the last ping had no pong
-            self._failures += 1
+            self._backoff.fail()
         self.state = CircuitState.HALF_OPEN
         self._retry_at = now + self.backoff_s
         return True

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.speculation.pool.connection import connect
 from paceline.actors.speculation.pool.messages import Session
 from paceline.actors.speculation.pool.proposer import PoolProposer
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 60.0
 _HEARTBEAT_TIMEOUT_S = 15.0
-_MIN_RETRY_S = 0.1
+_FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 3.0
 
 
@@ -45,7 +47,7 @@ class SessionManager:
 
     def __init__(self, proposer: PoolProposer) -> None:
         self._proposer = proposer
-        self._retry_s: dict[str, float] = {}  # by expert
+        self._tasks: list[Future[None]] = []  # an event loop refers to its tasks weakly
         self._loop = asyncio.new_event_loop()
         threading.Thread(
             target=self._loop.run_forever, name="paceline-sessions", daemon=True
@@ -53,36 +55,36 @@ class SessionManager:
 
     def add(self, expert: str, open_session: OpenSession) -> None:
         """Keep an expert of the proposer connected; from any thread."""
-        self._retry_s[expert] = _MIN_RETRY_S
-        asyncio.run_coroutine_threadsafe(self._keep_connected(expert, open_session), self._loop)
+        task = self._keep_connected(expert, open_session)
+        self._tasks.append(asyncio.run_coroutine_threadsafe(task, self._loop))
 
     async def _keep_connected(self, expert: str, open_session: OpenSession) -> None:
+        backoff = Backoff(_FIRST_RETRY_S, _MAX_RETRY_S)
         while True:
             try:
-                await self._run_session(expert, open_session())
+                await self._run_session(expert, open_session(), backoff)
             except Exception as error:
                 logger.info("no session with %s (%s), retrying", expert, type(error).__name__)
-            await asyncio.sleep(self._retry_s[expert])
-            self._retry_s[expert] = min(2.0 * self._retry_s[expert], _MAX_RETRY_S)
+            await asyncio.sleep(backoff.fail())
 
-    async def _run_session(self, expert: str, stream: SessionStream) -> None:
+    async def _run_session(self, expert: str, stream: SessionStream, backoff: Backoff) -> None:
         """Connect, and reconnect after a loss, until the stream ends."""
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 session = await anext(stream)
             assert session is not None
-            await self._connect(expert, session)
+            await self._connect(expert, session, backoff)
             while True:
                 async with asyncio.timeout(_HEARTBEAT_TIMEOUT_S):
                     await anext(stream)
                 if self._proposer.needs_connection(expert):
-                    await self._connect(expert, session)
+                    await self._connect(expert, session, backoff)
         except StopAsyncIteration:
             return
         finally:
             stream.cancel()
 
-    async def _connect(self, expert: str, session: Session) -> None:
+    async def _connect(self, expert: str, session: Session, backoff: Backoff) -> None:
         connection, welcome = await asyncio.to_thread(connect, session, _CONNECT_TIMEOUT_S)
         self._proposer.attach(expert, connection, welcome)
-        self._retry_s[expert] = _MIN_RETRY_S
+        backoff.reset()

@@ -13,7 +13,7 @@ from tiny_models import save_tiny
 
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pool import build
-from paceline.actors.speculation.pool.build import build_server, expert_positions, spare_cores
+from paceline.actors.speculation.pool.build import build_server, expert_kv_positions, spare_cores
 from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.deploy import experts
 from paceline.deploy.config.config import load_config
@@ -37,11 +37,11 @@ def with_target(settings: ExpertSettings, **fields: Any) -> ExpertSettings:
 
 
 def test_an_experts_cache_is_as_large_as_all_targets_together(settings: ExpertSettings) -> None:
-    assert expert_positions(settings, torch.float32, CPU, 128) == 6 * 128
+    assert expert_kv_positions(settings, torch.float32, CPU, 128) == 6 * 128
     small = with_target(settings, kv_cache_mb=1, max_num_seqs=64)
     small = dataclasses.replace(small, max_sequences=128)
     each = 2**20 // 1024 - 32  # two blocks are for padding
-    assert expert_positions(small, torch.float32, CPU, 128) == 2 * each
+    assert expert_kv_positions(small, torch.float32, CPU, 128) == 2 * each
     server = build_server(small)
     try:
         runner = server._drafter._stack.runner
@@ -58,10 +58,10 @@ def test_on_a_gpu_the_cache_takes_a_share_of_the_free_memory(
     each = 2 * 2 * 8 * 4  # keys and values, two heads of 8, float32
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (each * 1000, 10**12))
     monkeypatch.setattr(build, "kv_block_size", lambda *_: 16)
-    found = expert_positions(settings, torch.float32, GPU, 128)
+    found = expert_kv_positions(settings, torch.float32, GPU, 128)
     assert 16 * (600 // 16 - 2) == found < 600
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**12))
-    assert expert_positions(settings, torch.float32, GPU, 128) == 6 * 128
+    assert expert_kv_positions(settings, torch.float32, GPU, 128) == 6 * 128
 
 
 def test_a_spare_core_counts_for_one_expert_only(
