@@ -21,16 +21,14 @@ Surge = Literal["auto", "on", "off"]
 class PlacementConfig(Section):
     """Per role, the Ray resources of one of its processes: ``{GPU: 0.7, serving: 0.01}``.
 
-    ``CPU`` and ``GPU`` are Ray's own, every other name is one that the hosts were started with.
-    Without ``CPU`` none is booked. Without ``GPU`` the parts of target and trainer are reckoned
-    from the GPUs that are there on one machine, and nothing on a cluster; an expert's is
-    ``drafts.num_gpus``. ``learning`` are shards, registry, board and what keeps them; ``router``
-    is for one that is a deployment.
+    ``CPU`` and ``GPU`` are Ray's own; other names are custom resources of the hosts. Without
+    ``CPU`` none is booked. Without ``GPU``, target and trainer share the GPUs of one machine, and
+    get none on a cluster; an expert's is ``drafts.num_gpus``. ``learning`` is for shards, registry,
+    trainer scheduler and supervisor; ``router`` for a router deployment.
 
-    Where the application is deployed anew on a cluster, ``surge`` starts the new replicas of
-    target, router and ingress before the old ones end, for which there must be room for both;
-    ``auto`` does where a process books no more than a tenth of anything. Otherwise the old ones
-    end first, a fifth of them at a time, one at least.
+    On a redeployment to a cluster, ``surge`` starts new replicas of target, router and ingress
+    before the old ones stop, which needs room for both; ``auto`` does so if a process books at most
+    a tenth of each resource. Otherwise old ones stop first, a fifth at a time, at least one.
     """
 
     target: Amounts = Field(default_factory=dict)
@@ -68,9 +66,9 @@ class PlacementConfig(Section):
 
 
 class WeightsConfig(Section):
-    """``storage`` is a folder that every host sees: versions, replay and optimizer lie there.
+    """Storage of versions, replay and optimizer: ``storage`` is a folder that every host sees.
 
-    It takes the place of ``state_dir``, which is a folder of one machine.
+    It replaces ``state_dir``, which is a folder of one machine.
     """
 
     storage: str | None = None

@@ -81,7 +81,7 @@ def start_ray(
     dashboard: bool = False,
     dashboard_port: int = 8265,
     object_store_mb: int | None = None,
-    logs: bool = False,
+    log_to_driver: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Start a Ray of one's own on this machine and connect to it, namespace ``paceline``.
@@ -98,7 +98,7 @@ def start_ray(
         dashboard: whether to start Ray's dashboard.
         dashboard_port: its port on loopback.
         object_store_mb: size of shared memory; None leaves it to Ray.
-        logs: whether workers' output reaches this terminal.
+        log_to_driver: whether workers' output reaches this terminal.
         environment: more variables for every process of the session.
 
     Raises:
@@ -113,8 +113,8 @@ def start_ray(
         include_dashboard=dashboard,
         dashboard_port=dashboard_port,
         object_store_memory=None if object_store_mb is None else object_store_mb * 2**20,
-        log_to_driver=logs,
-        logging_level=logging.INFO if logs else logging.ERROR,
+        log_to_driver=log_to_driver,
+        logging_level=logging.INFO if log_to_driver else logging.ERROR,
     )
 
 

@@ -128,7 +128,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
             dashboard=config.ray.dashboard,
             dashboard_port=config.ray.dashboard_port,
             object_store_mb=config.ray.object_store_mb,
-            logs=config.ray.logs,
+            log_to_driver=config.ray.log_to_driver,
             environment=_SERVE_ENV | session.thread_environment(1),
         )
     with (
@@ -248,7 +248,7 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
         **_room(config, actor_options(config.placement.target, _gpu_share(config))),
-        graceful_shutdown_timeout_s=config.target.drain_s
+        graceful_shutdown_timeout_s=config.target.drain_timeout_s
         or (_SCALED_DRAIN_S if config.target.autoscaling else _DRAIN_S),
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
@@ -300,7 +300,7 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
         **_room(config, actor_options(config.placement.ingress)),
-        graceful_shutdown_timeout_s=config.ingress.drain_s or _DRAIN_S,
+        graceful_shutdown_timeout_s=config.ingress.drain_timeout_s or _DRAIN_S,
         graceful_shutdown_wait_loop_s=0.2,
     )(serve.ingress()(MeteredIngress))
 

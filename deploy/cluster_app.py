@@ -17,7 +17,7 @@ from paceline.deploy import learning
 from paceline.deploy.api.auth import key_digests
 from paceline.deploy.app import build_app
 from paceline.deploy.config.config import PacelineConfig
-from paceline.deploy.config.preflight import check_parts, exposure, serves_on
+from paceline.deploy.config.preflight import check_models_fit, serve_host, unauthenticated_warning
 from paceline.deploy.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"  # Serve's own default
@@ -43,7 +43,7 @@ def build(config: PacelineConfig) -> serve.Application:
         ConfigError: one line that says what is wrong; ``serve status`` shows it.
     """
     config = for_cluster(config)
-    check_parts(config)
+    check_models_fit(config)
     actors = learning.named_actors(config)
     keyed = bool(key_digests(config.auth.api_keys_env, os.environ))
     supervisor = serve.deployment(
@@ -65,7 +65,7 @@ def build(config: PacelineConfig) -> serve.Application:
 
 def _exposure(variable: str | None, keyed: bool) -> str | None:
     """Warning if others can reach the server without a key; called where Serve runs."""
-    return exposure(serves_on() or _LOOPBACK, variable, keyed=keyed)
+    return unauthenticated_warning(serve_host() or _LOOPBACK, variable, keyed=keyed)
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:
@@ -86,12 +86,12 @@ def for_cluster(config: PacelineConfig) -> PacelineConfig:
     placement: dict[str, Any] = config.placement.model_dump()
     for role in _RECKONED:
         placement[role].setdefault("GPU", 0.0)
-    target_s = config.target.drain_s or _TARGET_DRAIN_S
-    ingress_s = config.ingress.drain_s or _INGRESS_DRAIN_S
+    target_s = config.target.drain_timeout_s or _TARGET_DRAIN_S
+    ingress_s = config.ingress.drain_timeout_s or _INGRESS_DRAIN_S
     return config.model_copy(
         update={
-            "target": config.target.model_copy(update={"drain_s": target_s}),
-            "ingress": config.ingress.model_copy(update={"drain_s": ingress_s}),
+            "target": config.target.model_copy(update={"drain_timeout_s": target_s}),
+            "ingress": config.ingress.model_copy(update={"drain_timeout_s": ingress_s}),
             "drafts": config.drafts.model_copy(update={"across_nodes": True}),
             "placement": type(config.placement)(**placement),
         }

@@ -172,7 +172,7 @@ def replay_settings(config: PacelineConfig) -> ReplaySettings:
         remover=config.replay.remover,
         sampler=config.replay.sampler,
         held_out_fraction=config.replay.held_out_fraction,
-        synthetic_per_record=config.training.imagined_per_record,
+        synthetic_per_record=config.training.synthetic_per_record,
     )
 
 
@@ -213,7 +213,7 @@ def _registry(config: PacelineConfig) -> Any:
         topics=config.drafts.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
         keep_versions=config.training.keep_versions,
-        canary=CanarySettings() if config.training.trial_share else None,
+        canary=CanarySettings() if config.training.effective_canary_share else None,
         initial={expert: str(path) for expert, path in config.draft_paths.items()},
     )
 

@@ -20,11 +20,11 @@ def synthetic_settings(config: PacelineConfig) -> SyntheticSettings | None:
     Raises:
         ConfigError: the target's chat template does not allow it.
     """
-    if not config.training.enabled or not config.training.imagined_per_record:
+    if not config.training.enabled or not config.training.synthetic_per_record:
         return None
     return SyntheticSettings(
         marks=_marks(config),
-        per_record=config.training.imagined_per_record,
+        per_record=config.training.synthetic_per_record,
         held_out_fraction=config.replay.held_out_fraction,
         at_once=min(_AT_ONCE, config.target.max_num_seqs),
     )
@@ -59,4 +59,4 @@ def _marks(config: PacelineConfig) -> TurnMarks:
     try:
         return turn_marks(load_tokenizer(str(config.target_path)))
     except Exception as error:  # of files, or whatever a template raises
-        raise ConfigError(f"training.imagined_per_record: {error}") from error
+        raise ConfigError(f"training.synthetic_per_record: {error}") from error

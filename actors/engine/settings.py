@@ -41,7 +41,7 @@ class TargetSettings:
         round_timeout_ms: a round's wait for the pool.
         stall_timeout_s: a replica without a heartbeat for so long counts as hung.
         stream_chunks_per_s: of all streams together; 0 sends one chunk per stream and round.
-        scored_share: of the recorded requests, offered to the scorer of experts with all prompts
+        sample_share: of the recorded requests, offered to the scorer of experts with all prompts
             of the ``held_out_fraction``.
         held_out_fraction: of the prompts.
         max_records_per_s: per topic; None is no limit.
@@ -73,7 +73,7 @@ class TargetSettings:
     round_timeout_ms: float = 100.0
     stall_timeout_s: float = 20.0
     stream_chunks_per_s: float = 0.0
-    scored_share: float = 0.0
+    sample_share: float = 0.0
     held_out_fraction: float = 0.0
     max_records_per_s: float | None = None
     canary_share: float = 0.0

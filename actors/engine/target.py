@@ -180,7 +180,7 @@ class TargetReplica:
         self._shards = dict(shards or {})
         self._scorer = scorer
         self._settings = settings
-        self._scored = (settings.scored_share, settings.held_out_fraction)
+        self._scored = (settings.sample_share, settings.held_out_fraction)
         self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
@@ -314,14 +314,14 @@ class TargetReplica:
         self,
         max_speculative_tokens: int | None = None,
         probe_share: float | None = None,
-        scored_share: float | None = None,
+        sample_share: float | None = None,
     ) -> None:
         """Change limits from the next round on; None restores the settings' value.
 
         Args:
             max_speculative_tokens: limit of what the controller chooses.
             probe_share: share of the rounds' time for probing drafts that do not seem to pay.
-            scored_share: see TargetSettings.
+            sample_share: see TargetSettings.
 
         Raises:
             ValueError: more tokens than in the settings, for which there may be no memory, or a
@@ -334,7 +334,7 @@ class TargetReplica:
         if fixed and not (max_speculative_tokens is None and probe_share is None):
             raise ValueError("max_speculative_tokens, probe_share: the number of tokens is fixed")
         self._loop.update(SetLimits(max_speculative_tokens, probe_share))
-        share = self._settings.scored_share if scored_share is None else scored_share
+        share = self._settings.sample_share if sample_share is None else sample_share
         self._scored = (share, self._settings.held_out_fraction)
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -31,7 +31,7 @@ def paragraphs(figures: dict[str, Any], pictures: Sequence[str] = ()) -> list[st
     headings += ["at once, in", "s training", "machine"]
     picture = "![Acceptance on the test, imagining](imagined.png)"
     return [
-        "With `training.imagined_per_record`: while it is idle, the target makes up prompts that "
+        "With `training.synthetic_per_record`: while it is idle, the target makes up prompts that "
         "begin like stored ones, and answers them; drafts learn from both kinds, and are judged by "
         "real ones alone. The same stream, in rehearsal: the records of its frozen twin; training "
         "seed 0 alone, and the prompts per record are the most that there may be. What steps "

@@ -29,7 +29,7 @@ from paceline.deploy.synthetic import synthetic_settings
 logger = logging.getLogger(__name__)
 
 
-def exposure(host: str, variable: str | None, *, keyed: bool) -> str | None:
+def unauthenticated_warning(host: str, variable: str | None, *, keyed: bool) -> str | None:
     """One line where other machines can reach the server without a key, else None.
 
     Args:
@@ -46,7 +46,7 @@ def exposure(host: str, variable: str | None, *, keyed: bool) -> str | None:
     )
 
 
-def serves_on() -> str | None:
+def serve_host() -> str | None:
     """The address that Serve's proxies listen on; None where Serve does not tell.
 
     On a cluster it is in Serve's own file, of which the application sees its part alone.
@@ -67,7 +67,7 @@ def check(config: PacelineConfig) -> None:
     Raises:
         ConfigError: one line that says what is wrong.
     """
-    check_parts(config)
+    check_models_fit(config)
     _check_device(config.target.device)
     _check_pool(config)
     _check_training(config)
@@ -75,7 +75,7 @@ def check(config: PacelineConfig) -> None:
     _check_ports(config)
 
 
-def check_parts(config: PacelineConfig) -> None:
+def check_models_fit(config: PacelineConfig) -> None:
     """Refuse models that do not fit together, on whichever host; the device is not looked at.
 
     Raises:
@@ -110,7 +110,9 @@ def warnings(config: PacelineConfig) -> list[str]:
 
 def _exposure_warnings(config: PacelineConfig) -> list[str]:
     variable = config.auth.api_keys_env
-    found = exposure(config.host, variable, keyed=bool(key_digests(variable, os.environ)))
+    found = unauthenticated_warning(
+        config.host, variable, keyed=bool(key_digests(variable, os.environ))
+    )
     return [] if found is None else [found]
 
 

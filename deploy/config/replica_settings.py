@@ -31,11 +31,11 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         max_in_flight=_in_flight(config),
         failover=FailoverPolicy(
             stall_timeout_s=config.target.stall_timeout_s,
-            failover_timeout_s=config.target.give_up_after_s,
+            failover_timeout_s=config.target.failover_timeout_s,
         ),
         max_seqs_per_client=_per_client(config),
         request_timeout_s=config.target.request_timeout_s,
-        canary_share=config.training.trial_share,
+        canary_share=config.training.effective_canary_share,
         topics=TopicAdminSettings(
             mutable=config.topics.mutable,
             restart_reason=no_topics or topic_refusal(config),
@@ -93,10 +93,10 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         round_timeout_ms=config.drafts.round_timeout_ms,
         stall_timeout_s=config.target.stall_timeout_s,
         stream_chunks_per_s=config.target.stream_chunks_per_s,
-        scored_share=config.router.sample_share,
+        sample_share=config.router.sample_share,
         held_out_fraction=config.replay.held_out_fraction,
         max_records_per_s=config.replay.max_records_per_s,
-        canary_share=config.training.trial_share,
+        canary_share=config.training.effective_canary_share,
         warm_up=True,
     )
 

@@ -1,4 +1,4 @@
-"""The sections of the configuration: a frozen model each, whose misspelt keys are errors."""
+"""The sections of the configuration: a frozen model each; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def topic_name(name: str) -> str:
-    """The name, if a topic may have it.
+    """Validate the name of a topic.
 
     Raises:
-        ValueError: it may not.
+        ValueError: no topic can have it.
     """
     if name in (GENERAL, "off", "auto") or not TOPIC_NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a topic")
     return name
 
 
-_MAX_TOKENS = 32  # drafted in a round
-_STEP_RECORDS, _GPU_RECORDS = 8, 4  # of an optimizer's step, and of a micro-step on GPUs
+_MAX_TOKENS = 32  # per round
+_STEP_RECORDS, _GPU_RECORDS = 8, 4  # per optimizer step, and per micro-step on GPUs
 
 
 class TargetConfig(Section):
-    """The model that answers; ``path`` is a folder or ``embedded``.
+    """The target model; ``path`` is a folder or ``embedded``.
 
-    ``num_threads`` None takes half of the cores: a forward whose threads wait for a core that
-    another process holds is many times slower than one on fewer threads. ``kv_cache_mb`` bounds
-    the MiB of the target's keys and values, per replica; a request waits until there is room.
-    ``numerics`` invariant has a token's logits be the same bits in every batch, or the start fail.
+    ``num_threads`` null takes half of the cores: a forward with a thread that waits for a busy core
+    is many times slower than one with fewer threads. ``kv_cache_mb`` limits the KV cache per
+    replica, MiB; requests wait for free blocks. ``numerics`` invariant makes logits bitwise
+    independent of the batch, or fails the start.
 
-    A replica without a sign of life for ``stall_timeout_s`` counts as hung, and another goes on
-    with its requests; one that finds none for ``give_up_after_s`` fails. One that Serve ends has
-    ``drain_s`` for what it has begun; what is left then goes on elsewhere too.
+    A replica without a heartbeat for ``stall_timeout_s`` counts as hung, and its requests fail over
+    to another; a request without a replica for ``failover_timeout_s`` fails. A replica that Serve
+    stops gets ``drain_timeout_s`` to finish its requests; the others fail over.
 
-    The streams of a replica get about ``stream_chunks_per_s`` together, but some twenty each: what
-    comes between is sent with the next. 0 sends every round's tokens by themselves.
+    ``stream_chunks_per_s`` is shared by the streams of a replica, but each gets some 20: tokens
+    in between are sent with the next chunk. 0 sends the tokens of every round.
 
-    ``autoscaling`` takes the place of ``num_replicas``: ``min_replicas``, ``max_replicas``,
-    ``occupancy``, ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.
+    ``autoscaling`` replaces ``num_replicas``: ``min_replicas``, ``max_replicas``, ``occupancy``,
+    ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.
     """
 
     path: str = EMBEDDED
@@ -76,8 +76,8 @@ class TargetConfig(Section):
     numerics: Literal["auto", "invariant"] = "auto"
     cuda_graphs: bool = True
     stall_timeout_s: Seconds = 20.0
-    give_up_after_s: Seconds = 120.0
-    drain_s: Seconds | None = None
+    failover_timeout_s: Seconds = 120.0
+    drain_timeout_s: Seconds | None = None
     stream_chunks_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 250.0
 
     @field_validator("device")
@@ -88,30 +88,29 @@ class TargetConfig(Section):
         return device
 
     @model_validator(mode="after")
-    def _looks_further(self) -> Self:
-        if self.give_up_after_s <= self.stall_timeout_s:
+    def _failover_after_stall(self) -> Self:
+        if self.failover_timeout_s <= self.stall_timeout_s:
             raise ValueError(
-                f"give_up_after_s ({self.give_up_after_s:g}) must be more than stall_timeout_s "
-                f"({self.stall_timeout_s:g}): no request would look for a second replica"
+                f"failover_timeout_s ({self.failover_timeout_s:g}) must be more than "
+                f"stall_timeout_s ({self.stall_timeout_s:g}): no request would fail over"
             )
         return self
 
     @property
     def most_replicas(self) -> int:
-        """Replicas that there may be."""
+        """Most replicas with autoscaling."""
         return most_replicas(self.num_replicas, self.autoscaling)
 
 
 class DraftsConfig(Section):
-    """The models that propose: ``general`` and, per topic, an expert that starts as its copy.
+    """The drafts: ``general`` and an expert per topic, which starts as its copy.
 
-    ``paths`` gives a topic's expert another starting point than ``general``.
-    ``num_speculative_tokens`` "auto" drafts as many, up to ``max_speculative_tokens``, as give
-    the most tokens per second by what is measured, and none where that does not pay.
+    ``paths`` gives a topic's expert other initial weights. ``num_speculative_tokens`` auto drafts
+    the number of tokens with the highest measured goodput, from 0 to ``max_speculative_tokens``.
 
-    ``placement`` pool makes every expert a deployment of its own; the keys after it are for that
-    alone. ``autoscaling`` takes the place of ``num_replicas``, see ``target``; an expert has no
-    more replicas than there are targets.
+    ``placement`` pool makes every expert a deployment; the keys after it are for the pool.
+    ``autoscaling`` replaces ``num_replicas``, see ``target``; an expert has no more replicas than
+    the target.
     """
 
     general: str = EMBEDDED
@@ -137,7 +136,7 @@ class DraftsConfig(Section):
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod
     def _auto_or_number(cls, tokens: object) -> object:
-        # Not a union of constraints: its errors would name parts that no config has.
+        # Not a union of constraints: its errors would name the branches.
         number = isinstance(tokens, int) and not isinstance(tokens, bool)
         if tokens != "auto" and not (number and 0 <= int(str(tokens)) <= _MAX_TOKENS):
             raise ValueError(f"{tokens!r} is neither auto nor a number from 0 to {_MAX_TOKENS}")
@@ -161,29 +160,29 @@ class DraftsConfig(Section):
 
     @property
     def pool_processes(self) -> int:
-        """Replicas of all experts together, at most; 0 where drafts are colocated."""
+        """Most replicas of all experts together; 0 if drafts are colocated."""
         if self.placement != "pool":
             return 0
         return len(self.experts) * most_replicas(self.num_replicas, self.autoscaling)
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Every expert: ``general`` first, then the topics."""
+        """All experts, ``general`` first."""
         return (GENERAL, *self.topics)
 
 
 class RouterConfig(Section):
-    """The classifier that finds a request's topic; late or unsure means ``general``.
+    """The topic classifier; a late or unsure one means ``general``.
 
-    Every expert is scored on ``sample_share`` of the stored requests, as far as their prompts are
-    held out, while serving is idle and training is on; then the best one drafts.
+    All experts are evaluated on ``sample_share`` of the recorded requests with held-out prompts,
+    while serving is idle and training is enabled; then the best one drafts.
 
-    ``placement`` ingress runs it in every replica of the front door, which spares each request the
-    way to another process; deployment gives it one of its own, for a large classifier.
+    ``placement`` ingress runs the classifier in every ingress replica, which saves each request a
+    call to another process; deployment runs it in its own, for a large classifier.
 
-    ``min_confidence`` is what the likeliest topic needs, else ``general`` drafts. auto is what the
-    classifier's config.json has under ``min_confidence``, for the topics that it was made for; for
-    others, and where it has none, 0.5. A number holds for all topics, added ones too.
+    ``min_confidence`` is the least probability of a topic, else ``general`` drafts. auto is
+    ``min_confidence`` of the classifier's config.json for the topics that it was trained on, and
+    0.5 for others or without that key. A number holds for all topics, also added ones.
     """
 
     enabled: bool = True
@@ -196,13 +195,13 @@ class RouterConfig(Section):
 
 
 class ReplayConfig(Section):
-    """What is kept of the served requests, per topic; on disk only with ``persist``.
+    """Records of served requests, per topic; on disk only with ``persist``.
 
-    ``remover`` drops records when ``capacity_mb`` is full, ``sampler`` draws those that a round
-    learns from; ``priority`` goes by the loss that the trainer last saw on a record.
+    ``remover`` selects the records to drop at ``capacity_mb``, ``sampler`` those to train on;
+    ``priority`` goes by a record's last training loss.
 
-    Of a flood each replica keeps ``max_records_per_s``, and what 16 seconds bring at once: to log
-    all costs the answers time, and a trainer does not learn from more. null keeps all.
+    Each replica records at most ``max_records_per_s`` per topic, in bursts of up to 16 seconds'
+    worth: recording every request slows serving down and does not train better. null records all.
     """
 
     capacity_mb: Count = 64
@@ -216,45 +215,42 @@ class ReplayConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How the drafts learn while serving is idle.
+    """Online training of the drafts while serving is idle.
 
-    ``loss``, ``weighting`` and ``sampling`` are what training minimises, at which positions, in
-    whose contexts; ``jsd_beta`` is for the loss jsd, ``student_share`` for mixed sampling alone.
+    ``loss``, ``weighting`` and ``sampling`` are the objective, its weights per position and its
+    contexts; ``jsd_beta`` is for the loss jsd, ``student_share`` for mixed sampling.
 
-    ``canary_share`` of a topic's requests draft with a new version until they show that it is no
-    worse than the present one, or are as many as the last look wants; 0 gives new versions to all
-    requests at once. Above 0 every draft's weights take their memory twice.
+    A new version is a canary for ``canary_share`` of its topic's requests until it is shown to be
+    no worse than the stable one, or the last interim analysis is reached; 0 publishes to all
+    requests at once. Above 0 the weights of every draft take twice the memory.
 
-    ``accumulation`` micro-steps of ``micro_batch`` records make a step of the optimizer; between
-    two of them serving may have the processor back. ``micro_batch`` auto is 4 on GPUs and 1 on
-    CPUs, where a record takes long enough, but one for each rank at least; ``accumulation`` auto
-    makes a step of 8 records or some more. ``weight_decay`` is AdamW's.
+    ``accumulation`` micro-steps of ``micro_batch`` records make an optimizer step; training yields
+    to serving between micro-steps. ``micro_batch`` auto is 4 on GPUs and 1 on CPUs, but at least
+    one per rank; ``accumulation`` auto makes steps of at least 8 records. ``weight_decay`` is
+    AdamW's.
 
-    Above 0, ``rate_hold_steps`` has the learning rate fall as one over the optimizer's steps once
-    there were so many, to a tenth at least, and be full again when the topic drifts.
+    Above 0, the learning rate decays after ``rate_hold_steps`` optimizer steps as one over the
+    steps, to a tenth at least, and is restored if the topic drifts.
 
-    ``average_decay`` is that of the running mean of the weights in training, which is what is
-    judged and served; 0 takes the weights as the last step left them.
+    ``average_decay`` is the decay of the weights' exponential moving average, which is what is
+    evaluated and served; 0 takes the last weights.
 
-    ``min_gain`` is what the gain of acceptance, on records held out, must exceed by its lower bound
-    for new weights to be published.
+    ``min_gain`` is the gain of acceptance on held-out records that the lower confidence bound must
+    exceed for a publication.
 
-    ``adapter`` lora trains low-rank adapters instead of every weight; what is served are the
-    merged weights. ``zero_stage`` auto is 1 for bfloat16 and 0 for float32. ``ranks`` processes
-    of ``num_threads`` each (on GPUs, one device each) share every micro-batch.
+    ``adapter`` lora trains low-rank adapters, which are merged for serving. ``zero_stage`` auto is
+    1 for bfloat16 and 0 for float32. ``ranks`` processes of ``num_threads`` each (on GPUs, one
+    device each) share every micro-batch.
 
-    Above 0, ``imagined_per_record`` has the idle target make up and answer so many prompts for each
-    record that a topic has to learn from: more to learn from than the traffic brings, for the
-    target's time.
+    Above 0, the idle target generates and answers ``synthetic_per_record`` synthetic prompts for
+    each training record of a topic, at the cost of the target's time.
 
-    ``max_occupancy`` is the share of ``target.max_num_seqs`` that a replica may decode and still
-    count as idle; auto is a quarter where serving, training and the rest have cores of their own,
-    or training hosts of its own, and 0 elsewhere.
+    ``max_occupancy`` is the share of ``target.max_num_seqs`` at which a replica still counts as
+    idle; auto is a quarter if there are spare cores, or a host for training, else 0.
 
-    ``trainers`` learn different topics at the same time, each in a process with its own ranks. A
-    trainer that computes on, ``yield_timeout_s`` after a request has come, is started anew; None
-    is 2 s on GPUs, and a minute on CPUs, where it runs at the lowest priority: one that serving
-    leaves no time to come to its end does not hang, and takes nothing from anybody.
+    ``trainers`` train different topics concurrently, each with its own ranks. A trainer that still
+    computes ``yield_timeout_s`` after a request's arrival is restarted; null is 2 s on GPUs and
+    60 s on CPUs, where it runs at the lowest priority and a slow step is not a hang.
     """
 
     enabled: bool = True
@@ -276,7 +272,7 @@ class TrainingConfig(Section):
     max_occupancy: Literal["auto"] | Fraction = "auto"
     keep_versions: Count = 3
     canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
-    imagined_per_record: Annotated[float, Field(ge=0.0, le=16.0)] = 0.0
+    synthetic_per_record: Annotated[float, Field(ge=0.0, le=16.0)] = 0.0
     adapter: Literal["full", "lora"] = "full"
     lora_rank: Count = 16
     lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0
@@ -286,24 +282,20 @@ class TrainingConfig(Section):
     yield_timeout_s: Seconds | None = None
 
     def batches(self, device: str) -> tuple[int, int]:
-        """Records per micro-step and micro-steps per step of the optimizer, on such a device.
-
-        Args:
-            device: its type, like ``cpu``.
-        """
+        """Records per micro-step and micro-steps per optimizer step, by device type (``cpu``)."""
         size, times = self.micro_batch, self.accumulation
         records = max(self.ranks, 1 if device == "cpu" else _GPU_RECORDS)
         micro_batch = records if size == "auto" else size
         return micro_batch, -(-_STEP_RECORDS // micro_batch) if times == "auto" else times
 
     @property
-    def trial_share(self) -> float:
-        """The canary's share; 0 where nothing is learnt."""
+    def effective_canary_share(self) -> float:
+        """``canary_share``; 0 if training is disabled."""
         return self.canary_share if self.enabled else 0.0
 
     @property
     def objective(self) -> ObjectiveSettings:
-        """What training minimises."""
+        """The training objective."""
         return ObjectiveSettings(
             loss=self.loss,
             jsd_beta=self.jsd_beta,
@@ -316,54 +308,53 @@ class TrainingConfig(Section):
 class TopicsConfig(Section):
     """Topics that are added while the server runs (``paceline topics add``).
 
-    ``mutable`` false refuses that; what was added before is served all the same.
+    ``mutable`` false refuses additions; topics added before are still served.
     """
 
     mutable: bool = True
 
 
 class OperationsConfig(Section):
-    """What operators may do over HTTP: roll back, purge replay, drain.
+    """Operations over HTTP: rollback, replay purge, drain.
 
-    They call from the server's own machine, or show an API key where there are some. ``enabled``
-    false refuses it all; ``topics.mutable`` is for topics alone.
+    They need a call from the server's own machine, or an API key. ``enabled`` false refuses all of
+    them; ``topics.mutable`` is for topics.
     """
 
     enabled: bool = True
 
 
 class IngressConfig(Section):
-    """The front door; the death of a replica breaks the connections that it holds.
+    """The HTTP ingress; the death of a replica breaks its connections.
 
-    One that Serve ends, for another configuration or a host that is to go, has ``drain_s`` for
-    what it has begun.
+    A replica that Serve stops, on a redeployment or a drained host, gets ``drain_timeout_s`` to
+    finish its requests.
     """
 
     num_replicas: Count = 1
-    drain_s: Seconds | None = None
+    drain_timeout_s: Seconds | None = None
 
 
 class AuthConfig(Section):
-    """Who may use the server: ``api_keys_env`` names the environment variable with its API keys.
+    """API keys: ``api_keys_env`` names the environment variable that holds them.
 
-    They are separated by commas and read at the start. Where there are none, or the name is null,
-    everybody may.
+    Keys are separated by commas and read at the start. Without any, or with null, no key is needed.
     """
 
     api_keys_env: Annotated[str, Field(min_length=1)] | None = "PACELINE_API_KEYS"
 
 
 class UiConfig(Section):
-    """The page at ``/ui``, for people with a browser."""
+    """The web page at ``/ui``."""
 
     enabled: bool = True
 
 
 class RayConfig(Section):
-    """The local Ray session that ``paceline serve`` starts and ends."""
+    """The local Ray session of ``paceline serve``."""
 
     num_cpus: Count | None = None
     dashboard: bool = True
     dashboard_port: Annotated[int, Field(ge=1, le=65535)] = 8265
     object_store_mb: Annotated[int, Field(ge=80)] | None = None
-    logs: bool = False
+    log_to_driver: bool = False

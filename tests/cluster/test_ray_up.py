@@ -30,7 +30,7 @@ ARGUMENTS = {
         "num_replicas": 2,
         "max_num_seqs": 8,
         "stall_timeout_s": 20.0,
-        "give_up_after_s": 200.0,
+        "failover_timeout_s": 200.0,
     },
     "drafts": {"topics": ["sql"], "num_threads": 1, "round_timeout_ms": 2000.0},
     "router": {"enabled": False},

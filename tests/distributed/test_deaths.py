@@ -35,7 +35,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",
             "target.num_threads": 1,
-            "target.give_up_after_s": BACK_S,
+            "target.failover_timeout_s": BACK_S,
             "router.timeout_s": ROUTER_S,
             "router.placement": "deployment",  # a process that can die alone
             "training.round_seconds": 3.0,

@@ -42,7 +42,7 @@ class Cluster:
             "import_path": "paceline.deploy.cluster_app:build",
             "args": {
                 "weights": {"storage": storage},
-                "target": {"dtype": "float32", "num_threads": 1, "drain_s": 0.5},
+                "target": {"dtype": "float32", "num_threads": 1, "drain_timeout_s": 0.5},
                 "drafts": {"topics": ["sql"]},
                 "router": {"enabled": False},
                 "training": {"enabled": False},

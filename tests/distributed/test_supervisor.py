@@ -16,7 +16,7 @@ from waiting import eventually
 from paceline.cluster.session import NAMESPACE, ray_session
 from paceline.deploy.cluster_app import build
 from paceline.deploy.config.config import load_config
-from paceline.deploy.config.preflight import serves_on
+from paceline.deploy.config.preflight import serve_host
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
 TRAINERS = {"paceline-trainer", "paceline-trainer-2"}
@@ -81,7 +81,7 @@ def versions() -> Any:
 
 
 def test_it_knows_where_serve_listens(handle: Any) -> None:
-    assert serves_on() == "127.0.0.1"
+    assert serve_host() == "127.0.0.1"
     assert handle.describe.remote().result(timeout_s=30)["warning"] is None
 
 

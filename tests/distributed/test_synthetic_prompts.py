@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "replay.held_out_fraction": 0.3,
             "training.round_seconds": 2.0,
             "training.canary_share": 0.0,
-            "training.imagined_per_record": PER_RECORD,
+            "training.synthetic_per_record": PER_RECORD,
             "ray.num_cpus": 2,
             "ray.dashboard": False,
         },

@@ -155,7 +155,11 @@ def test_on_a_cluster_what_ends_has_more_time_unless_it_is_told() -> None:
     here = load_config(None, {"weights.storage": "/shared", **NO_GPU})
     assert app._target(here)._deployment_config.graceful_shutdown_timeout_s == 5.0
     cluster = for_cluster(here)
-    assert (cluster.target.drain_s, cluster.ingress.drain_s) == (30.0, 60.0)
-    told = {"weights.storage": "/shared", "target.drain_s": 7.0, "ingress.drain_s": 8.0}
+    assert (cluster.target.drain_timeout_s, cluster.ingress.drain_timeout_s) == (30.0, 60.0)
+    told = {
+        "weights.storage": "/shared",
+        "target.drain_timeout_s": 7.0,
+        "ingress.drain_timeout_s": 8.0,
+    }
     cluster = for_cluster(load_config(None, told))
-    assert (cluster.target.drain_s, cluster.ingress.drain_s) == (7.0, 8.0)
+    assert (cluster.target.drain_timeout_s, cluster.ingress.drain_timeout_s) == (7.0, 8.0)

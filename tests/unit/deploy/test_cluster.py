@@ -134,7 +134,7 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
     warned: bool,
 ) -> None:
     monkeypatch.setenv("PACELINE_API_KEYS", key)
-    monkeypatch.setattr(cluster_app, "serves_on", lambda: host)  # Serve does not run here
+    monkeypatch.setattr(cluster_app, "serve_host", lambda: host)  # Serve does not run here
     monkeypatch.setattr(supervisor, "_TICK_S", 0.01)
     bound = next(found for found in built_of(build(config())) if found.name == "supervisor")
     *_, scheduler, check = bound.init_args

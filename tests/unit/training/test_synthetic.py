@@ -438,7 +438,7 @@ def config_of(folder: Path, **changes: Any) -> PacelineConfig:
 
 def test_no_prompts_are_made_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert synthetic_settings(config_of(tmp_path)) is None
-    asked = {"training.imagined_per_record": 2.0}
+    asked = {"training.synthetic_per_record": 2.0}
     assert synthetic_settings(config_of(tmp_path, **asked, **{"training.enabled": False})) is None
     found = synthetic_settings(config_of(tmp_path, **asked, **{"target.max_num_seqs": 2}))
     assert found is not None
@@ -446,9 +446,9 @@ def test_no_prompts_are_made_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_allow_it_is_refused_at_the_start(tmp_path: Path) -> None:
-    config = config_of(tmp_path, **{"training.imagined_per_record": 2.0})
+    config = config_of(tmp_path, **{"training.synthetic_per_record": 2.0})
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = WORDS
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"training\.imagined_per_record: .* ordinary token"):
+    with pytest.raises(ConfigError, match=r"training\.synthetic_per_record: .* ordinary token"):
         synthetic_settings(config)

@@ -195,7 +195,7 @@ def target(
         num_threads=1,
         max_num_seqs=4,
         num_speculative_tokens=2,
-        scored_share=1.0,
+        sample_share=1.0,
         max_records_per_s=getattr(request, "param", None),
     )
     shards = {expert: kept.shard(expert) for expert in EXPERTS}

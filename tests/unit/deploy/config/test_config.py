@@ -80,8 +80,8 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         ("model_name: 2024-13-01", "not YAML"),
         ("target:\n  device: gpu", "target.device: 'gpu' is none of auto, cpu, cuda"),
         (
-            "target:\n  give_up_after_s: 5\n  stall_timeout_s: 5",
-            "target: give_up_after_s (5) must be more than stall_timeout_s (5)",
+            "target:\n  failover_timeout_s: 5\n  stall_timeout_s: 5",
+            "target: failover_timeout_s (5) must be more than stall_timeout_s (5)",
         ),
         ("a: [", "not YAML"),
     ],

@@ -41,7 +41,7 @@ def target(folders: dict[str, str]) -> Iterator[MeteredTarget]:
         num_threads=1,
         max_num_seqs=2,
         max_speculative_tokens=4,
-        scored_share=0.5,
+        sample_share=0.5,
         held_out_fraction=0.25,
     )
     replica = MeteredTarget(settings)
