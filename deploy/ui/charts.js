@@ -1,4 +1,4 @@
-// Lines over time, drawn by hand: a grid, an area, marks, and a readout under the pointer.
+// Line charts in SVG: grid, area, marks, and a readout at the pointer.
 
 import { byId, el, placeTip, svg } from "./dom.js";
 
@@ -39,7 +39,7 @@ export class LineChart {
     });
     plot.append(...this.grid(), ...this.marks(), ...this.data.series.flatMap((one) => this.line(one)));
     if (!this.data.series.some(({ points }) => points.some(([at, value]) => at >= this.data.from && value !== null))) {
-      plot.append(svg("text", { class: "nothing", x: this.width / 2, y: this.y(this.data.top / 2) - 8, "text-anchor": "middle" }, "nothing drafted yet"));
+      plot.append(svg("text", { class: "nothing", x: this.width / 2, y: this.y(this.data.top / 2) - 8, "text-anchor": "middle" }, "no drafts yet"));
     }
     this.cross = svg("line", { class: "cross", y1: TOP, y2: this.height - BOTTOM, visibility: "hidden" });
     plot.append(this.cross);
@@ -125,7 +125,7 @@ function nearest(series, distance, from) {
   return times.length ? times.reduce((best, at) => (distance(at) < distance(best) ? at : best)) : null;
 }
 
-// Points without a value break a line.
+// Points without a value interrupt a line.
 function runs(points) {
   const found = [[]];
   for (const point of points) {

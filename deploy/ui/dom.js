@@ -1,4 +1,4 @@
-// Making elements and wording figures. Text only ever becomes text nodes: nothing here parses HTML.
+// Elements and number formats. Text becomes text nodes only: nothing here parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -56,7 +56,7 @@ export function facts(rows) {
   return el("dl", { class: "facts" }, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-// Put a floating note next to a rectangle of the window, inside the window.
+// Place a tooltip next to a rectangle, inside the window.
 export function placeTip(tip, box) {
   tip.hidden = false;
   const own = tip.getBoundingClientRect();

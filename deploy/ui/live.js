@@ -1,4 +1,4 @@
-// The live part: what the drafts do, what was decided about their weights, who trains.
+// The live part: acceptance, throughput, decisions on weights, training, replay.
 
 import { LineChart, stackedBar } from "./charts.js";
 import { byId, bytes, clock, count, el, facts, figure, known, percent } from "./dom.js";
@@ -24,7 +24,7 @@ export class Live {
     for (const one of list(status.decisions)) {
       this.decisions.set(`${one.time}|${one.topic}|${one.outcome}|${one.version}`, one);
     }
-    // The generalist comes last: where topics are clear, it drafts for nobody.
+    // The generalist comes last.
     this.experts = Object.keys(object(status.live_drafts)).sort((a, b) => (a === "general") - (b === "general"));
     if (!this.experts.length) this.experts = [...this.traffic.topics()].sort();
   }
@@ -40,7 +40,7 @@ export class Live {
     byId("replay").replaceChildren(...this.replay());
   }
 
-  // Charts begin where there is something to show.
+  // Charts start at the first data.
   span() {
     const { first, now, keep } = this.traffic;
     const seen = first === null ? 0 : now - first + this.traffic.bucket;
@@ -51,15 +51,15 @@ export class Live {
     const minute = this.traffic.total(60);
     const online = this.traffic.total(60, (row) => armOf(row.draft) === "online");
     const frozen = this.traffic.total(60, (row) => armOf(row.draft) === "frozen");
-    const board = object(this.status.board), trainer = object(this.status.trainer);
+    const load = object(this.status.board), trainer = object(this.status.trainer);
     const seconds = 60 + this.traffic.bucket / 2; // the last bucket is half full, on average
     const tiles = [
       ["Tokens per second", count(minute.tokens / seconds), `${figure(minute.requests / seconds, 1)} answers per second`],
-      ["Acceptance", percent(acceptance(online)), `frozen twins ${percent(acceptance(frozen))}`],
-      ["Tokens per round", figure(acceptanceLength(online)), `frozen twins ${figure(acceptanceLength(frozen))}`],
-      ["Under way", count(board.running), `${count(board.waiting)} waiting, ${count(board.replicas)} at work`],
-      ["Trainer", trainerWords(trainer), waits(board) || (known(trainer.steps) ? `${count(trainer.steps)} steps of this draft` : ""), true],
-      ["New weights published", count(trainer.published), `${count(trainer.rejected)} turned down`],
+      ["Acceptance rate", percent(acceptance(online)), `frozen drafts ${percent(acceptance(frozen))}`],
+      ["Mean acceptance length", figure(acceptanceLength(online)), `frozen drafts ${figure(acceptanceLength(frozen))}`],
+      ["Running requests", count(load.running), `${count(load.waiting)} waiting, ${count(load.replicas)} replicas`],
+      ["Trainer", trainerText(trainer), permitRefusal(load) || (known(trainer.steps) ? `${count(trainer.steps)} steps of this draft` : ""), true],
+      ["Published weight versions", count(trainer.published), `${count(trainer.rejected)} rejected`],
     ];
     byId("tiles").replaceChildren(...tiles.map(([name, value, more, words]) => el("li", {},
       el("p", { class: "name" }, name),
@@ -86,7 +86,7 @@ export class Live {
       el("h2", {}, topic),
       known(weights.stable) ? el("span", { class: "chip" }, `v${weights.stable}`) : "",
       known(weights.candidate)
-        ? el("span", { class: "chip warn" }, `v${weights.candidate} on trial (${weights.canary_requests})`) : "",
+        ? el("span", { class: "chip warn" }, `v${weights.candidate} canary (${weights.canary_requests})`) : "",
       el("span", { class: "rate" }, percent(now[0])),
       known(now[1]) ? el("span", { class: "twin" }, `frozen ${percent(now[1])}`) : "",
     );
@@ -107,7 +107,7 @@ export class Live {
     for (const one of this.decisions.values()) {
       if (one.topic !== topic) continue;
       const word = outcome(one);
-      if (word === "canary") found.push({ at: one.time, kind: "trial", name: "" });
+      if (word === "canary") found.push({ at: one.time, kind: "canary", name: "" });
       if (["published", "promoted", "restored"].includes(word)) found.push({ at: one.time, kind: "", name: `v${one.version}` });
       if (word === "rolled_back") found.push({ at: one.time, kind: "back", name: `✕ v${one.version}` });
     }
@@ -143,12 +143,12 @@ export class Live {
     });
   }
 
-  // What all experts would have had accepted of the same answers: the scorer's means.
+  // Mean acceptance of all experts on the same answers, from the expert evaluation.
   measured(topic) {
     const means = Object.entries(object(object(object(this.status.routing).acceptance)[topic]));
     if (means.length < 2) return null;
     const best = means.sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, mean]) => `${name} ${figure(mean)}`);
-    return el("p", { class: "note" }, `scored on the same answers: ${best.join(", ")}`);
+    return el("p", { class: "note" }, `evaluated on the same answers: ${best.join(", ")}`);
   }
 
   colour(draft) {
@@ -158,26 +158,26 @@ export class Live {
 
   decisionTable() {
     const rows = [...this.decisions.values()].sort((a, b) => b.time - a.time).slice(0, DECISIONS);
-    if (!rows.length) return el("p", { class: "empty" }, "None yet: the trainer learns while serving is idle, and the gate judges what it has learnt.");
-    const names = ["time", "topic", "decision", "version", "before", "after", "on what"];
+    if (!rows.length) return el("p", { class: "empty" }, "None yet: the trainer runs while serving is idle, and the gate decides on its weights.");
+    const names = ["time", "topic", "decision", "version", "before", "after", "evidence"];
     return el("table", {},
       el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, rows.map((one) => decisionRow(one))));
   }
 
   trainer() {
-    const trainer = object(this.status.trainer), board = object(this.status.board);
+    const trainer = object(this.status.trainer), load = object(this.status.board);
     if (!this.status.trainer) return el("p", { class: "empty" }, "Training is off.");
-    if (trainer.error) return el("p", { class: "empty" }, "The trainer does not answer; it is started again by itself.");
-    const granted = board.asked ? percent(board.granted / board.asked) : "–";
+    if (trainer.error) return el("p", { class: "empty" }, "The trainer does not answer; it restarts by itself.");
+    const granted = load.asked ? percent(load.granted / load.asked) : "–";
     return facts([
-      ["now", trainerWords(trainer)],
-      ["leave to train", waits(board) || "given"],
-      ["asked, and given", `${count(board.asked)}, ${granted}`],
-      ...leases(board),
-      ["time spent training", known(trainer.training_s) ? `${count(trainer.training_s)} s` : "–"],
+      ["state", trainerText(trainer)],
+      ["permit", permitRefusal(load) || "granted"],
+      ["permit requests, granted", `${count(load.asked)}, ${granted}`],
+      ...leases(load),
+      ["training time", known(trainer.training_s) ? `${count(trainer.training_s)} s` : "–"],
       ["loss", figure(trainer.loss, 3)],
-      ["rounds that failed", count(trainer.failures)],
+      ["failed rounds", count(trainer.failures)],
     ]);
   }
 
@@ -187,7 +187,7 @@ export class Live {
     return shards.map(([topic, own]) => {
       if (own.error) return el("p", { class: "share" }, `${topic}: does not answer`);
       const parts = [
-        { share: own.records_train / most, kind: "e1", name: "to learn from" },
+        { share: own.records_train / most, kind: "e1", name: "train" },
         { share: own.records_held_out / most, kind: "e2", name: "held out" },
         { share: (own.records_synthetic ?? 0) / most, kind: "e3", name: "synthetic" },
       ];
@@ -204,45 +204,45 @@ function list(value) {
   return Array.isArray(value) ? value : [];
 }
 
-// A part that does not answer says {"error": why}; then it has no figures.
+// A part that does not answer is {"error": reason}.
 function object(value) {
   return value && typeof value === "object" ? value : {};
 }
 
-function trainerWords(trainer) {
+function trainerText(trainer) {
   if (trainer.error) return "does not answer";
   if (!trainer.state) return "off";
   return trainer.topic && ["training", "evaluating"].includes(trainer.state) ? `${trainer.state} ${trainer.topic}` : trainer.state;
 }
 
-// Who computes now, and what became of idle time; nothing of a board that does not tell.
-function leases(board) {
-  if (!board.leases) return [];
-  const idle = Object.values(object(board.idle_s)).reduce((sum, seconds) => sum + seconds, 0);
-  const now = board.leases.map((one) => (one.topic ? `${one.state} (${one.topic})` : one.state));
+// Leases of trainers, and the use of idle time; none from a scheduler without leases.
+function leases(load) {
+  if (!load.leases) return [];
+  const idle = Object.values(object(load.idle_s)).reduce((sum, seconds) => sum + seconds, 0);
+  const now = load.leases.map((one) => (one.topic ? `${one.state} (${one.topic})` : one.state));
   return [
     ["leases", now.join(", ") || "none"],
-    ["idle time used", `${count(object(board.idle_s).used)} of ${count(idle)} s`],
-    ["longest yield, killed", `${known(board.longest_yield_s) ? `${count(1000 * board.longest_yield_s)} ms` : "–"}, ${count(object(board.leases_ended).killed)}`],
+    ["idle time used", `${count(object(load.idle_s).used)} of ${count(idle)} s`],
+    ["longest yield, killed", `${known(load.longest_yield_s) ? `${count(1000 * load.longest_yield_s)} ms` : "–"}, ${count(object(load.leases_ended).killed)}`],
   ];
 }
 
-// Why the trainer may not train just now.
-function waits(board) {
-  if (!known(board.asked)) return "";
-  return board.paused ? "paused" : board.may_train ? "" : "withheld: serving is busy";
+// Why the trainer has no permit now.
+function permitRefusal(load) {
+  if (!known(load.asked)) return "";
+  return load.paused ? "paused" : load.may_train ? "" : "refused: serving is busy";
 }
 
-// `published` is said of what all requests get, `canary` of what is on trial first.
+// `canary` is a version that is published for a part of the requests.
 function outcome(one) {
   return one.outcome === "published" && one.canary ? "canary" : one.outcome;
 }
 
 const WORDS = {
-  canary: ["on trial", "warn"], published: ["published", "good"], promoted: ["promoted", "good"],
-  rolled_back: ["rolled back", "bad"], rejected: ["turned down", ""], refused: ["refused", "bad"], drift: ["drift", "warn"],
+  canary: ["canary", "warn"], published: ["published", "good"], promoted: ["promoted", "good"],
+  rolled_back: ["rolled back", "bad"], rejected: ["rejected", ""], refused: ["refused", "bad"], drift: ["drift", "warn"],
   plateau: ["plateau", ""],
-  kept: ["kept", ""], restored: ["put back", "warn"], added: ["added", "good"],
+  kept: ["kept", ""], restored: ["restored", "warn"], added: ["added", "good"],
 };
 
 function decisionRow(one) {
@@ -268,7 +268,7 @@ function evidence(one) {
   const parts = [];
   if (known(one.gain_lower_bound)) parts.push(`gain at least ${figure(one.gain_lower_bound, 3)}`);
   if (known(one.records)) parts.push(`${one.records} held-out records`);
-  if (known(one.canary_requests)) parts.push(`${one.canary_requests} requests against ${one.stable_requests}`);
+  if (known(one.canary_requests)) parts.push(`${one.canary_requests} canary and ${one.stable_requests} stable requests`);
   if (known(one.restored_from)) parts.push(`weights of version ${one.restored_from}`);
   if (one.reason && one.reason !== "better") parts.push(one.reason);
   return parts.join(", ");

@@ -1,4 +1,4 @@
-// Puts the page together: which part is shown, how often the server is asked, the API key.
+// Page: navigation, polling of the server, API key.
 
 import { byId } from "./dom.js";
 import { Live } from "./live.js";
@@ -6,7 +6,7 @@ import { Playground } from "./playground.js";
 import { apiKey, getJson, keepApiKey, Unauthorized } from "./server.js";
 
 const EVERY_MS = 2000;
-const WHOLE_EVERY = 10; // of the replicas of the front door, each answers now and then: ask for all
+const WHOLE_EVERY = 10; // polls: a poll reaches one replica of the ingress
 const PART_S = 45;
 const PARTS = ["live", "playground"];
 
@@ -26,13 +26,13 @@ function show() {
   byId("tip").hidden = true;
 }
 
-function complain(text) {
+function showBanner(text) {
   byId("banner").textContent = text;
   byId("banner").hidden = !text;
 }
 
-function askForKey(why) {
-  complain(why);
+function askForKey(reason) {
+  showBanner(reason);
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
@@ -46,11 +46,11 @@ async function poll() {
   live.take(status, view, whole);
   live.draw();
   playground.offer(status.target?.drafts ?? {});
-  tellServer(status.target ?? {});
-  complain("");
+  showServer(status.target ?? {});
+  showBanner("");
 }
 
-function tellServer(target) {
+function showServer(target) {
   const place = target.dtype ? `${target.dtype} on ${target.device}` : "the target does not answer";
   byId("server").textContent = `${playground.model}, ${place}`;
 }
@@ -59,7 +59,7 @@ let waiting = null, busy = false;
 
 async function turn() {
   clearTimeout(waiting);
-  if (busy || document.hidden) return; // asked again when it is seen again
+  if (busy || document.hidden) return; // polled again when visible
   busy = true;
   try {
     if (!polls) playground.model = (await getJson("v1/models")).data[0].id;
@@ -67,9 +67,9 @@ async function turn() {
   } catch (error) {
     if (error instanceof Unauthorized) {
       askForKey(error.message);
-      return; // until there is a key
+      return; // polled again with a key
     }
-    complain(`The server does not answer (${error.message}); asked again every two seconds.`);
+    showBanner(`The server does not answer (${error.message}); retrying every two seconds.`);
   } finally {
     busy = false;
   }

@@ -1,4 +1,4 @@
-// The playground: one prompt, with speculation and without, every token in the colour of its origin.
+// The playground: a prompt with and without speculation, every token in the colour of its source.
 
 import { stackedBar } from "./charts.js";
 import { byId, el, facts, figure, percent } from "./dom.js";
@@ -52,24 +52,24 @@ class Pane {
     }
     this.tokens.add(choice.delta.content ?? "", entries);
     if (event.metrics) this.metrics = event.metrics.speculative_decoding;
-    this.tell();
+    this.render();
   }
 
   end(state, failed = "") {
     this.failed = failed;
     if (state === "done") this.tokens.finish();
-    this.tell();
+    this.render();
     this.box.dataset.state = state;
   }
 
-  // Tokens per second from the first chunk on: what waiting and the prompt took is told apart.
+  // Tokens per second after the first chunk: without queue and prefill.
   rate() {
     const seconds = (this.latest - this.first) / 1000;
     const after = this.tokens.entries.length - this.early;
     return seconds > 0 && after > 0 ? after / seconds : null;
   }
 
-  tell() {
+  render() {
     const counts = this.tokens.counts(), total = this.tokens.entries.length;
     const rate = this.rate();
     this.speed.textContent = rate === null ? "" : `${figure(rate, 0)} tokens/s`;
@@ -87,8 +87,8 @@ class Pane {
       rows.push(["topic", own.topic]);
       if (own.num_draft_tokens) {
         rows.push(["draft", `${own.draft}, version ${own.weight_version}`]);
-        rows.push(["accepted of drafted", `${own.num_accepted_draft_tokens} of ${own.num_draft_tokens}, ${percent(own.draft_acceptance_rate)}`]);
-        rows.push(["tokens per round", figure(own.mean_acceptance_length)]);
+        rows.push(["acceptance rate", `${own.num_accepted_draft_tokens} of ${own.num_draft_tokens}, ${percent(own.draft_acceptance_rate)}`]);
+        rows.push(["mean acceptance length", figure(own.mean_acceptance_length)]);
       }
     }
     return rows;
@@ -99,8 +99,8 @@ export class Playground {
   constructor(onUnauthorized) {
     this.model = "paceline";
     this.onUnauthorized = onUnauthorized;
-    this.on = new Pane("pane-on", "The answer comes here.");
-    this.off = new Pane("pane-off", "The same, without speculation.");
+    this.on = new Pane("pane-on", "The answer appears here.");
+    this.off = new Pane("pane-off", "The same prompt without speculation.");
     this.running = null;
     byId("ask").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -116,7 +116,7 @@ export class Playground {
     this.off.box.parentElement.classList.toggle("single", !compare);
   }
 
-  // The drafts that a request may name: experts, and their first weights.
+  // Drafts for requests: experts, and their initial weights.
   offer(drafts) {
     const box = byId("draft"), wanted = box.value;
     const names = ["auto", ...Object.keys(drafts).filter((name) => !name.endsWith("@candidate")).sort()];
@@ -136,7 +136,7 @@ export class Playground {
     return body;
   }
 
-  // One after the other: together they would share rounds, and neither had its own speed.
+  // One after the other: concurrent runs would share rounds and slow each other down.
   async run() {
     const { draft, k, compare } = byId("ask").elements;
     const speculative = { draft: draft.value };
@@ -176,7 +176,7 @@ export class Playground {
     const [fast, slow] = panes.map((pane) => pane.rate());
     const speed = fast && slow ? ` ${figure(fast / slow)}× the speed with speculation.` : "";
     if (this.on.tokens.text === this.off.tokens.text) return `The same text, character for character.${speed}`;
-    const chance = body.temperature > 0 && body.seed === undefined;
-    return chance ? `Sampled without a seed, so the texts differ by chance.${speed}` : `The texts differ.${speed}`;
+    const unseeded = body.temperature > 0 && body.seed === undefined;
+    return unseeded ? `Sampled without a seed, so the texts differ by chance.${speed}` : `The texts differ.${speed}`;
   }
 }

@@ -1,4 +1,4 @@
-// Talking to the server that this page comes from; to no other, which its headers forbid anyway.
+// Requests to the server of this page; its headers forbid any other.
 
 const ROOT = new URL("..", document.baseURI);
 const KEY = "paceline-api-key";
@@ -57,7 +57,7 @@ export async function* chatEvents(body, signal) {
     const frames = (waiting + value).split("\n\n");
     waiting = frames.pop();
     for (const frame of frames) {
-      if (frame.startsWith(":")) continue; // a comment: the answer is still awaited
+      if (frame.startsWith(":")) continue; // a keep-alive comment
       const data = frame.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

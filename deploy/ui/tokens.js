@@ -1,12 +1,12 @@
-// An answer as it comes, every token in the colour of its origin.
+// A streamed answer, every token in the colour of its source.
 
 import { byId, el, figure, placeTip } from "./dom.js";
 
 const WORDS = {
-  accepted: "accepted: drafted, and kept",
-  recovered: "recovered: the target's own, a draft token was rejected",
-  bonus: "bonus: the target's own, all drafted tokens were accepted",
-  plain: "plain: nothing was drafted in this round",
+  accepted: "accepted: draft token",
+  recovered: "recovered: from the target, a draft token was rejected",
+  bonus: "bonus: from the target, all draft tokens were accepted",
+  plain: "plain: from the target, a round without drafts",
 };
 
 export class TokenText {
@@ -44,7 +44,7 @@ export class TokenText {
     for (let i = first; i < this.entries.length; i++) this.write(i);
   }
 
-  // A token reaches to where the next one begins; the last one's text may still grow.
+  // A token ends at the next one's offset; the last one's text may still grow.
   write(i) {
     const end = this.entries[i + 1]?.text_offset ?? this.characters.length;
     const text = this.characters.slice(this.entries[i].text_offset, end).join("");
@@ -95,8 +95,8 @@ function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(nothing)";
 }
 
-// A greedy or seeded request accepts a draft token where it is the one that it would take.
-function chance({ acceptance_probability: probability, draft, origin }) {
+// A greedy or seeded request accepts a draft token if the target chooses the same one.
+function acceptanceProbability({ acceptance_probability: probability, draft, origin }) {
   if (probability !== null) return figure(probability, 3);
   if (draft === null || !["accepted", "recovered"].includes(origin)) return null;
   return origin === "accepted" ? "1, greedy or seeded" : "0, greedy or seeded";
@@ -105,9 +105,9 @@ function chance({ acceptance_probability: probability, draft, origin }) {
 function describe(entry) {
   const rows = [];
   if (entry.draft !== null) rows.push(["draft", `${entry.draft}, version ${entry.weight_version}`]);
-  const told = chance(entry);
-  if (told !== null) rows.push(["accepted with probability", told]);
-  rows.push(["target's probability", figure(entry.target_probability, 3)]);
+  const probability = acceptanceProbability(entry);
+  if (probability !== null) rows.push(["acceptance probability", probability]);
+  rows.push(["target probability", figure(entry.target_probability, 3)]);
   return [
     el("strong", {}, el("code", {}, visible(entry.token)), " ", WORDS[entry.origin]),
     entry.rejected_token === null ? "" : el("span", {}, "instead of ", el("code", {}, visible(entry.rejected_token))),

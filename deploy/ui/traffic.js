@@ -1,4 +1,4 @@
-// What went through the server: every replica of the front door tells its own part, they are added up.
+// Recent traffic, summed over the replicas of the ingress.
 
 const COUNTS = ["requests", "tokens", "rounds", "drafted", "accepted"];
 
@@ -32,7 +32,7 @@ export class Traffic {
     this.first = null;
   }
 
-  // Take the view of one replica; a whole one replaces what it said before, a part adds to it.
+  // Take the view of one replica; a whole view replaces its rows, a partial one adds to them.
   merge(view, whole) {
     this.now = view.now;
     this.bucket = view.bucket_s;
@@ -66,14 +66,14 @@ export class Traffic {
     return new Set([...this.rows()].map((row) => row.topic));
   }
 
-  // Sums over the last seconds of the rows that fit.
+  // Sums of matching rows over the last seconds.
   total(seconds, fits = () => true) {
     const sum = nothing();
     for (const row of this.rows()) if (row.at > this.now - seconds - this.bucket && fits(row)) add(sum, row);
     return sum;
   }
 
-  // Sums per bucket, those that nothing fell into included.
+  // Sums per bucket, including empty ones.
   buckets(fits) {
     const sums = new Map();
     for (const row of this.rows()) {
@@ -87,8 +87,8 @@ export class Traffic {
     return found;
   }
 
-  // [time, value] of a figure over a window that moves by a bucket; null where it says nothing.
-  // The last bucket is still filling: its own rate would read low, its ratio does not.
+  // [time, value] of a figure over a sliding window; null without data.
+  // The last bucket is incomplete: a rate over it is too low, a ratio is not.
   series(fits, seconds, value, withLast = true) {
     const buckets = this.buckets(fits);
     if (!withLast) buckets.pop();
@@ -100,7 +100,7 @@ export class Traffic {
     });
   }
 
-  // Requests by topic and the expert that drafted, of those that the server itself drafts for.
+  // Requests by topic and drafting expert, without frozen drafts.
   shares() {
     const table = new Map();
     for (const row of this.rows()) {

@@ -127,8 +127,8 @@ def count(page: Browser, selector: str) -> int:
 def test_every_decision_has_a_row_of_its_own_words(page: Browser) -> None:
     words = page.value("[...document.querySelectorAll('#decisions .chip')].map(c => c.textContent)")
     assert words == [
-        "a word of tomorrow's", "added", "on trial", "drift", "plateau", "put back", "rolled back",
-        "on trial", "published", "turned down",
+        "a word of tomorrow's", "added", "canary", "drift", "plateau", "restored", "rolled back",
+        "canary", "published", "rejected",
     ]  # fmt: skip
     assert "gain at least -0.01" in text(page, "#decisions").replace("\u2212", "-")
     assert "weights of version 1" in text(page, "#decisions")
@@ -140,7 +140,7 @@ def test_a_topic_shows_both_arms_and_its_swaps(page: Browser) -> None:
     assert count(page, f"{card} .frozen.dot") > 0
     said = text(page, f"{card} header")
     assert "v3" in said
-    assert "v4 on trial (12)" in said
+    assert "v4 canary (12)" in said
     assert "40" in said  # 48 + 16 of 160 tokens that sql and general drafted, 4 of the twin's 80
     assert "frozen 5" in said
     chart = text(page, f"{card} .chart")
@@ -150,7 +150,7 @@ def test_a_topic_shows_both_arms_and_its_swaps(page: Browser) -> None:
 
 def test_trainer_leases_and_idle_time_are_told(page: Browser) -> None:
     said = text(page, "#trainer")
-    for word in ("training sql", "withheld", "400", "computes (sql)", "90 of 100 s", "31 ms, 2"):
+    for word in ("training sql", "refused", "400", "computes (sql)", "90 of 100 s", "31 ms, 2"):
         assert word in said, word
     assert "training sql" in text(page, "#tiles")
 
@@ -158,7 +158,7 @@ def test_trainer_leases_and_idle_time_are_told(page: Browser) -> None:
 def test_shares_scores_and_shards_are_told(page: Browser) -> None:
     shares = text(page, "#shares")
     assert "sql (" in shares
-    assert "scored on the same answers: sql 0.61, general 0.2" in shares
+    assert "evaluated on the same answers: sql 0.61, general 0.2" in shares
     replay = text(page, "#replay")
     assert "80 + 20 held out" in replay
     assert "general: does not answer" in replay

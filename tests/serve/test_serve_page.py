@@ -68,7 +68,7 @@ def test_the_playground_shows_the_greedy_text_and_nothing_else(
     assert verdict.startswith("The same text, character for character.")
 
 
-def test_every_token_has_the_colour_of_its_origin(answered: Browser) -> None:
+def test_every_token_has_the_colour_of_its_source(answered: Browser) -> None:
     drafted = set(answered.value(KINDS.format("on")))
     assert drafted <= {"accepted", "recovered", "bonus", "plain"}
     assert drafted & {"accepted", "recovered"}
@@ -79,10 +79,10 @@ def test_every_token_has_the_colour_of_its_origin(answered: Browser) -> None:
         assert answered.value(colour) not in ("rgba(0, 0, 0, 0)", None)
 
 
-def test_a_token_under_the_pointer_says_where_it_comes_from(answered: Browser) -> None:
+def test_the_tooltip_of_a_token_shows_its_source(answered: Browser) -> None:
     answered.hover("#pane-on .tok")
     tip = answered.wait("!document.getElementById('tip').hidden && tip.textContent")
-    assert "target's probability" in tip
+    assert "target probability" in tip
     answered.value("document.querySelector('#pane-on .answer').focus()")
     press = {"key": "ArrowRight", "code": "ArrowRight", "windowsVirtualKeyCode": 39}
     for kind in ("keyDown", "keyUp"):
@@ -93,10 +93,10 @@ def test_a_token_under_the_pointer_says_where_it_comes_from(answered: Browser) -
 DRAFTED = "#pane-on .tok.accepted, #pane-on .tok.recovered"
 
 
-def test_the_chance_of_a_drafted_token_is_told(answered: Browser) -> None:
+def test_the_tooltip_of_a_draft_token_shows_its_acceptance_probability(answered: Browser) -> None:
     answered.hover(DRAFTED)
     tip = answered.wait("!document.getElementById('tip').hidden && tip.textContent")
-    assert re.search(r"accepted with probability[01], greedy or seeded", tip), tip
+    assert re.search(r"acceptance probability[01], greedy or seeded", tip), tip
     answered.value("document.getElementById('ask').elements.temperature.value = '0.8'")
     answered.value(RUN % repr(PROMPT))
     answered.wait("document.getElementById('pane-off').dataset.state === 'running'")
@@ -104,12 +104,12 @@ def test_the_chance_of_a_drafted_token_is_told(answered: Browser) -> None:
     answered.value("document.getElementById('ask').elements.temperature.value = '0'")
     answered.hover(DRAFTED)
     tip = answered.wait("!document.getElementById('tip').hidden && tip.textContent")
-    chance = re.search(r"accepted with probability([\d.]+)target", tip)
+    chance = re.search(r"acceptance probability([\d.]+)target", tip)
     assert chance, tip
     assert 0.0 <= float(chance[1]) <= 1.0
 
 
-def test_the_live_charts_have_points_of_what_was_asked(answered: Browser) -> None:
+def test_the_live_charts_show_the_requests(answered: Browser) -> None:
     answered.value("location.hash = '#live'")
     line = "document.querySelector('[data-topic=math] .online.dot')"
     answered.wait(f"{line} !== null")
