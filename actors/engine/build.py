@@ -34,7 +34,7 @@ from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.speculation.pool.proposer import PoolProposer
-from paceline.actors.speculation.profiling import build_controller, warm_up
+from paceline.actors.speculation.profiling import build_policy, warm_up
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.weights.slots import candidate_of
 
@@ -300,10 +300,10 @@ def build_engine(
     proposer: Proposer = pool or ColocatedProposer(
         [*stacks, *heads], settings.draft_top_k, generator
     )
-    controller = build_controller(settings, runner, stacks, pool, heads)
+    policy = build_policy(settings, runner, stacks, pool, heads)
     engine = Engine(
         runner=runner,
-        draft_runner=DraftRunner(proposer, controller, device, time.perf_counter),
+        draft_runner=DraftRunner(proposer, policy, device, time.perf_counter),
         tokenizer=tokenizer,
         settings=EngineSettings(
             max_num_seqs=settings.max_num_seqs,

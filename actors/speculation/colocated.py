@@ -1,4 +1,4 @@
-"""The in-process proposer: the experts beside the target, one stack per architecture."""
+"""The in-process proposer: drafts beside the target, one stack per architecture."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.actors.weights.slots import expert_of
 
 
 def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
-    """Put the proposals of several experts into one, padded to the longest.
+    """Merge the proposals of several experts, padded to the longest.
 
     Args:
-        parts: (indices into the batch, proposal for these rows), covering every row once.
+        parts: (indices into the batch, proposal for these rows), with every row once.
         rows: B.
     """
     if len(parts) == 1 and parts[0][0] == list(range(rows)):
@@ -46,7 +46,7 @@ def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
 
 
 class DraftStack(Protocol):
-    """Drafts that propose together: experts of one architecture, or heads on the target."""
+    """Drafts that propose in one batch: experts of one architecture, or Medusa heads."""
 
     @property
     def reads_hidden(self) -> bool:
@@ -60,17 +60,17 @@ class DraftStack(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Every draft that there may be: also those without weights, which a trial fills."""
+        """All slots, with those of candidates that are empty."""
         ...
 
     @property
     def faulty(self) -> frozenset[str]:
-        """Drafts whose probabilities ended in the latest call, and their tokens with them."""
+        """Drafts with non-finite probabilities in the latest call; their rows are truncated."""
         ...
 
     @property
     def prefilled(self) -> DraftPrefill:
-        """What the latest call of :meth:`propose` read."""
+        """What the latest call of :meth:`propose` prefilled."""
         ...
 
     def version(self, draft: str) -> int:
@@ -78,7 +78,7 @@ class DraftStack(Protocol):
         ...
 
     def num_uncomputed(self, request_id: str, length: int) -> int:
-        """Tokens of a sequence that are to be read before drafting; unknown ones are fine."""
+        """Tokens of a sequence to compute before drafting; unknown ones are fine."""
         ...
 
     def remove_candidate(self, slot: str) -> None:
@@ -101,18 +101,18 @@ class DraftStack(Protocol):
 
 
 class ColocatedProposer:
-    """All drafts in the target's process, those of one architecture in one stack."""
+    """Drafts in the target's process, with one stack per architecture."""
 
     timed_out = False
 
     def __init__(
         self, stacks: Sequence[DraftStack], support: int, generator: torch.Generator
     ) -> None:
-        """Take the experts.
+        """Take the stacks.
 
         Args:
-            stacks: no name twice; one that ends in ``@0`` keeps its initial weights for ever.
-            support: the most tokens that a draft's distribution may hold.
+            stacks: without a name twice; a draft ``expert@0`` keeps its initial weights for ever.
+            support: most tokens of a draft distribution.
             generator: randomness of unseeded drafts.
         """
         self._stacks = {name: stack for stack in stacks for name in (*stack.names, *stack.versions)}
@@ -146,7 +146,7 @@ class ColocatedProposer:
         return self._stacks[draft].num_uncomputed(request_id, length)
 
     def release(self, request_id: str) -> None:
-        """Free what a sequence held."""
+        """See Proposer."""
         stack = self._stack_of.pop(request_id, None)
         if stack is not None:
             stack.release(request_id)
@@ -179,7 +179,7 @@ class ColocatedProposer:
         return self._stacks[draft].version(draft)
 
     def drafts(self) -> dict[str, int]:
-        """Every draft with its weight_version; a candidate only where there is one."""
+        """Every draft with its weight_version, without empty candidates' slots."""
         return {
             name: version
             for name, stack in self._stacks.items()

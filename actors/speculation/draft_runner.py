@@ -81,8 +81,8 @@ class DraftRunner:
 
         Args:
             batch: B sequences.
-            prefilling: sequences of which the target still reads the prompt; they decode soon, so
-                k is chosen for them too.
+            prefilling: sequences of which the target still computes the prompt; k is chosen for
+                them too, as they decode soon.
         """
         self._round_start = self._clock()
         self.updates.failed_candidates.assign_reports(batch)
@@ -134,7 +134,7 @@ class DraftRunner:
         plain_s = self._controller.observe_round(
             batch, drafted, accepted, round_s, self._drafting_s, proposed=self._proposed
         )
-        if any(s.request.background for s in batch):  # then all are, and nobody waits for them
+        if any(s.request.background for s in batch):  # then all are, and their speed does not count
             return
         self.round_stats.add_round(round_s, self._drafting_s, tokens, plain_s)
         for s in batch:

@@ -1,4 +1,4 @@
-"""What a draft proposes from, and the token that it proposes."""
+"""Sampling of draft tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from paceline.actors.engine.transfer import device_tensor
 
 
 def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor]:
-    """The truncated distribution that a draft proposes from.
+    """The truncated distribution that a draft samples from.
 
     Args:
         logits: float ``[B, V]``, processed.
         batch: sampling parameters of the B rows.
-        size: S, the most tokens that may be proposed.
+        size: S, most tokens of the distribution.
 
     Returns:
-        ids int64 ``[B, S]`` in descending order of probability and float32 ``[B, S]`` that
-        sum to 1. A greedy row, which takes the first, has its T = 1 distribution without filters.
+        ids int64 ``[B, S]`` in descending order of probability, and probabilities float32
+        ``[B, S]`` that sum to 1. A greedy row, which takes the first token, has its T = 1
+        distribution without filters.
     """
     top, ids, _ = top_logits(logits, size)
     probs = torch.softmax(top / batch.temperature[:, None], dim=-1)
@@ -42,9 +43,9 @@ def pick_tokens(
     output_positions: Tensor,
     generator: torch.Generator,
 ) -> Tensor:
-    """Column of the token that each row proposes, int64 ``[B]``.
+    """Column of the token that each row drafts, int64 ``[B]``.
 
-    Greedy rows take the first; seeded rows add the very noise that verification adds;
+    Greedy rows take the first; seeded rows add the same Gumbel noise as rejection sampling;
     unseeded rows draw.
     """
     columns = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
@@ -69,15 +70,15 @@ def draw_drafts(
     support: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, ...]:
-    """Draft k tokens for B rows by their own sampling, one after the other.
+    """Draft k tokens for B rows with their sampling parameters, one after the other.
 
     Args:
         forward: one call per step: int64 ``[B, 1]`` drafted before it (None at first) to float
             ``[B, 1, V]``.
         steps: k.
-        histories: per row all its tokens, and how many of them, the last ones, are output.
+        histories: per row all its tokens, and the number of output tokens at their end.
         batch: sampling parameters of the B rows.
-        support: S, the most tokens that a draft's distribution may hold.
+        support: S, most tokens of a draft distribution.
         generator: randomness of the unseeded rows.
 
     Returns:

@@ -179,7 +179,7 @@ class GoodputPolicy:
             others: rows of the batch with a k of their own.
             prefill_s: called when a choice is made: per group, the seconds of draft prefill that
                 its rows need before they can draft, per token that they will still emit.
-            prefilling: those of the rows whose prompts are still being read.
+            prefilling: those of the rows of which the target still computes the prompt.
         """
         key = tuple(sorted(rows.items()))
         self._rounds += 1

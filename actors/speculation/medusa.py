@@ -1,13 +1,13 @@
-"""Medusa heads (Cai et al., arXiv 2401.10774): drafts that are read off the target's hidden state.
+"""Medusa heads (Cai et al., arXiv 2401.10774): drafts from the target's hidden state.
 
 Head i sees the final hidden state h from which the target's head made the latest token, and
 predicts the token i + 1 positions behind that one:
 
     q_i = softmax(U_i (h + SiLU(W_i h)))
 
-There is no model to run and no memory of its own: a round's drafts cost one product per head, and
-each head knows nothing of what the heads before it proposed. The paper arranges several guesses
-per head in a tree; here, as with every other draft, a round verifies one chain.
+There is no draft model and no KV cache: a round's drafts cost one product per head, and a head does
+not depend on the tokens that the heads before it proposed. The paper arranges several guesses per
+head in a tree; here, as with every other draft, a round verifies one chain.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class HeadsConfig:
         num_heads: K, the most tokens that they draft in a round.
         hidden_size: H, the target's.
         vocab_size: V, the target's.
-        own_output: whether every head has an output matrix U_i of its own, as in the paper:
-            K * V * H parameters, about as many per head as the target's embedding. Else all of
-            them use the target's, and only the K * H * H of the residual blocks are their own.
+        own_output: whether every head has its own output matrix U_i, as in the paper: K * V * H
+            parameters, about as many per head as the target's embedding. Otherwise all heads use
+            the target's, and only the K * H * H parameters of the residual blocks are theirs.
     """
 
     num_heads: int
@@ -57,21 +57,21 @@ class HeadsConfig:
     own_output: bool = True
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the heads' state."""
+        """Shapes of the state's tensors, by name."""
         heads, hidden = self.num_heads, self.hidden_size
         own = {"output": (heads, self.vocab_size, hidden)} if self.own_output else {}
         return {"residual": (heads, hidden, hidden), **own}
 
 
 class MedusaHeads(nn.Module):
-    """The heads as they are trained."""
+    """The trainable heads."""
 
     def __init__(self, config: HeadsConfig, target_output: Tensor) -> None:
-        """Begin where every head says what the target's own head says.
+        """Initialize every head to the predictions of the target's head.
 
         Args:
             config: their shape.
-            target_output: ``[V, H]``, the matrix of the target's head; it is never trained.
+            target_output: ``[V, H]``, the matrix of the target's head; not trained.
         """
         super().__init__()
         self.config = config
@@ -103,8 +103,8 @@ def load_heads(folder: Path) -> tuple[HeadsConfig, dict[str, Tensor]]:
     """Read what :func:`save_heads` wrote.
 
     Raises:
-        ValueError: for a folder of something else, or tensors of other shapes.
-        OSError: for one that cannot be read.
+        ValueError: the folder holds something else, or tensors of other shapes.
+        OSError: it cannot be read.
     """
     facts: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     if facts.pop("model_type", None) != "medusa_heads":
@@ -125,13 +125,13 @@ def _check_state(config: HeadsConfig, state: Mapping[str, Tensor]) -> None:
 
 
 class HeadStack:
-    """The heads of one draft as they are served, in the target's dtype.
+    """The served heads of one draft, in the target's process and dtype.
 
-    They live in the target's process, and propose for every row whose hidden state is known.
+    They propose for every row with a known hidden state.
     """
 
     reads_hidden = True
-    prefilled = DraftPrefill()  # the target has read the prompt
+    prefilled = DraftPrefill()  # the target computes the prompt
 
     def __init__(
         self, name: str, config: HeadsConfig, state: Mapping[str, Tensor], target_output: Tensor
@@ -141,11 +141,11 @@ class HeadStack:
         Args:
             name: of the draft.
             config: the heads' shape.
-            state: as :func:`load_heads` gives it; copied.
+            state: from :func:`load_heads`; copied.
             target_output: ``[V, H]``, the matrix of the target's head.
 
         Raises:
-            ValueError: where the heads are not of this target's shape.
+            ValueError: the heads do not fit the target.
         """
         if target_output.shape != (config.vocab_size, config.hidden_size):
             raise ValueError(
@@ -175,7 +175,7 @@ class HeadStack:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, steps: int) -> Tensor:
-        """What the first ``steps`` heads say: ``[B, H]`` to ``[steps, B, V]``."""
+        """Logits of the first ``steps`` heads: ``[B, H]`` to ``[steps, B, V]``."""
         grid = self._heads[steps - 1]
         states = hidden.expand(steps, -1, -1)
         turned = functional.silu(self._residual(states, grid)) + states
@@ -225,14 +225,14 @@ class HeadStack:
         )
 
     def release(self, request_id: str) -> None:
-        """Nothing to do: all that is known of a sequence comes with it."""
+        """Do nothing: heads keep no state of sequences."""
 
     def num_uncomputed(self, request_id: str, length: int) -> int:  # noqa: ARG002 - the protocol's
-        """Nothing: the target reads."""
+        """Return 0: the target computes the prompt."""
         return 0
 
     def version(self, draft: str) -> int:
-        """The weight_version that these heads propose with."""
+        """The weight_version that the heads propose with."""
         return self.versions[draft]
 
     def remove_candidate(self, slot: str) -> None:
@@ -254,13 +254,13 @@ class HeadStack:
 
 @torch.inference_mode()
 def check_hidden(runner: ModelRunner) -> None:
-    """Refuse a target whose head's input cannot be read, or is not what its logits come from.
+    """Check that the target's logits are its head's output for hidden states that can be read.
 
     Args:
-        runner: nothing must run in it.
+        runner: must be idle.
 
     Raises:
-        ValueError: names the architecture.
+        ValueError: they are not; names the architecture.
     """
     kind = runner.models[0].config.model_type
     zero = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
@@ -270,18 +270,18 @@ def check_hidden(runner: ModelRunner) -> None:
         rebuilt = runner.models[0].get_output_embeddings()(hidden)
     except (AttributeError, IndexError, RuntimeError) as fault:
         raise ValueError(
-            f"models of type {kind} show no hidden states to heads: {fault}"
+            f"models of type {kind} give no hidden states to heads: {fault}"
         ) from fault
     finally:
         runner.kv.free(0)
-    # What bounds or scales the logits afterwards leaves the most probable token where it is.
+    # Bounding or scaling the logits afterwards does not change the most probable token.
     best = logits.flatten()[rebuilt.argmax()].float()
     if float(logits.max() - best) > _SLACK * float(logits.float().std()):
         raise ValueError(f"models of type {kind} do not make their logits from hidden states alone")
 
 
 def head_stepper(heads: HeadStack) -> Callable[[int, int], None]:
-    """``run(rows, _)``: one head for so many rows, for the controller's costs."""
+    """``run(rows, _)``: one head for so many rows, to be profiled."""
     hidden = heads.config.hidden_size
 
     def run(rows: int, _: int) -> None:

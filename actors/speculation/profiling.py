@@ -1,4 +1,4 @@
-"""The controller over costs that are profiled here and now."""
+"""Profiling of the target and its drafts, for the goodput policy."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from paceline.actors.speculation.pool.profile import profile_pool
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.weights.slots import is_candidate
 
-_PROFILED_CONTEXT = 128
-_WARM = 256  # tokens of a forward
-_PROFILED_PROMPT = 64
-_ROLLOUT = 4  # draft steps that are profiled together where they are replayed together
+_PROFILED_CONTEXT = 128  # tokens
+_WARM_UP = 256  # tokens of a forward
+_PROFILED_PROMPT = 64  # tokens
+_ROLLOUT = 4  # draft steps of a recorded graph that are profiled together
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Compute once at every size that products have: on CPUs the first time takes long."""
+    """Run one forward for every size of matrix products: on CPUs the first run of each is slow."""
     decoder = runner.decoder
     if not (isinstance(decoder, FusedDecoder) and decoder.packed):
         return
-    for tokens in sorted({filled(n) for n in range(1, min(_WARM, runner.max_model_len) + 1)}):
+    for tokens in sorted({filled(n) for n in range(1, min(_WARM_UP, runner.max_model_len) + 1)}):
         fits = min(tokens, runner.max_model_len)
         runner.kv.allocate(0, fits)
         ids = torch.zeros(1, fits, dtype=torch.int64)
@@ -49,7 +49,7 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
     """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
 
     def run(rows: int, tokens: int, experts: int) -> None:
-        for row in range(rows):  # where memory is short, some read the block of nobody
+        for row in range(rows):  # if memory is short, some rows read the padding block
             runner.kv.allocate(row, context + tokens)
         positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
@@ -71,7 +71,7 @@ def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], N
         grid = Grid([i % experts for i in range(rows)], runner.device)
         span = context + 1 + _ROLLOUT
         drafted = runner.rollout(range(rows), ids, positions, span, _ROLLOUT, grid)
-        if drafted is None:  # not even now: each step is a forward
+        if drafted is None:  # no graph was recorded: each step is a forward
             forward = stepper(runner, context)
             for _ in range(_ROLLOUT):
                 forward(rows, 1, experts)
@@ -93,18 +93,17 @@ def profile_draft(
     return {at: seconds / _ROLLOUT for at, seconds in times.items()}
 
 
-def build_controller(
+def build_policy(
     settings: TargetSettings,
     runner: ModelRunner,
     stacks: Sequence[ExpertStack],
     pool: PoolProposer | None = None,
     heads: Sequence[HeadStack] = (),
 ) -> GoodputPolicy | None:
-    """The controller over costs profiled here and now; None where k is fixed.
+    """Profile costs and build the goodput policy; None if k is fixed or there are no drafts.
 
-    Drafts of several architectures are taken to cost what those of the first do, heads only where
-    there is nothing else. Those of a pool are asked through it: their costs include the way there
-    and back.
+    All drafts are assumed to cost as much as those of the first architecture; Medusa heads are
+    profiled only if there is nothing else. Costs of a pool's drafts include the round trip.
     """
     if settings.num_speculative_tokens is not None or not (stacks or pool or heads):
         return None
@@ -117,21 +116,16 @@ def build_controller(
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)
     if pool is not None:
-        draft_costs = profile_pool(pool, settings, rows, target_costs[1, 1])
-        costs = DraftCosts(draft_costs)
-        return GoodputPolicy(StepCosts(target_costs), costs, most)
-    if not stacks:
-        head_costs = profile(head_stepper(heads[0]), rows, [1], time.perf_counter)
-        costs = DraftCosts(head_costs)
-        return GoodputPolicy(StepCosts(target_costs), costs, most)
-    draft = stacks[0].runner
-    served = sum(not is_candidate(name) for name in stacks[0].names)
-    experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
-    draft_costs = profile_draft(draft, start, rows, experts)
-    prefill_costs = _profile_prefill(draft)
-    for row in range(settings.max_num_seqs):
-        draft.kv.free(row)
-    costs = DraftCosts(draft_costs, prefill_costs)
+        costs = DraftCosts(profile_pool(pool, settings, rows, target_costs[1, 1]))
+    elif not stacks:
+        costs = DraftCosts(profile(head_stepper(heads[0]), rows, [1], time.perf_counter))
+    else:
+        draft = stacks[0].runner
+        served = sum(not is_candidate(name) for name in stacks[0].names)
+        experts = grid_points(min(served, len(draft.models), settings.max_num_seqs))
+        costs = DraftCosts(profile_draft(draft, start, rows, experts), _profile_prefill(draft))
+        for row in range(settings.max_num_seqs):
+            draft.kv.free(row)
     return GoodputPolicy(StepCosts(target_costs), costs, most)
 
 
