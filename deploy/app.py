@@ -1,4 +1,4 @@
-"""Start the whole application on the local machine: Ray, the learning actors, Serve.
+"""Start the application on the local machine: Ray, the learning actors, Serve.
 
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
@@ -32,18 +32,17 @@ from paceline.deploy.signals import handlers_restored, signals_ignored
 logger = logging.getLogger(__name__)
 
 APPLICATION = "paceline"
-# Admission is the ingress' own (Serve's 503 is not in OpenAI's shape), so Serve must not queue.
+# The ingress limits concurrency, with errors in OpenAI's shape: Serve must not.
 _UNBOUNDED = 100_000
-# By name: the driver then need not import torch and transformers, seconds of one core each.
+# By name: the driver then need not import torch and transformers, which takes seconds.
 _TARGET_CLASS: Any = "paceline.deploy.monitoring.target.MeteredTarget"
 _ROUTER_CLASS: Any = "paceline.actors.router.router.TopicRouter"
 _REPLICA_CHOICE = "paceline.cluster.replica_choice.ReplicaChoice"
-_ANSWER_S = 60.0
-_STOP_S = 15.0
-# Of target and ingress on one machine, where they end because all does; and where one replica of
-# several ends because the load has fallen.
-_DRAIN_S, _SCALED_DRAIN_S = 5.0, 30.0
-# Read by Serve's processes when they start.
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 15.0
+# Of target and ingress on one machine, which stop together; and of a target that is scaled down.
+_DRAIN_TIMEOUT_S, _DOWNSCALE_DRAIN_TIMEOUT_S = 5.0, 30.0
+# Of Serve's processes.
 _SERVE_ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -62,8 +61,8 @@ class RunningApp:
         shards: expert to handle of its replay shard.
         registry: handle of the weight registry.
         scheduler: handle of the trainer scheduler.
-        trainers: gives the handles of the trainers that are there, by name.
-        description: what the target said of itself at the start.
+        trainers: gives the handles of the running trainers by name.
+        description: of the target, at the start.
     """
 
     base_url: str
@@ -76,35 +75,33 @@ class RunningApp:
 
     @property
     def trainer(self) -> Any:
-        """Handle of the first trainer that is there, None where there is none."""
+        """Handle of the first running trainer, or None."""
         return next(iter(self.trainers().values()), None)
 
     def stop(self) -> None:
-        """End everything that :func:`start` began; a second call does nothing.
+        """Stop everything that :func:`start` started; a second call does nothing.
 
-        Signals wait meanwhile, and what does not end within some seconds is killed.
+        Signals are ignored meanwhile; processes that do not stop in time are killed.
         """
         _run_all(self._stops)
 
     def __enter__(self) -> "RunningApp":
-        """The application itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
         self.stop()
 
 
 def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
-    """Start Ray, the learning actors, router, target and ingress; return when they answer.
+    """Start Ray, the learning actors, router, target and ingress; return when they are ready.
 
     Args:
         config: see PacelineConfig.
-        checked: the caller has run ``preflight.check`` on it just now.
+        checked: whether the caller has run ``preflight.check``.
 
     Raises:
-        ConfigError: before anything has started.
-        StartError: where a part does not come up; what had started has been ended again.
+        ConfigError: before anything is started.
+        StartError: a part does not start; all others are stopped again.
     """
     if not checked:
         check(config)
@@ -131,11 +128,8 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
             log_to_driver=config.ray.log_to_driver,
             environment=_SERVE_ENV | session.thread_environment(1),
         )
-    with (
-        handlers_restored(),
-        ThreadPoolExecutor(1) as beside,
-    ):  # their processes start while Serve's do
-        starting = beside.submit(learning.start_actors, config)
+    with handlers_restored(), ThreadPoolExecutor(1) as executor:
+        starting = executor.submit(learning.start_actors, config)  # concurrently with Serve
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": 75},
@@ -149,7 +143,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
     stops.append(trainers.stop)
     stops.append(lambda: serve.delete(APPLICATION))
     _deploy(build_app(config, actors))
-    learning.wait_for(actors, _ANSWER_S)
+    learning.wait_for(actors, _START_TIMEOUT_S)
     shards = dict(actors.shards)
     start_expert = partial(_start_expert, config, actors.registry)
     topics = TopicSupervisor(
@@ -173,7 +167,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
 
 
 def _deploy(application: serve.Application) -> None:
-    """``serve.run``, whose own error does not say why a replica did not come up."""
+    """``serve.run``, with the cause of a replica that does not start."""
     try:
         serve.run(application, name=APPLICATION, route_prefix="/", logging_config=_SERVE_LOGGING)
     except RuntimeError as error:
@@ -191,7 +185,7 @@ def _start_expert(
 ) -> tuple[str, str]:
     """Start an added topic's expert as an application of its own.
 
-    To run the whole application again would replace all its replicas.
+    Redeploying the whole application would replace all its replicas.
     """
     name = f"{APPLICATION}-{expert}"
     config = with_topics(config, added)
@@ -203,10 +197,9 @@ def _start_expert(
 def _describe() -> dict[str, Any]:
     handle = serve.get_deployment_handle("target", APPLICATION)
     try:
-        facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_ANSWER_S)
+        facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_START_TIMEOUT_S)
     finally:
-        # Where replicas are scaled it reports for ever, and Ray is started anew for its next
-        # report once this session has ended.
+        # With autoscaling it reports for ever, and would restart Ray after this session's end.
         handle.shutdown()
     return facts
 
@@ -218,8 +211,8 @@ def build_app(
 
     Args:
         config: see PacelineConfig.
-        actors: handles that target and status use.
-        no_topics: why none can be added while it runs; None where that depends on the config.
+        actors: the learning actors.
+        no_topics: why no topic can be added while it runs; None if the config decides.
     """
     target = _target(config).bind(
         target_settings(config),
@@ -237,9 +230,8 @@ def build_app(
     return _ingress(config).bind(settings, target, router, actors)
 
 
-# CPU shares are the idle rule's business, not Ray's, where nobody books them. Every process has
-# one thread for numerics from its environment; target, router and trainer set their own number,
-# which saves a runtime_env and with it a second start of each worker.
+# By default no CPUs are booked. Every process has one numerics thread by its environment; target,
+# router and trainer set their own number, which saves a runtime_env and a second worker start.
 
 
 def _target(config: PacelineConfig) -> serve.Deployment:
@@ -247,9 +239,9 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         name="target",
         **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
-        **_room(config, actor_options(config.placement.target, _gpu_share(config))),
+        **_resources(config, actor_options(config.placement.target, _gpu_share(config))),
         graceful_shutdown_timeout_s=config.target.drain_timeout_s
-        or (_SCALED_DRAIN_S if config.target.autoscaling else _DRAIN_S),
+        or (_DOWNSCALE_DRAIN_TIMEOUT_S if config.target.autoscaling else _DRAIN_TIMEOUT_S),
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=max(config.target.stall_timeout_s, 5.0),
@@ -257,14 +249,14 @@ def _target(config: PacelineConfig) -> serve.Deployment:
     )(_TARGET_CLASS)
 
 
-def _room(config: PacelineConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """What a replica books, and whether its successor starts beside it."""
+def _resources(config: PacelineConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """The resources of a replica, and whether its successor starts before it stops."""
     percent = surge_percent(config.placement.surge, options)
     return {"ray_actor_options": options, "max_surge_percent": percent}
 
 
 def _gpu_share(config: PacelineConfig) -> float:
-    """GPUs of one target replica: a whole one less what the trainer and a pool's experts take."""
+    """GPUs of a target replica: the rest after trainers and a pool's experts."""
     if "GPU" in config.placement.target:
         return config.placement.target["GPU"]
     gpus = float(ray.cluster_resources().get("GPU", 0))
@@ -286,7 +278,7 @@ def _router(config: PacelineConfig) -> serve.Deployment:
     return serve.deployment(
         name="router",
         max_ongoing_requests=_UNBOUNDED,
-        **_room(config, actor_options(config.placement.router)),
+        **_resources(config, actor_options(config.placement.router)),
         health_check_period_s=5,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=1,
@@ -299,19 +291,19 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
-        **_room(config, actor_options(config.placement.ingress)),
-        graceful_shutdown_timeout_s=config.ingress.drain_timeout_s or _DRAIN_S,
+        **_resources(config, actor_options(config.placement.ingress)),
+        graceful_shutdown_timeout_s=config.ingress.drain_timeout_s or _DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.2,
     )(serve.ingress()(MeteredIngress))
 
 
 def _run_all(stops: list[Callable[[], None]]) -> None:
-    """Run and forget the calls that end things, the newest first, within `_STOP_S`.
+    """Run and remove the stop functions, the newest first, within `_STOP_TIMEOUT_S`.
 
-    The first of them ends the session and kills what is left; those before it only make that
-    gentle, and are skipped where the session has died already.
+    The oldest stops the session and kills what is left; the others are for a graceful stop and
+    are skipped if the session is dead.
     """
-    deadline = time.monotonic() + _STOP_S - session.GRACE_S
+    deadline = time.monotonic() + _STOP_TIMEOUT_S - session.GRACE_S
     with signals_ignored():
         while len(stops) > 1:
             stop = stops.pop()

@@ -1,4 +1,4 @@
-"""The application on a Ray cluster that runs already: what ``serve deploy`` builds.
+"""The application on an existing Ray cluster, built by ``serve deploy``.
 
 No ``from __future__ import annotations`` here: Serve reads the annotations of what it calls.
 """
@@ -21,8 +21,8 @@ from paceline.deploy.config.preflight import check_models_fit, serve_host, unaut
 from paceline.deploy.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"  # Serve's own default
-_RECKONED = ("target", "trainer")
-_TARGET_DRAIN_S, _INGRESS_DRAIN_S = 30.0, 60.0  # a front door's end breaks what it has left
+_ROLES_WITH_COMPUTED_GPUS = ("target", "trainer")
+_TARGET_DRAIN_TIMEOUT_S, _INGRESS_DRAIN_TIMEOUT_S = 30.0, 60.0
 _NO_TOPICS = (
     "On a cluster topics come from the configuration: name the topic in drafts.topics and deploy "
     "the application again."
@@ -37,10 +37,10 @@ def build(config: PacelineConfig) -> serve.Application:
 
     Args:
         config: the ``args`` of the application in Serve's config file. ``host``, ``port`` and
-            ``ray`` are of one machine: here Serve's own file and ``ray start`` say these things.
+            ``ray`` are ignored: Serve's own file and ``ray start`` set them.
 
     Raises:
-        ConfigError: one line that says what is wrong; ``serve status`` shows it.
+        ConfigError: shown by ``serve status``.
     """
     config = for_cluster(config)
     check_models_fit(config)
@@ -58,21 +58,18 @@ def build(config: PacelineConfig) -> serve.Application:
         learning.trainer_factories(config),
         learning.trainer_booking(config),
         actors.scheduler,
-        partial(_exposure, config.auth.api_keys_env, keyed),
+        partial(_warning, config.auth.api_keys_env, keyed),
     )
     return build_app(config, replace(actors, supervisor=supervisor), no_topics=_NO_TOPICS)
 
 
-def _exposure(variable: str | None, keyed: bool) -> str | None:
+def _warning(variable: str | None, keyed: bool) -> str | None:
     """Warning if others can reach the server without a key; called where Serve runs."""
     return unauthenticated_warning(serve_host() or _LOOPBACK, variable, keyed=keyed)
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:
-    """The config with what several hosts need.
-
-    Experts are on tcp, GPUs only where they are named, and what ends has time for what it has
-    begun, since the others go on.
+    """The config for several hosts: experts on TCP, no computed GPUs, longer drain timeouts.
 
     Raises:
         ConfigError: there is no storage that every host sees.
@@ -84,10 +81,10 @@ def for_cluster(config: PacelineConfig) -> PacelineConfig:
             "host sees"
         )
     placement: dict[str, Any] = config.placement.model_dump()
-    for role in _RECKONED:
+    for role in _ROLES_WITH_COMPUTED_GPUS:
         placement[role].setdefault("GPU", 0.0)
-    target_s = config.target.drain_timeout_s or _TARGET_DRAIN_S
-    ingress_s = config.ingress.drain_timeout_s or _INGRESS_DRAIN_S
+    target_s = config.target.drain_timeout_s or _TARGET_DRAIN_TIMEOUT_S
+    ingress_s = config.ingress.drain_timeout_s or _INGRESS_DRAIN_TIMEOUT_S
     return config.model_copy(
         update={
             "target": config.target.model_copy(update={"drain_timeout_s": target_s}),

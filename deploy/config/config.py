@@ -1,4 +1,4 @@
-"""Typed configuration: YAML in, a frozen model out, errors of one line that name the key."""
+"""The configuration: read YAML into a frozen model; errors are one line and name the key."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from paceline.deploy.config.sections import (
 )
 from paceline.deploy.errors import ConfigError
 
-WEIGHTS_FOLDER = "weights"  # below the state folder: versions and decisions
+WEIGHTS_FOLDER = "weights"  # of versions and decisions, in the state folder
 MODELS_DIR = Path(__file__).parents[1] / "models"
 
 
 class PacelineConfig(Section):
-    """Everything that ``paceline serve`` can be told."""
+    """The configuration of ``paceline serve``."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
@@ -65,7 +65,7 @@ class PacelineConfig(Section):
 
     @property
     def draft_paths(self) -> dict[str, Path]:
-        """Expert to the folder of its initial weights."""
+        """Folder of the initial weights by expert."""
         return {
             expert: _resolve(self.drafts.paths.get(expert, self.drafts.general), "draft-general")
             for expert in self.drafts.experts
@@ -73,7 +73,7 @@ class PacelineConfig(Section):
 
     @property
     def state_path(self) -> Path:
-        """Where weight versions and gate decisions outlive a restart."""
+        """Folder of weight versions and gate decisions."""
         chosen = self.weights.storage or self.state_dir
         if chosen is not None:
             return Path(chosen).expanduser().absolute()
@@ -82,7 +82,7 @@ class PacelineConfig(Section):
 
 
 def default_threads(cores: int) -> int:
-    """Threads of the target on a machine of so many cores: half, the rest is for all else."""
+    """The target's threads by default: half of the cores."""
     return max(1, cores // 2)
 
 
@@ -93,14 +93,14 @@ def _resolve(path: str, embedded: str) -> Path:
 def load_config(
     path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> PacelineConfig:
-    """Read a YAML file and lay overrides over it.
+    """Read a YAML file and apply overrides.
 
     Args:
-        path: YAML file; None takes every default.
-        overrides: dotted key to value (``{"target.dtype": "float32"}``); they win.
+        path: YAML file; None for the defaults.
+        overrides: dotted key to value (``{"target.dtype": "float32"}``).
 
     Raises:
-        ConfigError: one line that names the file or the key.
+        ConfigError: names the file or the key.
     """
     data = {} if path is None else _read_yaml(Path(path))
     for key, value in (overrides or {}).items():
@@ -134,7 +134,7 @@ def _set(data: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         inner = data.get(key)
         if not isinstance(inner, dict):
-            inner = {} if inner is None else {"": inner}  # a scalar stays wrong, and is named
+            inner = {} if inner is None else {"": inner}  # a scalar stays an error, which names it
             data[key] = inner
         data = inner
     data[keys[-1]] = value
@@ -144,8 +144,8 @@ def explain(error: ValidationError, model: type[Section]) -> str:
     """The first problem of a pydantic error in one line that names the key.
 
     Args:
-        error: of validating a ``model``.
-        model: whose keys a misspelt one is compared with.
+        error: of a validation.
+        model: validated; its keys are suggested for a misspelt one.
     """
     errors = error.errors()
     loc = _key(errors[0]["loc"])
@@ -161,13 +161,13 @@ def explain(error: ValidationError, model: type[Section]) -> str:
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """A key's place, without the branch of a union: a word, or a number within limits."""
+    """A key's location without the branch of a union."""
     is_branch = bool(loc) and str(loc[-1]).startswith(("literal[", "constrained-"))
     return loc[:-1] if is_branch else loc
 
 
 def _suggestion(loc: tuple[int | str, ...], model: Any) -> str:
-    """The known key that a misspelt one was probably meant to be."""
+    """A hint at the known key most similar to an unknown one."""
     from difflib import get_close_matches
 
     for part in loc[:-1]:

@@ -1,4 +1,4 @@
-"""What is refused before any process starts: quick, and without Ray."""
+"""Checks of the configuration before any process starts: quick, and without Ray."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 def unauthenticated_warning(host: str, variable: str | None, *, keyed: bool) -> str | None:
-    """One line where other machines can reach the server without a key, else None.
+    """A warning if other machines can reach the server without an API key, else None.
 
     Args:
         host: address that it listens on.
-        variable: of the environment, which holds the API keys; None: none does.
+        variable: environment variable of the API keys, or None.
         keyed: whether there are keys.
     """
     if keyed or is_loopback(host):
@@ -47,25 +47,25 @@ def unauthenticated_warning(host: str, variable: str | None, *, keyed: bool) -> 
 
 
 def serve_host() -> str | None:
-    """The address that Serve's proxies listen on; None where Serve does not tell.
+    """The address that Serve's proxies listen on; None if it is unknown.
 
-    On a cluster it is in Serve's own file, of which the application sees its part alone.
+    On a cluster it is in Serve's own file, which the application does not see.
     """
-    from ray.serve.context import _get_global_client  # there is no public way to ask
+    from ray.serve.context import _get_global_client  # there is no public API
 
     try:
         host = _get_global_client().http_config.host
     except Exception:
-        logger.warning("Serve does not tell its address", exc_info=True)
+        logger.warning("the address of Serve's proxies is unknown", exc_info=True)
         return None
     return None if host is None else str(host)
 
 
 def check(config: PacelineConfig) -> None:
-    """Refuse models that do not fit together, and a device, folder or port that cannot be used.
+    """Check models, device, state folder and ports.
 
     Raises:
-        ConfigError: one line that says what is wrong.
+        ConfigError: the first problem, in one line.
     """
     check_models_fit(config)
     _check_device(config.target.device)
@@ -76,10 +76,10 @@ def check(config: PacelineConfig) -> None:
 
 
 def check_models_fit(config: PacelineConfig) -> None:
-    """Refuse models that do not fit together, on whichever host; the device is not looked at.
+    """Check that the models fit together; on any host, without its device.
 
     Raises:
-        ConfigError: one line that says what is wrong.
+        ConfigError: the first problem, in one line.
     """
     try:
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
@@ -103,17 +103,16 @@ def check_models_fit(config: PacelineConfig) -> None:
 
 
 def warnings(config: PacelineConfig) -> list[str]:
-    """What can be served, but not as one may think; one line each, for a checked config."""
+    """Warnings about a valid config, one line each."""
     found = _router_warnings(config) + _pool_warnings(config) + _rank_warnings(config)
-    return found + _exposure_warnings(config)
+    return found + _auth_warnings(config)
 
 
-def _exposure_warnings(config: PacelineConfig) -> list[str]:
+def _auth_warnings(config: PacelineConfig) -> list[str]:
     variable = config.auth.api_keys_env
-    found = unauthenticated_warning(
-        config.host, variable, keyed=bool(key_digests(variable, os.environ))
-    )
-    return [] if found is None else [found]
+    keyed = bool(key_digests(variable, os.environ))
+    warning = unauthenticated_warning(config.host, variable, keyed=keyed)
+    return [] if warning is None else [warning]
 
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:
@@ -159,10 +158,10 @@ def _router_warnings(config: PacelineConfig) -> list[str]:
 
 
 def router_labels(config: PacelineConfig) -> tuple[str, ...]:
-    """The topics that the router tells apart; none where it is off.
+    """The topics that the router knows; none if it is off.
 
     Raises:
-        ModelError: its folder or its config cannot be read.
+        ModelError: its config cannot be read.
     """
     if not config.router.enabled:
         return ()
@@ -173,10 +172,10 @@ def router_labels(config: PacelineConfig) -> tuple[str, ...]:
 
 
 def router_confidence(config: PacelineConfig) -> LeastConfidence:
-    """What the likeliest topic needs, see `policy.choose`.
+    """The router's minimum confidence, see `policy.choose`.
 
     Raises:
-        ModelError: the router's folder or its config cannot be read, or says what is no share.
+        ModelError: the router's config cannot be read or is invalid.
     """
     given = config.router.min_confidence
     if given != "auto":
@@ -193,7 +192,7 @@ def router_confidence(config: PacelineConfig) -> LeastConfidence:
 
 
 def _check_memory(config: PacelineConfig) -> None:
-    """A single request's keys and values fit; the start checks what a config file does not say."""
+    """Check that the KV cache has room for one request."""
     given, target = config.target.kv_cache_mb, config.target
     if given is None:
         return
@@ -273,7 +272,7 @@ def _on_cpu(config: PacelineConfig) -> bool:
 
 
 def _check_state(folder: Path) -> None:
-    """The state folder can be made and written, and no other server writes it."""
+    """Check that the state folder is writable and not used by another server."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -292,7 +291,7 @@ def _check_state(folder: Path) -> None:
 
 
 def _check_ports(config: PacelineConfig) -> None:
-    """Nobody listens on the ports that a start opens; all are held at once: two may be the same."""
+    """Check that all ports are free, and different: they are bound at the same time."""
     wanted = [("port", config.host, config.port)]
     if config.ray.dashboard:
         wanted.append(("ray.dashboard_port", LOOPBACK, config.ray.dashboard_port))

@@ -17,9 +17,10 @@ from paceline.deploy.config.config import PacelineConfig
 DEFAULTS = Path(__file__).parent / "default.yaml"
 _HEAD = """# Configuration
 
-Every key of `paceline serve CONFIG` (YAML). A key that is left out takes its default, one that is
-not listed here is refused by name. [`default.yaml`](../deploy/config/default.yaml) is this page
-as a file to start from. Generated, do not edit:
+Every key of `paceline serve CONFIG` (YAML). A missing key takes its default, an unknown one is an
+error. [`default.yaml`](../deploy/config/default.yaml) has all keys with their defaults.
+
+Generated, do not edit:
 `python -m paceline.deploy.config.reference > docs/configuration.md`.
 """
 _LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>[^#]*)(?:#(?P<text>.*))?$")
@@ -28,7 +29,7 @@ _WORDS = {"integer": "whole number", "number": "number", "boolean": "true, false
 
 
 def reference() -> str:
-    """The whole page."""
+    """The page."""
     notes = comments(DEFAULTS.read_text(encoding="utf-8"))
     schema = PacelineConfig.model_json_schema()
     top, sections = [], []
@@ -42,7 +43,7 @@ def reference() -> str:
 
 
 def comments(text: str) -> dict[str, str]:
-    """Dotted key to what ``default.yaml`` says of it, lines that go on joined."""
+    """Dotted key to its comment in ``default.yaml``, continuation lines joined."""
     notes: dict[str, str] = {}
     section = key = ""
     for line in text.splitlines():
@@ -79,7 +80,7 @@ def _row(key: str, facts: Mapping[str, Any], note: str) -> str:
 
 
 def _values(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What a key may be, in words, part by part."""
+    """The values that a key accepts, in words."""
     for part in facts.get("anyOf", [facts]):
         if "enum" in part or "const" in part:
             every = part["enum"] if "enum" in part else [part["const"]]
@@ -100,7 +101,7 @@ def _limits(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """A default as YAML has it."""
+    """A default in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What replicas of the target and the front door work by, from the one configuration."""
+"""Settings of the replicas of target and ingress, from the configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.deploy.config.preflight import router_confidence
 
 
 def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> IngressSettings:
-    """The part of the config that a replica of the front door works by.
+    """Settings of an ingress replica.
 
     Args:
-        config: see PacelineConfig; API keys are read from this process' environment.
-        no_topics: why none can be added while it runs; None where that depends on the config.
+        config: see PacelineConfig; API keys are read from the environment of this process.
+        no_topics: why no topic can be added while it runs; None if the config decides.
     """
     confidence = router_confidence(config)
     return IngressSettings(
@@ -49,27 +49,27 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
 
 
 def _in_process_router(config: PacelineConfig) -> tuple[str, int] | None:
-    """Folder and threads of the classifier that a replica of the front door runs itself."""
+    """Folder and number of threads of the classifier in the ingress process, or None."""
     if not config.router.enabled or config.router.placement != "ingress":
         return None
     return str(config.router_path), config.router.num_threads
 
 
 def _in_flight(config: PacelineConfig) -> int:
-    """Sequences that one ingress replica lets in: its part of what the target takes."""
+    """Most concurrent sequences of an ingress replica: its share of the target's."""
     target = config.target
     total = target.most_replicas * target.max_num_seqs + target.max_queued_requests
     return -(-total // config.ingress.num_replicas)
 
 
 def _per_client(config: PacelineConfig) -> int | None:
-    """Sequences that one ingress replica lets in of one client: its part again."""
+    """Most concurrent sequences of a client at an ingress replica: its share."""
     most = config.target.max_seqs_per_client
     return None if most is None else -(-most // config.ingress.num_replicas)
 
 
 def target_settings(config: PacelineConfig) -> TargetSettings:
-    """The part of the config that a target replica works by."""
+    """Settings of a target replica."""
     tokens = config.drafts.num_speculative_tokens
     return TargetSettings(
         model_path=str(config.target_path),
