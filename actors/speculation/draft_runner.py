@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.engine.stats import RoundStats
 from paceline.actors.speculation.controller import SpeculationController
@@ -58,7 +59,7 @@ class DraftRunner:
         self._proposed = False
         self._failures = 0
         self._skip_rounds = 0  # before a proposer that failed is called again
-        self._next_backoff = 1
+        self._backoff = Backoff(1, _MAX_BACKOFF)  # in rounds
         self._hidden_drafts = proposer.hidden_drafts
 
     @property
@@ -184,7 +185,7 @@ class DraftRunner:
         try:
             proposal = self._proposer.propose(rows).scatter(indices, len(batch))
             if not self._all_faulty(rows, batch):
-                self._next_backoff = 1
+                self._backoff.reset()
             return proposal
         except Exception:
             self._failures += 1
@@ -208,8 +209,7 @@ class DraftRunner:
         return True
 
     def _back_off(self) -> None:
-        self._skip_rounds = self._next_backoff + 1
-        self._next_backoff = min(2 * self._next_backoff, _MAX_BACKOFF)
+        self._skip_rounds = int(self._backoff.fail()) + 1
 
     def _remove_candidates(self, drafts: frozenset[str], batch: Sequence[RunningSequence]) -> bool:
         """Remove the candidates among drafts that failed; returns whether there were some.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.speculation.controller import SpeculationController
 from paceline.actors.speculation.proposer import Proposer
@@ -110,7 +111,7 @@ class _PartialLoad:
     """A load to retry: ``due_s`` is None until the first look at the clock."""
 
     update: SwapWeights
-    wait_s: float = _FIRST_RETRY_S
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_RETRY_S, _MAX_RETRY_S))
     due_s: float | None = None
 
 
@@ -138,7 +139,7 @@ class PartialLoads:
             return
         load = _PartialLoad(update)
         if (earlier := self._loads.get(update.slot)) is not None:
-            load.wait_s, load.due_s = earlier.wait_s, earlier.due_s
+            load.backoff, load.due_s = earlier.backoff, earlier.due_s
         self._loads[update.slot] = load
 
     def discard(self, slot: str) -> None:
@@ -152,11 +153,10 @@ class PartialLoads:
             now_s: monotonic; a slot's first wait starts with the first call.
         """
         for load in self._loads.values():
-            if load.due_s is None:
-                load.due_s = now_s + load.wait_s
-            elif now_s >= load.due_s:
-                load.wait_s = min(2 * load.wait_s, _MAX_RETRY_S)
-                load.due_s = now_s + load.wait_s
+            due = load.due_s is not None and now_s >= load.due_s
+            if load.due_s is None or due:
+                load.due_s = now_s + load.backoff.fail()
+            if due:
                 return load.update
         return None
 

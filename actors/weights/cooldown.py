@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.history import decision_time
 from paceline.actors.weights.versions import TopicVersions
@@ -57,11 +58,9 @@ class Cooldown:
             now: unix seconds; a clock that was set back ends the pause.
             settings: see CanarySettings.
         """
-        if self.rollbacks < 2:
-            return False
-        # bounded: a float's exponent is
-        pause_s = settings.cooldown_s * 2.0 ** min(self.rollbacks - 2, 30)
-        return 0.0 <= now - self._last < min(pause_s, settings.max_cooldown_s)
+        failures = max(self.rollbacks - 1, 0)
+        pause_s = Backoff(settings.cooldown_s, settings.max_cooldown_s, failures=failures).delay
+        return 0.0 <= now - self._last < pause_s
 
 
 class CandidateAdmission:

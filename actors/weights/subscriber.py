@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.notifications import RegistryChanges, SlotWeights
@@ -136,10 +137,9 @@ class RegistrySubscriber:
         self._versions[slot] = weights.weight_version
 
     def _run(self) -> None:
-        retry_s = _FIRST_RETRY_S
+        backoff = Backoff(_FIRST_RETRY_S, _MAX_RETRY_S)
         while not self._stopped.is_set():
             if self.poll():
-                retry_s = _FIRST_RETRY_S
+                backoff.reset()
             else:
-                self._stopped.wait(retry_s)
-                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                self._stopped.wait(backoff.fail())

@@ -293,9 +293,9 @@ def test_their_time_is_the_stored_one_s_and_requests_meters_do_not_see_them() ->
     try:
         assert whole(send(loop, in_background("b", created=12.0)))[1] == "length"
         assert whole(send(loop, request("r", [7, 8])))[1] == "length"
-        figures = loop.figures()
-        assert figures.requests.generation_tokens == {"sql": 20}
-        assert figures.rounds.tokens == 20
+        stats = loop.stats()
+        assert stats.requests.generation_tokens == {"sql": 20}
+        assert stats.rounds.tokens == 20
     finally:
         loop.close()
     assert [record.request_id for record in records] == ["b", "r"]
