@@ -15,13 +15,12 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from paceline.actors.engine.model_loader import resolve_dtype
-
-ZeroStage = Literal["auto", 0, 1, 2, 3]
+from paceline.actors.training.settings import ZeroStage
 
 # Elements of a communication bucket: DeepSpeed's own default allocates a gigabyte.
 _BUCKET = 2**23

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from paceline.actors.router.hedge import HedgeSettings
-from paceline.actors.training.deepspeed_setup import ZeroStage
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
@@ -14,6 +13,7 @@ from paceline.actors.training.topic_schedule import ScheduleSettings
 Loss = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "lk_hybrid", "hard_label"]
 Weighting = Literal["uniform", "first_rejection", "rejected_only"]
 Sampling = Literal["target", "student", "mixed"]
+ZeroStage = Literal["auto", 0, 1, 2, 3]
 
 
 @dataclass(frozen=True, slots=True)

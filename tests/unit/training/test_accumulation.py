@@ -13,9 +13,13 @@ from torch import Tensor
 
 from paceline.actors.training.batches import Batch, make_batch
 from paceline.actors.training.candidate import Candidate
-from paceline.actors.training.deepspeed_setup import ZeroStage
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings, TrainerSettings
+from paceline.actors.training.settings import (
+    DistillerSettings,
+    ObjectiveSettings,
+    TrainerSettings,
+    ZeroStage,
+)
 from paceline.actors.training.shares import make_shares
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
