@@ -58,7 +58,7 @@ class Plan:
 
 
 class NeverAhead(PoolProposer):
-    """Asks the experts not to draft beyond their answers."""
+    """Proposer that forbids drafting ahead."""
 
     def propose(
         self, rows: Sequence[DraftRow], *, draft_ahead: bool = False, timeout_s: float | None = None

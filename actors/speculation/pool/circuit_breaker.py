@@ -37,11 +37,6 @@ class CircuitBreaker:
         """Whether rounds may wait for the expert."""
         return self.state is CircuitState.CLOSED
 
-    @property
-    def backoff_s(self) -> float:
-        """Wait after the latest failure; 0 if a response has followed it."""
-        return self._backoff.delay
-
     def on_connect(self) -> None:
         """Close the circuit."""
         self.state = CircuitState.CLOSED
@@ -73,5 +68,5 @@ class CircuitBreaker:
         if self.state is CircuitState.HALF_OPEN:  # the last ping had no pong
             self._backoff.fail()
         self.state = CircuitState.HALF_OPEN
-        self._retry_at = now + self.backoff_s
+        self._retry_at = now + self._backoff.delay
         return True

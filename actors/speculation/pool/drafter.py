@@ -72,6 +72,7 @@ class SequenceState:
         proposed: the latest response's tokens, if drafting ahead continues from them.
         assumed: the tokens assumed to follow the present ones.
         drafted_ahead: proposal behind ``assumed``.
+        released: whether the stack has dropped it.
     """
 
     key: str
@@ -82,6 +83,7 @@ class SequenceState:
     proposed: tuple[int, ...] = ()
     assumed: tuple[int, ...] = ()
     drafted_ahead: RowProposal | None = None
+    released: bool = False
 
     def row(self, num_draft_tokens: int, more_tokens: tuple[int, ...] = ()) -> DraftRow:
         """Return the row for the stack, with tokens appended to the present ones."""
@@ -384,9 +386,9 @@ class Drafter:
         self, batch: Sequence[SequenceState], proposals: Mapping[str, RowProposal]
     ) -> None:
         """Queue the sequences of a batch that have no drafts yet."""
-        requested, alive = {seq.key for seq in batch}, {seq.key for seq in self._all_sequences()}
+        requested = {seq.key for seq in batch}
         self._to_prefill = [seq for seq in self._to_prefill if seq.key not in requested]
-        self._to_prefill += [seq for seq in batch if seq.key in alive and seq.key not in proposals]
+        self._to_prefill += [seq for seq in batch if not (seq.released or seq.key in proposals)]
 
     def _queue_draft_ahead(
         self,
@@ -416,14 +418,11 @@ class Drafter:
         hits: set[str],
     ) -> DraftResponse:
         """The response to one client, padded to its longest row."""
-        alive = {seq.key for seq in self._all_sequences()}
         return DraftResponse(
             epoch=self.epoch,
             round=request.round,
             weight_versions=self.slots.versions,
-            unknown_rows=tuple(
-                i for i, seq in enumerate(sequences) if seq is None or seq.key not in alive
-            ),
+            unknown_rows=tuple(i for i, seq in enumerate(sequences) if seq is None or seq.released),
             num_ahead_hits=sum(seq is not None and seq.key in hits for seq in sequences),
             **pad_rows([None if seq is None else proposals.get(seq.key) for seq in sequences]),
         )
@@ -433,5 +432,6 @@ class Drafter:
 
     def _drop(self, sequence: SequenceState) -> None:
         self._stack.release(sequence.key)
+        sequence.released = True
         self._to_draft_ahead = [other for other in self._to_draft_ahead if other is not sequence]
         self._to_prefill = [other for other in self._to_prefill if other is not sequence]

@@ -158,8 +158,8 @@ def sign(key: bytes, nonce: bytes) -> bytes:
 
 def encode(message: Message) -> bytes:
     """Encode a message as a frame's payload."""
-    values = [VERSION, _NUMBER[type(message)], *_values(message)]
-    payload: bytes = msgpack.packb(values, default=_pack)
+    values = [getattr(message, field.name) for field in dataclasses.fields(message)]
+    payload: bytes = msgpack.packb([VERSION, _NUMBER[type(message)], *values], default=_pack)
     return payload
 
 
@@ -183,14 +183,8 @@ def decode(payload: bytes) -> Message:
     return message
 
 
-def _values(instance: Any) -> list[Any]:
-    return [getattr(instance, field.name) for field in dataclasses.fields(instance)]
-
-
 def _pack(value: Any) -> Any:
     """Reduce a value to what msgpack has a form for."""
-    if isinstance(value, np.ndarray):
-        return [value.shape, value.astype(f"<{value.dtype.kind}4", copy=False).tobytes()]
     if isinstance(value, DraftRequestRow):
         return [
             value.request_id,
@@ -201,6 +195,8 @@ def _pack(value: Any) -> Any:
             value.num_draft_tokens,
             value.sampling,
         ]
+    if isinstance(value, np.ndarray):
+        return [value.shape, value.astype(f"<{value.dtype.kind}4", copy=False).tobytes()]
     if isinstance(value, SamplingParams):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, int):  # a seed may be any

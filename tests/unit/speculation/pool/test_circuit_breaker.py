@@ -57,7 +57,7 @@ def test_the_backoff_doubles_without_pongs_and_a_response_resets_it() -> None:
     circuit.on_pong()
     circuit.on_response()
     circuit.on_timeout(now)
-    assert circuit.backoff_s == FIRST_BACKOFF_S
+    assert circuit._backoff.delay == FIRST_BACKOFF_S
 
 
 def test_rounds_wait_ever_less_for_an_expert_that_only_answers_pings() -> None:
@@ -106,11 +106,11 @@ def test_an_open_circuit_is_probed_again_after_any_events(
         elif event == "on_response":
             if circuit.closed:
                 circuit.on_response()
-                assert circuit.backoff_s == 0.0
+                assert circuit._backoff.delay == 0.0
         else:
             getattr(circuit, event)()
             connected = {"on_connect": True, "on_disconnect": False}.get(event, connected)
-        assert 0.0 <= circuit.backoff_s <= MAX_BACKOFF_S
+        assert 0.0 <= circuit._backoff.delay <= MAX_BACKOFF_S
         assert connected or not circuit.closed
     if connected and not circuit.closed:
         assert circuit.should_ping(now + MAX_BACKOFF_S)
