@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.model_runner import ModelRunner
 
 STEPS = 4
@@ -24,15 +24,15 @@ def compare_rollout(
     launched: ModelRunner,
     rows: Sequence[int],
     turn: int,
-    grid: Grid,
+    layout: ExpertLayout,
     tolerance: float,
 ) -> None:
     """A rollout gives the tokens and probabilities of its steps, launched one after the other."""
-    tokens, positions = start_of(turn, grid.device)
-    drafted = replayed.rollout(rows, tokens, positions, 21 + STEPS, STEPS, grid)
+    tokens, positions = start_of(turn, layout.device)
+    drafted = replayed.rollout(rows, tokens, positions, 21 + STEPS, STEPS, layout)
     assert drafted is not None
     for step in range(STEPS):
-        logits = launched.forward(rows, tokens, positions, 21 + step, keep=1, grid=grid)[:, 0]
+        logits = launched.forward(rows, tokens, positions, 21 + step, keep=1, layout=layout)[:, 0]
         assert torch.equal(drafted[0][:, step], logits.argmax(-1))
         probs = logits.softmax(-1).amax(-1)
         torch.testing.assert_close(drafted[1][:, step], probs, atol=tolerance, rtol=tolerance)

@@ -1,8 +1,8 @@
-"""The attention function that transformers' models call when the engine runs them.
+"""Attention over the paged KV cache, registered in transformers' attention interface.
 
-The model computes queries, keys and values of the new tokens; this writes the keys and
-values into the engine's blocks and attends over them, so that one forward serves a ragged
-batch. It is registered under :data:`ATTENTION_NAME` in transformers' attention interface.
+The model computes queries, keys and values of the new tokens; :func:`paceline_attention` writes
+keys and values into the cache and attends over its blocks, so that one forward serves a ragged
+batch.
 """
 
 from __future__ import annotations
@@ -19,92 +19,92 @@ from paceline.actors.engine.kv_cache import KVCache
 
 ATTENTION_NAME = "paceline"
 
-# Arguments that change the result and that are not computed here: relative positions, sparse reads.
-_LACKING = ("position_bias", "indices", "block_indices", "sinks")
+# Arguments that change the result and are not supported: relative positions, sparse reads.
+_UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(slots=True)
 class StepContext:
-    """What one forward needs beside the tokens.
+    """Inputs of one forward other than its tokens.
 
-    Tensors live on the models' device, and their shapes follow from the batch, its tokens and
+    Tensors are on the models' device; their shapes follow from the batch, its tokens and
     ``columns`` alone.
 
     Attributes:
-        kv: where keys and values are kept.
+        kv: the cache.
         rows: int64 ``[B]``, row of every sequence.
         positions: int64 ``[B, T]``, position of every token.
-        columns: of the rows' tables, those that are read.
-        asked: the positions before padding beyond the capacity was brought inside.
+        columns: of the block tables, those that are read.
+        unclamped: ``positions`` before padding was clamped to the capacity.
         windows: of the layers that have attended in this step, None for no window.
-        angles: what a model's rotary tables hold for the positions, once it has looked.
+        angles: of the positions, cached from a model's rotary tables.
     """
 
     kv: KVCache
     rows: Tensor
     positions: Tensor
     columns: int
-    asked: Tensor
+    unclamped: Tensor
     windows: set[int | None] = field(default_factory=set)
     angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
     _unwritten: Tensor | None = None
-    _table: Tensor | None = None
+    _block_table: Tensor | None = None
     _slots: Tensor | None = None
 
     @classmethod
     def at(cls, kv: KVCache, rows: Tensor, positions: Tensor, span: int) -> StepContext:
-        """The step of tokens at these positions, padding beyond the capacity brought inside.
+        """Make the context of tokens at these positions, clamped to the capacity.
 
         Args:
-            kv: where keys and values are kept.
+            kv: the cache.
             rows: int64 ``[B]``.
             positions: int64 ``[B, T]``.
             span: 1 + the largest position that any row reads, padding included.
         """
         columns = min(-(-span // kv.block_size), kv.block_tables.shape[1])
-        # Padding behind a short row may overhang the context. Nobody reads its last position
-        # before the request has ended, so that is where the padding goes.
+        # Padding behind a short row may exceed the capacity. It goes to the last position, which
+        # is not read before the request has ended.
         return cls(kv, rows, positions.clamp(0, kv.capacity - 1), columns, positions)
 
     @property
     def span(self) -> int:
-        """Positions 0..span-1 are read, whole blocks."""
+        """Number of positions that are read, in whole blocks."""
         return self.columns * self.kv.block_size
 
     @property
     def lengths(self) -> Tensor:
-        """int32 ``[B]``: 1 + the position of the last token, padding within the table included."""
-        return (self.asked[:, -1] + 1).clamp(max=self.span).int()
+        """int32 ``[B]``, 1 + the position of the last token, padding within the table included."""
+        return (self.unclamped[:, -1] + 1).clamp(max=self.span).int()
 
     @property
-    def table(self) -> Tensor:
-        """int32 ``[B, columns]``: the blocks of every sequence."""
-        if self._table is None:
-            self._table = self.kv.block_tables[self.rows, : self.columns]
-        return self._table
+    def block_table(self) -> Tensor:
+        """int32 ``[B, columns]``, the blocks of every sequence."""
+        if self._block_table is None:
+            self._block_table = self.kv.block_tables[self.rows, : self.columns]
+        return self._block_table
 
     @property
     def slots(self) -> Tensor:
-        """int64 ``[B, T]``: where every token is, counted in positions over all blocks."""
+        """int64 ``[B, T]``, index of every token's position over all blocks."""
         if self._slots is None:
             size = self.kv.block_size
             column = (self.positions // size).clamp(max=self.columns - 1)
-            self._slots = self.table.long().gather(1, column) * size + self.positions % size
+            self._slots = self.block_table.long().gather(1, column) * size + self.positions % size
         return self._slots
 
     @property
     def unwritten(self) -> Tensor:
-        """bool ``[B, span, 1, 1]``: positions behind every sequence's last token."""
+        """bool ``[B, span, 1, 1]``, positions behind every sequence's last token."""
         if self._unwritten is None:
             reads = torch.arange(self.span, device=self.positions.device)
             self._unwritten = (reads >= self.lengths[:, None])[..., None, None]
         return self._unwritten
 
     def mask(self, window: int | None) -> Tensor:
-        """``[B, 1, T, span]`` in the attended dtype: 0 where a token may look, else -inf.
+        """Return ``[B, 1, T, span]`` in the attention dtype: 0 if visible to a token, else -inf.
 
-        Causal, own row only. Not a bool: every layer would turn it into this again.
+        Not a bool, which every layer would convert again.
         """
         if window not in self._masks:
             reads = torch.arange(self.span, device=self.positions.device)
@@ -118,9 +118,9 @@ class StepContext:
         return self._masks[window]
 
     def subset(self, index: Tensor) -> StepContext:
-        """The same for some of the sequences; ``index`` is int64 ``[R]``."""
-        rows, positions, asked = self.rows[index], self.positions[index], self.asked[index]
-        return StepContext(self.kv, rows, positions, self.columns, asked)
+        """Return the context of some of the sequences; ``index`` is int64 ``[R]``."""
+        rows, positions, unclamped = self.rows[index], self.positions[index], self.unclamped[index]
+        return StepContext(self.kv, rows, positions, self.columns, unclamped)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the new tokens' keys and values, ``[B, kv_heads, T, head_dim]`` each."""
@@ -129,13 +129,13 @@ class StepContext:
             stored.view(-1, *stored.shape[2:])[slots] = new.transpose(1, 2).flatten(0, 1)
 
     def read(self, stored: Tensor) -> Tensor:
-        """What the sequences read of a layer, ``[B, kv_heads, span, head_dim]``: a copy.
+        """Return a copy of what the sequences read of a layer, ``[B, kv_heads, span, head_dim]``.
 
-        One copy gathers the blocks; where the stored dtype is not the attended one, a second
-        widens them. Positions behind a sequence's last token are zeros: an earlier owner of the
-        block may have left a NaN there, and a mask does not help, 0 x NaN is NaN.
+        One copy gathers the blocks, a second converts to the attention dtype if needed. Positions
+        behind a sequence's last token are zeroed, since an earlier owner of the block may have
+        left a NaN there, and a mask does not help (0 x NaN is NaN).
         """
-        gathered = stored.index_select(0, self.table.flatten())
+        gathered = stored.index_select(0, self.block_table.flatten())
         gathered = gathered.view(len(self.rows), self.span, *stored.shape[2:])
         gathered.masked_fill_(self.unwritten, 0)
         return gathered.transpose(1, 2).to(self.kv.attention_dtype)
@@ -156,31 +156,31 @@ def paceline_attention(
     paceline_step: StepContext | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the engine's rows; shapes as transformers' own functions have them.
+    """Attend over the KV cache, with the signature of transformers' attention functions.
 
     Args:
-        module: the attention module; its ``layer_idx`` picks the rows' layer.
+        module: the attention module; its ``layer_idx`` selects the layer of the cache.
         query: ``[B, heads, T, head_dim]``.
         key: ``[B, kv_heads, T, head_dim]``.
         value: like ``key``.
-        attention_mask: unused; the context knows what is visible.
+        attention_mask: unused; the context has its own.
         scaling: softmax scale.
-        dropout: unused; the engine only infers.
-        sliding_window: how far back this layer looks, None for all.
+        dropout: unused.
+        sliding_window: of this layer, None for none.
         softcap: bound on the scores, by tanh; None for no bound.
-        s_aux: ``[heads]``, scores of sinks that nothing is read from; None for none.
-        paceline_step: the forward's context; it comes through all modules.
-        more: what else models pass; most of it says nothing new.
+        s_aux: ``[heads]``, scores of attention sinks; None for none.
+        paceline_step: context of the forward, passed through all modules.
+        more: further arguments of models, most of them redundant.
 
     Returns:
         ``[B, T, heads, head_dim]`` and None (no attention weights).
 
     Raises:
-        ValueError: for a model whose attention has a part that this one lacks.
+        ValueError: the model's attention has a part that is not supported.
     """
-    lacking = [name for name in _LACKING if more.get(name) is not None]
-    if lacking:
-        raise ValueError(f"{type(module).__name__} needs {', '.join(lacking)} in its attention")
+    unsupported = [name for name in _UNSUPPORTED if more.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"{type(module).__name__} needs {', '.join(unsupported)} in its attention")
     if paceline_step is None:
         raise ValueError("its layers do not hand a forward's arguments on to their attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -201,8 +201,8 @@ def attend(
 ) -> Tensor:
     """Store the new keys and values and attend over the rows' blocks.
 
-    The blocks are gathered into one tensor first (a copy), except where torch's paged attention
-    can read them in place (GPUs, half precision, no bound on the scores, no sinks).
+    Blocks are gathered into one tensor first, unless torch's paged attention can read them in
+    place (GPUs, half precision, no bound on the scores, no sinks).
 
     Args:
         step: the forward's context.
@@ -211,9 +211,9 @@ def attend(
         key: ``[B, kv_heads, T, head_dim]``.
         value: like ``key``.
         scaling: softmax scale.
-        window: how far back the layer looks, None for all.
+        window: sliding window of the layer, None for none.
         softcap: bound on the scores, by tanh; None for no bound.
-        sinks: ``[heads]``, scores of sinks that nothing is read from; None for none.
+        sinks: ``[heads]``, scores of attention sinks; None for none.
 
     Returns:
         ``[B, T, heads, head_dim]`` in the queries' dtype.
@@ -222,9 +222,9 @@ def attend(
     step.windows.add(window)
     step.write(layer, key.to(step.kv.dtype), value.to(step.kv.dtype))
     stored = step.kv.keys[layer], step.kv.values[layer]
-    if softcap is None and sinks is None and paged.usable(query, *stored):
+    if softcap is None and sinks is None and paged.is_supported(query, *stored):
         tokens = query.transpose(1, 2)
-        return paged.attend(tokens, stored, step.table, step.lengths, scaling, window)
+        return paged.attend(tokens, stored, step.block_table, step.lengths, scaling, window)
     query, keys, values = query.to(own), step.read(stored[0]), step.read(stored[1])
     if softcap is None and sinks is None:
         output = torch.nn.functional.scaled_dot_product_attention(
@@ -237,11 +237,11 @@ def attend(
         )
     else:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = _by_products(query * scale, keys, values, step.mask(window), softcap, sinks)
+        output = _attend_eager(query * scale, keys, values, step.mask(window), softcap, sinks)
     return output.transpose(1, 2).to(dtype)
 
 
-def _by_products(
+def _attend_eager(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -249,7 +249,7 @@ def _by_products(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what torch's own lacks.
+    """Compute attention with a bound on the scores or sinks, which torch's own lacks.
 
     Args:
         query: ``[B, heads, T, head_dim]``, scaled.
@@ -257,7 +257,7 @@ def _by_products(
         values: like ``keys``.
         mask: ``[B, 1, T, span]``, added to the scores.
         softcap: bound on the scores, by tanh; None for no bound.
-        sinks: ``[heads]``, scores of sinks; None for none.
+        sinks: ``[heads]``, scores of attention sinks; None for none.
 
     Returns:
         ``[B, heads, T, head_dim]``.

@@ -1,10 +1,10 @@
-"""Decode steps replayed from CUDA graphs: one launch instead of hundreds per forward.
+"""CUDA graphs of decoding steps: one launch instead of hundreds per forward.
 
-A small model's step takes less time on a GPU than Python needs to launch its kernels. A recording
-holds one shape; its inputs are copied into fixed tensors, its results copied out, because the next
-replay writes over them. So that few shapes serve all batches, rows and tokens are padded to the
-next of a few sizes, and rows of several experts are computed by every expert of the stack. Prompts
-come in too many shapes and go without.
+A small model's step takes less time on a GPU than Python needs to launch its kernels. A graph has
+one shape; inputs are copied into its static tensors, and results are copied out before the next
+replay overwrites them. Rows and tokens are padded to a few sizes, and rows of several experts are
+computed by every expert of the stack, so that few graphs serve all batches. Prompts have too many
+shapes and run eagerly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.actors.engine.attention import StepContext
+from paceline.actors.engine.expert_layout import ExpertLayout, dense_layout
 from paceline.actors.engine.fused import FusedDecoder
-from paceline.actors.engine.grid import Grid, whole_grid
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.top_tokens import most_probable_into
 
@@ -29,278 +29,283 @@ logger = logging.getLogger(__name__)
 Tensors = tuple[Tensor, ...]
 Work = Callable[..., Tensors]
 
-_MOST_RECORDINGS = 256
-_MOST_RESULT_BYTES = 1 << 28  # which recordings hold, beside what they compute with
-_FEW_COLUMNS, _COLUMNS = 4, 16
-_DRAFT_TOKENS = 2  # of a draft's forwards behind its prompt
-# Weights of a stack that may all be read for the sake of a few of its experts: some 0.1 ms.
-_WHOLE_BYTES = 1 << 28
+_MAX_GRAPHS = 256
+_MAX_RESULT_BYTES = 1 << 28  # of all graphs, in addition to their memory pool
+_MIN_COLUMNS, _COLUMNS = 4, 16
+_DRAFT_TOKENS = 2  # per row of a draft's forwards behind its prompt
+# Weights of a stack that may all be read although few experts are needed: some 0.1 ms.
+_MAX_DENSE_BYTES = 1 << 28
 
 
 class Capture(Protocol):
-    """Records what a function does to fixed tensors."""
+    """Captures what a function does to static tensors."""
 
     def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """What does it again, and the tensors that then hold the results.
+        """Return a function that replays ``run``, and the tensors that then hold the results.
 
-        Tensors that ``run`` reads must be kept as long as that is called.
+        The tensors that ``run`` reads must outlive the function.
         """
         ...
 
-    def forget(self) -> None:
-        """All that was recorded has been given up."""
+    def reset(self) -> None:
+        """Release the shared memory, after all captured functions are gone."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool: only one of them runs at a time.
+    """CUDA graphs with a shared memory pool; only one of them runs at a time.
 
-    The streams are its own: torch keeps what a library needs beside a graph by stream, and gives
-    it up for all that were recorded on the stream.
+    It has its own streams, since torch keeps a library's workspace per stream, and releases it for
+    all graphs that were captured on the stream.
     """
 
     def __init__(self) -> None:
-        """Make pool and streams."""
         self._pool = torch.cuda.graph_pool_handle()
         self._warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def forget(self) -> None:
-        """Take a new pool: no graph of the old one is left, and torch has done with it."""
+    def reset(self) -> None:
+        """Start a new pool; torch has released the old one with its last graph."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
-        """See Capture; runs the function itself too, on a stream of its own, to warm up."""
+        """See Capture; also runs the function on the warm-up stream."""
         before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         try:
             self._warm_up.wait_stream(before)
             with torch.cuda.stream(self._warm_up):
                 run()
             before.wait_stream(self._warm_up)
-            # Other threads of the process may use the GPU meanwhile.
+            # thread_local: other threads of the process may use the GPU meanwhile.
             with torch.cuda.graph(
                 graph, self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 result = run()
         finally:
-            torch.cuda.set_stream(before)  # which a capture that fails does not give back
+            torch.cuda.set_stream(before)  # a failed capture does not restore it
         return graph.replay, result
 
 
-def columns_of(wanted: int, most: int) -> int:
-    """Table columns that a recording reads: 4, 16, 32, 64 ... so that few serve all.
+def bucket_columns(needed: int, available: int) -> int:
+    """Round the block table columns of a graph up to 4, 16, 32, 64 ...
 
     Args:
-        wanted: columns that the batch needs, at least 1.
-        most: columns that there are.
+        needed: columns of the batch, at least 1.
+        available: columns of the table.
     """
-    few = _FEW_COLUMNS if wanted <= _FEW_COLUMNS else _COLUMNS
-    return min(max(few, 1 << (wanted - 1).bit_length()), most)
+    least = _MIN_COLUMNS if needed <= _MIN_COLUMNS else _COLUMNS
+    return min(max(least, 1 << (needed - 1).bit_length()), available)
 
 
-class _Recording:
-    """One recorded shape."""
+class _Graph:
+    """A captured function with static inputs and results of one shape."""
 
     def __init__(self, capture: Capture, work: Work, inputs: Tensors) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
-        self._work = work  # and with it what else the recording reads: a layout's indices
+        self._work = work  # keeps what else the graph reads alive: a layout's indices
         self._replay, self._results = capture(lambda: work(*self._inputs))
         self.nbytes = sum(result.nbytes for result in self._results)
 
     def run(self, inputs: Tensors) -> Tensors:
-        """The results of other inputs of the same shape."""
+        """Replay with other inputs of the same shape and return copies of the results."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._replay()
         return tuple(result.clone() for result in self._results)
 
 
-class _Recordings:
-    """Functions of tensors alone, recorded the second time that their shape comes."""
+class _GraphCache:
+    """Graphs of functions of tensors, captured the second time that a shape occurs."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture: Capture | None = capture
         self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        self._kept: dict[tuple[object, ...], _Recording] = {}
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._graphs)
 
-    def forget(self) -> None:
-        """Record all anew: what was recorded reads weights where they lay before."""
-        self._kept.clear()
+    def clear(self) -> None:
+        """Drop all graphs, which read the memory of earlier weights."""
+        self._graphs.clear()
         self._seen.clear()
         if self._capture is not None:
-            self._capture.forget()
+            self._capture.reset()
 
     def run(self, key: tuple[object, ...], work: Work, *inputs: Tensor) -> Tensors:
-        """What ``work`` makes of the inputs; equal keys stand for the same work and shapes."""
-        recording = self._kept.get(key)
-        if recording is None and key not in self._seen:  # may well be the only time
+        """Return ``work(*inputs)``; equal keys imply equal work and shapes."""
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._seen:  # this shape may not come again
             self._seen[key] = None
-            if len(self._seen) > 4 * _MOST_RECORDINGS:
+            if len(self._seen) > 4 * _MAX_GRAPHS:
                 self._seen.popitem(last=False)
             return work(*inputs)
-        if recording is None:
-            recording = self._record(work, inputs)
-            if recording is None:
+        if graph is None:
+            graph = self._try_capture(work, inputs)
+            if graph is None:
                 return work(*inputs)
-            self._kept[key] = recording
-        return recording.run(inputs)
+            self._graphs[key] = graph
+        return graph.run(inputs)
 
-    def _record(self, work: Work, inputs: Tensors) -> _Recording | None:
+    def _try_capture(self, work: Work, inputs: Tensors) -> _Graph | None:
         if self._capture is None:
             return None
-        held = sum(recording.nbytes for recording in self._kept.values())
-        if len(self._kept) >= _MOST_RECORDINGS or held > _MOST_RESULT_BYTES:
-            self.forget()  # all: torch may give up what others still need with a single one
+        nbytes = sum(graph.nbytes for graph in self._graphs.values())
+        if len(self._graphs) >= _MAX_GRAPHS or nbytes > _MAX_RESULT_BYTES:
+            self.clear()  # all, as torch may release with one graph what others still need
         try:
-            return _Recording(self._capture, work, inputs)
+            return _Graph(self._capture, work, inputs)
         except RuntimeError:
-            logger.exception("no CUDA graphs any more: one could not be recorded")
-            self.forget()  # first of all their memory, which may be what was lacking
+            logger.exception("CUDA graphs are off: a capture failed")
+            self.clear()  # their memory first: it may be what was missing
             self._capture = None
             return None
 
 
 class GraphedDecoder:
-    """A fused decoder whose short forwards are recorded the second time that their shape comes."""
+    """A fused decoder whose short forwards run as CUDA graphs.
 
-    def __init__(self, decoder: FusedDecoder, capture: Capture, most_tokens: int) -> None:
-        """Wrap.
+    Attributes:
+        eager: the fused decoder.
+    """
+
+    def __init__(self, decoder: FusedDecoder, capture: Capture, max_tokens: int) -> None:
+        """Wrap a decoder.
 
         Args:
-            decoder: what ``refresh`` makes of its weights must be in the same memory.
-            capture: how work is recorded.
-            most_tokens: per row; forwards of more run as they are.
+            decoder: ``refresh`` must keep its weights in the same memory.
+            capture: captures graphs.
+            max_tokens: per row; longer forwards run eagerly.
         """
-        self.plain = decoder
-        self._most_tokens = most_tokens
-        self._widths = sorted({1, min(2, most_tokens), (most_tokens + 1) // 2, most_tokens})
-        self._recordings = _Recordings(capture)
+        self.eager = decoder
+        self._max_tokens = max_tokens
+        self._widths = sorted({1, min(2, max_tokens), (max_tokens + 1) // 2, max_tokens})
+        self._graphs = _GraphCache(capture)
         self._growing = False
-        self._whole = decoder.nbytes() <= _WHOLE_BYTES
+        self._dense = decoder.nbytes() <= _MAX_DENSE_BYTES
 
     @property
-    def recorded(self) -> int:
-        """Shapes that are replayed now."""
-        return len(self._recordings)
+    def num_graphs(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
         """See Decoder."""
         self._growing = True
-        self._recordings.forget()
+        self._graphs.clear()
         try:
-            yield from self.plain.grow(models)
+            yield from self.eager.grow(models)
         finally:
-            self._growing, self._whole = False, self.plain.nbytes() <= _WHOLE_BYTES
+            self._growing, self._dense = False, self.eager.nbytes() <= _MAX_DENSE_BYTES
 
     def refresh(self, expert: int | None = None) -> None:
         """See Decoder."""
-        self.plain.refresh(expert)
+        self.eager.refresh(expert)
 
     def with_hidden(
-        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """See Decoder; never from a recording."""
-        return self.plain.with_hidden(token_ids, step, grid, keep)
+        """See Decoder; always eager."""
+        return self.eager.with_hidden(token_ids, step, layout, keep)
 
-    def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
+    ) -> Tensor:
         """See Decoder."""
         batch, tokens = token_ids.shape
-        most = _DRAFT_TOKENS if keep else self._most_tokens
-        if tokens > most or not self._serves(grid):
-            return self.plain(token_ids, step, grid, keep)
+        max_tokens = _DRAFT_TOKENS if keep else self._max_tokens
+        if tokens > max_tokens or not self._is_capturable(layout):
+            return self.eager(token_ids, step, layout, keep)
         width = tokens if keep else next(n for n in self._widths if n >= tokens)
-        rows = _rows(batch, step)
+        rows = _pad_rows(batch, step)
         columns = _columns(step, width - tokens)
-        own, key = self._layout(grid, rows)
+        padded, key = self._pad_layout(layout, rows)
         kv = step.kv
 
-        def work(ids: Tensor, at: Tensor, asked: Tensor, place: Tensor) -> Tensors:
-            context = _context(kv, at, asked, columns)
-            return (self.plain(ids, context, own.placed(place), keep),)
+        def work(ids: Tensor, rows: Tensor, positions: Tensor, result_index: Tensor) -> Tensors:
+            context = _context(kv, rows, positions, columns)
+            return (self.eager(ids, context, padded.with_result_index(result_index), keep),)
 
-        inputs = _padded(token_ids, step, rows, width)
+        inputs = _pad_inputs(token_ids, step, rows, width)
         shape = ("forward", rows, width, columns, keep, key)
-        logits = self._recordings.run(shape, work, *inputs, own.place)[0]
+        logits = self._graphs.run(shape, work, *inputs, padded.result_index)[0]
         return logits[:batch] if keep else logits[:batch, :tokens]
 
     def rollout(
-        self, token_ids: Tensor, step: StepContext, grid: Grid, steps: int
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, steps: int
     ) -> tuple[Tensor, Tensor] | None:
-        """The most probable continuation, all steps in one replay; None where that cannot be.
+        """Draft the most probable tokens, all steps in one replay; None without graphs.
 
         Args:
             token_ids: int64 ``[B, 2]``, the last tokens of every row.
-            step: their positions; its columns hold those that are drafted too.
-            grid: which expert runs which row.
+            step: their positions; its columns include those of the drafted tokens.
+            layout: experts of the rows.
             steps: k.
 
         Returns:
             tokens int64 and their probabilities float32, ``[B, k]`` each.
         """
-        if not self._serves(grid):
+        if not self._is_capturable(layout):
             return None
-        batch, rows = len(token_ids), _rows(len(token_ids), step)
+        batch, rows = len(token_ids), _pad_rows(len(token_ids), step)
         columns = _columns(step, 0)
-        own, key = self._layout(grid, rows)
+        padded, key = self._pad_layout(layout, rows)
         kv = step.kv
 
-        def work(ids: Tensor, at: Tensor, asked: Tensor, place: Tensor) -> Tensors:
+        def work(ids: Tensor, at: Tensor, positions: Tensor, result_index: Tensor) -> Tensors:
             chosen = torch.empty(steps, rows, 1, dtype=torch.int64, device=ids.device)
             probs = torch.empty(steps, rows, 1, device=ids.device)
-            layout = own.placed(place)
+            own = padded.with_result_index(result_index)
             for i in range(steps):
-                logits = self.plain(ids, _context(kv, at, asked, columns), layout, 1)
+                logits = self.eager(ids, _context(kv, at, positions, columns), own, 1)
                 most_probable_into(logits, chosen[i], probs[i])
-                ids, asked = chosen[i], asked[:, -1:] + 1
+                ids, positions = chosen[i], positions[:, -1:] + 1
             return chosen.squeeze(-1).T.contiguous(), probs.squeeze(-1).T.contiguous()
 
-        inputs = _padded(token_ids, step, rows, token_ids.shape[1])
+        inputs = _pad_inputs(token_ids, step, rows, token_ids.shape[1])
         shape = ("rollout", rows, steps, columns, key)
-        chosen, probs = self._recordings.run(shape, work, *inputs, own.place)
+        chosen, probs = self._graphs.run(shape, work, *inputs, padded.result_index)
         return chosen[:batch], probs[:batch]
 
-    def _serves(self, grid: Grid) -> bool:
-        return not self._growing and (grid.single is not None or self._whole)
+    def _is_capturable(self, layout: ExpertLayout) -> bool:
+        return not self._growing and (layout.single is not None or self._dense)
 
-    def _layout(self, grid: Grid, rows: int) -> tuple[Grid, object]:
-        """A layout of so many rows, and what stands for all that have its shape."""
-        # By itself an expert costs less; in batches it shares the recordings of all mixtures.
-        alone = rows == 1 or self.plain.count == 1 or not self._whole
-        if grid.single is not None and alone:
-            return grid.of_rows(rows), grid.single
-        padded = (*grid.expert_of_row, *[0] * (rows - len(grid.expert_of_row)))
-        return whole_grid(padded, self.plain.count, grid.device), "all"
-
-
-def _context(kv: KVCache, rows: Tensor, asked: Tensor, columns: int) -> StepContext:
-    """One for every run and step: a context caches what it has derived from its tensors."""
-    return StepContext(kv, rows, asked.clamp(0, kv.capacity - 1), columns, asked)
+    def _pad_layout(self, layout: ExpertLayout, rows: int) -> tuple[ExpertLayout, object]:
+        """Return a layout of so many rows, and a key of all layouts of its shape."""
+        # A single row costs less with its own expert; batches share the graphs of all mixtures.
+        own = rows == 1 or self.eager.count == 1 or not self._dense
+        if layout.single is not None and own:
+            return layout.resized(rows), layout.single
+        padded = (*layout.expert_of_row, *[0] * (rows - len(layout.expert_of_row)))
+        return dense_layout(padded, self.eager.count, layout.device), "all"
 
 
-def _rows(batch: int, step: StepContext) -> int:
+def _context(kv: KVCache, rows: Tensor, positions: Tensor, columns: int) -> StepContext:
+    """Make a new context for every run and step, since it caches what it derives from tensors."""
+    return StepContext(kv, rows, positions.clamp(0, kv.capacity - 1), columns, positions)
+
+
+def _pad_rows(batch: int, step: StepContext) -> int:
     return min(1 << (batch - 1).bit_length(), step.kv.rows)
 
 
-def _columns(step: StepContext, further: int) -> int:
-    """Columns of a recording whose rows go on for some positions more."""
-    return columns_of(
-        step.columns + -(-further // step.kv.block_size), step.kv.block_tables.shape[1]
+def _columns(step: StepContext, num_padding: int) -> int:
+    """Return the table columns of a graph whose rows have padding tokens behind."""
+    return bucket_columns(
+        step.columns + -(-num_padding // step.kv.block_size), step.kv.block_tables.shape[1]
     )
 
 
-def _padded(token_ids: Tensor, step: StepContext, rows: int, width: int) -> Tensors:
-    """Tokens, rows and positions of a larger batch; further rows are nobody's."""
+def _pad_inputs(token_ids: Tensor, step: StepContext, rows: int, width: int) -> Tensors:
+    """Return tokens, rows and positions of a larger batch; added rows are the padding row."""
     batch, tokens = token_ids.shape
-    asked, at = step.asked, step.rows
+    positions, at = step.unclamped, step.rows
     if width > tokens:
-        beyond = torch.arange(1, width - tokens + 1, device=asked.device)
-        asked = torch.cat([asked, asked[:, -1:] + beyond], dim=1)
+        beyond = torch.arange(1, width - tokens + 1, device=positions.device)
+        positions = torch.cat([positions, positions[:, -1:] + beyond], dim=1)
     if rows > batch:
         at = functional.pad(at, (0, rows - batch), value=step.kv.rows)
-        asked = functional.pad(asked, (0, 0, 0, rows - batch))
+        positions = functional.pad(positions, (0, 0, 0, rows - batch))
     if (rows, width) != (batch, tokens):
         token_ids = functional.pad(token_ids, (0, width - tokens, 0, rows - batch))
-    return token_ids, at, asked
+    return token_ids, at, positions

@@ -1,4 +1,4 @@
-"""How a stack of models is run: fused where that is known to be the same, else module by module."""
+"""Decoders of a stack of models: fused if the logits are the same, else transformers' modules."""
 
 from __future__ import annotations
 
@@ -11,93 +11,96 @@ from torch import Tensor
 
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.dynamic_rope import DynamicRotary, dynamic_rotaries
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder, can_fuse, layer_window
-from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 
 logger = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 16
-# In half precision random mixtures were off by up to 0.26: rounding sends tokens elsewhere.
+# Half-precision mixtures with random weights were off by up to 0.26: rounding changes experts.
 _MIXTURE_TOLERANCE = 0.4
 _MIXTURE_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Other kinds of layers keep a state instead of keys and values, or read them in another pattern.
+# Other layers keep a state instead of keys and values, or read them in another pattern.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Of the norm of a token's logits: rounding stays far below, a part that is missing does not.
+# Relative to the norm of a token's logits; rounding is far below, a missing part above.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 class Decoder(Protocol):
-    """E models of one architecture over the engine's blocks."""
+    """E models of one architecture over the KV cache."""
 
-    def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
-        """Logits ``[B, T or keep, V]`` of int64 ``[B, T]`` tokens; stores keys and values."""
+    def __call__(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
+    ) -> Tensor:
+        """Compute logits ``[B, T or keep, V]`` of int64 ``[B, T]``; stores keys and values."""
         ...
 
     def with_hidden(
-        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """The same logits, and the hidden states ``[B, T or keep, H]`` that the head read.
+        """Also return the hidden states ``[B, T or keep, H]`` that the head reads.
 
-        The grid must be of one expert.
+        The layout must be of one expert.
         """
         ...
 
     def refresh(self, expert: int | None = None) -> None:
-        """Take note that the parameters (of one expert, or all) have changed."""
+        """Note that the parameters of one expert, or all, have changed."""
         ...
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
-        """Take further models in, a part at a time; the present ones may run in between.
+        """Add models, a part per iteration; the present ones may run in between.
 
         Args:
-            models: the present ones, which keep their places, then the further ones.
+            models: the present ones, then the new ones.
         """
         ...
 
 
 class ModuleDecoder:
-    """Transformers' own modules, any architecture, one forward per expert.
+    """Runs transformers' own modules, one forward per expert.
 
     Attributes:
-        vocab_size: V, logits per token: the models' own number unless set to the target's.
+        vocab_size: V, logits per token: the models' own unless set to the target's.
     """
 
     def __init__(self, models: Sequence[Any], capacity: int = 0) -> None:
-        """Take models that use the engine's attention function.
+        """Use these models.
 
         Args:
-            models: of one config.
-            capacity: positions per row, beyond those of the config where there are more; 0 leaves
-                the models' own rotary modules in place.
+            models: of one config, with the engine's attention.
+            capacity: positions per row; 0 keeps the models' own rotary modules.
         """
         self._capacity = capacity
         self._rotaries: list[list[DynamicRotary]] = []
         self._vocab = vocab_rows(models[0])
         self.vocab_size = self._vocab
-        self._take(models)
+        self._set_models(models)
 
     def refresh(self, expert: int | None = None) -> None:
-        """Nothing to do: the modules read their parameters."""
+        """Do nothing: the modules read their parameters."""
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
         """See Decoder."""
-        self._take(models)
+        self._set_models(models)
         yield
 
-    def _take(self, models: Sequence[Any]) -> None:
+    def _set_models(self, models: Sequence[Any]) -> None:
         self._models = list(models)
         if self._capacity:
             for model in self._models[len(self._rotaries) :]:
                 self._rotaries.append(dynamic_rotaries(model, self._capacity))
 
-    def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
+    ) -> Tensor:
         """See Decoder."""
-        if grid.single is not None:
-            return self._run(grid.single, token_ids, step, keep)
+        if layout.single is not None:
+            return self._run(layout.single, token_ids, step, keep)
         parts = []
-        for expert, rows in zip(grid.experts, grid.members, strict=True):
+        for expert, rows in zip(layout.experts, layout.rows_by_expert, strict=True):
             index = torch.tensor(rows, device=token_ids.device)
             parts.append((index, self._run(expert, token_ids[index], step.subset(index), keep)))
         logits = parts[0][1].new_empty(len(token_ids), *parts[0][1].shape[1:])
@@ -106,23 +109,23 @@ class ModuleDecoder:
         return logits
 
     def with_hidden(
-        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """See Decoder; the model's output embeddings must be a module that it calls."""
-        seen: list[Tensor] = []
-        head = self._models[grid.experts[0]].get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        """See Decoder; the output embeddings must be a module that the model calls."""
+        inputs: list[Tensor] = []
+        head = self._models[layout.experts[0]].get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
-            logits = self(token_ids, step, grid, keep)
+            logits = self(token_ids, step, layout, keep)
         finally:
             hook.remove()
-        return logits, seen[-1][:, -keep:]
+        return logits, inputs[-1][:, -keep:]
 
     def _run(self, expert: int, token_ids: Tensor, step: StepContext, keep: int) -> Tensor:
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
         for rotary in self._rotaries[expert] if self._rotaries else ():
-            rotary.prompts = [step.kv.prompt_lengths[row] for row in step.rows.tolist()]
+            rotary.prompt_lengths = [step.kv.prompt_lengths[row] for row in step.rows.tolist()]
         output = self._models[expert](
             input_ids=token_ids,
             position_ids=step.positions,
@@ -131,17 +134,17 @@ class ModuleDecoder:
             paceline_step=step,
         )
         logits: Tensor = output.logits
-        # Some architectures do not know logits_to_keep.
+        # Some architectures ignore logits_to_keep.
         return resize_logits(logits[:, -keep:], self.vocab_size)
 
 
 def vocab_rows(model: Any) -> int:
-    """Token ids that a causal LM has embeddings for."""
+    """Return the number of embeddings of a causal LM."""
     return int(model.get_input_embeddings().num_embeddings)
 
 
 def unservable(config: Any, reason: str) -> ValueError:
-    """What is raised for an architecture that the engine cannot run."""
+    """Return the error of an architecture that the engine cannot run."""
     return ValueError(f"models of type {config.model_type} cannot be served: {reason}")
 
 
@@ -153,27 +156,27 @@ def make_decoder(
     *,
     invariant: bool = False,
 ) -> FusedDecoder | ModuleDecoder:
-    """The fastest decoder that gives transformers' own logits.
+    """Make the fastest decoder that gives transformers' logits.
 
     Args:
-        models: causal LMs of one config, on one device, in one dtype.
+        models: causal LMs of one config, device and dtype.
         shapes: per layer (key/value heads, head dimension).
         capacity: positions per row.
         invariant: see FusedDecoder.
 
     Raises:
-        ValueError: for a model that the engine cannot run rightly; names its type and the reason.
+        ValueError: the engine cannot run the model; names its type and the reason.
     """
     config, count = models[0].config, min(_CHECK_TOKENS, capacity)
     _check_config(config, capacity)
-    spread = torch.arange(len(models) * count, device=models[0].device).view(-1, count)
-    tokens = (spread * 7919 + 13) % int(config.vocab_size)
+    ids = torch.arange(len(models) * count, device=models[0].device).view(-1, count)
+    tokens = (ids * 7919 + 13) % int(config.vocab_size)
     _check_modules(models[0], shapes, tokens[:1], capacity)
     if not can_fuse(config):
         return ModuleDecoder(models, capacity)
     own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
     fused = FusedDecoder(models, capacity, invariant=invariant)
-    error = _relative(_probe(fused, models, shapes, tokens)[0], own)
+    error = _relative_error(_probe(fused, models, shapes, tokens)[0], own)
     if error <= _tolerance(models[0]):
         return fused
     logger.warning("%s is not run fused: its logits were off by %.3f", config.model_type, error)
@@ -181,7 +184,7 @@ def make_decoder(
 
 
 def _check_config(config: Any, capacity: int) -> None:
-    """Refuse what a few tokens would not show, or not explain."""
+    """Refuse a config whose problem a few tokens would not show, or not explain."""
     if getattr(config, "is_encoder_decoder", False):
         raise unservable(config, "an encoder beside the decoder has no place in the engine")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
@@ -201,7 +204,7 @@ def _check_config(config: Any, capacity: int) -> None:
 def _check_modules(
     model: Any, shapes: list[tuple[int, int]], tokens: Tensor, capacity: int
 ) -> None:
-    """Refuse a model whose modules, by the engine's attention, do not give its own logits.
+    """Refuse a model whose modules, with the engine's attention, do not give its own logits.
 
     Args:
         model: causal LM with the engine's attention.
@@ -216,23 +219,25 @@ def _check_modules(
         raise
     except Exception as fault:
         raise unservable(config, f"its forward fails in the engine: {fault}") from fault
-    silent = [str(i) for i, keys in enumerate(step.kv.keys) if not keys.any()]
-    if silent:
-        reason = f"layers {', '.join(silent)} do not attend through the engine"
+    unused = [str(i) for i, keys in enumerate(step.kv.keys) if not keys.any()]
+    if unused:
+        reason = f"layers {', '.join(unused)} do not attend through the engine"
         raise unservable(config, f"{reason} (recurrent, or an attention of their own)")
     windows = {layer_window(config, layer) for layer in range(len(shapes))} - step.windows
-    unseen = [window for window in windows if window is not None and window < capacity]
-    if unseen:
-        raise unservable(config, f"its window of {unseen[0]} tokens does not reach the attention")
-    whole, steps = _stock(model, tokens), tokens.shape[1]
-    expected = [whole[:, list(range(steps // 2)) + _second(steps, lag)] for lag in (False, True)]
-    error = _relative(found, torch.cat(expected))
+    ignored = [window for window in windows if window is not None and window < capacity]
+    if ignored:
+        raise unservable(config, f"its window of {ignored[0]} tokens does not reach the attention")
+    logits, steps = _reference_logits(model, tokens), tokens.shape[1]
+    expected = [
+        logits[:, list(range(steps // 2)) + _second_positions(steps, lag)] for lag in (False, True)
+    ]
+    error = _relative_error(found, torch.cat(expected))
     if not error <= _tolerance(model):
         raise unservable(config, f"its logits in the engine are off by {error:.3f}")
 
 
-def _second(steps: int, lags: bool) -> list[int]:
-    """Positions that a probe's second forward computes, in the row that goes on or that lags."""
+def _second_positions(steps: int, lags: bool) -> list[int]:
+    """Return the positions of a probe's second forward, in the row that continues or that lags."""
     start = steps // 2 - (steps // 4 if lags else 0)
     return list(range(start, start + steps - steps // 2))
 
@@ -240,31 +245,34 @@ def _second(steps: int, lags: bool) -> list[int]:
 def _probe(
     decoder: Decoder, models: Sequence[Any], shapes: list[tuple[int, int]], tokens: Tensor
 ) -> tuple[Tensor, StepContext]:
-    """Logits of int64 ``[E, T]`` tokens as the engine computes them: in steps, each row its own.
+    """Compute logits of int64 ``[E, T]`` tokens as the engine does, in two forwards.
 
-    Every model has two rows. In the second of two forwards one goes on and one lags behind, so
-    that a part that takes its positions from elsewhere, or keeps a state, shows.
+    Every model has two rows. In the second forward one continues and one lags behind, which
+    reveals a part that takes its positions from elsewhere, or keeps a state.
 
     Returns:
-        ``[2E, T, V]``, the rows that lag after those that do not, and the last step.
+        ``[2E, T, V]``, the lagging rows after the others, and the last step.
     """
     device, (count, steps) = tokens.device, tokens.shape
-    grid = Grid([*range(count)] * 2, device)
+    layout = ExpertLayout([*range(count)] * 2, device)
     kv = KVCache(shapes, 2 * count, steps, models[0].dtype, device)
     for row in range(2 * count):
         kv.allocate(row, steps)
     kv.sync()
     parts, first = [], list(range(steps // 2))
-    for ahead, behind in ((first, first), (_second(steps, False), _second(steps, True))):
+    for ahead, behind in (
+        (first, first),
+        (_second_positions(steps, False), _second_positions(steps, True)),
+    ):
         positions = torch.tensor([ahead] * count + [behind] * count, device=device)
         rows = torch.arange(2 * count, device=device)
         step = StepContext.at(kv, rows, positions, ahead[-1] + 1)
-        parts.append(decoder(tokens.repeat(2, 1).gather(1, positions), step, grid, 0))
+        parts.append(decoder(tokens.repeat(2, 1).gather(1, positions), step, layout, 0))
     return torch.cat(parts, dim=1), step
 
 
-def _stock(model: Any, tokens: Tensor) -> Tensor:
-    """Logits by transformers' plainest attention."""
+def _reference_logits(model: Any, tokens: Tensor) -> Tensor:
+    """Compute logits with transformers' eager attention."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -281,11 +289,11 @@ def _tolerance(model: Any) -> float:
     return _TOLERANCES[model.dtype]
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    """The largest error of the rows' two forwards, relative; that of a forward is its median token.
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of the rows' two forwards, each by its median token.
 
-    Not the whole norm: rounding may send a token of a mixture to another expert, while a part
-    that is missing shows in most tokens.
+    Not of the whole norm: rounding may send a token of a mixture to another expert, while a
+    missing part shows in most tokens.
     """
     difference, scale = (
         (found.float() - expected.float()).norm(dim=-1),
@@ -293,5 +301,5 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     )
     first = found.shape[1] // 2
     parts = (difference / scale).split([first, found.shape[1] - first], dim=1)
-    # A NaN stays one on the way, and is above every tolerance.
+    # A NaN is propagated, and is above every tolerance.
     return float(torch.cat([part.median(dim=1).values for part in parts]).max())

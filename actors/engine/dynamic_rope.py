@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies follow the length of the text ("dynamic" NTK scaling).
+"""Rotary embeddings with frequencies by the length of the text ("dynamic" NTK scaling).
 
 transformers computes all positions of a prompt with the frequencies of the prompt's length, and
-every later position with those of its own. Its module keeps one set of frequencies for all rows
-of a forward; here every row has its own.
+every later position with those of its own. Its module keeps one set of frequencies for all rows of
+a forward; here every row has its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_TABLES = 8  # of long prompts that are being read, in whole
+_MAX_TABLES = 8  # of long prompts in prefill
 
 
 def dynamic_length(config: Any) -> int | None:
-    """Tokens up to which a dynamic rotary embedding is a plain one; None for all other models.
+    """Return the length up to which a dynamic rotary embedding is plain; None for other models.
 
     Args:
         config: transformers' config.
@@ -28,51 +28,51 @@ def dynamic_length(config: Any) -> int | None:
 
 
 class DynamicRotary(nn.Module):
-    """Stands in for a model's rotary module.
+    """Replaces a model's rotary module.
 
     Attributes:
-        prompts: tokens of the prompt of every row of the coming forward.
+        prompt_lengths: in tokens, per row of the next forward.
     """
 
     def __init__(self, own: nn.Module, length: int, capacity: int, like: Tensor) -> None:
-        """Tabulate what the model's own module gives.
+        """Tabulate the angles of the model's own module.
 
         Args:
             own: transformers' module.
-            length: up to which its frequencies stay the same.
+            length: up to which its frequencies are constant.
             capacity: positions per row.
-            like: of the models' dtype and device.
+            like: tensor of the model's dtype and device.
         """
         super().__init__()
-        self.prompts: Sequence[int] = ()
-        self._own = [own]  # in a list, so that it is no submodule
+        self.prompt_lengths: Sequence[int] = ()
+        self._own = [own]  # in a list, so that it is not registered as a submodule
         self._length, self._like = length, like
         parts = [self._angles(torch.arange(min(length, capacity)))]
         parts += [self._angles(torch.tensor([at])) for at in range(length, capacity)]
         self._cos, self._sin = (torch.cat(part) for part in zip(*parts, strict=True))
-        self._of_prompt = lru_cache(_TABLES)(lambda n: self._angles(torch.arange(n)))
+        self._prompt_angles = lru_cache(_MAX_TABLES)(lambda n: self._angles(torch.arange(n)))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[B, T, dim]`` of positions ``[B, T]``, in the dtype of ``x``."""
+        """Return cosines and sines ``[B, T, dim]`` of ``[B, T]``, in the dtype of ``x``."""
         cos, sin = self._cos[position_ids], self._sin[position_ids]
-        for i, prompt in enumerate(self.prompts):
+        for i, prompt in enumerate(self.prompt_lengths):
             if prompt > self._length:
                 inside = (position_ids[i] < prompt)[:, None]
                 at = position_ids[i].clamp(max=prompt - 1)
-                for part, table in zip((cos, sin), self._of_prompt(prompt), strict=True):
+                for part, table in zip((cos, sin), self._prompt_angles(prompt), strict=True):
                     part[i] = torch.where(inside, table[at], part[i])
         return cos.to(x.dtype), sin.to(x.dtype)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The module's own ``[T, dim]`` for one forward over these positions and no other."""
+        """Return the module's ``[T, dim]`` for a forward over these positions alone."""
         own, first = self._own[0], torch.zeros(1, 1, dtype=torch.int64, device=self._like.device)
-        own(self._like, first)  # what a longer text has left is taken back by a short one
+        own(self._like, first)  # a short text resets the frequencies of a longer one
         cos, sin = own(self._like, positions.to(self._like.device)[None])
         return cos[0], sin[0]
 
 
 def dynamic_rotaries(model: Any, capacity: int) -> list[DynamicRotary]:
-    """Put a :class:`DynamicRotary` in the place of every rotary module of a dynamic model.
+    """Replace every rotary module of a dynamic model by a :class:`DynamicRotary`.
 
     Args:
         model: a causal LM.

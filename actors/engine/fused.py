@@ -1,9 +1,8 @@
-"""Llama-like models as a few large operations: the fast path of the decoding loop.
+"""Fused decoder of Llama-like models: the fast path of decoding.
 
 At batch 1 transformers' modules spend most of a small model's forward in Python. Here several
-experts of one architecture run together, in fused layers (``fused_layers.py``); on CPUs, C++
-kernels do what lies between the products. The arithmetic is transformers' own: ``decoders.py``
-checks it at every start.
+experts of one architecture run together in fused layers, and on CPUs C++ kernels compute what is
+between the products. The arithmetic is transformers'; ``decoders.py`` checks it at every start.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.actors.engine.attention import StepContext, attend
-from paceline.actors.engine.grid import Grid
-from paceline.actors.engine.linear import StackedLinear, filled, fuse, moving, stack
+from paceline.actors.engine.expert_layout import ExpertLayout
+from paceline.actors.engine.linear import StackedLinear, fuse, padded_size, restore_on_error, stack
 from paceline.actors.engine.native.library import Kernels, kernels_for
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 
@@ -31,26 +30,26 @@ class Norm:
         self.size = int(self.weight.shape[-1])
         self.eps = float(norms[0].variance_epsilon)
 
-    def __call__(self, x: Tensor, grid: Grid) -> Tensor:
-        """``[E', N, size]`` or ``[E', N, heads, size]`` to the same."""
-        weight = grid.select(self.weight)
+    def __call__(self, x: Tensor, layout: ExpertLayout) -> Tensor:
+        """Normalise ``[E', N, size]`` or ``[E', N, heads, size]``."""
+        weight = layout.select(self.weight)
         if x.dim() > weight.dim():
             weight = weight[:, None]
-        # Not rms_norm's own weight: transformers rounds before it multiplies by it.
+        # Not rms_norm's weight: transformers rounds before it multiplies by it.
         return functional.rms_norm(x, (x.shape[-1],), None, self.eps) * weight
 
-    def after(
-        self, x: Tensor, delta: Tensor | None, grid: Grid, kernels: Kernels | None
+    def add_and_norm(
+        self, x: Tensor, delta: Tensor | None, layout: ExpertLayout, kernels: Kernels | None
     ) -> tuple[Tensor, Tensor]:
-        """``x + delta`` and its norm, ``[E', N, size]`` each; ``x`` may be changed in place."""
+        """Return ``x + delta`` and its norm, ``[E', N, size]`` each; ``x`` may be modified."""
         if kernels is None:
             x = x if delta is None else x + delta
-            return x, self(x, grid)
+            return x, self(x, layout)
         parts = [
             kernels.add_norm(
                 x[i], None if delta is None else delta[i], self.weight[expert], self.eps
             )
-            for i, expert in enumerate(grid.experts)
+            for i, expert in enumerate(layout.experts)
         ]
         return x, parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
@@ -75,19 +74,24 @@ class _Attention:
         self._heads = (queries, keys)
 
     def __call__(
-        self, x: Tensor, step: StepContext, grid: Grid, rotary: Rotary, kernels: Kernels | None
+        self,
+        x: Tensor,
+        step: StepContext,
+        layout: ExpertLayout,
+        rotary: Rotary,
+        kernels: Kernels | None,
     ) -> Tensor:
-        """``[E', N, H]`` to the same; stores the new tokens' keys and values.
+        """Attend for ``[E', N, H]`` and store the new tokens' keys and values.
 
-        What lies behind a grid's tokens is filling.
+        Rows behind the layout's tokens are padding.
         """
-        qkv = self._qkv(x, grid)
+        qkv = self._qkv(x, layout)
         if self._norms is not None:
             q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
-            parts = (self._norms[0](q, grid), self._norms[1](k, grid), v)
+            parts = (self._norms[0](q, layout), self._norms[1](k, layout), v)
             qkv = torch.cat(parts, dim=2).flatten(2)
-        tokens = grid.tokens(step.positions)
-        qkv = grid.to_rows(qkv[:, :tokens])
+        tokens = layout.tokens_per_expert(step.positions)
+        qkv = layout.to_rows(qkv[:, :tokens])
         if kernels is not None:
             mixed = kernels.attend(
                 qkv,
@@ -103,13 +107,13 @@ class _Attention:
             )
         else:
             mixed = self._attend(qkv, step, rotary)
-        return self._output(fill(grid.from_rows(mixed), x.shape[1]), grid)
+        return self._output(pad_rows(layout.to_experts(mixed), x.shape[1]), layout)
 
     def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
-        """``[B, T, (heads + 2 * kv_heads) * dim]`` to ``[B, T, heads * dim]``."""
+        """Attend for ``[B, T, (heads + 2 * kv_heads) * dim]``; returns ``[B, T, heads * dim]``."""
         heads = qkv.view(*qkv.shape[:2], -1, self._head_dim)
-        turned = rotary.turn(heads[:, :, : sum(self._heads)], step)
-        q, k = (part.transpose(1, 2) for part in torch.split(turned, [*self._heads], dim=2))
+        rotated = rotary.rotate(heads[:, :, : sum(self._heads)], step)
+        q, k = (part.transpose(1, 2) for part in torch.split(rotated, [*self._heads], dim=2))
         v = heads[:, :, sum(self._heads) :].transpose(1, 2)
         return attend(step, self._layer, q, k, v, self._scaling, self._window).flatten(2)
 
@@ -132,57 +136,57 @@ class Layer:
         self._window = window
         self.linears = (*self._attention.linears, self._gate_up, self._down)
 
-    def grown(self, layers: Sequence[Any], count: int) -> Layer:
-        """The layer of these experts, of which the first ``count`` are this one's."""
-        grown = Layer(layers, self._window)
-        for linear, earlier in zip(grown.linears, self.linears, strict=True):
-            linear.follow(earlier, count)
-        return grown
+    def extended(self, layers: Sequence[Any], count: int) -> Layer:
+        """Return the layer of these experts, of which the first ``count`` are this layer's."""
+        extended = Layer(layers, self._window)
+        for linear, own in zip(extended.linears, self.linears, strict=True):
+            linear.copy_packed(own, count)
+        return extended
 
     def __call__(
         self,
         x: Tensor,
         delta: Tensor | None,
         step: StepContext,
-        grid: Grid,
+        layout: ExpertLayout,
         rotary: Rotary,
         kernels: Kernels | None,
     ) -> tuple[Tensor, Tensor]:
-        """The stream ``[E', N, H]`` after attention, and what the MLP adds to it.
+        """Return the residual stream ``[E', N, H]`` after attention, and the MLP's output.
 
         Args:
-            x: the stream; may be changed in place.
-            delta: what the layer before adds to it.
+            x: the residual stream; may be modified.
+            delta: output of the previous layer's MLP, not yet added.
             step: rows and positions.
-            grid: which expert runs which row.
-            rotary: its tables.
-            kernels: the CPU's, where there are any.
+            layout: experts of the rows.
+            rotary: rotary tables.
+            kernels: of the CPU, if there are any.
         """
-        x, normed = self._before_attention.after(x, delta, grid, kernels)
-        mixed = self._attention(normed, step, grid, rotary, kernels)
-        x, normed = self._before_mlp.after(x, mixed, grid, kernels)
-        gate_up = self._gate_up(normed, grid)
+        x, normed = self._before_attention.add_and_norm(x, delta, layout, kernels)
+        mixed = self._attention(normed, step, layout, rotary, kernels)
+        x, normed = self._before_mlp.add_and_norm(x, mixed, layout, kernels)
+        gate_up = self._gate_up(normed, layout)
         if kernels is not None:
-            return x, self._down(kernels.silu_mul(gate_up), grid)
+            return x, self._down(kernels.silu_mul(gate_up), layout)
         gate, up = gate_up.chunk(2, dim=-1)
-        return x, self._down(self._activation(gate) * up, grid)
+        return x, self._down(self._activation(gate) * up, layout)
 
 
 class Rotary:
-    """Rotary tables of the positions 0..capacity-1, ``[capacity, dim]`` in the models' dtype."""
+    """Rotary tables ``[capacity, dim]`` in the models' dtype."""
 
     def __init__(self, module: Any, like: Tensor, capacity: int) -> None:
         positions = torch.arange(capacity, device=like.device)[None]
         cos: Tensor
         sin: Tensor
         cos, sin = module(like, positions)
-        # The sign of the rotated half goes into the table.
+        # The table includes the sign of the rotated half.
         half = sin.shape[-1] // 2
         self.cos = cos[0].contiguous()
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
 
-    def turn(self, x: Tensor, step: StepContext) -> Tensor:
-        """``[B, T, heads, dim]`` at the step's positions."""
+    def rotate(self, x: Tensor, step: StepContext) -> Tensor:
+        """Rotate ``[B, T, heads, dim]`` to the step's positions."""
         if step.angles is None:
             at = step.positions
             step.angles = self.cos[at][:, :, None], self.sin[at][:, :, None]
@@ -190,8 +194,8 @@ class Rotary:
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-def fill(x: Tensor, size: int) -> Tensor:
-    """``[E', N, H]`` with rows of zeros behind, ``size`` in all."""
+def pad_rows(x: Tensor, size: int) -> Tensor:
+    """Pad ``[E', N, H]`` with zeros to ``size`` rows."""
     return x if x.shape[1] == size else functional.pad(x, (0, 0, 0, size - x.shape[1]))
 
 
@@ -200,16 +204,16 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def can_fuse(config: Any) -> bool:
-    """Whether a transformers config names an architecture that this module computes."""
+    """Return whether this module supports the architecture of a transformers config."""
     rope = getattr(config, "rope_parameters", None) or {}
     return config.model_type in _FAMILIES and rope.get("rope_type", "default") in _STATIC_ROPE
 
 
 class FusedDecoder:
-    """E models of one architecture, run together over the engine's rows.
+    """E models of one architecture that run together.
 
     Attributes:
-        vocab_size: V, logits per token: the models' own number unless set to the target's.
+        vocab_size: V, logits per token: the models' own unless set to the target's.
     """
 
     def __init__(self, models: Sequence[Any], capacity: int, *, invariant: bool = False) -> None:
@@ -218,7 +222,7 @@ class FusedDecoder:
         Args:
             models: causal LMs of one config for which :func:`can_fuse` holds.
             capacity: positions per row.
-            invariant: float32 products on CPUs shall not depend on how many rows there are.
+            invariant: make the bits of float32 products on CPUs independent of the batch size.
         """
         bodies = [model.model for model in models]
         self._count = len(models)
@@ -242,17 +246,17 @@ class FusedDecoder:
 
     @property
     def count(self) -> int:
-        """Models, E."""
+        """Number of models, E."""
         return self._count
 
     def nbytes(self) -> int:
-        """Bytes of all their weights."""
+        """Return the bytes of all weights."""
         linears = sum(linear.weight.nbytes for linear in self._linears())
         return linears + (0 if self._tied else self._embeddings.nbytes)
 
     @property
     def packed(self) -> bool:
-        """Whether products are oneDNN's, which makes code for every size, see ``filled``."""
+        """Whether products are oneDNN's, see :func:`padded_size`."""
         return self._head.packed
 
     def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
@@ -264,28 +268,28 @@ class FusedDecoder:
             yield from layer.linears
 
     def refresh(self, expert: int | None = None) -> None:
-        """Take note that the parameters (of one expert, or all) have changed."""
+        """Update packed weights after the parameters of one expert, or all, have changed."""
         for linear in self._linears():
             linear.pack(expert)
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
-        """Take further models in, a layer at a time.
+        """Add models, one layer per iteration.
 
-        Between two parts the present models may run, which keep their places; the further ones
-        may when all is done. At most one layer's weights are there twice. Where that is too much
-        for the memory, all is as before: the layers that have grown are made smaller again.
+        The present models may run in between; the new ones may when all is done. At most one
+        layer's weights exist twice. If memory runs out, the layers are restored and the error is
+        raised.
 
         Args:
-            models: the present ones, then the further ones.
+            models: the present ones, then the new ones.
         """
         try:
             for i in range(len(self._layers)):
                 self._resize(i, models)
                 yield
-            with moving(models):
+            with restore_on_error(models):
                 embeddings = stack([model.model.embed_tokens.weight for model in models])
                 head = self._make_head(models, embeddings)
-                head.follow(self._head, self._count)
+                head.copy_packed(self._head, self._count)
                 norm = Norm([model.model.norm for model in models])
         except Exception:
             self._shrink(models[: self._count])
@@ -295,67 +299,71 @@ class FusedDecoder:
 
     def _resize(self, i: int, models: Sequence[Any]) -> None:
         layers = [model.model.layers[i] for model in models]
-        with moving(layers):
-            self._layers[i] = self._layers[i].grown(layers, self._count)
+        with restore_on_error(layers):
+            self._layers[i] = self._layers[i].extended(layers, self._count)
 
     def _shrink(self, models: Sequence[Any]) -> None:
-        """Give back what further models took; a layer that cannot be made anew keeps it."""
+        """Restore the layers of the present models, as far as the memory allows."""
         for i in range(len(self._layers)):
             with suppress(RuntimeError, MemoryError):
                 self._resize(i, models)
 
-    def __call__(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
+    ) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.
 
         Args:
             token_ids: int64 ``[B, T]``.
             step: rows and positions.
-            grid: which expert runs which row.
-            keep: logits of the last ``keep`` tokens only; 0 is all.
+            layout: experts of the rows.
+            keep: return logits of the last ``keep`` tokens only; 0 is all.
 
         Returns:
             ``[B, T or keep, V]`` in the models' dtype.
         """
-        return self._logits(self._hidden(token_ids, step, grid, keep), grid)
+        return self._logits(self._hidden(token_ids, step, layout, keep), layout)
 
     def with_hidden(
-        self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """The same logits, and the normed hidden states ``[B, T or keep, H]`` they come from."""
-        hidden = self._hidden(token_ids, step, grid, keep)
-        return self._logits(hidden, grid), grid.to_rows(hidden)
+        """Also return the normed hidden states ``[B, T or keep, H]`` that the head reads."""
+        hidden = self._hidden(token_ids, step, layout, keep)
+        return self._logits(hidden, layout), layout.to_rows(hidden)
 
-    def _logits(self, hidden: Tensor, grid: Grid) -> Tensor:
-        """``[E', R*T, H]`` to ``[B, T, V]``."""
+    def _logits(self, hidden: Tensor, layout: ExpertLayout) -> Tensor:
+        """Compute ``[B, T, V]`` from ``[E', R*T, H]``."""
         tokens = hidden.shape[1]
-        logits = self._head(fill(hidden, self._size(tokens)), grid)[:, :tokens]
-        return resize_logits(grid.to_rows(logits), self.vocab_size)
+        logits = self._head(pad_rows(hidden, self._padded_size(tokens)), layout)[:, :tokens]
+        return resize_logits(layout.to_rows(logits), self.vocab_size)
 
-    def _size(self, tokens: int) -> int:
-        return filled(tokens) if self.packed else tokens
+    def _padded_size(self, tokens: int) -> int:
+        return padded_size(tokens) if self.packed else tokens
 
-    def _hidden(self, token_ids: Tensor, step: StepContext, grid: Grid, keep: int) -> Tensor:
-        """What the head reads, ``[E', R*(T or keep), H]``."""
+    def _hidden(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
+    ) -> Tensor:
+        """Return the input of the head, ``[E', R*(T or keep), H]``."""
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
-        ids = grid.offset(token_ids, self._vocab)
+        ids = layout.embedding_ids(token_ids, self._vocab)
         tokens = ids.shape[1]
-        size = self._size(tokens)
+        size = self._padded_size(tokens)
         if size > tokens:
             ids = functional.pad(ids, (0, size - tokens))
         x = functional.embedding(ids, self._embeddings)
         delta: Tensor | None = None
         for layer in self._layers:
-            x, delta = layer(x, delta, step, grid, self._rotary, self._kernels)
+            x, delta = layer(x, delta, step, layout, self._rotary, self._kernels)
         if delta is not None:
-            delta = grid.last(delta[:, :tokens], keep)
-        x = grid.last(x[:, :tokens], keep)
-        return self._norm.after(x, delta, grid, self._kernels)[1]
+            delta = layout.last_tokens(delta[:, :tokens], keep)
+        x = layout.last_tokens(x[:, :tokens], keep)
+        return self._norm.add_and_norm(x, delta, layout, self._kernels)[1]
 
 
 def layer_window(config: Any, layer: int) -> int | None:
-    """How far back a layer looks, None for everything."""
-    if config.model_type == "llama":  # a stray key means nothing to it
+    """Return the sliding window of a layer, None for none."""
+    if config.model_type == "llama":  # it ignores the key
         return None
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Projections of several models of one architecture, fused and stacked."""
+"""Fused and stacked linear layers of several models of one architecture."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 
 _ROWS = (2, 3, 5, 9, 16)
 _TRIALS = 5
-_GAIN = 0.9  # of the packed one's time, below which the other is taken
-_found: dict[tuple[int, ...], int] = {}
+_MIN_GAIN = 0.9  # of the packed product's time, below which torch's is used
+_max_torch_rows: dict[tuple[int, ...], int] = {}
 
 
-def plain_rows(
+def max_torch_rows(
     weight: Tensor,
     packed: Callable[[Tensor], Tensor],
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Most rows for which torch's own product is faster than the packed one; 0: for none.
+    """Return the most rows for which torch's own product is faster than the packed one, or 0.
 
-    Measured once per size and number of threads in a process: weights of a size are alike.
+    Measured once per process for each size and number of threads.
 
     Args:
         weight: ``[out, in]``.
@@ -33,40 +33,38 @@ def plain_rows(
         clock: seconds.
     """
     key = (*weight.shape, torch.get_num_threads())
-    if key not in _found:
-        _found[key] = _measured(weight, packed, clock)
-    return _found[key]
+    if key not in _max_torch_rows:
+        _max_torch_rows[key] = _measure(weight, packed, clock)
+    return _max_torch_rows[key]
 
 
-def _measured(
-    weight: Tensor, packed: Callable[[Tensor], Tensor], clock: Callable[[], float]
-) -> int:
-    most = 0
+def _measure(weight: Tensor, packed: Callable[[Tensor], Tensor], clock: Callable[[], float]) -> int:
+    max_rows = 0
     for rows in _ROWS:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         seconds = [float("inf"), float("inf")]
-        for _ in range(_TRIALS):  # in turns: a neighbour's load meets both
-            for which, product in enumerate((lambda y: functional.linear(y, weight), packed)):
-                began = clock()
+        for _ in range(_TRIALS):  # alternating, so that other load affects both
+            for i, product in enumerate((lambda y: functional.linear(y, weight), packed)):
+                started_at = clock()
                 product(x)
-                seconds[which] = min(seconds[which], clock() - began)
-        if seconds[0] >= _GAIN * seconds[1]:
+                seconds[i] = min(seconds[i], clock() - started_at)
+        if seconds[0] >= _MIN_GAIN * seconds[1]:
             break
-        most = rows
-    return most
+        max_rows = rows
+    return max_rows
 
 
-_LONE_TRIALS = 8
-# Above the first number of rows, products have multiples of the second.
+_SINGLE_ROW_TRIALS = 8
+# Above the first number of rows, sizes are multiples of the second.
 _STEPS = ((256, 32), (128, 16), (64, 8))
 
 
-def filled(rows: int) -> int:
-    """So many rows, or some more: the sizes that products on CPUs are computed at.
+def padded_size(rows: int) -> int:
+    """Round a number of rows up to a size that products on CPUs are computed at.
 
-    oneDNN makes code for every new number of rows, at a millisecond a product, more than the
-    product itself takes, and keeps some hundred of them: prompts, which are of any length, would
-    have it made anew for ever. Batches that decode stay as they are, where a row more is dear.
+    oneDNN generates code for every new number of rows, which takes a millisecond, longer than the
+    product itself, and caches some hundred sizes. Prompts of any length would have it regenerate
+    all the time. Decoding batches are not padded, since rows are expensive there.
     """
     for above, step in _STEPS:
         if rows > above:
@@ -75,86 +73,90 @@ def filled(rows: int) -> int:
 
 
 class StackedLinear:
-    """The same projection of E experts.
+    """The same linear layer of E experts.
 
-    On CPUs the weights are kept a second time in the layout that oneDNN's product wants: without
-    it every call lays them out anew, at two to three times the cost in bfloat16 and up to twice in
-    float32. Its products give a row the same bits whatever rows stand beside it, but for a row
-    alone, which takes another path in float32 and at some sizes in bfloat16. Where bits must not
-    depend on the batch, such a row gets a neighbour: always in bfloat16, where that costs next to
-    nothing, and with ``invariant`` in float32. Without it, float32 products of few rows are
-    torch's own where those are faster here, see :func:`plain_rows`.
+    On CPUs a copy of the weights is kept in oneDNN's layout, as otherwise every call reorders them,
+    at two to three times the cost in bfloat16 and up to twice in float32. Its products give a row
+    the same bits in every batch, except for a single row, which takes another path in float32 and
+    at some sizes in bfloat16. If the bits must not depend on the batch, a single row is padded:
+    always in bfloat16, which costs next to nothing, and with ``invariant`` in float32. Without it,
+    float32 products of few rows are torch's own if those are faster (:func:`max_torch_rows`).
+
+    Attributes:
+        weight: ``[E, out, in]``, not copied.
+        bias: ``[E, out]`` or None.
+        invariant: see FusedDecoder.
     """
 
     invariant = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take weights that are not copied: ``[E, out, in]``, bias ``[E, out]`` or None."""
         self.weight = weight
         self.bias = bias
         self._packed: list[Tensor] | None = None
-        self._lone_differs = False
-        self._plain_rows = 0
+        self._single_row_differs = False
+        self._max_torch_rows = 0
 
     @property
     def packed(self) -> bool:
-        """Whether products are oneDNN's, see :func:`filled`."""
+        """Whether products are oneDNN's."""
         return self._packed is not None
 
     def pack(self, expert: int | None = None) -> None:
-        """Lay the weights (of one expert, or all) out anew, after they have changed."""
+        """Pack the weights of one expert, or all, after they have changed."""
         if not packable(self.weight):
             return
         if self._packed is None or expert is None:
-            self._packed = [_packed(weight) for weight in self.weight]
-            self._lone_differs = self._compare_lone()
+            self._packed = [_pack(weight) for weight in self.weight]
+            self._single_row_differs = self._compare_single_row()
             if self.weight.dtype is torch.float32 and not self.invariant:
-                self._plain_rows = plain_rows(self.weight[0], lambda x: self._product(x, 0, None))
+                self._max_torch_rows = max_torch_rows(
+                    self.weight[0], lambda x: self._packed_product(x, 0, None)
+                )
         else:
-            self._packed[expert] = _packed(self.weight[expert])
+            self._packed[expert] = _pack(self.weight[expert])
 
-    def follow(self, earlier: StackedLinear, count: int) -> None:
-        """Take over what an earlier one has laid out for the first ``count`` experts.
+    def copy_packed(self, other: StackedLinear, count: int) -> None:
+        """Take over the packed weights of the first ``count`` experts, and pack the others."""
+        self.invariant, self._single_row_differs = other.invariant, other._single_row_differs
+        self._max_torch_rows = other._max_torch_rows
+        if other._packed is not None:
+            new = [_pack(weight) for weight in self.weight[count:]]
+            self._packed = [*other._packed[:count], *new]
 
-        Their weights must be the same; those of the others are laid out now.
-        """
-        self.invariant, self._lone_differs = earlier.invariant, earlier._lone_differs
-        self._plain_rows = earlier._plain_rows
-        if earlier._packed is not None:
-            further = self.weight[count:]
-            self._packed = [*earlier._packed[:count], *(_packed(weight) for weight in further)]
+    def __call__(self, x: Tensor, layout: ExpertLayout) -> Tensor:
+        """``[E', N, in]`` to ``[E', N, out]`` for the layout's E' experts."""
+        if layout.single is not None:
+            return self._apply(x, layout.single)
+        if layout.as_slice is not None and self._packed is None:
+            product = torch.bmm(x, self.weight[layout.as_slice].transpose(1, 2))
+            return product if self.bias is None else product + self.bias[layout.as_slice, None]
+        return torch.stack([self._apply(x[i], e) for i, e in enumerate(layout.experts)])
 
-    def __call__(self, x: Tensor, grid: Grid) -> Tensor:
-        """``[E', N, in]`` to ``[E', N, out]`` for the grid's E' experts."""
-        if grid.single is not None:
-            return self._one(x, grid.single)
-        if grid.run is not None and self._packed is None:
-            product = torch.bmm(x, self.weight[grid.run].transpose(1, 2))
-            return product if self.bias is None else product + self.bias[grid.run, None]
-        return torch.stack([self._one(x[i], e) for i, e in enumerate(grid.experts)])
-
-    def _one(self, x: Tensor, expert: int) -> Tensor:
+    def _apply(self, x: Tensor, expert: int) -> Tensor:
         bias = None if self.bias is None else self.bias[expert]
         rows = x.numel() // x.shape[-1]
-        alone = self._lone_differs and rows == 1
+        single = self._single_row_differs and rows == 1
         half = x.dtype is not torch.float32
-        faster = rows <= self._plain_rows or (alone and not (half or self.invariant))
+        faster = rows <= self._max_torch_rows or (single and not (half or self.invariant))
         if self._packed is None or faster:
             return functional.linear(x, self.weight[expert], bias)
-        if alone:
-            return self._product(x.expand(*x.shape[:-2], 2, -1), expert, bias)[..., :1, :]
-        return self._product(x, expert, bias)
+        if single:
+            return self._packed_product(x.expand(*x.shape[:-2], 2, -1), expert, bias)[..., :1, :]
+        return self._packed_product(x, expert, bias)
 
-    def _compare_lone(self) -> bool:
-        """Whether some row's product is other bits alone than beside another."""
+    def _compare_single_row(self) -> bool:
+        """Return whether a single row's product differs in bits from that within a batch."""
         weight = self.weight[0]
         generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(_LONE_TRIALS, weight.shape[1], generator=generator).to(weight.dtype)
-        together = self._product(rows, 0, None)
-        alone = torch.cat([self._product(row[None], 0, None) for row in rows])
-        return not torch.equal(alone, together)
+        rows = torch.randn(_SINGLE_ROW_TRIALS, weight.shape[1], generator=generator).to(
+            weight.dtype
+        )
+        batch = self._packed_product(rows, 0, None)
+        single = torch.cat([self._packed_product(row[None], 0, None) for row in rows])
+        return not torch.equal(single, batch)
 
-    def _product(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
+    def _packed_product(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
         assert self._packed is not None
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed[expert], bias, "none", [], ""
@@ -163,11 +165,11 @@ class StackedLinear:
 
 
 def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
-    """One projection for those that share their input, of every expert.
+    """Fuse linear layers that share their input, for every expert.
 
     Args:
-        groups: ``groups[e]`` are expert e's modules; their parameters become views into the
-            fused weights, so that what is copied into a module is seen here (after ``pack``).
+        groups: modules of each expert; their parameters become views into the fused weights, so
+            that copying into a module changes them too, once packed.
     """
     sizes = [linear.weight.shape[0] for linear in groups[0]]
     first = groups[0][0].weight
@@ -176,33 +178,33 @@ def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
     bias = first.new_empty(len(groups), sum(sizes)) if has_bias else None
     for e, group in enumerate(groups):
         for linear, part in zip(group, torch.split(weight[e], sizes), strict=True):
-            adopt(linear.weight, part)
+            move_parameter(linear.weight, part)
         if bias is not None:
             for linear, part in zip(group, torch.split(bias[e], sizes), strict=True):
-                adopt(linear.bias, part)
+                move_parameter(linear.bias, part)
     return StackedLinear(weight, bias)
 
 
-def adopt(parameter: Tensor, storage: Tensor) -> None:
-    """Copy a parameter to its place in shared storage and make it a view of that."""
+def move_parameter(parameter: Tensor, storage: Tensor) -> None:
+    """Copy a parameter into shared storage and make it a view of that."""
     storage.copy_(parameter.data)
     parameter.data = storage
 
 
 def stack(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """E parameters of one shape as one tensor ``[E, ...]`` of which they become views."""
+    """Stack E parameters of one shape into ``[E, ...]``, of which they become views."""
     storage = parameters[0].data.new_empty(len(parameters), *parameters[0].shape)
     for parameter, part in zip(parameters, storage, strict=True):
-        adopt(parameter, part)
+        move_parameter(parameter, part)
     return storage
 
 
 @contextmanager
-def moving(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Move modules' parameters inside, to the end or not at all.
+def restore_on_error(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Restore the storage of the modules' parameters if the body fails.
 
-    Where memory runs out in the midst, parameters would lie in storage that nobody reads: weights
-    that are loaded later would go there.
+    If memory runs out, some parameters would be views of storage that is not used, and weights
+    loaded later would be lost.
     """
     before = [(p, p.data) for module in modules for p in module.parameters()]
     try:
@@ -214,7 +216,7 @@ def moving(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether this CPU has a packed layout for products with these weights."""
+    """Return whether this CPU has a packed layout for these weights."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -224,6 +226,6 @@ def packable(weight: Tensor) -> bool:
     return weight.dtype is torch.float32
 
 
-def _packed(weight: Tensor) -> Tensor:
+def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     return packed

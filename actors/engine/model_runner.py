@@ -1,4 +1,4 @@
-"""Models with their key/value memory: one forward over a ragged batch."""
+"""Models with their KV cache: one forward over a ragged batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.cuda_graphs import CudaCapture, GraphedDecoder
 from paceline.actors.engine.decoders import Decoder, make_decoder, unservable, vocab_rows
 from paceline.actors.engine.dynamic_rope import dynamic_length
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder
-from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.weights.checkpoint import tied_names
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
-    """Per layer (key/value heads, head dimension) from a transformers config.
+    """Return (key/value heads, head dimension) per layer of a transformers config.
 
     Raises:
-        ValueError: where the config names none, or keys and values differ in size.
+        ValueError: the config names none, or keys and values differ in size.
     """
     if getattr(config, "text_config", None) is not None:
         raise unservable(config, "it reads more than text")
@@ -43,12 +43,12 @@ def _kv_shape(config: Any) -> tuple[int, int]:
 
 
 def kv_block_size(config: Any, dtype: torch.dtype, device: torch.device) -> int:
-    """Positions of a block of a model's key/value memory.
+    """Return the positions per block of a model's KV cache.
 
     Args:
         config: transformers' config.
         dtype: of keys and values.
-        device: where they live.
+        device: of keys and values.
     """
     return paged.block_size(device, dtype, int(config.num_attention_heads), *kv_shapes(config)[0])
 
@@ -57,6 +57,14 @@ class ModelRunner:
     """Runs E models of one architecture for up to ``rows`` requests at once.
 
     The target is one model; the experts of a draft architecture are several that share rows.
+
+    Attributes:
+        models: their parameters may be views into fused weights.
+        device: of the models.
+        max_model_len: maximum positions per request.
+        vocab_size: V.
+        decoder: runs the models.
+        kv: keys and values of all rows.
     """
 
     def __init__(
@@ -70,21 +78,21 @@ class ModelRunner:
         graph_tokens: int = 0,
         vocab_size: int | None = None,
     ) -> None:
-        """Take over the models: afterwards their weights change by :meth:`load_weights` alone.
+        """Take over the models, whose weights are changed by :meth:`load_weights` alone.
 
         Args:
             models: causal LMs of one config, dtype and device, with the engine's attention.
-            rows: most requests at once.
-            max_model_len: most positions of a request.
-            kv_positions: how many there is memory for, over all requests; None is enough for
-                ``rows`` times ``max_model_len``.
+            rows: maximum number of requests.
+            max_model_len: maximum positions per request.
+            kv_positions: positions of the KV cache over all requests; None is
+                ``rows * max_model_len``.
             invariant: see FusedDecoder.
-            graph_tokens: on GPUs, forwards of at most so many tokens per row are replayed from
-                CUDA graphs; only what is run fused.
-            vocab_size: V, of the tokens that come and of the logits; None is the models' own.
+            graph_tokens: on GPUs, fused forwards of at most so many tokens per row run as CUDA
+                graphs.
+            vocab_size: V, of token ids and logits; None is the models' own.
 
         Raises:
-            ValueError: for a model that cannot be served, or memory for less than one request.
+            ValueError: the model cannot be served, or the cache is smaller than one request.
         """
         self.models = list(models)
         self.device: torch.device = self.models[0].device
@@ -103,8 +111,8 @@ class ModelRunner:
         self.kv.max_shared_prompt = dynamic_length(config)
 
     @property
-    def replays(self) -> bool:
-        """Whether short forwards are replayed from CUDA graphs, see :meth:`rollout`."""
+    def has_graphs(self) -> bool:
+        """Whether short forwards run as CUDA graphs, see :meth:`rollout`."""
         return isinstance(self.decoder, GraphedDecoder)
 
     @torch.inference_mode()
@@ -115,26 +123,25 @@ class ModelRunner:
         positions: Tensor,
         span: int,
         keep: int = 0,
-        grid: Grid | None = None,
+        layout: ExpertLayout | None = None,
     ) -> Tensor:
         """Compute T new tokens of B rows and store their keys and values.
 
-        Rows must have blocks for their own tokens (``kv.allocate``); what padding stores behind
-        them is lost.
+        Rows must have blocks for their own tokens (``kv.allocate``), not for padding behind them.
 
         Args:
-            rows: the rows, B of them.
+            rows: B rows.
             token_ids: int64 ``[B, T]``.
-            positions: int64 ``[B, T]``, position of every token in its sequence.
+            positions: int64 ``[B, T]``.
             span: 1 + the largest position that any row reads.
-            keep: logits of the last ``keep`` tokens only; 0 is all.
-            grid: which model runs which row; None is the first for all.
+            keep: return logits of the last ``keep`` tokens only; 0 is all.
+            layout: models of the rows; None is the first for all.
 
         Returns:
             logits ``[B, T or keep, V]`` in the models' dtype.
         """
         step = self._step(rows, positions, span)
-        return self.decoder(token_ids, step, grid or _one_model(len(rows), self.device), keep)
+        return self.decoder(token_ids, step, layout or _first_model(len(rows), self.device), keep)
 
     @torch.inference_mode()
     def rollout(
@@ -144,37 +151,36 @@ class ModelRunner:
         positions: Tensor,
         span: int,
         steps: int,
-        grid: Grid,
+        layout: ExpertLayout,
     ) -> tuple[Tensor, Tensor] | None:
-        """Draft the most probable tokens, all steps in one replay of a CUDA graph.
+        """Draft the most probable tokens, all steps in one CUDA graph.
 
         Args:
-            rows: the rows, B of them.
+            rows: B rows.
             token_ids: int64 ``[B, 2]``, their last tokens.
             positions: int64 ``[B, 2]``.
             span: 1 + the largest position that any row reads at the last step.
             steps: k.
-            grid: which model runs which row.
+            layout: models of the rows.
 
         Returns:
-            tokens int64 and their probabilities float32, ``[B, k]`` each; None where nothing is
-            replayed.
+            tokens int64 and their probabilities float32, ``[B, k]`` each; None without graphs.
         """
         if not isinstance(self.decoder, GraphedDecoder):
             return None
-        return self.decoder.rollout(token_ids, self._step(rows, positions, span), grid, steps)
+        return self.decoder.rollout(token_ids, self._step(rows, positions, span), layout, steps)
 
     @torch.inference_mode()
     def forward_hidden(
         self, rows: Sequence[int], token_ids: Tensor, positions: Tensor, span: int, keep: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """:meth:`forward` of the first model.
+        """Run :meth:`forward` of the first model.
 
         Returns:
             its logits, and the hidden states ``[B, T or keep, H]`` that its head read.
         """
         step = self._step(rows, positions, span)
-        return self.decoder.with_hidden(token_ids, step, _one_model(len(rows), self.device), keep)
+        return self.decoder.with_hidden(token_ids, step, _first_model(len(rows), self.device), keep)
 
     def _step(self, rows: Sequence[int], positions: Tensor, span: int) -> StepContext:
         self.kv.sync()
@@ -191,11 +197,10 @@ class ModelRunner:
     ) -> Tensor | None:
         """Store keys and values of consecutive tokens of one row, from position ``start``.
 
-        The row must have blocks for them, see :meth:`forward`.
+        The row must have blocks for them.
 
         Returns:
-            the hidden state ``[H]`` of the last of them where ``hidden`` asks the first model
-            for it.
+            with ``hidden``, the first model's hidden state ``[H]`` of the last token.
         """
         if not token_ids:
             return None
@@ -204,52 +209,52 @@ class ModelRunner:
         positions = torch.arange(start, end, device=self.device)[None]
         if hidden:
             return self.forward_hidden([row], tokens, positions, end, keep=1)[1][0, -1]
-        grid = Grid([expert], self.device)
-        self.forward([row], tokens, positions, span=end, keep=1, grid=grid)
+        layout = ExpertLayout([expert], self.device)
+        self.forward([row], tokens, positions, span=end, keep=1, layout=layout)
         return None
 
-    def read(
+    def prefill_batch(
         self,
         rows: Sequence[int],
         token_ids: Sequence[Sequence[int]],
         starts: Sequence[int],
         experts: Sequence[int],
     ) -> None:
-        """:meth:`prefill` of several rows at once, each padded to the longest.
+        """Prefill several rows at once, each padded to the longest.
 
         Args:
-            rows: B of them.
-            token_ids: per row its consecutive tokens, at least one.
-            starts: per row the position of its first one.
-            experts: per row the model that reads it.
+            rows: B rows.
+            token_ids: consecutive tokens per row, at least one.
+            starts: position of the first one per row.
+            experts: model per row.
         """
         longest = max(map(len, token_ids))
         padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in token_ids]
         first = device_tensor(list(starts), self.device)
         positions = first[:, None] + torch.arange(longest, device=self.device)
-        grid = Grid(experts, self.device)
+        layout = ExpertLayout(experts, self.device)
         tokens = device_tensor(padded, self.device)
-        self.forward(rows, tokens, positions, max(starts) + longest, keep=1, grid=grid)
+        self.forward(rows, tokens, positions, max(starts) + longest, keep=1, layout=layout)
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
-        """Take further models in, a part at a time; forwards may run in between.
+        """Add models, a part per iteration; forwards may run in between.
 
-        They share rows, keys' and values' memory with the present ones, come after them, and may
-        run once all parts are done. Advance it in ``torch.inference_mode``.
+        They share rows and KV cache with the present ones, come after them, and may run once all
+        parts are done. Iterate in ``torch.inference_mode``.
 
         Args:
-            models: of the present ones' config, dtype and device, with the engine's attention.
+            models: of the same config, dtype and device, with the engine's attention.
         """
-        everyone = [*self.models, *models]
-        yield from self.decoder.grow(everyone)
-        self.models = everyone
+        all_models = [*self.models, *models]
+        yield from self.decoder.grow(all_models)
+        self.models = all_models
 
     @torch.inference_mode()
     def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:
-        """Copy new weights over a model's present ones, in place.
+        """Copy new weights over a model's, in place.
 
         Raises:
-            ValueError: where a name or shape differs; nothing has been copied then.
+            ValueError: a name or shape differs; nothing has been copied then.
         """
         model = self.models[expert]
         own = model.state_dict()
@@ -266,12 +271,12 @@ class ModelRunner:
         self.decoder.refresh(expert)
 
 
-# A batch stays the same for many rounds: what describes it is made once.
+# Cached, since a batch stays the same for many rounds.
 @lru_cache(maxsize=256)
 def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=256)
-def _one_model(rows: int, device: torch.device) -> Grid:
-    return Grid([0] * rows, device)
+def _first_model(rows: int, device: torch.device) -> ExpertLayout:
+    return ExpertLayout([0] * rows, device)

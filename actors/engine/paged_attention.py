@@ -1,9 +1,9 @@
-"""Attention that reads key/value blocks in place on GPUs, by torch's own kernels.
+"""Attention that reads KV blocks in place on GPUs, with torch's own kernels.
 
-``torch.nn.attention.varlen`` runs FlashAttention over a block table. Which block sizes it takes
-depends on the version behind it (2 wants multiples of 256, 3 any), so it is tried once at the
-start and compared with the plain computation. It takes torch 2.13's signature: on the one GPU that
-tests ran on, torch was older, and blocks were gathered.
+``torch.nn.attention.varlen`` runs FlashAttention over a block table. The block sizes that it
+supports depend on the version behind it (2 needs multiples of 256, 3 takes any), so it is tried
+once at the start and compared with the reference. It needs torch 2.13's signature: on the one GPU
+that tests ran on, torch was older, and blocks were gathered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 
-_HALF = (torch.float16, torch.bfloat16)
-_SIZES = (16, 256)
+_DTYPES = (torch.float16, torch.bfloat16)
+_BLOCK_SIZES = (16, 256)
 _TOLERANCE = 0.05
 
 
-def usable(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether :func:`attend` serves these: by device, dtype and sizes, as tried once.
+def is_supported(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Return whether :func:`attend` supports these tensors on their device.
 
     Args:
         query: ``[B, heads, T, head_dim]``.
@@ -32,38 +32,38 @@ def usable(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """
     if not query.is_cuda or query.dtype is not keys.dtype or keys.shape != values.shape:
         return False
-    return reads_in_place(query.device, query.dtype, query.shape[1], *keys.shape[1:])
+    return supports(query.device, query.dtype, query.shape[1], *keys.shape[1:])
 
 
 def block_size(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> int:
-    """The smallest block that can be read in place; 16 where none can, or on CPUs."""
-    for size in _SIZES:
-        if device.type == "cuda" and reads_in_place(device, dtype, heads, size, kv_heads, dim):
+    """Return the smallest block size that can be read in place; 16 if none can, or on CPUs."""
+    for size in _BLOCK_SIZES:
+        if device.type == "cuda" and supports(device, dtype, heads, size, kv_heads, dim):
             return size
-    return _SIZES[0]
+    return _BLOCK_SIZES[0]
 
 
 def attend(
     query: Tensor,
     stored: tuple[Tensor, Tensor],
-    table: Tensor,
+    block_table: Tensor,
     lengths: Tensor,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention over blocks; the last token of a row is its last position.
+    """Attend causally over blocks; the last token of a row is its last position.
 
-    Split-KV is off: it would let a row's rounding depend on its neighbours' lengths.
+    Split-KV is off, as a row's rounding would depend on the lengths of the others.
 
     Args:
         query: ``[B, T, heads, head_dim]``.
         stored: keys and values, ``[blocks, block_size, kv_heads, head_dim]`` each.
-        table: int32 ``[B, columns]``.
+        block_table: int32 ``[B, columns]``.
         lengths: int32 ``[B]``, 1 + the position of every row's last token.
-        scaling: softmax scale, None for the usual one.
-        window: how far back to look, None for all.
+        scaling: softmax scale, None for the default.
+        window: sliding window, None for none.
 
     Returns:
         ``[B, T, heads, head_dim]``.
@@ -71,7 +71,7 @@ def attend(
     from torch.nn.attention.varlen import varlen_attn
 
     keys, values = stored
-    (batch, steps), span = query.shape[:2], table.shape[1] * keys.shape[1]
+    (batch, steps), span = query.shape[:2], block_table.shape[1] * keys.shape[1]
     starts = torch.arange(0, (batch + 1) * steps, steps, dtype=torch.int32, device=query.device)
     output = varlen_attn(
         query.flatten(0, 1),
@@ -84,9 +84,9 @@ def attend(
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[2] != keys.shape[2],
-        # Beyond the table only padding can be: its result is not used.
+        # Only padding can be beyond the table, and its result is not used.
         seqused_k=lengths.clamp(max=span),
-        block_table=table,
+        block_table=block_table,
         num_splits=1,
     )
     assert isinstance(output, Tensor)
@@ -94,20 +94,20 @@ def attend(
 
 
 @functools.cache
-def reads_in_place(
+def supports(
     device: torch.device, dtype: torch.dtype, heads: int, size: int, kv_heads: int, dim: int
 ) -> bool:
-    """Whether torch does this here: tried once, on two rows, against the plain computation.
+    """Run :func:`attend` on two rows and compare it with the reference, once per argument.
 
     Args:
         device: a GPU.
         dtype: of queries, keys and values.
         heads: of the queries.
-        size: positions of a block.
+        size: positions per block.
         kv_heads: of keys and values.
         dim: of a head.
     """
-    if dtype not in _HALF:
+    if dtype not in _DTYPES:
         return False
     try:
         generator = torch.Generator(device).manual_seed(0)
@@ -132,7 +132,7 @@ def reads_in_place(
                 enable_gqa=heads != kv_heads,
             ).transpose(0, 1)
             if not (found[row] - wanted).abs().max() < _TOLERANCE:
-                raise ValueError("its result is off")
+                raise ValueError("wrong result")
     except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         logger.info("blocks of %d are not read in place on %s: %s", size, device, error)
         return False

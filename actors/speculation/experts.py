@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.kv_cache import RowAllocator
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import SamplingBatchCache
@@ -82,7 +82,7 @@ class ExpertStack:
         self._index = {name: i for i, name in enumerate(names)}
         self._table = RowAllocator(rows)
         self._sequences: dict[str, _DraftState] = {}  # by request_id, oldest first
-        self._grid: tuple[list[int], Grid] | None = None
+        self._expert_layout: tuple[list[int], ExpertLayout] | None = None
         self._params = SamplingBatchCache(runner.device)
         self.prefilled = DraftPrefill()  # by the latest call
         self.faulty: frozenset[str] = frozenset()
@@ -215,7 +215,7 @@ class ExpertStack:
         lengths = [end - start for _, start, end in chunks]
         for part in batch_prefills(lengths, self._prefill_chunk):
             own = [chunks[i] for i in part]
-            self.runner.read(
+            self.runner.prefill_batch(
                 [self._table.row(row.request_id) for row, _, _ in own],
                 [row.tokens[start:end] for row, start, end in own],
                 [start for _, start, _ in own],
@@ -254,12 +254,12 @@ class ExpertStack:
         ready = self._prefill_rows([row])
         return not ready and self._sequences[row.request_id].num_computed > before
 
-    def _layout(self, rows: Sequence[DraftRow]) -> Grid:
-        """The grid of a batch, cached while the batch stays the same."""
+    def _batch_layout(self, rows: Sequence[DraftRow]) -> ExpertLayout:
+        """The layout of a batch, cached while the batch stays the same."""
         experts = [self._model(row.draft) for row in rows]
-        if self._grid is None or self._grid[0] != experts:
-            self._grid = experts, Grid(experts, self.runner.device)
-        return self._grid[1]
+        if self._expert_layout is None or self._expert_layout[0] != experts:
+            self._expert_layout = experts, ExpertLayout(experts, self.runner.device)
+        return self._expert_layout[1]
 
     @torch.inference_mode()
     def propose(
@@ -325,13 +325,13 @@ class ExpertStack:
 
     def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
         """As :meth:`_draft_greedy`, by a recorded graph; None if the runner has none."""
-        if not self.runner.replays:
+        if not self.runner.has_graphs:
             return None
         kv_rows = [self._table.row(row.request_id) for row in rows]
         start = device_tensor([_last_two(row) for row in rows], self.runner.device)
         span = max(len(row.tokens) for row in rows) + steps - 1
         at = start[:, :2], start[:, 2:]
-        return self.runner.rollout(kv_rows, *at, span, steps, self._layout(rows))
+        return self.runner.rollout(kv_rows, *at, span, steps, self._batch_layout(rows))
 
     def _step_forward(
         self, rows: Sequence[DraftRow], steps: int
@@ -341,7 +341,7 @@ class ExpertStack:
         Logits are ``[B, 1, V]``; call it at most ``steps`` times.
         """
         kv_rows = [self._table.row(row.request_id) for row in rows]
-        grid, span = self._layout(rows), max(len(row.tokens) for row in rows)
+        layout, span = self._batch_layout(rows), max(len(row.tokens) for row in rows)
         given = [
             [*_last_two(row), *range(n, n - 1 + steps)] for row in rows if (n := len(row.tokens))
         ]
@@ -354,7 +354,7 @@ class ExpertStack:
                 tokens, positions = start[:, :2], start[:, 2:4]
             else:
                 tokens, positions, span = drafted, next(columns), span + 1
-            return self.runner.forward(kv_rows, tokens, positions, span, keep=1, grid=grid)
+            return self.runner.forward(kv_rows, tokens, positions, span, keep=1, layout=layout)
 
         return forward
 

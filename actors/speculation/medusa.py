@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import SamplingBatchCache
@@ -165,8 +165,8 @@ class HeadStack:
         self._residual = linear(state["residual"])
         self._output = linear(state["output"] if config.own_output else target_output[None])
         self._pack()
-        self._heads = [Grid(range(k), self.device) for k in range(1, config.num_heads + 1)]
-        self._shared = Grid([0], self.device)
+        self._heads = [ExpertLayout(range(k), self.device) for k in range(1, config.num_heads + 1)]
+        self._shared = ExpertLayout([0], self.device)
         self._params = SamplingBatchCache(self.device)
 
     def _pack(self) -> None:
@@ -176,11 +176,11 @@ class HeadStack:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, steps: int) -> Tensor:
         """Logits of the first ``steps`` heads: ``[B, H]`` to ``[steps, B, V]``."""
-        grid = self._heads[steps - 1]
+        layout = self._heads[steps - 1]
         states = hidden.expand(steps, -1, -1)
-        turned = functional.silu(self._residual(states, grid)) + states
+        turned = functional.silu(self._residual(states, layout)) + states
         if self.config.own_output:
-            return self._output(turned, grid)
+            return self._output(turned, layout)
         flat = self._output(turned.view(1, -1, self.config.hidden_size), self._shared)
         return flat.view(steps, len(hidden), -1)
 

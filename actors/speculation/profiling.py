@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder
-from paceline.actors.engine.grid import Grid
-from paceline.actors.engine.linear import filled
+from paceline.actors.engine.linear import padded_size
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.costs import (
@@ -37,7 +37,9 @@ def warm_up(runner: ModelRunner) -> None:
     decoder = runner.decoder
     if not (isinstance(decoder, FusedDecoder) and decoder.packed):
         return
-    for tokens in sorted({filled(n) for n in range(1, min(_WARM_UP, runner.max_model_len) + 1)}):
+    for tokens in sorted(
+        {padded_size(n) for n in range(1, min(_WARM_UP, runner.max_model_len) + 1)}
+    ):
         fits = min(tokens, runner.max_model_len)
         runner.kv.allocate(0, fits)
         ids = torch.zeros(1, fits, dtype=torch.int64)
@@ -53,8 +55,8 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
             runner.kv.allocate(row, context + tokens)
         positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
-        grid = Grid([i % experts for i in range(rows)], runner.device)
-        logits = runner.forward(range(rows), ids, positions, context + tokens, grid=grid)
+        layout = ExpertLayout([i % experts for i in range(rows)], runner.device)
+        logits = runner.forward(range(rows), ids, positions, context + tokens, layout=layout)
         logits.float().topk(1).indices.tolist()  # waits for the device
 
     return run
@@ -68,9 +70,9 @@ def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], N
             runner.kv.allocate(row, context + 1 + _ROLLOUT)
         positions = (context + torch.arange(2, device=runner.device)).expand(rows, -1)
         ids = torch.zeros(rows, 2, dtype=torch.int64, device=runner.device)
-        grid = Grid([i % experts for i in range(rows)], runner.device)
+        layout = ExpertLayout([i % experts for i in range(rows)], runner.device)
         span = context + 1 + _ROLLOUT
-        drafted = runner.rollout(range(rows), ids, positions, span, _ROLLOUT, grid)
+        drafted = runner.rollout(range(rows), ids, positions, span, _ROLLOUT, layout)
         if drafted is None:  # no graph was recorded: each step is a forward
             forward = stepper(runner, context)
             for _ in range(_ROLLOUT):
@@ -85,7 +87,7 @@ def profile_draft(
     draft: ModelRunner, context: int, rows: Sequence[int], experts: Sequence[int]
 ) -> dict[tuple[int, int], float]:
     """Seconds of one draft step by (rows, experts)."""
-    if not draft.replays:
+    if not draft.has_graphs:
         run = stepper(draft, context)
         return profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
     several = rollout_stepper(draft, context)

@@ -50,7 +50,7 @@ def test_reading_in_place_is_reading_a_copy(
     if not {"block_table", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
         pytest.skip(f"varlen_attn of torch {torch.__version__} reads no blocks")
     size = paged.block_size(GPU, dtype, *heads, dim)
-    assert paged.reads_in_place(GPU, dtype, heads[0], size, heads[1], dim)
+    assert paged.supports(GPU, dtype, heads[0], size, heads[1], dim)
     generator = torch.Generator(GPU).manual_seed(1)
     query = noise(generator, ROWS, heads[0], tokens, dim, dtype=dtype)
     key, value = (noise(generator, ROWS, heads[1], tokens, dim, dtype=dtype) for _ in range(2))
@@ -68,5 +68,5 @@ def test_reading_in_place_is_reading_a_copy(
 
 
 def test_float32_is_gathered() -> None:
-    assert not paged.reads_in_place(GPU, torch.float32, 4, 16, 4, 64)
+    assert not paged.supports(GPU, torch.float32, 4, 16, 4, 64)
     assert paged.block_size(GPU, torch.float32, 4, 4, 64) == 16

@@ -9,7 +9,7 @@ from tiny_models import tiny_llama
 
 from paceline.actors.engine.attention import ATTENTION_NAME
 from paceline.actors.engine.cuda_graphs import GraphedDecoder
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.model_runner import ModelRunner
 
 GPU = torch.device("cuda")
@@ -56,7 +56,7 @@ def test_a_replay_gives_the_logits_of_a_launch(dtype: torch.dtype) -> None:
         kept.append((replayed.forward(rows, tokens, positions, 24), expected))
     decoder = replayed.decoder
     assert isinstance(decoder, GraphedDecoder)
-    assert decoder.recorded == 1
+    assert decoder.num_graphs == 1
     for found, expected in kept:  # none of them written over by a later replay
         torch.testing.assert_close(
             found,
@@ -68,7 +68,7 @@ def test_a_replay_gives_the_logits_of_a_launch(dtype: torch.dtype) -> None:
 
 def test_new_weights_and_new_blocks_are_what_a_replay_reads() -> None:
     launched, replayed = pair(torch.float32, (1, 2))
-    grid = Grid([1, 1], GPU)
+    layout = ExpertLayout([1, 1], GPU)
     prompts = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(2))
     tokens = torch.tensor([[7, 8], [9, 10]], device=GPU)
     positions = torch.tensor([[20, 21], [20, 21]], device=GPU)
@@ -85,7 +85,7 @@ def test_new_weights_and_new_blocks_are_what_a_replay_reads() -> None:
                     assert runner.kv.allocate(row, 60)
             prefill(runner, prompts, 1)
         found, expected = (
-            runner.forward((0, 1), tokens, positions, 22, grid=grid)
+            runner.forward((0, 1), tokens, positions, 22, layout=layout)
             for runner in (replayed, launched)
         )
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -99,36 +99,36 @@ def test_experts_are_recorded_by_themselves_and_survive_growth() -> None:
 
     def compare(expert: int) -> None:
         for _ in range(3):
-            grid = Grid([expert], GPU)
+            layout = ExpertLayout([expert], GPU)
             found, expected = (
-                runner.forward([0], tokens, positions, 1, grid=grid)
+                runner.forward([0], tokens, positions, 1, layout=layout)
                 for runner in (replayed, launched)
             )
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
     compare(0)
     compare(1)
-    assert replayed.decoder.recorded == 2  # type: ignore[attr-defined]
+    assert replayed.decoder.num_graphs == 2  # type: ignore[attr-defined]
     with torch.inference_mode():
         for runner in (launched, replayed):
             for _ in runner.grow([on_gpu(4, torch.float32)]):
                 compare(0)
     compare(2)
     compare(0)
-    assert replayed.decoder.recorded > 0  # type: ignore[attr-defined]
+    assert replayed.decoder.num_graphs > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("experts", [[1, 1, 1], [0, 1, 2], [2, 1, 2]])
 def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
     launched, replayed = pair(torch.float32, (1, 2, 3))
-    grid, rows = Grid(experts, GPU), [0, 3, 2]
+    layout, rows = ExpertLayout(experts, GPU), [0, 3, 2]
     prompts = torch.randint(3, 300, (4, 20), generator=torch.Generator().manual_seed(2))
     for runner in (launched, replayed):
         for row, prompt in enumerate(prompts.tolist()):
             runner.prefill(row, prompt, 0, row % 3)
     for turn in range(4):
-        compare_rollout(replayed, launched, rows, turn, grid, 1e-4)
-    assert replayed.decoder.recorded == 1  # type: ignore[attr-defined]
+        compare_rollout(replayed, launched, rows, turn, layout, 1e-4)
+    assert replayed.decoder.num_graphs == 1  # type: ignore[attr-defined]
 
 
 def test_mixed_experts_are_right() -> None:
@@ -137,12 +137,14 @@ def test_mixed_experts_are_right() -> None:
     positions = torch.arange(2, device=GPU).expand(4, 2)
     for experts in ([0, 1, 2, 0], [0, 2, 2, 0], [1, 1, 1, 1], [2, 1, 0, 1]):
         found, expected = (
-            runner.forward(range(4), tokens, positions, 2, grid=Grid(experts, GPU))
+            runner.forward(range(4), tokens, positions, 2, layout=ExpertLayout(experts, GPU))
             for runner in (replayed, launched)
         )
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         alone = [
-            launched.forward([row], tokens[row : row + 1], positions[:1], 2, grid=Grid([e], GPU))
+            launched.forward(
+                [row], tokens[row : row + 1], positions[:1], 2, layout=ExpertLayout([e], GPU)
+            )
             for row, e in enumerate(experts)
         ]
         torch.testing.assert_close(found, torch.cat(alone), atol=1e-4, rtol=1e-4)

@@ -18,10 +18,10 @@ from transformers import (
 
 from paceline.actors.engine.attention import ATTENTION_NAME, StepContext
 from paceline.actors.engine.decoders import ModuleDecoder, make_decoder
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder, Rotary
-from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.kv_cache import KVCache
-from paceline.actors.engine.linear import filled
+from paceline.actors.engine.linear import padded_size
 from paceline.actors.engine.model_runner import ModelRunner, kv_shapes
 
 VOCAB, CAPACITY = 64, 48
@@ -84,7 +84,7 @@ def logits(decoder: Any, model: Any, experts: list[int], keep: int = 0) -> torch
         tokens = torch.randint(VOCAB, (batch, count), generator=generator)
         positions = torch.arange(start, start + count).expand(batch, -1)
         step = StepContext.at(kv, rows, positions, start + count)
-        found.append(decoder(tokens, step, Grid(experts, "cpu"), keep))
+        found.append(decoder(tokens, step, ExpertLayout(experts, "cpu"), keep))
     return torch.cat(found, dim=1)
 
 
@@ -175,8 +175,8 @@ def test_a_model_whose_logits_are_off_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_products_have_few_sizes_beyond_those_of_batches() -> None:
-    assert [filled(n) for n in (1, 7, 64, 65, 128, 129, 250, 257)] == [
+    assert [padded_size(n) for n in (1, 7, 64, 65, 128, 129, 250, 257)] == [
         *(1, 7, 64, 72, 128, 144, 256, 288)
     ]
-    assert all(n <= filled(n) < n * 1.15 for n in range(1, 2_000))
-    assert len({filled(n) for n in range(1, 257)}) <= 80
+    assert all(n <= padded_size(n) < n * 1.15 for n in range(1, 2_000))
+    assert len({padded_size(n) for n in range(1, 257)}) <= 80

@@ -14,8 +14,8 @@ from rollouts import compare_rollout
 from tiny_models import tiny_llama
 from torch import Tensor
 
-from paceline.actors.engine.cuda_graphs import GraphedDecoder, columns_of
-from paceline.actors.engine.grid import Grid, whole_grid
+from paceline.actors.engine.cuda_graphs import GraphedDecoder, bucket_columns
+from paceline.actors.engine.expert_layout import ExpertLayout, dense_layout
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.profiling import profile_draft
 
@@ -39,7 +39,7 @@ class Recorded:
 
         return replay, results
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.forgotten += 1
 
 
@@ -51,18 +51,18 @@ class Forgetful:
     ) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
         return (lambda: None), run()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         pass
 
 
-def graphed(runner: ModelRunner, most_tokens: int = 4) -> Recorded:
+def graphed(runner: ModelRunner, max_tokens: int = 4) -> Recorded:
     capture = Recorded()
-    runner.decoder = GraphedDecoder(runner.decoder, capture, most_tokens)
+    runner.decoder = GraphedDecoder(runner.decoder, capture, max_tokens)
     return capture
 
 
 def test_columns_come_in_few_sizes() -> None:
-    assert [columns_of(n, 100) for n in (1, 4, 5, 16, 17, 65)] == [4, 4, 16, 16, 32, 100]
+    assert [bucket_columns(n, 100) for n in (1, 4, 5, 16, 17, 65)] == [4, 4, 16, 16, 32, 100]
 
 
 def test_other_tokens_rows_and_positions_go_through_a_recorded_shape() -> None:
@@ -109,7 +109,7 @@ def pair(experts: int, rows: int = 5) -> tuple[ModelRunner, ModelRunner, Recorde
         ModelRunner([served(tiny_llama(seed)) for seed in range(1, experts + 1)], rows, 64)
         for _ in range(2)
     ]
-    capture = graphed(runners[1], most_tokens=9)
+    capture = graphed(runners[1], max_tokens=9)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, 300, (rows, 20), generator=generator).tolist()
     for runner in runners:
@@ -150,9 +150,9 @@ def test_one_recording_serves_every_mixture_of_experts() -> None:
     launched, replayed, capture = pair(3)
     ids, at = torch.tensor([[5], [6], [7], [8]]), torch.full((4, 1), 20)
     for experts in ([0, 1, 2, 0], [0, 1, 1, 0], [2, 1, 2, 1], [0, 0, 0, 2]):
-        grid = Grid(experts, "cpu")
+        layout = ExpertLayout(experts, "cpu")
         found, expected = (
-            runner.forward(range(4), ids, at, 21, grid=grid) for runner in (replayed, launched)
+            runner.forward(range(4), ids, at, 21, layout=layout) for runner in (replayed, launched)
         )
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (capture.captured, capture.replayed) == (1, 3)
@@ -163,24 +163,24 @@ def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
     launched, replayed, capture = pair(3)
     assert (
         launched.rollout(
-            [0], torch.tensor([[5, 6]]), torch.tensor([[19, 20]]), 24, 4, Grid([0], "cpu")
+            [0], torch.tensor([[5, 6]]), torch.tensor([[19, 20]]), 24, 4, ExpertLayout([0], "cpu")
         )
         is None
     )
-    grid, rows = Grid(experts, "cpu"), [0, 4, 2]
+    layout, rows = ExpertLayout(experts, "cpu"), [0, 4, 2]
     for turn in range(3):
-        compare_rollout(replayed, launched, rows, turn, grid, 1e-5)
+        compare_rollout(replayed, launched, rows, turn, layout, 1e-5)
     assert (capture.captured, capture.replayed) == (1, 2)
 
 
 def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.actors.engine.cuda_graphs._WHOLE_BYTES", 0)
+    monkeypatch.setattr("paceline.actors.engine.cuda_graphs._MAX_DENSE_BYTES", 0)
     launched, replayed, capture = pair(2)
-    ids, at, grid = torch.tensor([[5], [6]]), torch.full((2, 1), 20), Grid([0, 1], "cpu")
-    assert replayed.rollout([0, 1], ids.expand(-1, 2), at.expand(-1, 2), 24, 4, grid) is None
+    ids, at, layout = torch.tensor([[5], [6]]), torch.full((2, 1), 20), ExpertLayout([0, 1], "cpu")
+    assert replayed.rollout([0, 1], ids.expand(-1, 2), at.expand(-1, 2), 24, 4, layout) is None
     for _ in range(3):
         found, expected = (
-            runner.forward([0, 1], ids, at, 21, grid=grid) for runner in (replayed, launched)
+            runner.forward([0, 1], ids, at, 21, layout=layout) for runner in (replayed, launched)
         )
         torch.testing.assert_close(found, expected)
     assert capture.captured == 0
@@ -189,16 +189,16 @@ def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_recording_keeps_what_it_reads() -> None:
     """The places of other rows are copied to it; which rows experts compute lies in its memory."""
     _, replayed, _ = pair(3)
-    replayed.decoder = GraphedDecoder(replayed.decoder.plain, Forgetful(), 9)  # type: ignore[attr-defined]
-    whole_grid.cache_clear()
-    ids, at, grid = torch.tensor([[5], [6]]), torch.full((2, 1), 20), Grid([0, 2], "cpu")
+    replayed.decoder = GraphedDecoder(replayed.decoder.eager, Forgetful(), 9)  # type: ignore[attr-defined]
+    dense_layout.cache_clear()
+    ids, at, layout = torch.tensor([[5], [6]]), torch.full((2, 1), 20), ExpertLayout([0, 2], "cpu")
     for _ in range(2):
-        replayed.forward([0, 1], ids, at, 21, grid=grid)
-    gathered = weakref.ref(whole_grid((0, 2), 3, torch.device("cpu"))._gather)
-    whole_grid.cache_clear()
+        replayed.forward([0, 1], ids, at, 21, layout=layout)
+    gathered = weakref.ref(dense_layout((0, 2), 3, torch.device("cpu"))._gather_index)
+    dense_layout.cache_clear()
     gc.collect()
     assert gathered() is not None
-    replayed.decoder._recordings.forget()
+    replayed.decoder._graphs.clear()
     gc.collect()
     assert gathered() is None
 
@@ -208,23 +208,27 @@ def test_padding_spoils_nobody_where_an_expert_has_no_numbers() -> None:
     _, replayed, capture = pair(3)
     broken = replayed.models[0].state_dict()
     replayed.load_weights({name: torch.full_like(w, torch.nan) for name, w in broken.items()}, 0)
-    ids, at, grid = torch.tensor([[5], [6], [7]]), torch.full((3, 1), 20), Grid([1, 2, 1], "cpu")
+    ids, at, layout = (
+        torch.tensor([[5], [6], [7]]),
+        torch.full((3, 1), 20),
+        ExpertLayout([1, 2, 1], "cpu"),
+    )
     for row, expert in enumerate((1, 2, 1)):
         replayed.prefill(row, list(range(5, 25)), 0, expert)
     for _ in range(4):
-        assert replayed.forward(range(3), ids, at, 21, grid=grid).isfinite().all()
+        assert replayed.forward(range(3), ids, at, 21, layout=layout).isfinite().all()
     assert capture.replayed > 1
 
 
 def test_too_many_recordings_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, replayed, capture = pair(1)
-    monkeypatch.setattr("paceline.actors.engine.cuda_graphs._MOST_RECORDINGS", 2)
+    monkeypatch.setattr("paceline.actors.engine.cuda_graphs._MAX_GRAPHS", 2)
     for rows in (1, 2, 4) * 2:
         ids, at = torch.full((rows, 1), 5), torch.full((rows, 1), 20)
         for _ in range(2):
             found, expected = (r.forward(range(rows), ids, at, 21) for r in (replayed, launched))
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        assert replayed.decoder.recorded <= 2  # type: ignore[attr-defined]
+        assert replayed.decoder.num_graphs <= 2  # type: ignore[attr-defined]
     assert capture.forgotten > 1
 
 
@@ -240,7 +244,7 @@ def test_what_cannot_be_recorded_is_launched() -> None:
     for _ in range(4):
         expected = launched.forward([0], ids, at, 21)
         assert torch.equal(replayed.forward([0], ids, at, 21), expected)
-    assert replayed.decoder.recorded == 0
+    assert replayed.decoder.num_graphs == 0
 
 
 def test_an_engine_of_replays_gives_the_same_answers() -> None:

@@ -12,8 +12,8 @@ from engines import request, run, tokens_of
 from torch import Tensor
 
 from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder
-from paceline.actors.engine.grid import Grid
 from paceline.actors.engine.linear import StackedLinear, packable
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_dtype
 from paceline.actors.engine.model_runner import ModelRunner
@@ -113,10 +113,10 @@ def test_a_row_alone_is_the_row_among_others(
     linear.invariant = True
     linear.pack()
     rows = torch.randn(1, 9, sizes[0], generator=generator).to(dtype)
-    grid = Grid([0], CPU)
-    many = linear(rows, grid)
-    assert torch.equal(torch.cat([linear(rows[:, i : i + 1], grid) for i in range(9)], 1), many)
-    assert torch.equal(linear(rows[:, :4], grid), many[:, :4])
+    layout = ExpertLayout([0], CPU)
+    many = linear(rows, layout)
+    assert torch.equal(torch.cat([linear(rows[:, i : i + 1], layout) for i in range(9)], 1), many)
+    assert torch.equal(linear(rows[:, :4], layout), many[:, :4])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.actors.engine import linear as products
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear, packable
 
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    before = dict(products._found)
-    products._found.clear()
+    before = dict(products._max_torch_rows)
+    products._max_torch_rows.clear()
     yield
-    products._found.clear()
-    products._found.update(before)
+    products._max_torch_rows.clear()
+    products._max_torch_rows.update(before)
 
 
 class Costs:
@@ -50,11 +50,11 @@ def test_torchs_own_product_is_taken_as_long_as_it_is_faster(
 ) -> None:
     costs = Costs(packed_s, monkeypatch)
     weight = torch.ones(4, 3)
-    assert products.plain_rows(weight, costs.packed, costs.clock) == most
+    assert products.max_torch_rows(weight, costs.packed, costs.clock) == most
     calls = costs.calls
-    assert products.plain_rows(torch.zeros(4, 3), costs.packed, costs.clock) == most
+    assert products.max_torch_rows(torch.zeros(4, 3), costs.packed, costs.clock) == most
     assert costs.calls == calls  # a size is measured once
-    products.plain_rows(torch.ones(5, 3), costs.packed, costs.clock)
+    products.max_torch_rows(torch.ones(5, 3), costs.packed, costs.clock)
     assert costs.calls > calls
 
 
@@ -64,7 +64,7 @@ def test_the_faster_one_gives_the_same_and_never_where_bits_must_not_change(
 ) -> None:
     if not packable(torch.zeros(1)):
         pytest.skip("this CPU has no packed products")
-    monkeypatch.setattr("paceline.actors.engine.linear.plain_rows", lambda *_: 4)
+    monkeypatch.setattr("paceline.actors.engine.linear.max_torch_rows", lambda *_: 4)
     generator = torch.Generator().manual_seed(0)
     linear = StackedLinear(torch.randn(2, 24, 16, generator=generator))
     linear.invariant = invariant
@@ -75,10 +75,12 @@ def test_the_faster_one_gives_the_same_and_never_where_bits_must_not_change(
         taken.append(x.numel() // x.shape[-1])
         return functional.linear(x, linear.weight[expert], bias)
 
-    monkeypatch.setattr(linear, "_product", noted)
+    monkeypatch.setattr(linear, "_packed_product", noted)
     for rows in range(1, 8):
         x = torch.randn(1, rows, 16, generator=generator)
-        torch.testing.assert_close(linear(x, Grid([1], x.device))[0], x[0] @ linear.weight[1].T)
+        torch.testing.assert_close(
+            linear(x, ExpertLayout([1], x.device))[0], x[0] @ linear.weight[1].T
+        )
     if invariant:
         assert {3, 4, 5, 6, 7} <= set(taken)
     else:

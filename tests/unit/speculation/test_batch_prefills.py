@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_llama
 
-from paceline.actors.engine.grid import Grid
+from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.costs import batch_prefills
 
@@ -49,7 +49,7 @@ def test_reading_together_equals_reading_alone(experts: tuple[int, ...]) -> None
         for each in (together, alone):
             each.prefill(row, [5, 6, 7, 8, 9, 10, 11][:start], 0, experts[row])
         alone.prefill(row, tokens, start, experts[row])
-    together.read(
+    together.prefill_batch(
         [2, 0, 1, 3],
         [prompts[i] for i in (2, 0, 1, 3)],
         [7, 4, 0, 3],
@@ -58,9 +58,9 @@ def test_reading_together_equals_reading_alone(experts: tuple[int, ...]) -> None
     ends = [start + len(tokens) for tokens, start in zip(prompts, starts, strict=True)]
     given_next = torch.tensor([[1], [2], [3], [4]], device=DEVICE)
     at = torch.tensor(ends, device=DEVICE)[:, None]
-    grid = Grid(list(experts), DEVICE)
+    layout = ExpertLayout(list(experts), DEVICE)
     own, other = (
-        each.forward(range(4), given_next, at, max(ends) + 1, grid=grid)
+        each.forward(range(4), given_next, at, max(ends) + 1, layout=layout)
         for each in (together, alone)
     )
     torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)

@@ -299,7 +299,7 @@ def test_prefill_stops_without_memory_after_a_failure_and_with_the_sequence(
     assert not drafter.has_idle_work
     respond(drafter, row(LONG))
     with monkeypatch.context() as broken:
-        broken.setattr(ModelRunner, "read", None)
+        broken.setattr(ModelRunner, "prefill_batch", None)
         drafter.run_idle_work()
     assert (drafter.failures, drafter.has_idle_work, drafter.num_sequences) == (1, False, 0)
     assert respond(drafter, row(tokens, 41)).unknown_rows == (0,)
