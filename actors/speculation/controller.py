@@ -116,7 +116,7 @@ class SpeculationController:
     def observe_version(self, draft: str, weight_version: int) -> None:
         """Take the version that a draft proposed with: pool experts load weights themselves."""
         if self._versions.get(draft, weight_version) != weight_version:
-            self.reset_acceptance(draft)
+            self._reset_acceptance(draft)
         self._versions[draft] = weight_version
 
     def weights_changed(self, draft: str, weight_version: int | None) -> None:
@@ -124,11 +124,7 @@ class SpeculationController:
         self._versions.pop(draft, None)
         if weight_version is not None:
             self._versions[draft] = weight_version
-        self.reset_acceptance(draft)
-
-    def reset_acceptance(self, draft: str) -> None:
-        """Forget most of a draft's measured acceptance, and probe the draft soon."""
-        self._call(lambda policy: policy.reset_acceptance(draft), "new weights were not noted")
+        self._reset_acceptance(draft)
 
     def set_limits(self, max_tokens: int | None, probe_share: float | None) -> None:
         """Change the policy's limits, see GoodputPolicy.set_limits."""
@@ -139,6 +135,9 @@ class SpeculationController:
         if self._policy is None:
             return {}, None
         return {d: self._policy.current_k(d) for d in drafts}, self._policy.predicted_goodput
+
+    def _reset_acceptance(self, draft: str) -> None:
+        self._call(lambda policy: policy.reset_acceptance(draft), "new weights were not noted")
 
     def _choose_by_group(
         self,

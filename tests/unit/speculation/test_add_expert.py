@@ -1,4 +1,4 @@
-"""Experts that come while requests run: no text changes, and the others draft as before."""
+"""Experts that are added while requests run: no text changes, other drafts are unaffected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def accepted_all(outputs: list[StepOutput]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_expert_comes_in_the_midst_of_answers(kind: str) -> None:
+def test_an_expert_is_added_while_answers_stream(kind: str) -> None:
     engine, undisturbed = engine_with(kind), run(engine_with(kind), crowd())
     outputs: dict[str, list[StepOutput]] = {}
     for own in crowd():
@@ -97,7 +97,7 @@ def test_an_expert_comes_in_the_midst_of_answers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "modules"])
-def test_weights_of_old_and_new_experts_are_taken_afterwards(kind: str) -> None:
+def test_weights_of_old_and_new_experts_are_swapped_afterwards(kind: str) -> None:
     engine = engine_with(kind)
     for name in ("c", "d"):
         engine.updates.put(AddExpert(name, "a"))
@@ -126,7 +126,7 @@ def test_several_experts_draft_in_one_round() -> None:
         assert accepted_all(outputs[f"r{i}"]) == ("abc"[i % 3] == "c")
 
 
-def test_a_new_expert_has_a_candidates_slot_where_the_others_have_one() -> None:
+def test_a_new_expert_has_a_candidate_slot_if_the_others_have_one() -> None:
     engine = engine_with("tied", canary_share=SHARE)
     engine.updates.put(AddExpert("c", "a"))
     engine.updates.put(SwapWeights("c", 1, state("tied", 4)))
@@ -160,10 +160,10 @@ def test_recorded_forwards_do_not_read_what_has_moved() -> None:
     assert answers(replay=True) == answers(replay=False)
 
 
-def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_cannot_be_added_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_with("tied")
     before = engine.drafts()
-    engine.updates.put(AddExpert("c", "nobody"))
+    engine.updates.put(AddExpert("c", "unknown"))
     engine.updates.put(AddExpert("a", "b"))
     run(engine)
     assert engine.drafts() == before
@@ -192,10 +192,10 @@ def test_what_cannot_be_added_leaves_everything_as_it_is(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "norms of queries"])
-def test_memory_that_runs_out_anywhere_changes_nothing(
+def test_running_out_of_memory_at_any_allocation_changes_nothing(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever allocation fails: weights that come later are drafted with, and memory is back."""
+    """Later swaps work, and the memory of the failed attempt is freed."""
     engine, left = engine_with(kind), [0]
     decoder = engine.draft_runner._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
     new_empty, pack = Tensor.new_empty, linear._packed

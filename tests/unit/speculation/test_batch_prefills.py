@@ -1,4 +1,4 @@
-"""Several prompts are read in one forward, and each as if it were alone."""
+"""Several prefills in one forward give the same as each alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 64
 
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 400))
-def test_stretches_that_are_read_together(lengths: list[int], most: int) -> None:
+def test_batches_bound_padding_and_tokens(lengths: list[int], most: int) -> None:
     parts = batch_prefills(lengths, most)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     for part in parts:
@@ -40,7 +40,7 @@ def runner(models: int) -> ModelRunner:
 
 
 @pytest.mark.parametrize("experts", [(0, 0, 0, 0), (1, 0, 2, 1)])
-def test_reading_together_equals_reading_alone(experts: tuple[int, ...]) -> None:
+def test_batched_prefills_equal_single_ones(experts: tuple[int, ...]) -> None:
     numbers = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB, (n,), generator=numbers).tolist() for n in (9, 30, 17, 1)]
     starts = [4, 0, 7, 3]  # what comes before was read in an earlier round

@@ -1,4 +1,4 @@
-"""Two slots per draft in the engine: who drafts with which, and what a bad candidate costs."""
+"""Two weight slots per draft: which requests use which, and the cost of a bad candidate."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_without_a_share_there_is_no_canary() -> None:
 
 
 @pytest.mark.parametrize("promoted", [False, True])
-def test_a_decision_in_the_midst_of_answers_changes_no_text_and_mixes_no_evidence(
+def test_a_decision_during_answers_changes_no_text_and_mixes_no_outcomes(
     promoted: bool,
 ) -> None:
     engine, outputs = two_slots(), {}
@@ -98,7 +98,7 @@ def test_a_decision_in_the_midst_of_answers_changes_no_text_and_mixes_no_evidenc
 
 
 @pytest.mark.parametrize("fields", [{}, SAMPLED])
-def test_a_candidate_without_probabilities_costs_nobody_else_a_draft(
+def test_a_non_finite_candidate_costs_no_other_draft(
     fields: dict[str, Any],
 ) -> None:
     engine = two_slots()
@@ -119,7 +119,7 @@ def test_a_candidate_without_probabilities_costs_nobody_else_a_draft(
             assert tokens_of(outputs[name]) == plain(name)
 
 
-def test_a_draft_without_probabilities_leaves_sampled_text_to_the_target() -> None:
+def test_a_non_finite_draft_does_not_bias_sampled_text() -> None:
     """Verification by rejection with q = nan would give tokens that the target never gives."""
     engine = make_engine(target_seed=1)
     engine.updates.put(SwapWeights("a", 1, state(2, float("nan"))))
@@ -133,14 +133,14 @@ def test_a_draft_without_probabilities_leaves_sampled_text_to_the_target() -> No
         assert tokens_of(outputs[name]) == tokens_of(reference[name])
 
 
-def test_a_resumed_answer_tells_nothing_of_a_version() -> None:
+def test_a_resumed_answer_has_no_outcome() -> None:
     whole = plain(INSIDE[0])
     again = asked(INSIDE[0], output_token_ids=tuple(whole[:5]))
     outputs = run(two_slots(), [again])
     assert outputs[INSIDE[0]][-1].outcome is None
 
 
-def test_initial_weights_and_plain_decoding_tell_nothing() -> None:
+def test_initial_weights_and_plain_decoding_have_no_outcome() -> None:
     requests = [asked(IDS[0], draft="a@0"), asked(IDS[1], draft="off"), asked(IDS[2], draft="x")]
     assert set(outcomes(run(make_engine(), requests)).values()) == {None}
 
@@ -175,7 +175,7 @@ def test_an_expert_of_a_pool_has_two_slots_too() -> None:
         server.close()
 
 
-def test_an_expert_of_a_pool_gives_up_a_candidate_without_probabilities() -> None:
+def test_an_expert_of_a_pool_removes_a_non_finite_candidate() -> None:
     drafter = make_drafter("a", candidate=True)
     drafter.load_weights("a@candidate", 8, state(1, float("nan")))
     server = ExpertServer(drafter, num_threads=1)
@@ -218,7 +218,7 @@ def test_outcomes_that_cannot_be_sent_are_lost_and_no_more() -> None:
     reporter.flush(idle=True)
 
 
-def test_a_draft_that_breaks_behind_one_token_leaves_the_others_their_share() -> None:
+def test_a_draft_that_fails_after_one_token_does_not_bias_the_others() -> None:
     """Position 2 has no probabilities where X was drawn at position 1, and some where Y was.
 
     To drop the whole row there would redraw X and keep every Y.
@@ -255,7 +255,7 @@ def test_a_draft_that_breaks_behind_one_token_leaves_the_others_their_share() ->
     assert chi_square(counts, law) > 1e-3
 
 
-def test_padding_behind_a_short_row_breaks_nothing() -> None:
+def test_padding_behind_a_short_row_is_not_taken_for_a_failure() -> None:
     probs = torch.tensor([[0.5, float("nan")], [0.5, 0.5]])
     ids = torch.zeros(2, 2, dtype=torch.int64)
     wide = probs[..., None].clone()
@@ -265,7 +265,7 @@ def test_padding_behind_a_short_row_breaks_nothing() -> None:
     assert bool(kept.token_probs.isfinite().all())
 
 
-def test_a_failure_is_told_at_once_and_by_a_resumed_answer_too() -> None:
+def test_a_failure_is_reported_at_once_by_a_resumed_answer_too() -> None:
     """Its client may go away, and then nothing would ever end the trial."""
     engine = two_slots()
     engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
@@ -278,7 +278,7 @@ def test_a_failure_is_told_at_once_and_by_a_resumed_answer_too() -> None:
     assert engine.num_running == 1
 
 
-def test_what_broken_weights_wrote_is_read_by_nobody() -> None:
+def test_keys_and_values_of_faulty_weights_are_zeroed() -> None:
     engine = two_slots()
     engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
     run(engine, [asked(name) for name in IDS], draft_failures=True)

@@ -1,4 +1,4 @@
-"""Engines that leave k to the policy, with a perfect draft and a hopeless one.
+"""Engines that leave k to the controller, with a perfect draft and a hopeless one.
 
 A forward of the target takes a second and so does a round's drafting, by the engine's clock.
 """
@@ -19,15 +19,15 @@ CAP, ROWS = 6, 4
 PERFECT, HOPELESS = "perfect", "hopeless"
 
 
-class Noting(GoodputPolicy):
-    """Keeps what it planned."""
+class RecordingPolicy(GoodputPolicy):
+    """Keeps its choices."""
 
     def __init__(self) -> None:
         rows = (1, 2, ROWS)
         target = StepCosts({(r, t): 1.0 for r in rows for t in (1, 2, CAP + 1)})
         draft = DraftCosts({(r, e): 1.0 / CAP for r in rows for e in (1, 2)})
         super().__init__(target, draft, CAP)
-        self.planned: list[Mapping[DraftGroup, int]] = []
+        self.choices: list[Mapping[DraftGroup, int]] = []
 
     def choose(
         self,
@@ -36,13 +36,13 @@ class Noting(GoodputPolicy):
         prefill_s: Callable[[], Mapping[DraftGroup, float]] = dict,
         prefilling: Mapping[DraftGroup, int] | None = None,
     ) -> Mapping[DraftGroup, int]:
-        self.planned.append(super().choose(rows, others, prefill_s, prefilling))
-        return self.planned[-1]
+        self.choices.append(super().choose(rows, others, prefill_s, prefilling))
+        return self.choices[-1]
 
 
-def made() -> tuple[Engine, Noting]:
+def made() -> tuple[Engine, RecordingPolicy]:
     """The perfect draft has the target's own weights, the hopeless one random others."""
-    policy = Noting()
+    policy = RecordingPolicy()
     target = served(tiny_llama(1, vocab=300))
     drafts = {PERFECT: served(tiny_llama(1, vocab=300)), HOPELESS: served(tiny_llama(9, vocab=300))}
     ticks = count()
@@ -72,14 +72,14 @@ def answered(engine: Engine, drafts: Iterable[str], times: int) -> list[list[int
 def test_a_perfect_draft_is_used_to_the_cap() -> None:
     engine, policy = made()
     answered(engine, [PERFECT], 6)
-    chosen = [plan[DraftGroup(PERFECT)] for plan in policy.planned]
+    chosen = [plan[DraftGroup(PERFECT)] for plan in policy.choices]
     assert max(chosen) == CAP
     late = chosen[len(chosen) // 2 :]
     assert sum(k == CAP for k in late) >= 0.9 * len(late)
     assert len(chosen) < 6 * 80 / 4  # rounds, of which a plain token each would take 480
 
 
-def test_nobody_waits_for_a_draft_to_read_before_the_first_token() -> None:
+def test_the_first_token_does_not_wait_for_a_draft_prefill() -> None:
     engine, _ = made()
     answered(engine, [PERFECT], 6)  # by now it pays to draft to the cap
     outputs = run(engine, [request("late", [7, 9, 40], draft=PERFECT, max_tokens=80)])["late"]
@@ -88,10 +88,10 @@ def test_nobody_waits_for_a_draft_to_read_before_the_first_token() -> None:
     assert gave[1] == (1, CAP + 1)
 
 
-def test_a_hopeless_draft_is_left_off_but_for_probes() -> None:
+def test_a_hopeless_draft_is_off_except_for_probes() -> None:
     engine, policy = made()
     answered(engine, [HOPELESS], 10)
-    chosen = [plan[DraftGroup(HOPELESS)] for plan in policy.planned]
+    chosen = [plan[DraftGroup(HOPELESS)] for plan in policy.choices]
     assert max(chosen[:20]) > 0  # it had its chance
     late = chosen[len(chosen) // 2 :]
     assert sum(k > 0 for k in late) <= 0.1 * len(late)
@@ -103,15 +103,15 @@ def test_each_draft_is_judged_by_itself_and_answers_are_the_targets() -> None:
     both = answered(engine, [PERFECT, HOPELESS], 4)
     beside = [
         plan
-        for plan in policy.planned
+        for plan in policy.choices
         if plan.keys() == {DraftGroup(PERFECT), DraftGroup(HOPELESS)}
     ]
     late = beside[len(beside) // 2 :]
     assert sum(plan[DraftGroup(PERFECT)] == CAP for plan in late) >= 0.9 * len(late) > 10
     # beside the other it drafts for nothing by this clock; by itself it would cost the round
-    began = len(policy.planned)
+    began = len(policy.choices)
     alone = answered(engine, [HOPELESS], 1)
-    chosen = [plan[DraftGroup(HOPELESS)] for plan in policy.planned[began:]]
+    chosen = [plan[DraftGroup(HOPELESS)] for plan in policy.choices[began:]]
     assert sum(k > 0 for k in chosen) <= 0.1 * len(chosen)
     plain = answered(made()[0], ["off"], 4)
     assert both[::2] == both[1::2] == plain

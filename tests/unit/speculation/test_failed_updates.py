@@ -1,4 +1,4 @@
-"""Weights that cannot be loaded and a policy that fails: what that costs, and for how long."""
+"""Weights that cannot be loaded, and a policy that fails: both cost drafts, never an answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.actors.speculation.pending_updates import PartialLoads, SetLimits,
 def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The slot holds a mixture: its requests draft nothing until whole weights come."""
+    """The slot mixes old and new weights: its requests draft nothing until a load succeeds."""
     engine = make_engine(target_seed=1, clock=lambda: 0.0)
     engine.add(request("before", [3, 5, 7], max_tokens=30, ignore_eos=True))
     outputs = [o for _ in range(4) for o in engine.step()]
@@ -52,21 +52,21 @@ def drafted(engine: Engine, name: str, **fields: Any) -> tuple[int, int]:
     return stats.num_spec_steps, stats.weight_version
 
 
-def spoil(engine: Engine, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a version of a loaded in part."""
+def load_in_part(engine: Engine, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load a version of a in part."""
     with monkeypatch.context() as scarce:
         short_of_memory(scarce)
         engine.updates.put(SwapWeights("a", version, state(1)))
         run(engine)
 
 
-def test_what_was_loaded_in_part_is_loaded_again_when_memory_may_be_back(
+def test_a_partial_load_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without another version, which may never come."""
+    """Without another version, which may never be published."""
     now = [100.0]
     engine = make_engine(target_seed=1, clock=lambda: now[0])
-    spoil(engine, 1, monkeypatch)
+    load_in_part(engine, 1, monkeypatch)
     now[0] += 0.9
     assert drafted(engine, IDS[0])[0] == 0
     now[0] += 0.2
@@ -76,12 +76,12 @@ def test_what_was_loaded_in_part_is_loaded_again_when_memory_may_be_back(
     assert engine.draft_failures == 0
 
 
-def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
+def test_retries_of_a_load_that_keeps_failing_back_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, tried = [0.0], []
     engine = make_engine(target_seed=1, clock=lambda: now[0])
-    spoil(engine, 1, monkeypatch)
+    load_in_part(engine, 1, monkeypatch)
     engine.add(request("long", [3, 5, 7], max_tokens=80, ignore_eos=True))
 
     def short(*_: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_load_that_keeps_failing_is_tried_ever_more_rarely(
     assert tried == [1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
 
 
-def test_retries_wait_a_minute_at_most_and_newer_weights_take_the_place_of_older() -> None:
+def test_retries_wait_at_most_a_minute_and_load_the_latest_weights() -> None:
     loads, error = PartialLoads(), RuntimeError()
     loads.add(SwapWeights("a", 1, {}), error)
     loads.add(SwapWeights("b@candidate", 1, {}), error)
@@ -125,7 +125,7 @@ def test_retries_wait_a_minute_at_most_and_newer_weights_take_the_place_of_older
 def test_a_candidate_that_cannot_be_loaded_has_failed(
     fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody drafts with it: without a word its trial would wait for ever."""
+    """No request drafts with it: without a report its trial would never end."""
     engine = two_slots()
     with monkeypatch.context() as scarce:
         if fits:
@@ -155,7 +155,7 @@ def failed(output: StepOutput) -> bool:
     return output.outcome is not None and output.outcome.failed
 
 
-def test_a_request_whose_outcome_tells_nothing_does_not_take_the_report_along() -> None:
+def test_a_request_without_an_outcome_does_not_take_the_report() -> None:
     engine = two_slots(initial=True)
     refused(engine, 8)
     engine.add(asked(IDS[0], draft="a@0"))
@@ -170,7 +170,7 @@ def test_a_request_whose_outcome_tells_nothing_does_not_take_the_report_along() 
     assert engine.num_running == 4
 
 
-def test_a_request_that_has_told_of_a_failure_leaves_the_next_one_to_others() -> None:
+def test_a_request_reports_one_failure_only() -> None:
     engine = two_slots(max_num_seqs=2)
     for version, name in ((8, IDS[0]), (9, IDS[1])):
         refused(engine, version)
@@ -180,10 +180,10 @@ def test_a_request_that_has_told_of_a_failure_leaves_the_next_one_to_others() ->
     assert engine.num_running == 2
 
 
-def test_a_report_is_not_lost_with_the_round_that_was_to_carry_it(
+def test_a_report_survives_a_failed_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where memory is short for weights, it may be for the target's forward too."""
+    """If memory is short for weights, it may be for the target's forward too."""
     engine = two_slots()
     refused(engine, 8)
     with monkeypatch.context() as scarce:
@@ -199,7 +199,7 @@ def test_a_report_is_not_lost_with_the_round_that_was_to_carry_it(
 @pytest.mark.parametrize(
     "method", ["choose", "observe_round", "observe_finished", "reset_acceptance", "set_limits"]
 )
-def test_a_controller_that_fails_costs_drafts_and_no_answer(
+def test_a_policy_that_fails_costs_drafts_and_no_answer(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -217,10 +217,10 @@ def test_a_controller_that_fails_costs_drafts_and_no_answer(
     assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
 
 
-def test_a_controller_that_does_not_take_note_of_new_weights_ends_no_round(
+def test_a_policy_that_fails_at_new_weights_ends_no_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights that a proposer has taken by itself are noted in the midst of a round."""
+    """Versions that a proposer loaded by itself are observed within a round."""
     engine = two_slots(k=None)
     policy = GoodputPolicy(StepCosts({(1, 1): 0.01}), DraftCosts({(1, 1): 0.001}), 4)
     monkeypatch.setattr(policy, "reset_acceptance", lambda _: 1 // 0)

@@ -112,8 +112,8 @@ class World:
         return plan
 
 
-def test_what_is_left_of_an_answer_must_be_worth_the_reading() -> None:
-    """Steps alone promise a gain of a third; the reading costs more than that."""
+def test_the_rest_of_an_answer_must_be_worth_the_prefill() -> None:
+    """Steps alone promise a gain of a third; the prefill costs more than that."""
 
     def settled(unread: int, left: int) -> list[int]:
         drafting_costs = draft_costs(prefill=PrefillCosts(0.0, 0.0005))
@@ -138,7 +138,7 @@ def test_what_is_left_of_an_answer_must_be_worth_the_reading() -> None:
     assert sum(k > 0 for k in settled(unread=600, left=20)) < 20
 
 
-def test_what_is_left_follows_the_limit_and_what_is_usual() -> None:
+def test_expected_remaining_tokens_follow_the_limit_and_the_usual_length() -> None:
     policy = make_policy()
     for _ in range(200):
         policy.observe_finished(40, 100)
@@ -150,7 +150,7 @@ def test_what_is_left_follows_the_limit_and_what_is_usual() -> None:
     )  # it has outlived the usual
 
 
-def test_where_drafting_and_plain_decoding_are_even_nothing_is_drafted() -> None:
+def test_nothing_is_drafted_if_drafting_and_plain_decoding_are_even() -> None:
     def even(_rows: int, tokens: int) -> float:
         return 0.010 * (1.0 + 0.55 * (tokens - 1))
 
@@ -193,7 +193,7 @@ def test_acceptance_counts_tried_positions_only() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
-def test_hopeless_drafts_are_left_off_and_cost_almost_nothing(batch: int) -> None:
+def test_hopeless_drafts_are_off_and_cost_almost_nothing(batch: int) -> None:
     world = World({A: batch}, {A: 0.02})
     world.run(200)  # learning that they are hopeless costs once
     world.seconds = world.plain_seconds = 0.0
@@ -226,8 +226,8 @@ def test_the_choice_is_near_the_best_fixed_number(acceptance: float, batch: int)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_what_a_round_costs_beside_its_steps_is_not_charged_to_further_steps(batch: int) -> None:
-    """Else, after short drafts, long ones look dear for ever, and are never tried."""
+def test_the_fixed_cost_of_a_round_is_not_charged_to_further_steps(batch: int) -> None:
+    """Else long drafts look dear for ever after short ones, and are never tried."""
     world = World({A: batch}, {A: 0.5}, seed=5)
     world.fixed_s = 0.004
     world.run(400)
@@ -244,7 +244,7 @@ def test_what_a_round_costs_beside_its_steps_is_not_charged_to_further_steps(bat
     assert world.tokens / world.seconds > 0.95 * max(fixed(k) for k in range(MAX + 1))
 
 
-def test_the_cost_of_steps_never_tried_follows_from_those_that_were() -> None:
+def test_the_cost_of_untried_steps_follows_from_tried_ones() -> None:
     table = draft_costs()
     step = draft_s(4, 1)
     for _ in range(100):
@@ -265,7 +265,7 @@ def test_the_cost_of_steps_never_tried_follows_from_those_that_were() -> None:
         max_size=60,
     )
 )
-def test_drafting_never_looks_free_nor_less_than_nothing(
+def test_the_cost_of_drafting_stays_positive(
     rounds: list[tuple[int, int, int, float]],
 ) -> None:
     table = draft_costs()
@@ -278,7 +278,7 @@ def test_drafting_never_looks_free_nor_less_than_nothing(
         assert table._fit.slope > 0.0
 
 
-def test_experts_are_judged_one_by_one() -> None:
+def test_acceptance_is_measured_per_expert() -> None:
     good, bad = DraftGroup("good"), DraftGroup("bad")
     world = World({good: 2, bad: 2}, {good: 0.85, bad: 0.02})
     world.run(400)
@@ -287,8 +287,8 @@ def test_experts_are_judged_one_by_one() -> None:
     assert sum(p[bad] == 0 for p in chosen) > 150
 
 
-def test_sampled_requests_are_judged_apart_from_greedy_ones() -> None:
-    """Each by itself gets what it gets where the other has never been."""
+def test_acceptance_of_sampled_requests_is_measured_apart_from_greedy_ones() -> None:
+    """Each alone gets the same k as if the other had never run."""
     greedy, sampled = DraftGroup.both("a")
 
     def late(
@@ -307,7 +307,7 @@ def test_sampled_requests_are_judged_apart_from_greedy_ones() -> None:
     assert sum(p[greedy] > 0 for p in beside) > 390
 
 
-def test_a_use_that_is_new_takes_after_the_other_with_little_weight() -> None:
+def test_a_new_group_starts_from_its_counterpart_with_little_weight() -> None:
     policy = make_policy()
     for _ in range(400):
         policy.observe_acceptance(A, MAX, MAX)
@@ -320,7 +320,7 @@ def test_a_use_that_is_new_takes_after_the_other_with_little_weight() -> None:
     assert policy._estimate(A).expected_accepted()[1] == known
 
 
-def test_who_drafts_the_most_already_keeps_nobody_from_being_looked_at() -> None:
+def test_a_group_at_the_maximum_does_not_keep_others_from_being_probed() -> None:
     """A row costs a draft step so much that the sampled group, seldom accepted, is off."""
     greedy, sampled = DraftGroup.both("a")
 
@@ -367,7 +367,7 @@ def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
     assert {frozenset(), frozenset({greedy}), frozenset({greedy, sampled})} <= made
 
 
-def test_a_swap_concerns_both_uses() -> None:
+def test_a_swap_concerns_both_groups() -> None:
     policy = make_policy()
     for group in DraftGroup.both("a"):
         policy.observe_acceptance(group, MAX, MAX)
@@ -380,8 +380,8 @@ def test_a_swap_concerns_both_uses() -> None:
     )
 
 
-def test_an_expert_with_both_uses_is_one_expert_to_read() -> None:
-    """Its weights are read once a step, whoever it drafts for."""
+def test_an_expert_with_both_groups_counts_as_one_expert() -> None:
+    """Its weights are read once per step."""
     read = []
 
     class Told(DraftCosts):
@@ -397,7 +397,7 @@ def test_an_expert_with_both_uses_is_one_expert_to_read() -> None:
     assert set(read) == {1, 2}
 
 
-def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() -> None:
+def test_a_better_draft_is_noticed_and_a_swap_is_probed_at_once() -> None:
     world = World({A: 1}, {A: 0.02})
     world.run(1000)
     world.acceptance[A] = 0.9
@@ -408,7 +408,7 @@ def test_a_draft_that_got_better_is_noticed_and_a_swap_is_looked_at_at_once() ->
     assert world.round()[A] > 0
 
 
-def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
+def test_a_swap_is_probed_though_the_draft_prefills_first() -> None:
     world = World({A: 1}, {A: 0.02})
     world.run(1000)
     world.acceptance[A], world.silent = 0.9, 20
@@ -416,8 +416,8 @@ def test_a_swap_is_looked_at_though_the_draft_reads_its_prompt_first() -> None:
     assert max(world.round()[A] for _ in range(60)) > 2
 
 
-def test_deeper_positions_are_looked_at_again() -> None:
-    """What is accepted further on changes without a swap: k must be able to grow."""
+def test_deeper_positions_are_probed_again() -> None:
+    """Acceptance at later positions changes without a swap: k must be able to grow."""
     world = World({A: 1}, {A: 0.45})
     world.run(2000)
     world.acceptance[A] = 0.95
@@ -453,7 +453,7 @@ def test_many_hopeless_experts_cost_no_more_than_one(count: int) -> None:
     assert world.seconds < 1.02 * world.plain_seconds
 
 
-def test_a_noisy_profile_never_gives_a_cost_of_nothing() -> None:
+def test_a_noisy_profile_gives_positive_costs() -> None:
     table = StepCosts({(1, 1): 5.0, (1, 5): 5.4, (1, 9): 4.6})
     assert table.seconds(1, 33) == pytest.approx(4.6)
     for _ in range(40):
@@ -475,7 +475,7 @@ def test_costs_come_from_the_profile_until_they_are_measured() -> None:
     assert table.seconds(4, 5) < 1.3 * before
 
 
-def test_a_slow_machine_slows_the_sizes_that_are_not_running_too() -> None:
+def test_a_slow_machine_slows_idle_sizes_too() -> None:
     table = costs(target_s, (1, 2, 5, 9))
     plain, drafted = target_s(16, 1), target_s(16, 2)
     for _ in range(60):
@@ -495,7 +495,7 @@ def test_a_slow_machine_slows_the_sizes_that_are_not_running_too() -> None:
     assert table.seconds(16, 2) / table.seconds(16, 1) == pytest.approx(1.2 * drafted / plain, 0.05)
 
 
-def test_a_clock_that_stands_still_brings_no_pace_of_nothing() -> None:
+def test_a_stopped_clock_does_not_bring_the_pace_to_nothing() -> None:
     table = costs(target_s, (1, 2, 5, 9))
     for _ in range(30):
         table.observe(16, 1, target_s(16, 1))
@@ -507,7 +507,7 @@ def test_a_clock_that_stands_still_brings_no_pace_of_nothing() -> None:
     assert table.seconds(16, 1) == pytest.approx(target_s(16, 1), rel=0.05)
 
 
-def test_slow_moments_do_not_have_a_full_batch_draft_at_a_loss() -> None:
+def test_slow_moments_do_not_make_a_full_batch_draft_at_a_loss() -> None:
     """A tenth is lost where all draft. Slow moments fall on plain rounds or on drafting ones.
 
     Costs are those of the embedded target on a busy machine, 50 ms to half a second slow at a time.
@@ -555,7 +555,7 @@ def test_k_falls_as_load_grows() -> None:
         policy = GoodputPolicy(*tables, MAX)
         for _ in range(300):
             policy.observe_acceptance(A, MAX, 3)
-        for _ in range(10):  # the first look at an expert that is left off ends in these
+        for _ in range(10):  # the first probe of an expert that is off ends in these
             k = policy.choose({A: batch})[A]
             policy.observe_acceptance(A, k, min(k, 3))
             drafting = (batch, 1, k) if k else (0, 0, 0)
@@ -566,8 +566,8 @@ def test_k_falls_as_load_grows() -> None:
     assert chosen[-1] == 0
 
 
-def test_requests_that_come_later_have_to_be_read_too() -> None:
-    """All that run have been read, but their successors' reading costs more than drafts gain."""
+def test_the_prefill_of_later_requests_counts() -> None:
+    """Running requests are computed, but later prefills cost more than drafts gain."""
 
     def settled(prompt: int) -> int:
         drafting_costs = draft_costs(prefill=PrefillCosts(0.0, 0.0005))
@@ -587,7 +587,7 @@ def test_requests_that_come_later_have_to_be_read_too() -> None:
     assert settled(prompt=800) == 0
 
 
-def test_the_first_time_of_a_size_is_taken_for_what_is_done_once() -> None:
+def test_the_first_time_of_a_size_counts_as_one_time_work() -> None:
     table = costs(target_s, (1, 2, 5, 9))
     usual = table.seconds(4, 3)
     table.observe(4, 3, 20 * usual)
@@ -596,7 +596,7 @@ def test_the_first_time_of_a_size_is_taken_for_what_is_done_once() -> None:
     assert table.seconds(4, 3) == pytest.approx(usual, rel=0.01)
 
 
-def test_what_reading_costs_follows_what_it_takes() -> None:
+def test_prefill_costs_follow_measurements() -> None:
     prefill = PrefillCosts(request_s=0.001, token_s=0.0001)
     assert prefill.seconds(1, 10) == pytest.approx(0.002)
     prefill.observe(DraftPrefill(1, 10), 0.2)  # a stall
@@ -606,25 +606,25 @@ def test_what_reading_costs_follows_what_it_takes() -> None:
     assert prefill.seconds(1, 10) == pytest.approx(0.004, rel=0.02)
 
 
-def test_an_expert_whose_rows_are_all_being_read_is_not_looked_at() -> None:
+def test_an_expert_without_decoding_rows_is_not_probed() -> None:
     policy = make_policy()
     for _ in range(200):
         chosen = policy.choose({A: 1, B: 3}, prefilling={B: 3})
         policy.observe_acceptance(A, chosen[A], chosen[A])
         drafting = (1, 1, chosen[A]) if chosen[A] else (0, 0, 0)
         policy.observe_round(1, chosen[A] + 1, target_s(1, chosen[A] + 1), drafting, 0.001)
-    assert policy._probe(B).due  # its first look is still to come
+    assert policy._probe(B).due  # its first probe is still to come
     assert policy.choose({A: 1, B: 3})[B] > 0
 
 
-def test_reading_never_comes_to_cost_nothing() -> None:
+def test_prefill_costs_stay_positive() -> None:
     prefill = PrefillCosts(request_s=0.001, token_s=0.0)
     for _ in range(500):
         prefill.observe(DraftPrefill(1, 1), -0.001)
     assert prefill.seconds(1, 0) == pytest.approx(0.0001)
 
 
-def test_other_limits_hold_from_the_next_round_on_and_are_taken_back() -> None:
+def test_limits_hold_from_the_next_round_on_and_can_be_restored() -> None:
     world = World({A: 1}, {A: 0.95})
     world.run(400)
     settled = world.policy.current_k("a")
@@ -640,7 +640,7 @@ def test_other_limits_hold_from_the_next_round_on_and_are_taken_back() -> None:
     assert max(max(world.round().values()) for _ in range(300)) <= MAX
 
 
-def test_without_a_share_of_the_time_a_draft_that_does_not_pay_is_not_looked_at_again() -> None:
+def test_without_a_probe_share_a_draft_that_does_not_pay_is_not_probed_again() -> None:
     def looks(share: float | None) -> int:
         world = World({A: 8}, {A: 0.02})
         world.run(300)

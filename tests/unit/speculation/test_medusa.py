@@ -1,4 +1,4 @@
-"""Medusa heads: plain decoding's answers whatever they say, and right heads are accepted."""
+"""Medusa heads: answers equal plain decoding, and right heads are accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served,
 from laws import chi_square
 from tiny_models import save_tiny, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
-from unit.speculation.test_law import target_law
+from unit.speculation.test_output_distribution import target_law
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.decoders import ModuleDecoder
@@ -127,7 +127,7 @@ def test_greedy_answers_are_those_of_plain_decoding_in_a_ragged_batch(k: int, ki
     assert len(stats.acceptance_histogram) == min(k, K) + 1
 
 
-def test_heads_that_know_the_answer_are_accepted_and_random_ones_are_not() -> None:
+def test_heads_trained_on_the_answer_are_accepted_and_random_ones_are_not() -> None:
     config, state = overfitted(True)
     asked = [request(f"{i}", p, max_tokens=40, ignore_eos=True) for i, p in enumerate(PROMPTS)]
     taken, drafted = accepted(run(medusa_engine(state, config, k=K), asked))
@@ -187,7 +187,7 @@ def test_a_resumed_request_goes_on_with_the_same_tokens() -> None:
         assert tokens_of(found) == answers()[3][at:40]
 
 
-def test_a_seed_fixes_the_text_whatever_the_heads_say() -> None:
+def test_a_seed_fixes_the_text_whatever_the_heads_draft() -> None:
     config, state = overfitted(True)
     given = []
     for draft, k, crowd in [("off", 0, 0), ("a", 3, 0), ("a", 1, 3), ("a", 2, 2), ("b", 3, 1)]:
@@ -210,7 +210,7 @@ def test_a_seed_fixes_the_text_whatever_the_heads_say() -> None:
 
 
 @pytest.mark.parametrize("kind", ["unseeded", "mixed"])
-def test_samples_follow_the_targets_law(kind: str) -> None:
+def test_samples_follow_the_target_distribution(kind: str) -> None:
     """Chi-square over 1,500 answers, two tokens a round from heads of a cut support.
 
     Prompts differ in nothing, so the joint law of the first three tokens is the target's.
@@ -257,7 +257,7 @@ def test_samples_follow_the_targets_law(kind: str) -> None:
     assert chi_square(drawn, law) > 1e-3
 
 
-def test_new_heads_are_taken_between_rounds_and_wrong_ones_left() -> None:
+def test_heads_are_swapped_between_rounds_and_misfits_refused() -> None:
     _, state = overfitted(True)
     engine = medusa_engine(k=K)
     engine.add(request("r", PROMPTS[3], max_tokens=60, ignore_eos=True))
@@ -272,7 +272,7 @@ def test_new_heads_are_taken_between_rounds_and_wrong_ones_left() -> None:
 
 
 @pytest.mark.parametrize("own_output", [True, False])
-def test_heads_come_back_from_their_folder(tmp_path: Path, own_output: bool) -> None:
+def test_heads_are_saved_and_loaded(tmp_path: Path, own_output: bool) -> None:
     config, state = overfitted(own_output)
     save_heads(tmp_path / "heads", config, state)
     found_config, found = load_heads(tmp_path / "heads")
@@ -289,7 +289,7 @@ def test_heads_come_back_from_their_folder(tmp_path: Path, own_output: bool) -> 
         load_heads(save_tiny(tmp_path / "model", 1, tokenizer=False))
 
 
-def test_served_heads_say_what_the_trained_ones_say() -> None:
+def test_served_heads_equal_trained_ones() -> None:
     for own_output in (True, False):
         config, state = overfitted(own_output)
         weight = tiny_llama(1).lm_head.weight
@@ -358,7 +358,7 @@ def test_hidden_states_are_what_the_head_reads_fused_and_by_module() -> None:
     assert isinstance(runner.decoder, ModuleDecoder)
 
 
-def test_no_hidden_state_is_gathered_for_those_who_do_not_read_any(
+def test_no_hidden_state_is_gathered_for_drafts_that_read_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = medusa_engine(k=K)
@@ -397,7 +397,7 @@ def test_the_loss_is_the_papers_weighted_sum() -> None:
     torch.testing.assert_close(medusa_loss(logits[:, 1:2], labels[1:2], 0.8), alone)
 
 
-def test_heads_begin_by_saying_what_the_target_says() -> None:
+def test_heads_start_as_the_target_head() -> None:
     weight = tiny_llama(1).lm_head.weight.detach()
     hidden = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     for own_output in (True, False):

@@ -1,4 +1,4 @@
-"""What the whole engine samples follows the target's law, whatever is drafted."""
+"""The engine samples from the target's distribution, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def target_law(
 
 @pytest.mark.parametrize("kind", ["unseeded", "seeded", "mixed"])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_the_engines_samples_follow_the_targets_law(kind: str, top_p: float) -> None:
+def test_the_engine_samples_from_the_target_distribution(kind: str, top_p: float) -> None:
     """Chi-square over 4,000 answers of four tokens, drafted three at a time from a cut support.
 
     The joint law of the first three is the target's; greedy neighbours stay greedy.
