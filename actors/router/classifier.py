@@ -1,4 +1,4 @@
-"""The small BERT that tells a prompt's topic."""
+"""The topic classifier: a small BERT with further rows for added topics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, layer_norm, linear, scaled_dot_product_attention
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel
 
-from paceline.actors.router.grown_head import GrownHead
-from paceline.actors.router.regression import Texts
+from paceline.actors.router.added_topic_head import AddedTopicHead
+from paceline.actors.router.regression import ClassifiedTexts
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +60,18 @@ class _Layer:
     norm: _Norm
 
 
-class BertReader:
-    """The pooled output, and the mean of the embeddings, of one unpadded text.
+class BertEncoder:
+    """Pooled output and mean embedding of one unpadded text (Devlin et al., NAACL 2019).
 
-    The same numbers as `transformers.BertModel`'s but for rounding: Devlin et al., NAACL 2019. Only
-    the first token is pooled, so that the last layer computes that one alone.
+    Equal to `transformers.BertModel` except for rounding. The last layer computes the first token
+    only, since no other one is pooled.
     """
 
     def __init__(self, bert: BertModel) -> None:
-        """Take what is needed of a model with a pooler, which may then be dropped.
+        """Copy the weights of a model.
 
         Args:
-            bert: in float32 on the CPU.
+            bert: with a pooler, in float32 on the CPU; not needed afterwards.
 
         Raises:
             ValueError: it is a decoder, or has no pooler.
@@ -105,7 +105,7 @@ class BertReader:
         return torch.cat([self._pooler(hidden[0]).tanh(), embedded.mean(dim=0)])
 
     def _through(self, layer: _Layer, hidden: Tensor, rows: int) -> Tensor:
-        """The first ``rows`` of what a layer makes of ``[T, H]``."""
+        """The first ``rows`` of a layer's output for ``[T, H]``."""
         split = layer.queries_keys_values(hidden).view(len(hidden), 3, self._heads, -1)
         queries, keys, values = split.permute(1, 2, 0, 3).unsqueeze(1)
         seen = scaled_dot_product_attention(queries[:, :, :rows], keys, values)
@@ -115,7 +115,7 @@ class BertReader:
         return layer.norm(layer.narrowed(wide) + hidden)
 
 
-def _layer_of(layer: Any) -> _Layer:  # a transformers.BertLayer, whose parts bear no types
+def _layer_of(layer: Any) -> _Layer:  # a transformers.BertLayer, whose parts have no types
     own, out = layer.attention.self, layer.attention.output
     return _Layer(
         queries_keys_values=_Dense.of(own.query, own.key, own.value),
@@ -128,27 +128,27 @@ def _layer_of(layer: Any) -> _Layer:  # a transformers.BertLayer, whose parts be
     )
 
 
-def reader_of(bert: BertModel) -> Callable[[Tensor], Tensor]:
-    """A BertReader where it reads as the library does, else the library's own forward.
+def build_encoder(bert: BertModel) -> Callable[[Tensor], Tensor]:
+    """A BertEncoder if it equals transformers' forward, else the latter.
 
     Args:
-        bert: see BertReader; one that is a decoder or quantized is read by the library.
+        bert: a decoder or quantized model needs transformers' forward.
     """
     positions = min(8, int(bert.config.max_position_embeddings))
     sample = torch.arange(positions) % int(bert.config.vocab_size)
-    library = _Library(bert)
+    library = _TransformersEncoder(bert)
     try:
-        reader = BertReader(bert)
-        if torch.allclose(reader(sample), library(sample), rtol=1e-3, atol=1e-4, equal_nan=True):
-            return reader
-        logger.info("router: a brief reading differs from the library's, which is taken")
+        encoder = BertEncoder(bert)
+        if torch.allclose(encoder(sample), library(sample), rtol=1e-3, atol=1e-4, equal_nan=True):
+            return encoder
+        logger.info("router: the fast encoder differs from transformers', which is used")
     except Exception as error:
-        logger.info("router: no brief reading of this model (%s)", error)
+        logger.info("router: no fast encoder for this model (%s)", error)
     return library
 
 
 @dataclass(frozen=True, slots=True)
-class _Library:
+class _TransformersEncoder:
     bert: BertModel
 
     @torch.inference_mode()
@@ -158,16 +158,19 @@ class _Library:
         return torch.cat([self.bert(input_ids=ids).pooler_output, mean], dim=1)[0]
 
 
-_CHARACTERS_PER_TOKEN = 16  # no token of a usual text is longer; what is cut off is never read
+_CHARACTERS_PER_TOKEN = 16  # upper bound for usual texts
 
 
 _Head = tuple[tuple[str, ...], Tensor, Tensor]  # all labels; weight [n, F] and bias [n] of n rows
 
 
 class TopicClassifier:
-    """A prompt's topic probabilities, on the CPU in float32.
+    """Topic probabilities of a prompt, on the CPU in float32.
 
-    Only the start of a text counts, as much of it as the model was made for.
+    A text is truncated to the model's positions.
+
+    Attributes:
+        fingerprint: of the model and tokenizer.
     """
 
     def __init__(self, model_path: str) -> None:
@@ -186,34 +189,34 @@ class TopicClassifier:
         self._max_tokens = int(config.max_position_embeddings)
         self._hidden_size = int(config.hidden_size)
         self._own = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-        self.mark = _fingerprint(Path(model_path), model)
-        self._reader = reader_of(model.bert)
+        self.fingerprint = _fingerprint(Path(model_path), model)
+        self._encoder = build_encoder(model.bert)
         self._own_rows = model.classifier.weight.detach(), model.classifier.bias.detach()
         # One attribute, replaced whole: a classification reads one head from start to end.
-        self._head = self._with(GrownHead.empty(self.mark, self.feature_size))
+        self._head = self._with(AddedTopicHead.empty(self.fingerprint, self.feature_size))
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The topics that are told apart, the model's own first."""
+        """All topics, the model's own first."""
         return self._head[0]
 
     @property
     def feature_size(self) -> int:
-        """F, of :meth:`features`."""
+        """F of :meth:`features`."""
         return 2 * self._hidden_size
 
-    def take(self, head: GrownHead) -> None:
-        """Tell the topics of a head apart too, in place of those of an earlier head.
+    def set_head(self, head: AddedTopicHead) -> None:
+        """Use a head for added topics, in place of an earlier one.
 
         Raises:
-            ValueError: for a head that was grown on another model.
+            ValueError: the head was fitted on another model.
         """
         self._head = self._with(head)
 
-    def _with(self, head: GrownHead) -> _Head:
-        """All labels, and a head's rows; a topic that the model knows itself is left to it."""
-        if head.base != self.mark or head.weight.shape[1] != self.feature_size:
-            raise ValueError("router: the head was grown on another model")
+    def _with(self, head: AddedTopicHead) -> _Head:
+        """All labels, and a head's rows; for a topic of the model its own row is used."""
+        if head.base != self.fingerprint or head.weight.shape[1] != self.feature_size:
+            raise ValueError("router: the head was fitted on another model")
         new = [i for i, topic in enumerate(head.topics) if topic not in self._own]
         labels = (*self._own, *(head.topics[i] for i in new))
         weight, bias = head.weight[new].copy(), head.bias[new].copy()
@@ -221,7 +224,7 @@ class TopicClassifier:
 
     @torch.inference_mode()
     def classify(self, text: str) -> dict[str, float]:
-        """Probability by label; they sum to 1. An empty text gets equal probabilities."""
+        """Probability by label; they sum to 1, and are equal for an empty text."""
         head = self._head
         labels, features = head[0], self._features(text)
         if features is None:
@@ -231,29 +234,30 @@ class TopicClassifier:
 
     @torch.inference_mode()
     def features(self, text: str) -> Tensor | None:
-        """What a text is judged by, float32 ``[F]``; None of an empty one.
+        """Features of a text, float32 ``[F]``; None for an empty one.
 
-        The first half is BERT's pooled output, which is all that the model's own rows read. It
-        was trained for them alone, and what they do not need is hardly in it: new topics lie in
-        ``general``'s heap there. So grown rows read a second half too, the mean over the text of
-        BERT's embeddings: its words.
+        The first half is BERT's pooled output, the input of the model's own rows. It was trained
+        for these alone and hardly separates new topics from ``general``. So added rows also read
+        the second half, the mean of BERT's embeddings over the text.
         """
         found = self._features(text)
         return None if found is None else found[0]
 
     @torch.inference_mode()
-    def judged(self, features: Tensor, head: GrownHead) -> tuple[tuple[str, ...], Texts]:
-        """The labels, and what a head makes of features, float32 ``[N, F]``.
+    def classify_features(
+        self, features: Tensor, head: AddedTopicHead
+    ) -> tuple[tuple[str, ...], ClassifiedTexts]:
+        """The labels, and the logits with a head for features, float32 ``[N, F]``.
 
         Raises:
-            ValueError: for a head that was grown on another model.
+            ValueError: the head was fitted on another model.
         """
         rows = self._with(head)
         logits = self._logits(features, rows)
-        return rows[0], Texts(features.double().numpy(), logits.double().numpy())
+        return rows[0], ClassifiedTexts(features.double().numpy(), logits.double().numpy())
 
     def _logits(self, features: Tensor, head: _Head) -> Tensor:
-        """Of all labels ``[N, L]``, from ``[N, F]``."""
+        """Logits of all labels ``[N, L]``, from features ``[N, F]``."""
         own = linear(features[:, : self._hidden_size], *self._own_rows)
         return torch.cat([own, linear(features, *head[1:])], dim=1)
 
@@ -267,11 +271,11 @@ class TopicClassifier:
         )["input_ids"]
         if not ids:
             return None
-        return self._reader(torch.tensor(ids))[None]
+        return self._encoder(torch.tensor(ids))[None]
 
 
 def _fingerprint(folder: Path, model: BertForSequenceClassification) -> str:
-    """Of what the features depend on: weights, and how a text becomes tokens."""
+    """Hex digest of weights and tokenizer, on which the features depend."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())

@@ -1,16 +1,15 @@
-"""Which expert drafts best for a topic, by measured acceptance: discounted Hedge. Pure.
+"""Weights of experts per topic by measured acceptance: discounted Hedge. Pure.
 
-Per topic every expert has a weight; they sum to 1 and start as a prior. A *row* holds what the
-experts would have had accepted of one and the same answer, each scored on it: full information,
-so that an expert which does not serve is judged as well as one that does. A row moves weights by
+A topic's weights sum to 1 and start at a prior. A *row* holds the acceptance of all experts scored
+on one answer: full information, also of experts that do not serve. A row updates weights by
 
     w_e  <-  prior_e^(1 - discount) * (w_e * exp(rate * gain_e))^discount,  normalised
 
 which is Hedge (Freund and Schapire 1997) over gains that are forgotten geometrically: the
 discounted regret of the weighted mixture against any expert e is at most
 ln(1 / prior_e) / rate + rate / 8 * (sum of the discounts), whatever the gains, by Hoeffding's
-lemma and Jensen's inequality (compare Chernov and Zhdanov, arXiv 1005.1918). An expert that a row
-does not know keeps its weight, the others share out theirs ("specialists", Freund et al. 1997).
+lemma and Jensen's inequality (compare Chernov and Zhdanov, arXiv 1005.1918). An expert missing in
+a row keeps its weight, the others share theirs ("specialists", Freund et al. 1997).
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from typing import Any
 from paceline.actors.router.policy import GENERAL
 
 STATE_VERSION = 1
-_LEAST = 1e-100  # what no weight falls below: a chain of partly known rows could get to 0
+_MIN_WEIGHT = 1e-100  # many incomplete rows could reach 0
 
 
 @dataclass(frozen=True, slots=True)
 class HedgeSettings:
-    """How fast evidence counts, and what is believed without any.
+    """Learning rate, forgetting and prior.
 
     Attributes:
-        rate: of learning, per unit of acceptance.
-        discount: of what is known, by each further row, in (0, 1).
-        window: rows that are kept per topic.
+        rate: learning rate, per unit of acceptance.
+        discount: of earlier rows by each further one, in (0, 1).
+        window: rows kept per topic.
         own: prior weight of the topic's own expert.
         general: prior weight of the generalist; the other experts share the rest.
     """
@@ -47,10 +46,10 @@ class HedgeSettings:
 
 
 def prior(topic: str, experts: Iterable[str], settings: HedgeSettings) -> dict[str, float]:
-    """Weights without evidence; they sum to 1.
+    """Weights without any row; they sum to 1.
 
     Args:
-        topic: its own expert, if there is one, is favoured mildly over ``general``.
+        topic: its own expert, if there is one, is slightly preferred to ``general``.
         experts: all of them, ``general`` included.
         settings: see HedgeSettings.
     """
@@ -76,8 +75,8 @@ def updated(
     Args:
         weights: of all experts, positive, summing to 1.
         start: the prior, of the same experts.
-        gains: expert to acceptance in [0, 1]; one that is left out or not finite says nothing
-            of its expert, and of unknown experts nothing is taken.
+        gains: expert to acceptance in [0, 1]; values that are not finite and unknown experts are
+            ignored.
         settings: see HedgeSettings.
     """
     known = {e: g for e, g in gains.items() if e in weights and math.isfinite(g)}
@@ -93,15 +92,19 @@ def updated(
     highest = max(logs.values())
     raw = {expert: math.exp(value - highest) for expert, value in logs.items()}
     total = math.fsum(raw.values())
-    moved = {expert: max(mass * value / total, _LEAST) for expert, value in raw.items()}
+    moved = {expert: max(mass * value / total, _MIN_WEIGHT) for expert, value in raw.items()}
     return {**weights, **moved}
 
 
 class Hedge:
-    """The weights of all topics, from the last rows of each.
+    """Weights of all topics, from the last rows of each.
 
-    The weights follow from prior and rows alone, so that gains may come in any order, late ones
-    too, and a new version of an expert is judged by the same answers as the others.
+    They follow from prior and rows alone: gains may come late and in any order, and a new version
+    of an expert is scored on the same answers as the others.
+
+    Attributes:
+        settings: see HedgeSettings.
+        versions: expert to the weight_version of its gains.
     """
 
     def __init__(self, experts: Iterable[str], settings: HedgeSettings | None = None) -> None:
@@ -117,16 +120,16 @@ class Hedge:
             topic: OrderedDict() for topic in self.versions
         }
 
-    def enlist(self, expert: str) -> None:
-        """Take a further expert, and its topic, at the prior; one that is known is fine.
+    def add_expert(self, expert: str) -> None:
+        """Add an expert and its topic at the prior, unless it is known.
 
-        The other topics' rows do not know it, and leave it its prior weight there.
+        It keeps its prior weight in other topics' present rows.
         """
         self.versions.setdefault(expert, 0)
         self._rows.setdefault(expert, OrderedDict())
 
-    def open(self, topic: str, key: str) -> list[str]:
-        """Add an empty row to a topic; the keys of those that had to go for it.
+    def add_row(self, topic: str, key: str) -> list[str]:
+        """Add an empty row to a topic; returns the keys of rows that left the window.
 
         Raises:
             KeyError: for an unknown topic.
@@ -135,16 +138,12 @@ class Hedge:
         rows.setdefault(key, {})
         return [rows.popitem(last=False)[0] for _ in range(len(rows) - self.settings.window)]
 
-    def drop(self, topic: str, key: str) -> None:
-        """Forget a row."""
+    def remove_row(self, topic: str, key: str) -> None:
+        """Remove a row."""
         self._rows[topic].pop(key, None)
 
-    def serve(self, expert: str, version: int) -> bool:
-        """Note an expert's weight_version; another one than before puts it back to the prior.
-
-        Returns:
-            whether it is another one.
-        """
+    def set_version(self, expert: str, version: int) -> bool:
+        """Set an expert's weight_version; a new one removes its gains. Whether it is new."""
         if expert not in self.versions or self.versions[expert] == version:
             return False
         self.versions[expert] = version
@@ -153,8 +152,8 @@ class Hedge:
                 gains.pop(expert, None)
         return True
 
-    def note(self, topic: str, key: str, expert: str, gain: float) -> None:
-        """Enter an expert's acceptance into a row; what is not finite, or has no row, is not."""
+    def add_gain(self, topic: str, key: str, expert: str, gain: float) -> None:
+        """Add an expert's acceptance to a row, if it is finite and the row exists."""
         row = self._rows[topic].get(key) if topic in self._rows else None
         if row is not None and expert in self.versions and math.isfinite(gain):
             row[expert] = gain
@@ -168,11 +167,10 @@ class Hedge:
         return weights
 
     def table(self) -> dict[str, Any]:
-        """What choosing needs and people want to see, as plain data.
+        """The routing table, as plain data.
 
-        ``weights`` by topic and expert, of the topics with at least one row that compares
-        experts; ``acceptance`` the mean of the rows, likewise; ``rows`` by topic; ``versions``
-        of the experts that were scored.
+        ``weights`` and mean ``acceptance`` by topic and expert, of the topics with a row that
+        compares experts; number of ``rows`` by topic; ``versions`` of the scored experts.
         """
         measured = [t for t, rows in self._rows.items() if any(len(r) > 1 for r in rows.values())]
         return {
@@ -188,7 +186,7 @@ class Hedge:
         return {e: math.fsum(gains) / len(gains) for e, gains in known.items() if gains}
 
     def export(self) -> dict[str, Any]:
-        """The state as plain data, for :meth:`restore`."""
+        """State as plain data, for :meth:`restore`."""
         rows = {
             topic: [[key, dict(gains)] for key, gains in rows.items() if gains]
             for topic, rows in self._rows.items()
@@ -196,10 +194,10 @@ class Hedge:
         return {"state": STATE_VERSION, "versions": dict(self.versions), "rows": rows}
 
     def restore(self, data: Any) -> None:
-        """Take a state in place of this one; topics and experts that are not here are left out.
+        """Replace the state; unknown topics and experts are left out.
 
         Raises:
-            ValueError: for what is no state of this version; nothing has changed then.
+            ValueError: not a state of this version; nothing has changed.
         """
         try:
             if data["state"] != STATE_VERSION:
@@ -218,6 +216,6 @@ class Hedge:
         for topic, own in self._rows.items():
             own.clear()
             for key, gains in rows.get(topic, [])[-self.settings.window :]:
-                self.open(topic, key)
+                self.add_row(topic, key)
                 for expert, gain in gains.items():
-                    self.note(topic, key, expert, gain)
+                    self.add_gain(topic, key, expert, gain)

@@ -1,4 +1,4 @@
-"""Which expert drafts for a prompt, given what the classifier thinks of it. Pure."""
+"""Choose topic and expert of a prompt from the classifier's probabilities. Pure."""
 
 from __future__ import annotations
 
@@ -7,55 +7,51 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 GENERAL = "general"
-UNNAMED = 0.5  # what topics need that a mapping does not name
+DEFAULT_MIN_CONFIDENCE = 0.5  # of topics that a mapping does not name
 
-# What the likeliest topic needs: one probability for all, or that of each topic that the
-# classifier was made for; topics that were added to it are learnt from few examples, and less sure.
-LeastConfidence = float | Mapping[str, float]
+# Probability that the likeliest topic needs: one for all, or by topic of the calibrated classifier.
+# Added topics are trained on few examples and less certain.
+MinConfidence = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes: ``topic`` is what it is about, ``draft`` the expert that proposes.
-
-    Replay is kept by topic, whoever drafted.
-    """
+    """Topic of a request, by which it is recorded, and the expert that drafts for it."""
 
     topic: str
     draft: str
 
 
-def choose(
-    probabilities: Mapping[str, float], experts: Collection[str], min_confidence: LeastConfidence
+def choose_topic(
+    probabilities: Mapping[str, float], experts: Collection[str], min_confidence: MinConfidence
 ) -> str:
-    """The likeliest topic, or ``general`` when that is unsure: the rule without measurements.
+    """The likeliest topic, or ``general`` if it is uncertain.
 
     A wrong expert costs more than a right one gains, so the generalist is the floor.
 
     Args:
-        probabilities: by topic, as `TopicClassifier.classify` gives them; may be empty.
-        experts: names of the experts that there are.
-        min_confidence: probability in [0, 1] that the likeliest topic needs. A topic that a
-            mapping names must have it among the named ones and ``general``, for which the
-            classifier was calibrated: an added topic that looks a little like a prompt takes
-            nothing from it. Other topics need :data:`UNNAMED`, among all.
+        probabilities: by topic, see `TopicClassifier.classify`; may be empty.
+        experts: names of all experts.
+        min_confidence: probability in [0, 1] that the likeliest topic needs. For a topic that a
+            mapping names it is the probability among the named ones and ``general``, for which
+            the classifier was calibrated: a slightly similar added topic takes nothing away.
+            Other topics need :data:`DEFAULT_MIN_CONFIDENCE`, among all.
 
     Returns:
-        One of `experts`, or ``general``. Equal probabilities go to the first name in the
-        alphabet, so that the choice depends on nothing else.
+        One of `experts`, or ``general``. Ties go to the first name in the alphabet.
     """
     known = {topic: p for topic, p in probabilities.items() if math.isfinite(p)}
     if not known:
         return GENERAL
     topic = min(known, key=lambda name: (-known[name], name))
-    return topic if topic in experts and _is_sure(topic, known, min_confidence) else GENERAL
+    return topic if topic in experts and _is_certain(topic, known, min_confidence) else GENERAL
 
 
-def _is_sure(topic: str, known: Mapping[str, float], min_confidence: LeastConfidence) -> bool:
+def _is_certain(topic: str, known: Mapping[str, float], min_confidence: MinConfidence) -> bool:
     if not isinstance(min_confidence, Mapping):
         return known[topic] >= min_confidence
     if topic not in min_confidence:
-        return known[topic] >= UNNAMED
+        return known[topic] >= DEFAULT_MIN_CONFIDENCE
     rivals = sum(p for name, p in known.items() if name in min_confidence or name == GENERAL)
     return known[topic] >= min_confidence[topic] * rivals
 
@@ -63,23 +59,23 @@ def _is_sure(topic: str, known: Mapping[str, float], min_confidence: LeastConfid
 def route(
     probabilities: Mapping[str, float],
     experts: Collection[str],
-    min_confidence: LeastConfidence,
+    min_confidence: MinConfidence,
     weights: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Route:
     """Topic and expert of a prompt.
 
-    The topic is :func:`choose`'s. Its expert drafts as long as nothing is measured of it; then
-    the one with the largest weight, over all topics by their probabilities. Where the topic is
-    unsure ``general`` drafts, and so it does where no expert has more weight.
+    The topic is that of :func:`choose_topic`. Its expert drafts until acceptance is measured;
+    then the expert with the largest weight, averaged over topics by their probabilities, or
+    ``general`` if the topic is uncertain or no expert has more weight.
 
     Args:
         probabilities: by topic.
-        experts: names of the experts that there are.
-        min_confidence: see :func:`choose`.
-        weights: topic to expert to weight, each topic's sum 1, of the measured topics; what the
-            others, and ``general``, have of the probability speaks for ``general``.
+        experts: names of all experts.
+        min_confidence: see :func:`choose_topic`.
+        weights: topic to expert to weight, each topic's sum 1, of the measured topics; the
+            probability of other topics, and of ``general``, counts for ``general``.
     """
-    topic = choose(probabilities, experts, min_confidence)
+    topic = choose_topic(probabilities, experts, min_confidence)
     if topic == GENERAL or not weights or topic not in weights:
         return Route(topic, topic)
     votes = dict.fromkeys(experts, 0.0) | {GENERAL: 0.0}

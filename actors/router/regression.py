@@ -1,6 +1,6 @@
-"""A logistic regression with offsets, weights and a ridge, by Newton's method. Pure.
+"""Logistic regression with offsets, sample weights and a ridge, by Newton's method. Pure.
 
-It learns one row beside a classifier's present ones: with f the features of a text and z its
+It fits one row beside a classifier's present ones: with f the features of a text and z its
 present logits, (w, b) of sigmoid(w . f + b - logsumexp(z)).
 """
 
@@ -20,8 +20,8 @@ _CONVERGED = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """What the classifier makes of N texts.
+class ClassifiedTexts:
+    """Features and logits of N texts.
 
     Attributes:
         features: float64 ``[N, H]``.
@@ -39,23 +39,23 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A classifier's row: ``weight`` float64 ``[H]`` and its bias."""
+class ClassifierRow:
+    """A row of a classifier: ``weight`` float64 ``[H]`` and its bias."""
 
     weight: Doubles
     bias: float
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Examples, then the others.
+class RegressionData:
+    """ClassifiedTexts of both classes: examples of the new topic, then other prompts.
 
     Attributes:
         features: float64 ``[N, H]``.
         logits: float64 ``[N, L]``, of the present labels.
-        offsets: float64 ``[N]``, see Texts.
-        targets: float64 ``[N]``: 1 of examples, 0 of the others.
-        share: of the loss that the examples have.
+        offsets: float64 ``[N]``, see ClassifiedTexts.
+        targets: float64 ``[N]``: 1 for examples, 0 for the others.
+        share: of the loss, for the examples.
     """
 
     features: Doubles
@@ -65,8 +65,7 @@ class Problem:
     share: float
 
     @classmethod
-    def of(cls, examples: Texts, others: Texts, share: float) -> Problem:
-        """From both kinds."""
+    def of(cls, examples: ClassifiedTexts, others: ClassifiedTexts, share: float) -> RegressionData:
         return cls(
             np.concatenate([examples.features, others.features]),
             np.concatenate([examples.logits, others.logits]),
@@ -76,56 +75,56 @@ class Problem:
         )
 
     def weights(self, chosen: NDArray[np.bool_]) -> Doubles:
-        """Of the chosen prompts in the loss; they sum to 1."""
+        """Sample weights of the chosen texts, ``[chosen]``; they sum to 1."""
         targets = self.targets[chosen]
         own, rest = targets.sum(), (1.0 - targets).sum()
         return np.asarray(np.where(targets == 1.0, self.share / own, (1.0 - self.share) / rest))
 
 
-def spread(targets: Doubles, folds: int, seed: int) -> NDArray[np.int64]:
-    """The fold of every prompt, int64 ``[N]``; each kind is spread evenly over them."""
+def assign_folds(targets: Doubles, folds: int, seed: int) -> NDArray[np.int64]:
+    """The fold of every text, int64 ``[N]``, stratified by class."""
     rng = np.random.default_rng(seed)
     found = np.zeros(len(targets), np.int64)
-    for kind in (0.0, 1.0):
-        places = rng.permutation(np.flatnonzero(targets == kind))
+    for target in (0.0, 1.0):
+        places = rng.permutation(np.flatnonzero(targets == target))
         found[places] = np.arange(len(places)) % folds
     return found
 
 
-def held_out(problem: Problem, folds: NDArray[np.int64], ridge: float) -> Doubles:
-    """Per prompt the margin that a row gives it which was learnt without its fold."""
+def cross_validate(data: RegressionData, folds: NDArray[np.int64], ridge: float) -> Doubles:
+    """Margins ``[N]`` of all texts, each by a row fitted without the text's fold."""
     margins = np.zeros(len(folds))
     for fold in range(int(folds.max()) + 1):
         out = folds == fold
-        row = fitted(problem, ~out, ridge)
-        margins[out] = problem.features[out] @ row.weight + row.bias + problem.offsets[out]
+        row = fit_row(data, ~out, ridge)
+        margins[out] = data.features[out] @ row.weight + row.bias + data.offsets[out]
     return margins
 
 
-def likelihood(problem: Problem, margins: Doubles) -> float:
-    """Mean log-likelihood of the kinds, by the margins ``[N]`` that the prompts got."""
-    signed = np.where(problem.targets == 1.0, margins, -margins)
-    weights = problem.weights(np.ones(len(signed), bool))
+def log_likelihood(data: RegressionData, margins: Doubles) -> float:
+    """Weighted mean log-likelihood of the classes, given margins ``[N]``."""
+    signed = np.where(data.targets == 1.0, margins, -margins)
+    weights = data.weights(np.ones(len(signed), bool))
     return -float((weights * np.logaddexp(0.0, -signed)).sum())
 
 
-def fitted(problem: Problem, chosen: NDArray[np.bool_], ridge: float) -> Row:
-    """The row that the chosen prompts give."""
-    features = problem.features[chosen]
+def fit_row(data: RegressionData, chosen: NDArray[np.bool_], ridge: float) -> ClassifierRow:
+    """Fit a row to the chosen texts."""
+    features = data.features[chosen]
     mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
     design = np.concatenate([(features - mean) / scale, np.ones((len(features), 1))], axis=1)
-    kinds = problem.targets[chosen], problem.weights(chosen)
-    found = _newton(design, problem.offsets[chosen], *kinds, ridge)
+    classes = data.targets[chosen], data.weights(chosen)
+    found = _newton(design, data.offsets[chosen], *classes, ridge)
     weight = found[:-1] / scale
-    return Row(weight, float(found[-1] - mean @ weight))
+    return ClassifierRow(weight, float(found[-1] - mean @ weight))
 
 
 def _newton(
     design: Doubles, offsets: Doubles, targets: Doubles, weights: Doubles, ridge: float
 ) -> Doubles:
-    """Minimise the weighted logistic loss plus ``ridge / 2 * |w|^2``; the bias goes free."""
+    """Minimise the weighted logistic loss plus ``ridge / 2 * |w|^2``; the bias has no ridge."""
     penalty = np.full(design.shape[1], ridge)
-    penalty[-1] = 1e-9  # nothing but a solvable system
+    penalty[-1] = 1e-9  # for a regular system
     signs = 2.0 * targets - 1.0
 
     def loss(point: Doubles) -> float:
@@ -133,7 +132,7 @@ def _newton(
         return float((weights * np.logaddexp(0.0, -margins)).sum() + penalty @ (point**2) / 2)
 
     point = np.zeros(design.shape[1])
-    point[-1] = -float(weights @ offsets)  # between the two kinds
+    point[-1] = -float(weights @ offsets)
     present = loss(point)
     for _ in range(_NEWTON_STEPS):
         chances = sigmoid(design @ point + offsets)

@@ -1,11 +1,11 @@
-"""The router's actor class: one text at a time, off the event loop where it takes long."""
+"""The router's actor class: classifies one text at a time, in a thread if that is slow."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,141 +13,141 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.actors.router.added_topic_head import AddedTopicHead
 from paceline.actors.router.classifier import TopicClassifier
-from paceline.actors.router.grown_head import GrownHead
-from paceline.actors.router.growth import Growth, GrowthSettings, grow
-from paceline.actors.router.regression import Texts
+from paceline.actors.router.regression import ClassifiedTexts
+from paceline.actors.router.topic_fit import TopicFit, TopicFitSettings, fit_topic
 from paceline.actors.weights.subscriber import RegistrySubscriber
-from paceline.actors.weights.topics import TopicsView
+from paceline.actors.weights.topics import RouterHead, TopicsView
 
 logger = logging.getLogger(__name__)
 
-# A thread has to take the interpreter from a busy event loop after every operation: under load that
-# makes a brief classification several times as long, and answers wait for the topic.
-_BRIEF_S = 0.004
-_TOO_LONG_S = 0.25  # of the loop's time, once: no more of these there
+# A thread must take the interpreter from a busy event loop after every operation: under load that
+# multiplies the time of a fast classification, and answers wait for it.
+_MAX_FAST_S = 0.004
+_TOO_SLOW_S = 0.25  # one call of so long ends classification on the event loop
 _TRIALS = 5
-_LONG_TEXT = "What is a loop? " * 4096  # more than is read
+_LONG_TEXT = "What is a loop? " * 4096  # longer than is read
 
 
 @dataclass(frozen=True, slots=True)
-class GrownRouter:
-    """What :meth:`TopicRouter.grow` has made: plain data that crosses process borders.
+class RouterFit:
+    """A fitted head with a new topic, as it is sent between processes.
 
     Attributes:
-        growth: the figures.
-        fault: why the head must not be used, None where it may.
-        facts: of the head with the new topic, see GrownHead.parts.
-        arrays: likewise.
+        fit: the figures.
+        rejection: why the head must not be used, None if it may.
+        head: with the new topic.
     """
 
-    growth: Growth
-    fault: str | None
-    facts: dict[str, Any]
-    arrays: dict[str, Any]
+    fit: TopicFit
+    rejection: str | None
+    head: RouterHead
 
 
 class TopicRouter:
-    """Tells prompts' topics to the front door; a plain class, deployed by ``deploy/app.py``.
+    """Classifies prompts by topic; a plain class, deployed by ``deploy/app.py``.
 
-    Topics that were added come from the registry, which may be dead or slow at any time: the
-    router then tells those apart that it knows.
+    Added topics come from the registry, which may be dead or slow at any time: known topics are
+    still classified then.
     """
 
     def __init__(self, model_path: str, num_threads: int = 1, registry: Any = None) -> None:
-        """Load the classifier; `num_threads` is torch's in this process.
+        """Load the classifier.
 
         Args:
             model_path: the classifier's folder.
-            num_threads: see above.
-            registry: actor handle of the weight registry; None never grows.
+            num_threads: torch's, in this process.
+            registry: actor handle of the weight registry; None: no topic is ever added.
 
         Raises:
             FileNotFoundError: the folder holds no model.
         """
         torch.set_num_threads(num_threads)
         self._classifier = TopicClassifier(model_path)
-        # One thread: forwards of a millisecond gain nothing from running side by side, and a
-        # caller that gives up waiting leaves no pile of threads behind.
+        # One thread: forwards of a millisecond gain nothing from concurrency, and callers that
+        # time out leave no threads behind.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="router")
         seconds = min(self._timed(_LONG_TEXT)[1] for _ in range(_TRIALS))
-        self._brief = seconds <= _BRIEF_S
-        where = "the event loop" if self._brief else "a thread"
-        logger.info("router: %.1f ms for a long text, on %s", 1e3 * seconds, where)
-        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._on_loop = seconds <= _MAX_FAST_S
+        place = "the event loop" if self._on_loop else "a thread"
+        logger.info("router: %.1f ms for a long text, on %s", 1e3 * seconds, place)
+        self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         if registry is not None:
-            RegistrySubscriber(registry, on_topics=self._take_topics).start()
+            RegistrySubscriber(registry, on_topics=self._update_topics).start()
 
     async def classify(self, text: str) -> dict[str, float]:
         """Probability by topic, ``general`` included; they sum to 1."""
         loop = asyncio.get_running_loop()
-        if not self._brief:
+        if not self._on_loop:
             return await loop.run_in_executor(self._worker, self._classifier.classify, text)
-        async with self._turn_in(loop):
-            await asyncio.sleep(0)  # between any two texts all others have their turn
+        async with self._lock_of(loop):
+            await asyncio.sleep(0)  # let other tasks run between two texts
             probabilities, seconds = self._timed(text)
-        if seconds > _TOO_LONG_S:
+        if seconds > _TOO_SLOW_S:
             logger.warning("router: %.0f ms for a text, on a thread from now on", 1e3 * seconds)
-            self._brief = False
+            self._on_loop = False
         return probabilities
 
     def _timed(self, text: str) -> tuple[dict[str, float], float]:
         began = time.perf_counter()
         return self._classifier.classify(text), time.perf_counter() - began
 
-    def _turn_in(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
-        """One text at a time; a lock belongs to the loop in which somebody waited for it."""
-        if self._turn is None or self._turn[0] is not loop:
-            self._turn = loop, asyncio.Lock()
-        return self._turn[1]
+    def _lock_of(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
+        if self._lock is None or self._lock[0] is not loop:
+            self._lock = loop, asyncio.Lock()
+        return self._lock[1]
 
     async def labels(self) -> tuple[str, ...]:
-        """The topics that are told apart here and now."""
+        """All topics that are classified now."""
         return self._classifier.labels
 
-    async def grow(
+    async def fit_topic(
         self,
         topic: str,
         examples: Sequence[str],
         others: Sequence[str],
         experts: Collection[str],
-        head: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
-        settings: GrowthSettings | None = None,
-    ) -> GrownRouter:
-        """Learn to tell a further topic; nothing changes here until the registry announces it.
+        head: RouterHead | None = None,
+        settings: TopicFitSettings | None = None,
+    ) -> RouterFit:
+        """Fit a head with a further topic; it is used once the registry announces it.
 
-        Prompts are read one by one on a thread, beside or between those that are classified.
+        Features are computed in a thread, text by text, between classifications.
 
         Args:
-            topic: its name.
+            topic: name.
             examples: prompts of it.
-            others: prompts that shall stay where they are.
-            experts: topics that are served now.
-            head: facts and arrays of the present head, None where there is none.
-            settings: see GrowthSettings.
+            others: prompts whose topic should not change.
+            experts: present topics.
+            head: the present one, if any.
+            settings: see TopicFitSettings.
 
         Raises:
             ValueError: too few prompts.
         """
         own = self._classifier
-        present = GrownHead.empty(own.mark, own.feature_size)
-        if head is not None and head[0].get("base") == own.mark:
-            present = GrownHead.of(*head).without(topic)  # of one that was taken away by hand
-        mine = await self._read(examples)
-        rest = torch.cat([await self._read(others), torch.from_numpy(present.features.copy())])
-        labels, judged = await asyncio.to_thread(own.judged, torch.cat([mine, rest]), present)
+        present = AddedTopicHead.empty(own.fingerprint, own.feature_size)
+        if head is not None and head.facts.get("base") == own.fingerprint:
+            # without rows of a topic of that name that was removed by hand
+            present = AddedTopicHead.restore(head.facts, head.arrays).without(topic)
+        mine = await self._features(examples)
+        rest = torch.cat([await self._features(others), torch.from_numpy(present.features.copy())])
+        labels, texts = await asyncio.to_thread(
+            own.classify_features, torch.cat([mine, rest]), present
+        )
         end = len(mine)
-        new = Texts(judged.features[:end], judged.logits[:end])
-        old = Texts(judged.features[end:], judged.logits[end:])
-        rules = settings or GrowthSettings()
+        new = ClassifiedTexts(texts.features[:end], texts.logits[:end])
+        old = ClassifiedTexts(texts.features[end:], texts.logits[end:])
+        settings = settings or TopicFitSettings()
         known = {*experts, *present.topics}
-        growth = await asyncio.to_thread(grow, topic, new, old, labels, known, rules)
-        weight = growth.row.weight.astype(np.float32)
-        grown = present.with_row(topic, weight, growth.row.bias, mine.numpy())
-        return GrownRouter(growth, growth.fault(rules), *grown.parts())
+        fit = await asyncio.to_thread(fit_topic, topic, new, old, labels, known, settings)
+        weight = fit.row.weight.astype(np.float32)
+        grown = present.with_row(topic, weight, fit.row.bias, mine.numpy())
+        return RouterFit(fit, fit.rejection(settings), RouterHead(*grown.export()))
 
     async def check_health(self) -> None:
-        """Raise when the classifier no longer answers with finite probabilities.
+        """Check that the classifier gives finite probabilities.
 
         Raises:
             RuntimeError: its weights are broken.
@@ -156,8 +156,8 @@ class TopicRouter:
         if not abs(sum(probabilities.values()) - 1) < 1e-6:
             raise RuntimeError(f"router: probabilities are broken: {probabilities}")
 
-    async def _read(self, texts: Sequence[str]) -> torch.Tensor:
-        """Features of those that are not empty, float32 ``[N, F]``."""
+    async def _features(self, texts: Sequence[str]) -> torch.Tensor:
+        """Features of the texts that are not empty, float32 ``[N, F]``."""
         loop, found = asyncio.get_running_loop(), []
         for text in texts:
             features = await loop.run_in_executor(self._worker, self._classifier.features, text)
@@ -165,11 +165,11 @@ class TopicRouter:
                 found.append(features)
         return torch.stack(found) if found else torch.zeros(0, self._classifier.feature_size)
 
-    def _take_topics(self, view: TopicsView) -> None:
-        head = view.head
-        if head is None:
+    def _update_topics(self, view: TopicsView) -> None:
+        if view.head is None:
             return
         try:
-            self._classifier.take(GrownHead.of(head.facts, head.arrays))
-        except ValueError as error:  # of another router: its topics are unknown here
-            logger.warning("added topics are not told apart: %s", error)
+            head = AddedTopicHead.restore(view.head.facts, view.head.arrays)
+            self._classifier.set_head(head)
+        except ValueError as error:  # of another router's model
+            logger.warning("added topics are not classified: %s", error)

@@ -90,7 +90,7 @@ class ScoringLoop:
             if expert in self._scored or like not in self._scored:
                 return False
             self._fingerprints[expert] = self._fingerprints.get(like, "")
-            self.hedge.enlist(expert)
+            self.hedge.add_expert(expert)
             self._scored[expert] = set()
             return True
 
@@ -108,7 +108,7 @@ class ScoringLoop:
             if record.topic not in self._scored or key in self._records:
                 self._counts["refused"] += 1
                 return
-            for old in self.hedge.open(record.topic, key):
+            for old in self.hedge.add_row(record.topic, key):
                 self._remove(old)
             self._records[key] = _Encoded(record.topic, record.created, bytes(data))
             self._bytes += len(data)
@@ -132,7 +132,7 @@ class ScoringLoop:
             self._removed |= any(matches(*item) for item in self._in_progress.items())
             for key, own in gone:
                 self._remove(key)
-                self.hedge.drop(own, key)
+                self.hedge.remove_row(own, key)
             return len(gone)
 
     def table(self) -> dict[str, Any]:
@@ -165,8 +165,8 @@ class ScoringLoop:
             self.hedge.restore(data.get("hedge"))
             for expert, fingerprint in self._fingerprints.items():
                 if data["fingerprints"].get(expert) != fingerprint:
-                    self.hedge.serve(expert, -1)
-                    self.hedge.serve(expert, 0)
+                    self.hedge.set_version(expert, -1)
+                    self.hedge.set_version(expert, 0)
 
     def run_once(self, client: TrainerClient, evaluator: ExpertEvaluator) -> bool:
         """Score one expert on the records that it lacks; False if there was nothing to do.
@@ -242,11 +242,11 @@ class ScoringLoop:
             for (key, record), gain in zip(missing.items(), gains, strict=True):
                 if key in self._records:
                     self._scored[expert].add(key)
-                self.hedge.note(record.topic, key, expert, gain)
+                self.hedge.add_gain(record.topic, key, expert, gain)
             self._counts["scores"] += len(gains)
 
     def _follow(self, expert: str, version: int) -> None:
-        if self.hedge.serve(expert, version):
+        if self.hedge.set_version(expert, version):
             self._scored[expert].clear()
             self._resting.pop(expert, None)
 

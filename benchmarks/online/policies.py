@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.actors.router.hedge import Hedge
-from paceline.actors.router.policy import GENERAL, LeastConfidence, choose, route
+from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class Always(_Fixed):
 class Rule(_Fixed):
     """The classifier's likeliest topic, ``general`` where that is unsure."""
 
-    def __init__(self, experts: Collection[str], min_confidence: LeastConfidence) -> None:
-        """See :func:`paceline.actors.router.policy.choose`."""
+    def __init__(self, experts: Collection[str], min_confidence: MinConfidence) -> None:
+        """See :func:`paceline.actors.router.policy.choose_topic`."""
         self._experts, self._min_confidence = experts, min_confidence
 
     def pick(self, case: Case) -> str:
         """See Policy."""
-        return choose(case.probabilities, self._experts, self._min_confidence)
+        return choose_topic(case.probabilities, self._experts, self._min_confidence)
 
 
 class Label(_Fixed):
@@ -129,7 +129,7 @@ class Measured:
     def __init__(
         self,
         experts: Collection[str],
-        min_confidence: LeastConfidence,
+        min_confidence: MinConfidence,
         sample_share: float,
         seed: int,
     ) -> None:
@@ -158,10 +158,10 @@ class Measured:
 
     def score(self, case: Case) -> None:
         """The answer is among those that are sampled: score every expert on it."""
-        topic = choose(case.probabilities, self._experts, self._min_confidence)
-        self._hedge.open(topic, case.key)
+        topic = choose_topic(case.probabilities, self._experts, self._min_confidence)
+        self._hedge.add_row(topic, case.key)
         for expert, tally in case.tallies.items():
-            self._hedge.note(topic, case.key, expert, tally.gain)
+            self._hedge.add_gain(topic, case.key, expert, tally.gain)
         self._weights = self._hedge.table()["weights"]
 
 

@@ -25,11 +25,11 @@ from online.routes_figures import (
 from online.routes_plot import NAMES, WHOLE, draw
 from online.routes_section import routes as section
 from online.store import Store
-from paceline.actors.router.policy import LeastConfidence
+from paceline.actors.router.policy import MinConfidence
 
 
 def report(
-    store: Store, common: Mapping[str, Any], rule: LeastConfidence, out: Path, command: str
+    store: Store, common: Mapping[str, Any], rule: MinConfidence, out: Path, command: str
 ) -> None:
     """Print the table; write ``routes.json``, ``routes.md`` and ``routes.png``.
 

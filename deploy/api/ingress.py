@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from paceline.actors.router.policy import LeastConfidence, Route
+from paceline.actors.router.policy import MinConfidence, Route
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
@@ -73,7 +73,7 @@ class IngressSettings:
         max_model_len: prompt and answer together, tokens; None for the model's own limit.
         experts: of the configuration, ``general`` first.
         router_timeout_s: of the router, seconds.
-        min_confidence: see `policy.choose`.
+        min_confidence: see `policy.choose_topic`.
         max_in_flight: most concurrent sequences; beyond it 503 with Retry-After.
         max_seqs_per_client: most concurrent sequences of a client, None for all; beyond it 429.
         request_timeout_s: a request that takes longer is cancelled with 504.
@@ -91,7 +91,7 @@ class IngressSettings:
     max_model_len: int | None
     experts: tuple[str, ...]
     router_timeout_s: float
-    min_confidence: LeastConfidence
+    min_confidence: MinConfidence
     max_in_flight: int
     max_seqs_per_client: int | None = None
     request_timeout_s: float = 600.0

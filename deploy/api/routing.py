@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.actors.router.policy import LeastConfidence, Route, route
+from paceline.actors.router.policy import MinConfidence, Route, route
 from paceline.actors.weights.slots import in_canary
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
@@ -43,13 +43,13 @@ class InProcessRouter:
     Attributes:
         classify: see TopicRouter, as the others.
         labels: likewise.
-        grow: likewise; takes seconds of a thread.
+        fit_topic: likewise; takes seconds of a thread.
     """
 
     def __init__(self, router: Any) -> None:
         self.classify = _LocalMethod(router.classify)
         self.labels = _LocalMethod(router.labels)
-        self.grow = _LocalMethod(router.grow)
+        self.fit_topic = _LocalMethod(router.fit_topic)
 
 
 def load_router(path: str, num_threads: int, registry: Any) -> InProcessRouter:
@@ -234,7 +234,7 @@ class RouteSelector:
         router: Serve handle, or InProcessRouter; None for ``general`` always.
         experts: all experts; may grow.
         timeout_s: of the router, seconds.
-        min_confidence: see `policy.choose`.
+        min_confidence: see `policy.choose_topic`.
         clock: monotonic seconds.
         weights: gives the weights by topic and expert, None while they are unknown.
 
@@ -249,7 +249,7 @@ class RouteSelector:
         router: Any,
         experts: Collection[str],
         timeout_s: float,
-        min_confidence: LeastConfidence,
+        min_confidence: MinConfidence,
         clock: Callable[[], float],
         weights: Callable[[], Weights | None] = lambda: None,
     ) -> None:
@@ -264,7 +264,7 @@ class RouteSelector:
         self.calls: Counter[str] = Counter()
         self.latencies: deque[float] = deque(maxlen=_MAX_LATENCIES)
 
-    def configure(self, timeout_s: float, min_confidence: LeastConfidence) -> None:
+    def configure(self, timeout_s: float, min_confidence: MinConfidence) -> None:
         """Change the router's timeout and confidence."""
         self._timeout_s = timeout_s
         self._min_confidence = min_confidence

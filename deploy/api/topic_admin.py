@@ -10,17 +10,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.actors.replay.record import RecordError, decode
-from paceline.actors.router.growth import GrowthSettings
-from paceline.actors.router.policy import GENERAL, LeastConfidence
+from paceline.actors.router.policy import GENERAL, MinConfidence
+from paceline.actors.router.topic_fit import TopicFitSettings
 from paceline.actors.weights.topics import (
-    RouterHead,
     StaleRevisionError,
     TopicExistsError,
     TopicsView,
@@ -37,6 +36,9 @@ from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal, invalid_
 from paceline.deploy.recipes.data import Row
 from paceline.deploy.recipes.router_data import FORMS, general_prompts
 
+if TYPE_CHECKING:  # imports torch: seconds
+    from paceline.actors.router.router import RouterFit
+
 logger = logging.getLogger(__name__)
 
 MAX_EXAMPLES = 2_000
@@ -45,7 +47,7 @@ _BUNDLED_PROMPTS = 40  # per topic and form
 _STORED_PROMPTS = 40  # per shard
 _SEED = 11
 _QUERY_TIMEOUT_S = 5.0
-_GROW_TIMEOUT_S = 120.0
+_FIT_TIMEOUT_S = 120.0
 _COMMIT_TIMEOUT_S = 30.0
 
 
@@ -95,13 +97,13 @@ class TopicAdminSettings:
     Attributes:
         mutable: False refuses every addition.
         restart_reason: why an addition needs a restart; None if it does not.
-        min_confidence: see `policy.choose`.
+        min_confidence: see `policy.choose_topic`.
         max_topics: without ``general``.
     """
 
     mutable: bool = True
     restart_reason: str | None = None
-    min_confidence: LeastConfidence = 0.5
+    min_confidence: MinConfidence = 0.5
     max_topics: int = 32
 
 
@@ -216,12 +218,12 @@ class TopicAdmin:
             raise ApiError(
                 409, f"There are {self._settings.max_topics} topics already.", param="name"
             )
-        grown = None
+        fit = None
         if self._router is not None:
-            grown = await self._grow(new, view)
-        version = await self._commit(new.name, grown, view.revision)
+            fit = await self._fit(new, view)
+        version = await self._commit(new.name, fit, view.revision)
         logger.info("topic %s was added", new.name)
-        figures = None if grown is None else grown.growth.figures()
+        figures = None if fit is None else fit.fit.figures()
         return {
             "object": "topic",
             "name": new.name,
@@ -230,10 +232,10 @@ class TopicAdmin:
             "router": figures,
         }
 
-    async def _commit(self, name: str, grown: Any, revision: int) -> int:
+    async def _commit(self, name: str, fit: RouterFit | None, revision: int) -> int:
         """Add the topic to the registry; returns the weight version."""
-        head = None if grown is None else RouterHead(grown.facts, grown.arrays)
-        arguments = (name, GENERAL, head, None if grown is None else revision)
+        head = None if fit is None else fit.head
+        arguments = (name, GENERAL, head, None if fit is None else revision)
         message = (
             "The weight registry did not answer: whether the topic was added, `paceline topics` "
             "tells."
@@ -254,13 +256,13 @@ class TopicAdmin:
             raise internal(f"The weight registry refuses: {remote_message(error)}") from error
         return version
 
-    async def _grow(self, new: AddTopicRequest, view: TopicsView) -> Any:
+    async def _fit(self, new: AddTopicRequest, view: TopicsView) -> RouterFit:
         """The router's head with the topic.
 
         Raises:
             ApiError: 400 if the router cannot separate the topic by its examples.
         """
-        settings = GrowthSettings(min_confidence=self._settings.min_confidence)
+        settings = TopicFitSettings(min_confidence=self._settings.min_confidence)
         examples = _distinct(new.examples)
         if len(examples) < settings.min_examples:
             raise invalid_value(
@@ -271,20 +273,20 @@ class TopicAdmin:
         others = [*bundled_prompts(), *await stored_prompts(self._shards(), self._encoder)]
         known = set(examples)
         others = [text for text in _distinct(others) if text not in known]
-        head = None if view.head is None else (view.head.facts, view.head.arrays)
         experts = tuple(self._experts)
-        arguments = (new.name, examples, others, experts, head, settings)
-        grown = await _call("router", lambda: self._router.grow.remote(*arguments), _GROW_TIMEOUT_S)
-        if grown.fault is not None:
+        arguments = (new.name, examples, others, experts, view.head, settings)
+        call = partial(self._router.fit_topic.remote, *arguments)
+        fit: RouterFit = await _call("router", call, _FIT_TIMEOUT_S)
+        if fit.rejection is not None:
             raise ApiError(
                 400,
-                f"The router cannot tell {new.name} apart: {grown.fault}. Of {len(examples)} "
-                f"examples {_format_counts(grown.growth.before)} before. Nothing has changed; "
+                f"The router cannot tell {new.name} apart: {fit.rejection}. Of {len(examples)} "
+                f"examples {_format_counts(fit.fit.before)} before. Nothing has changed; "
                 "other or more examples may help.",
                 param="examples",
                 code="topic_not_separable",
             )
-        return grown
+        return fit
 
     def _shards(self) -> dict[str, Any]:
         return {**self._actors.shards, **self._experts.shards}

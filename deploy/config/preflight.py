@@ -16,7 +16,7 @@ from paceline.actors.engine.compatibility import (
     context_length,
     read_config,
 )
-from paceline.actors.router.policy import GENERAL, UNNAMED, LeastConfidence
+from paceline.actors.router.policy import GENERAL, DEFAULT_MIN_CONFIDENCE, MinConfidence
 from paceline.actors.weights.checkpoint import ModelError, check_tensors
 from paceline.actors.weights.state_folder import is_locked
 from paceline.cluster.session import LOOPBACK
@@ -171,8 +171,8 @@ def router_labels(config: PacelineConfig) -> tuple[str, ...]:
     return tuple(str(label) for label in labels.values())
 
 
-def router_confidence(config: PacelineConfig) -> LeastConfidence:
-    """The router's minimum confidence, see `policy.choose`.
+def router_confidence(config: PacelineConfig) -> MinConfidence:
+    """The router's minimum confidence, see `policy.choose_topic`.
 
     Raises:
         ModelError: the router's config cannot be read or is invalid.
@@ -183,7 +183,7 @@ def router_confidence(config: PacelineConfig) -> LeastConfidence:
     labels = router_labels(config)
     own = read_config(config.router_path, "router").get("min_confidence") if labels else None
     if own is None:
-        return UNNAMED
+        return DEFAULT_MIN_CONFIDENCE
     if isinstance(own, bool) or not isinstance(own, int | float) or not 0.0 <= own <= 1.0:
         raise ModelError(
             f"router: {config.router_path}/config.json: min_confidence must be a number from 0 to 1"

@@ -23,7 +23,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from paceline.actors.router.policy import GENERAL, UNNAMED
+from paceline.actors.router.policy import DEFAULT_MIN_CONFIDENCE, GENERAL
 from paceline.deploy.recipes import checkpoints, data
 from paceline.deploy.recipes.router_data import router_examples
 
@@ -209,9 +209,9 @@ def least_confidence(logits: torch.Tensor, labels: torch.Tensor) -> float:
     shares, found = logits.softmax(-1).max(-1)
     right = (found == labels) & (labels != LABELS.index(GENERAL))
     if not bool(right.any()):
-        return UNNAMED
+        return DEFAULT_MIN_CONFIDENCE
     kept = float(torch.quantile(shares[right].double(), 1 - _KEPT))
-    return max(UNNAMED, min(_MOST, round(kept, 3)))
+    return max(DEFAULT_MIN_CONFIDENCE, min(_MOST, round(kept, 3)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -69,9 +69,9 @@ def test_the_order_of_the_experts_does_not_matter(
     one, other = Hedge(EXPERTS), Hedge(order)
     for number, gains in enumerate(rows):
         for hedge in (one, other):
-            hedge.open("sql", str(number))
+            hedge.add_row("sql", str(number))
             for expert in hedge.versions:
-                hedge.note("sql", str(number), expert, gains[expert])
+                hedge.add_gain("sql", str(number), expert, gains[expert])
     assert other.weights("sql") == pytest.approx(one.weights("sql"))
 
 
@@ -82,14 +82,14 @@ def test_a_new_version_is_back_at_the_prior_and_the_others_keep_their_proportion
 ) -> None:
     hedge, without = Hedge(EXPERTS), Hedge(EXPERTS)
     for number, gains in enumerate(rows):
-        hedge.open("sql", str(number))
-        without.open("sql", str(number))
+        hedge.add_row("sql", str(number))
+        without.add_row("sql", str(number))
         for expert, gain in gains.items():
-            hedge.note("sql", str(number), expert, gain)
+            hedge.add_gain("sql", str(number), expert, gain)
             if expert != swapped:
-                without.note("sql", str(number), expert, gain)
-    assert hedge.serve(swapped, 1)
-    assert not hedge.serve(swapped, 1)
+                without.add_gain("sql", str(number), expert, gain)
+    assert hedge.set_version(swapped, 1)
+    assert not hedge.set_version(swapped, 1)
     weights = hedge.weights("sql")
     assert weights[swapped] == pytest.approx(prior("sql", EXPERTS, hedge.settings)[swapped])
     assert weights == pytest.approx(without.weights("sql"))
@@ -104,9 +104,9 @@ def test_gains_may_come_late_and_in_any_order(
     cells = [(str(n), e, gain) for n, gains in enumerate(rows) for e, gain in gains.items()]
     for hedge in (in_order, late):
         for number in range(len(rows)):
-            hedge.open("sql", str(number))
+            hedge.add_row("sql", str(number))
         for key, expert, gain in cells:
-            hedge.note("sql", key, expert, gain)
+            hedge.add_gain("sql", key, expert, gain)
         rng.shuffle(cells)
     assert late.weights("sql") == in_order.weights("sql")
 
@@ -130,9 +130,9 @@ def test_a_few_requests_turn_a_bad_expert_down_and_leave_a_good_one_in_place() -
     bad, good = Hedge(EXPERTS), Hedge(EXPERTS)
     for number in range(6):
         for hedge, gain in ((bad, 0.2), (good, 0.55)):
-            hedge.open("sql", str(number))
-            hedge.note("sql", str(number), "sql", gain)
-            hedge.note("sql", str(number), "general", 0.5)
+            hedge.add_row("sql", str(number))
+            hedge.add_gain("sql", str(number), "sql", gain)
+            hedge.add_gain("sql", str(number), "general", 0.5)
     assert bad.weights("sql")["general"] > bad.weights("sql")["sql"]
     assert good.weights("sql")["sql"] > good.weights("sql")["general"]
     assert bad.weights("math") == prior("math", EXPERTS, bad.settings)
@@ -149,23 +149,23 @@ def test_the_prior_favours_the_topics_own_expert_mildly() -> None:
 
 def test_only_the_last_rows_count_and_those_that_went_are_named() -> None:
     hedge = Hedge(EXPERTS, HedgeSettings(window=2))
-    gone = [hedge.open("sql", key) for key in "abc"]
+    gone = [hedge.add_row("sql", key) for key in "abc"]
     assert gone == [[], [], ["a"]]
-    hedge.note("sql", "a", "sql", 0.0)
-    hedge.note("sql", "a", "general", 1.0)
+    hedge.add_gain("sql", "a", "sql", 0.0)
+    hedge.add_gain("sql", "a", "general", 1.0)
     assert hedge.weights("sql") == prior("sql", EXPERTS, hedge.settings)
-    hedge.drop("sql", "b")
+    hedge.remove_row("sql", "b")
     assert hedge.table()["rows"]["sql"] == 1
 
 
 def filled() -> Hedge:
     hedge = Hedge(EXPERTS)
-    hedge.serve("sql", 3)
+    hedge.set_version("sql", 3)
     for number, gain in enumerate([0.9, 0.1, 0.4]):
-        hedge.open("sql", str(number))
-        hedge.note("sql", str(number), "sql", gain)
-        hedge.note("sql", str(number), "general", 0.5)
-        hedge.note("sql", str(number), "code", math.nan)
+        hedge.add_row("sql", str(number))
+        hedge.add_gain("sql", str(number), "sql", gain)
+        hedge.add_gain("sql", str(number), "general", 0.5)
+        hedge.add_gain("sql", str(number), "code", math.nan)
     return hedge
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
 
-from paceline.actors.router.classifier import BertReader, reader_of
+from paceline.actors.router.classifier import BertEncoder, build_encoder
 
 POSITIONS = 24
 
@@ -54,14 +54,14 @@ def test_it_reads_as_the_library_does(
     heads: int, layers: int, activation: str, types: int, seed: int, token_ids: list[int]
 ) -> None:
     model = model_of(heads, layers, activation, types, seed).double()  # rounding aside
-    found = BertReader(model)(torch.tensor(token_ids))
+    found = BertEncoder(model)(torch.tensor(token_ids))
     torch.testing.assert_close(
         found, by_the_library(model, torch.tensor(token_ids)), rtol=1e-8, atol=1e-10
     )
 
 
 def test_every_token_counts() -> None:
-    reader = BertReader(model_of())
+    reader = BertEncoder(model_of())
     first = reader(torch.tensor([1, 2, 3, 4]))
     size = len(first) // 2
     for changed in ([5, 2, 3, 4], [1, 2, 3, 5], [1, 3, 2, 4]):
@@ -77,18 +77,18 @@ def test_what_is_no_encoder_with_a_pooler_is_refused() -> None:
     without = BertModel(model_of().config, add_pooling_layer=False)
     for model in (without, decoder()):
         with pytest.raises(ValueError, match="router"):
-            BertReader(model)
+            BertEncoder(model)
 
 
 def test_a_model_that_is_not_read_briefly_is_read_by_the_library() -> None:
     model, tokens = decoder(), torch.tensor([3, 1, 4, 1, 5])
-    reader = reader_of(model)
-    assert not isinstance(reader, BertReader)
+    reader = build_encoder(model)
+    assert not isinstance(reader, BertEncoder)
     torch.testing.assert_close(reader(tokens), by_the_library(model, tokens))
 
 
 def test_a_brief_reading_that_differs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(reader_of(model_of()), BertReader)
-    own = BertReader.__call__
-    monkeypatch.setattr(BertReader, "__call__", lambda self, ids: own(self, ids) + 0.01)
-    assert not isinstance(reader_of(model_of()), BertReader)
+    assert isinstance(build_encoder(model_of()), BertEncoder)
+    own = BertEncoder.__call__
+    monkeypatch.setattr(BertEncoder, "__call__", lambda self, ids: own(self, ids) + 0.01)
+    assert not isinstance(build_encoder(model_of()), BertEncoder)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import paceline.actors.router.router as router_module
 import paceline.deploy
 from paceline.actors.router.classifier import TopicClassifier
-from paceline.actors.router.policy import choose
+from paceline.actors.router.policy import choose_topic
 from paceline.actors.router.router import TopicRouter
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import router_confidence
@@ -59,7 +59,7 @@ def test_prompts_like_the_topics_own_pass_what_the_model_asks_for(
     needed = router_confidence(load_config())
     for topic in TOPICS:
         for text in generate(topic, 40, seed=3):
-            assert choose(classifier.classify(text), TOPICS, needed) == topic
+            assert choose_topic(classifier.classify(text), TOPICS, needed) == topic
 
 
 def test_only_the_start_of_a_long_text_counts(classifier: TopicClassifier) -> None:
@@ -76,7 +76,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_the_router_answers_many_callers_as_the_classifier_does(
     classifier: TopicClassifier, monkeypatch: pytest.MonkeyPatch, brief_s: float
 ) -> None:
-    monkeypatch.setattr(router_module, "_BRIEF_S", brief_s)
+    monkeypatch.setattr(router_module, "_MAX_FAST_S", brief_s)
     router = TopicRouter(str(ROUTER))
     texts = [text for text, _ in PROMPTS]
 
@@ -90,7 +90,7 @@ def test_the_router_answers_many_callers_as_the_classifier_does(
 
 
 def test_between_any_two_texts_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "_BRIEF_S", 60.0)
+    monkeypatch.setattr(router_module, "_MAX_FAST_S", 60.0)
     router = TopicRouter(str(ROUTER))
     seen: list[str] = []
 
@@ -117,7 +117,7 @@ def test_between_any_two_texts_others_have_their_turn(monkeypatch: pytest.Monkey
 def test_a_text_that_took_long_is_the_last_one_on_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_module, "_BRIEF_S", 60.0)
+    monkeypatch.setattr(router_module, "_MAX_FAST_S", 60.0)
     router = TopicRouter(str(ROUTER))
     threads: list[int] = []
 
@@ -127,7 +127,7 @@ def test_a_text_that_took_long_is_the_last_one_on_the_loop(
         return {"general": 1.0}
 
     monkeypatch.setattr(router._classifier, "classify", classify)
-    monkeypatch.setattr(router_module, "_TOO_LONG_S", 0.01)
+    monkeypatch.setattr(router_module, "_TOO_SLOW_S", 0.01)
 
     async def ask() -> None:
         for _ in range(3):
@@ -142,7 +142,7 @@ def test_a_text_that_took_long_is_the_last_one_on_the_loop(
 def test_only_a_classifier_that_takes_long_leaves_the_loops_thread(
     monkeypatch: pytest.MonkeyPatch, brief_s: float
 ) -> None:
-    monkeypatch.setattr(router_module, "_BRIEF_S", brief_s)
+    monkeypatch.setattr(router_module, "_MAX_FAST_S", brief_s)
     router = TopicRouter(str(ROUTER))
     threads: list[int] = []
 

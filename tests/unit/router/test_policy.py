@@ -3,31 +3,31 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.actors.router.policy import Route, choose, route
+from paceline.actors.router.policy import Route, choose_topic, route
 
 TOPICS = ["math", "code", "sql", "shell", "general"]
 
 
 def test_the_likeliest_topic_drafts_when_it_is_sure_enough() -> None:
-    assert choose({"sql": 0.8, "code": 0.2}, TOPICS, 0.7) == "sql"
+    assert choose_topic({"sql": 0.8, "code": 0.2}, TOPICS, 0.7) == "sql"
 
 
 def test_an_unsure_prompt_goes_to_the_generalist() -> None:
-    assert choose({"sql": 0.6, "code": 0.4}, TOPICS, 0.7) == "general"
+    assert choose_topic({"sql": 0.6, "code": 0.4}, TOPICS, 0.7) == "general"
 
 
 def test_a_topic_without_an_expert_goes_to_the_generalist() -> None:
-    assert choose({"sql": 0.9, "code": 0.1}, ["code"], 0.5) == "general"
+    assert choose_topic({"sql": 0.9, "code": 0.1}, ["code"], 0.5) == "general"
 
 
 def test_no_probabilities_at_all_go_to_the_generalist() -> None:
-    assert choose({}, TOPICS, 0.0) == "general"
-    assert choose({"sql": math.nan}, TOPICS, 0.0) == "general"
+    assert choose_topic({}, TOPICS, 0.0) == "general"
+    assert choose_topic({"sql": math.nan}, TOPICS, 0.0) == "general"
 
 
 def test_equal_probabilities_do_not_depend_on_their_order() -> None:
-    one = choose({"sql": 0.5, "code": 0.5}, TOPICS, 0.5)
-    assert one == choose({"code": 0.5, "sql": 0.5}, TOPICS, 0.5) == "code"
+    one = choose_topic({"sql": 0.5, "code": 0.5}, TOPICS, 0.5)
+    assert one == choose_topic({"code": 0.5, "sql": 0.5}, TOPICS, 0.5) == "code"
 
 
 @settings(deadline=None)
@@ -39,7 +39,7 @@ def test_equal_probabilities_do_not_depend_on_their_order() -> None:
 def test_the_choice_is_always_an_expert_that_is_sure_or_the_generalist(
     probabilities: dict[str, float], experts: set[str], least: float
 ) -> None:
-    chosen = choose(probabilities, experts, least)
+    chosen = choose_topic(probabilities, experts, least)
     if chosen != "general":
         assert chosen in experts
         assert probabilities[chosen] == max(probabilities.values()) >= least
@@ -49,16 +49,16 @@ OWN = {"sql": 0.99, "code": 0.99}
 
 
 def test_topics_that_a_mapping_names_need_what_it_says_and_others_half() -> None:
-    assert choose({"sql": 0.995, "general": 0.005}, TOPICS, OWN) == "sql"
-    assert choose({"sql": 0.98, "code": 0.02}, TOPICS, OWN) == "general"
-    assert choose({"law": 0.6, "sql": 0.4}, [*TOPICS, "law"], OWN) == "law"
-    assert choose({"law": 0.4, "sql": 0.3, "code": 0.3}, [*TOPICS, "law"], OWN) == "general"
+    assert choose_topic({"sql": 0.995, "general": 0.005}, TOPICS, OWN) == "sql"
+    assert choose_topic({"sql": 0.98, "code": 0.02}, TOPICS, OWN) == "general"
+    assert choose_topic({"law": 0.6, "sql": 0.4}, [*TOPICS, "law"], OWN) == "law"
+    assert choose_topic({"law": 0.4, "sql": 0.3, "code": 0.3}, [*TOPICS, "law"], OWN) == "general"
 
 
 def test_an_added_topic_takes_no_certainty_from_those_that_the_classifier_was_made_for() -> None:
     before = {"sql": 0.999, "general": 0.001}
     after = {"law": 0.3} | {topic: 0.7 * p for topic, p in before.items()}
-    assert choose(before, TOPICS, OWN) == choose(after, [*TOPICS, "law"], OWN) == "sql"
+    assert choose_topic(before, TOPICS, OWN) == choose_topic(after, [*TOPICS, "law"], OWN) == "sql"
 
 
 @settings(deadline=None)
@@ -70,7 +70,7 @@ def test_an_added_topic_takes_no_certainty_from_those_that_the_classifier_was_ma
 def test_by_a_mapping_too_the_choice_is_the_likeliest_or_the_generalist(
     probabilities: dict[str, float], experts: set[str], needed: dict[str, float]
 ) -> None:
-    chosen = choose(probabilities, experts, needed)
+    chosen = choose_topic(probabilities, experts, needed)
     if chosen != "general":
         assert chosen in experts
         assert probabilities[chosen] == max(probabilities.values())
@@ -138,6 +138,6 @@ def test_whatever_is_measured_one_of_the_experts_drafts_and_the_topic_is_the_rul
     measured: dict[str, dict[str, float]],
 ) -> None:
     found = route(probabilities, experts, least, measured)
-    assert found.topic == choose(probabilities, experts, least)
+    assert found.topic == choose_topic(probabilities, experts, least)
     assert found.draft in experts | {"general"}
     assert found == route(dict(reversed(probabilities.items())), experts, least, measured)

@@ -29,7 +29,7 @@ class Classifier:
     async def labels(self) -> tuple[str, ...]:
         return ("sql", "general")
 
-    async def grow(self, *told: Any) -> tuple[Any, ...]:
+    async def fit_topic(self, *told: Any) -> tuple[Any, ...]:
         return told
 
 
@@ -44,7 +44,7 @@ def test_it_is_asked_as_a_handle_is() -> None:
 
     async def asked() -> tuple[Any, Any]:
         here = InProcessRouter(classifier)
-        return await here.labels.remote(), await here.grow.remote("trivia", ["a"])
+        return await here.labels.remote(), await here.fit_topic.remote("trivia", ["a"])
 
     assert asyncio.run(asked()) == (("sql", "general"), ("trivia", ["a"]))
 

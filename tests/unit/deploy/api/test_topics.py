@@ -306,7 +306,9 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
     async def dead(*_: object) -> None:
         raise ConnectionError
 
-    handle = SimpleNamespace(topics=SimpleNamespace(remote=dead), grow=SimpleNamespace(remote=dead))
+    handle = SimpleNamespace(
+        topics=SimpleNamespace(remote=dead), fit_topic=SimpleNamespace(remote=dead)
+    )
     admin = system.ingress._topic_admin
     try:
         admin._router, alive = handle, admin._router

@@ -12,12 +12,12 @@ import torch
 from topic_examples import trips
 from unit.router.test_classifier import PROMPTS, ROUTER
 
+from paceline.actors.router.added_topic_head import AddedTopicHead
 from paceline.actors.router.classifier import TopicClassifier
-from paceline.actors.router.grown_head import GrownHead
-from paceline.actors.router.growth import GrowthSettings, grow
-from paceline.actors.router.policy import choose
-from paceline.actors.router.regression import Texts
-from paceline.actors.router.router import GrownRouter, TopicRouter
+from paceline.actors.router.policy import choose_topic
+from paceline.actors.router.regression import ClassifiedTexts
+from paceline.actors.router.router import RouterFit, TopicRouter
+from paceline.actors.router.topic_fit import TopicFitSettings, fit_topic
 from paceline.actors.weights.notifications import RegistryChanges
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import RouterHead, TopicsView
@@ -27,39 +27,39 @@ from paceline.deploy.config.preflight import router_confidence
 from paceline.deploy.demo.prompts import generate
 
 EXPERTS = ("general", "math", "code", "sql", "shell")
-SETTINGS = GrowthSettings()
+SETTINGS = TopicFitSettings()
 NEEDED = router_confidence(load_config())  # as it is served
 
 
-def texts(rng: np.random.Generator, count: int, shift: float, label: int) -> Texts:
+def texts(rng: np.random.Generator, count: int, shift: float, label: int) -> ClassifiedTexts:
     """Features about ``shift`` in the first dimension, and logits that are sure of a label."""
     features = rng.normal(size=(count, 6))
     features[:, 0] += shift
     logits = np.zeros((count, 2))
     logits[:, label] = 4.0
-    return Texts(features, logits)
+    return ClassifiedTexts(features, logits)
 
 
 def test_what_lies_apart_is_told_apart_and_nothing_else_moves() -> None:
     rng = np.random.default_rng(1)
-    growth = grow(
+    fit = fit_topic(
         "new", texts(rng, 30, 6.0, 0), texts(rng, 90, 0.0, 0), ("a", "general"), ("a",), SETTINGS
     )
-    assert growth.recall >= 0.9
-    assert growth.moved <= 0.05
-    assert growth.prompts_by_topic == {"a": 90}
-    assert growth.before == {"a": 30}
-    assert growth.fault(SETTINGS) is None
+    assert fit.recall >= 0.9
+    assert fit.moved <= 0.05
+    assert fit.prompts_by_topic == {"a": 90}
+    assert fit.before == {"a": 30}
+    assert fit.rejection(SETTINGS) is None
 
 
 def test_what_lies_together_is_refused_with_its_figures() -> None:
     rng = np.random.default_rng(2)
-    growth = grow(
+    fit = fit_topic(
         "new", texts(rng, 30, 0.0, 0), texts(rng, 90, 0.0, 0), ("a", "general"), ("a",), SETTINGS
     )
-    fault = growth.fault(SETTINGS)
-    assert fault is not None
-    assert "%" in fault
+    rejection = fit.rejection(SETTINGS)
+    assert rejection is not None
+    assert "%" in rejection
 
 
 def test_the_row_minimises_what_it_says() -> None:
@@ -67,8 +67,8 @@ def test_the_row_minimises_what_it_says() -> None:
     rng = np.random.default_rng(3)
     mine, rest = texts(rng, 20, 1.0, 0), texts(rng, 50, 0.0, 1)
     ridge = 0.1
-    rules = GrowthSettings(ridges=(ridge,))
-    row = grow("new", mine, rest, ("a", "general"), ("a",), rules).row
+    rules = TopicFitSettings(ridges=(ridge,))
+    row = fit_topic("new", mine, rest, ("a", "general"), ("a",), rules).row
     features = np.concatenate([mine.features, rest.features])
     mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
     point = torch.tensor([*(row.weight * scale), row.bias + mean @ row.weight], requires_grad=True)
@@ -87,12 +87,12 @@ def test_a_topic_that_the_model_knows_is_measured_by_the_models_own_row() -> Non
     """It gets an expert; the row that is learnt is not used, however well it tells it apart."""
     rng = np.random.default_rng(6)
     mine, rest = texts(rng, 30, 6.0, 0), texts(rng, 90, 0.0, 0)  # all sure of the label "a"
-    growth = grow("a", mine, rest, ("a", "general"), (), SETTINGS)
-    assert (growth.recall, growth.moved) == (1.0, 1.0)
-    assert growth.fault(SETTINGS) is not None
+    fit = fit_topic("a", mine, rest, ("a", "general"), (), SETTINGS)
+    assert (fit.recall, fit.moved) == (1.0, 1.0)
+    assert fit.rejection(SETTINGS) is not None
     away = texts(rng, 90, 0.0, 1)
-    found = grow("a", mine, away, ("a", "general"), (), SETTINGS)
-    assert (found.recall, found.moved, found.fault(SETTINGS)) == (1.0, 0.0, None)
+    found = fit_topic("a", mine, away, ("a", "general"), (), SETTINGS)
+    assert (found.recall, found.moved, found.rejection(SETTINGS)) == (1.0, 0.0, None)
 
 
 @pytest.mark.parametrize("counts", [(3, 50), (50, 3)])
@@ -100,7 +100,7 @@ def test_too_few_prompts_are_refused(counts: tuple[int, int]) -> None:
     rng = np.random.default_rng(4)
     mine, rest = (texts(rng, count, 0.0, 0) for count in counts)
     with pytest.raises(ValueError, match="too few"):
-        grow("new", mine, rest, ("a", "general"), ("a",), SETTINGS)
+        fit_topic("new", mine, rest, ("a", "general"), ("a",), SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -108,23 +108,25 @@ def classifier() -> TopicClassifier:
     return TopicClassifier(str(ROUTER))
 
 
-def grown(topic: str, examples: list[str], head: Any = None) -> GrownRouter:
+def grown(topic: str, examples: list[str], head: Any = None) -> RouterFit:
     router = TopicRouter(str(ROUTER))
-    settings = GrowthSettings(min_confidence=NEEDED)
-    return asyncio.run(router.grow(topic, examples, bundled_prompts(), EXPERTS, head, settings))
+    settings = TopicFitSettings(min_confidence=NEEDED)
+    return asyncio.run(
+        router.fit_topic(topic, examples, bundled_prompts(), EXPERTS, head, settings)
+    )
 
 
 @pytest.fixture(scope="module")
-def travel() -> GrownRouter:
+def travel() -> RouterFit:
     return grown("travel", trips(40))
 
 
 def test_the_embedded_router_learns_a_topic_and_keeps_the_others(
-    travel: GrownRouter, classifier: TopicClassifier
+    travel: RouterFit, classifier: TopicClassifier
 ) -> None:
-    assert travel.fault is None
+    assert travel.rejection is None
     other = TopicClassifier(str(ROUTER))
-    other.take(GrownHead.of(travel.facts, travel.arrays))
+    other.set_head(AddedTopicHead.restore(travel.head.facts, travel.head.arrays))
     assert other.labels == (*classifier.labels, "travel")
     found = [chosen(other, text) for text in trips(60, seed=9)[20:]]
     assert found.count("travel") >= 0.8 * len(found)
@@ -138,35 +140,35 @@ def test_the_embedded_router_learns_a_topic_and_keeps_the_others(
 
 
 def chosen(classifier: TopicClassifier, text: str) -> str:
-    return choose(classifier.classify(text), {*EXPERTS, "travel"}, NEEDED)
+    return choose_topic(classifier.classify(text), {*EXPERTS, "travel"}, NEEDED)
 
 
-def test_a_second_topic_leaves_the_first_its_examples(travel: GrownRouter) -> None:
-    again = grown("voyages", trips(40, seed=5), (travel.facts, travel.arrays))
-    assert again.fault is not None
-    assert again.growth.before["travel"] >= 30
-    assert "travel" in again.growth.prompts_by_topic
+def test_a_second_topic_leaves_the_first_its_examples(travel: RouterFit) -> None:
+    again = grown("voyages", trips(40, seed=5), travel.head)
+    assert again.rejection is not None
+    assert again.fit.before["travel"] >= 30
+    assert "travel" in again.fit.prompts_by_topic
 
 
-def test_a_topic_that_was_taken_away_by_hand_is_learnt_anew(travel: GrownRouter) -> None:
-    two = grown("queries", trips(40, seed=5), (travel.facts, travel.arrays))
-    again = grown("travel", trips(40, seed=9), (two.facts, two.arrays))
-    head = GrownHead.of(again.facts, again.arrays)
+def test_a_topic_that_was_taken_away_by_hand_is_learnt_anew(travel: RouterFit) -> None:
+    two = grown("queries", trips(40, seed=5), travel.head)
+    again = grown("travel", trips(40, seed=9), two.head)
+    head = AddedTopicHead.restore(again.head.facts, again.head.arrays)
     assert head.topics == ("queries", "travel")
     assert np.bincount(head.rows).tolist() == [40, 40]
-    assert not np.array_equal(head.features[head.rows == 1], travel.arrays["features"])
-    assert np.array_equal(head.features[head.rows == 0], two.arrays["features"][40:])
+    assert not np.array_equal(head.features[head.rows == 1], travel.head.arrays["features"])
+    assert np.array_equal(head.features[head.rows == 0], two.head.arrays["features"][40:])
 
 
 def test_examples_of_a_topic_that_there_is_are_refused() -> None:
-    assert grown("queries", list(generate("sql", 40, 77))).fault is not None
+    assert grown("queries", list(generate("sql", 40, 77))).rejection is not None
 
 
 def test_a_router_takes_up_what_the_registry_announces(
-    travel: GrownRouter, monkeypatch: pytest.MonkeyPatch
+    travel: RouterFit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = RouterHead(travel.facts, travel.arrays)
-    foreign = RouterHead(travel.facts | {"base": "other"}, travel.arrays)
+    head = travel.head
+    foreign = RouterHead(travel.head.facts | {"base": "other"}, travel.head.arrays)
     views = [TopicsView("0", head=foreign), TopicsView("1", head=head)]
     asked: list[str] = []
 
@@ -196,9 +198,9 @@ def test_a_router_takes_up_what_the_registry_announces(
 
 
 @pytest.mark.parametrize("change", [{"topics": ["a", "b"]}, {"base": None, "topics": None}, {}])
-def test_what_is_no_head_is_refused(travel: GrownRouter, change: dict[str, Any]) -> None:
-    arrays = dict(travel.arrays)
+def test_what_is_no_head_is_refused(travel: RouterFit, change: dict[str, Any]) -> None:
+    arrays = dict(travel.head.arrays)
     if not change:
         arrays["weight"] = arrays["weight"] * np.nan
     with pytest.raises(ValueError, match="head"):
-        GrownHead.of(travel.facts | change, arrays)
+        AddedTopicHead.restore(travel.head.facts | change, arrays)

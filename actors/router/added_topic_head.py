@@ -1,4 +1,4 @@
-"""What the router has learnt beside its model: rows of its classifier for added topics. Pure."""
+"""Classifier rows for added topics, beside those of the router's model. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class GrownHead:
-    """Further rows beside the classifier's own, which stay as they are.
+class AddedTopicHead:
+    """Rows of added topics; the model's own rows never change.
 
     Attributes:
-        base: the mark of the model whose features they read.
+        base: fingerprint of the model whose features the rows read.
         topics: one per row.
         weight: float32 ``[topics, F]``.
         bias: float32 ``[topics]``.
-        features: float32 ``[N, F]``, of the examples that the rows were learnt from, see
-            TopicClassifier.features: later topics must not take them. They hold no text.
+        features: float32 ``[N, F]``, of the training examples (TopicClassifier.features), which
+            later topics must not capture. They hold no text.
         rows: int64 ``[N]``, the row of each example.
     """
 
@@ -34,13 +34,13 @@ class GrownHead:
     rows: NDArray[np.int64]
 
     @classmethod
-    def empty(cls, base: str, size: int) -> GrownHead:
-        """Without rows, for F = ``size`` features."""
+    def empty(cls, base: str, size: int) -> AddedTopicHead:
+        """A head without rows, for F = ``size`` features."""
         nothing = np.zeros((0, size), np.float32)
         return cls(base, (), nothing, nothing[:, 0], nothing, np.zeros(0, np.int64))
 
-    def with_row(self, topic: str, weight: Floats, bias: float, features: Floats) -> GrownHead:
-        """The head after a topic has come.
+    def with_row(self, topic: str, weight: Floats, bias: float, features: Floats) -> AddedTopicHead:
+        """The head with a further topic.
 
         Args:
             topic: its name.
@@ -48,7 +48,7 @@ class GrownHead:
             bias: of the row.
             features: float32 ``[N, F]``, of its examples.
         """
-        return GrownHead(
+        return AddedTopicHead(
             self.base,
             (*self.topics, topic),
             np.concatenate([self.weight, weight[None]]).astype(np.float32),
@@ -57,11 +57,11 @@ class GrownHead:
             np.append(self.rows, np.full(len(features), len(self.topics))).astype(np.int64),
         )
 
-    def without(self, topic: str) -> GrownHead:
-        """The head without a topic's row and examples; it may have none of it."""
+    def without(self, topic: str) -> AddedTopicHead:
+        """The head without a topic's row and examples, if it has them."""
         kept = [i for i, name in enumerate(self.topics) if name != topic]
         examples = np.isin(self.rows, kept)
-        return GrownHead(
+        return AddedTopicHead(
             self.base,
             tuple(self.topics[i] for i in kept),
             self.weight[kept],
@@ -70,7 +70,7 @@ class GrownHead:
             np.searchsorted(kept, self.rows[examples]).astype(np.int64),
         )
 
-    def parts(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    def export(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """JSON-able facts, and arrays by name."""
         arrays: dict[str, NDArray[Any]] = {
             "weight": self.weight,
@@ -81,11 +81,13 @@ class GrownHead:
         return {"base": self.base, "topics": list(self.topics)}, arrays
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> GrownHead:
-        """From what :meth:`parts` gave.
+    def restore(
+        cls, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+    ) -> AddedTopicHead:
+        """Restore what :meth:`export` returned.
 
         Raises:
-            ValueError: for what is no head: a part is missing, or of another shape.
+            ValueError: a part is missing, or of another shape.
         """
         try:
             head = cls(
