@@ -44,7 +44,7 @@ from online.store import Store
 from online.world import Learner
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.selection import is_scored
-from paceline.actors.router.policy import GENERAL, choose
+from paceline.actors.router.policy import GENERAL, choose_topic
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.distiller import load_state, logits_at
@@ -131,7 +131,7 @@ class Arm:
             )
             along.append(self._judged(learner, part))
             for served, thoughts in zip(part.served, part.probabilities, strict=True):
-                topic = choose(thoughts, self.drafts, STREAM_CONFIDENCE)
+                topic = choose_topic(thoughts, self.drafts, STREAM_CONFIDENCE)
                 learner.take(replace(served.record, topic=topic))
             if (at // every) % 8 == 7:
                 self._prompts.bench.say(f"{at + every} of {len(stream.served)} learnt from")
