@@ -39,24 +39,24 @@ class LearningActors:
 async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
     """The status of every part; ``{"error": name}`` for one that does not answer."""
 
-    def query(actor: Any, method: str, *arguments: Any) -> Awaitable[Any]:
-        return call_or_error(lambda: getattr(actor, method).remote(*arguments), _TIMEOUT_S)
+    def query(method: Any, *arguments: Any) -> Awaitable[Any]:
+        return call_or_error(lambda: method.remote(*arguments), _TIMEOUT_S)
 
-    queries = {"target": query(target, "describe")}
-    if actors.registry is not None:
-        queries["weight_versions"] = query(actors.registry, "current")
-        queries["live_drafts"] = query(actors.registry, "live")
-        queries["decisions"] = query(actors.registry, "history", None)
+    queries = {"target": query(target.describe)}
+    if (registry := actors.registry) is not None:
+        queries["weight_versions"] = query(registry.stable_versions)
+        queries["live_drafts"] = query(registry.topic_status)
+        queries["decisions"] = query(registry.history, None)
     if actors.trainer is not None:
-        queries["trainer"] = query(actors.trainer, "status")
+        queries["trainer"] = query(actors.trainer.status)
     if actors.scorer is not None:
-        queries["routing"] = query(actors.scorer, "table")
+        queries["routing"] = query(actors.scorer.table)
     if actors.scheduler is not None:
-        queries["board"] = query(actors.scheduler, "snapshot")
+        queries["board"] = query(actors.scheduler.snapshot)
     if actors.supervisor is not None:
-        queries["steward"] = query(actors.supervisor, "describe")
-    further = {name: query(one, "status") for name, one in actors.further_trainers.items()}
-    shards = {topic: query(shard, "stats") for topic, shard in actors.shards.items()}
+        queries["steward"] = query(actors.supervisor.describe)
+    further = {name: query(one.status) for name, one in actors.further_trainers.items()}
+    shards = {topic: query(shard.stats) for topic, shard in actors.shards.items()}
     results, trainer_results, shard_results = await asyncio.gather(
         *(asyncio.gather(*group.values()) for group in (queries, further, shards))
     )

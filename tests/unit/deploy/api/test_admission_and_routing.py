@@ -191,7 +191,7 @@ def test_the_status_survives_a_dead_part() -> None:
 
     actors = LearningActors(
         shards={"sql": Remote(stats=dead)},
-        registry=Remote(current=current, history=history, live=live),
+        registry=Remote(stable_versions=current, history=history, topic_status=live),
         scheduler=None,
         trainer=Remote(status=dead),
     )
