@@ -5,7 +5,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,14 +13,15 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 
 from paceline.cluster import session
 from paceline.cluster.autoscaling import replica_options
+from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.placement import actor_options, surge_percent
 from paceline.cluster.supervisor import TopicSupervisor, TrainerSupervisor
 from paceline.deploy import experts, learning
-from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.dynamic_topics import with_added, with_topics
 from paceline.deploy.config.preflight import check
@@ -136,14 +137,14 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
             logging_config=_SERVE_LOGGING,
         )
         actors = starting.result()
-    stops.append(lambda: learning.stop_actors(actors))
+    stops.append(actors.stop)
     trainers = TrainerSupervisor(
         learning.trainer_factories(config), learning.trainer_booking(config), actors.scheduler
     ).start()
     stops.append(trainers.stop)
     stops.append(lambda: serve.delete(APPLICATION))
     _deploy(build_app(config, actors))
-    learning.wait_for(actors, _START_TIMEOUT_S)
+    _wait_for(actors.required(), _START_TIMEOUT_S)
     shards = dict(actors.shards)
     start_expert = partial(_start_expert, config, actors.registry)
     topics = TopicSupervisor(
@@ -164,6 +165,21 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         description=description,
         _stops=stops,
     )
+
+
+def _wait_for(actors: Mapping[str, Any], seconds: float) -> None:
+    """Wait until all answer.
+
+    Raises:
+        StartError: names one that did not answer within ``seconds``, and the cause.
+    """
+    answers = {name: actor.ping.remote() for name, actor in actors.items()}
+    deadline = time.monotonic() + seconds
+    for name, answer in answers.items():
+        try:
+            ray.get(answer, timeout=max(0.1, deadline - time.monotonic()))
+        except RayError as error:
+            raise StartError(f"the {name} does not come up: {cause_of(error)}") from error
 
 
 def _deploy(application: serve.Application) -> None:

@@ -13,9 +13,9 @@ from fastapi import FastAPI
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.engine.target import TargetReplica
+from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.status import LearningActors
 
 CONTEXT = 4096  # of the targets whose answers shall take long
 

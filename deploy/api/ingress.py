@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from paceline.actors.router.policy import MinConfidence, Route
+from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
@@ -42,7 +43,7 @@ from paceline.deploy.api.routing import (
     RoutingTable,
     load_router,
 )
-from paceline.deploy.api.status import LearningActors, gather_status
+from paceline.deploy.api.status import gather_status
 from paceline.deploy.api.streaming import (
     EventStreamResponse,
     deadline_scope,

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from typing import Any
 
+from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_error
 
 _TIMEOUT_S = 2.0
 _MAX_DECISIONS = 60  # some 15 minutes of continuous learning
-
-
-@dataclass(frozen=True, slots=True)
-class LearningActors:
-    """Handles of the learning actors; any may be None, or dead.
-
-    Attributes:
-        shards: topic to replay shard.
-        registry: weight registry.
-        scheduler: trainer scheduler.
-        trainer: the first trainer.
-        scorer: evaluates experts, in the trainer's process.
-        supervisor: Serve handle of the supervisor, on a cluster.
-        further_trainers: by name.
-    """
-
-    shards: Mapping[str, Any]
-    registry: Any
-    scheduler: Any
-    trainer: Any
-    scorer: Any = None
-    supervisor: Any = None
-    further_trainers: Mapping[str, Any] = field(default_factory=dict)
 
 
 async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:

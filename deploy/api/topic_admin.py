@@ -24,12 +24,12 @@ from paceline.actors.weights.topics import (
     TopicExistsError,
     TopicsView,
 )
+from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import Call, call_or_none, call_required, remote_message
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_json
 from paceline.deploy.api.routing import ExpertList
-from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.sections import topic_name
 from paceline.deploy.demo.prompts import TOPICS, generate
 from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal, invalid_value

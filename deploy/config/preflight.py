@@ -22,9 +22,9 @@ from paceline.actors.weights.state_folder import is_locked
 from paceline.cluster.session import LOOPBACK
 from paceline.deploy.api.auth import is_loopback, key_digests
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
+from paceline.deploy.config.learning_settings import synthetic_settings
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.models import read_shape
-from paceline.deploy.synthetic import synthetic_settings
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,16 @@ from waiting import wait_until
 
 from paceline.cluster import named_actor as named
 from paceline.cluster import supervisor
+from paceline.cluster.learning_actors import trainer_names
 from paceline.cluster.named_actor import NamedActor, NotThereError
 from paceline.cluster.placement import actor_options
 from paceline.deploy import cluster_app
 from paceline.deploy.cli.tables import status_text
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.deploy.config.learning_settings import occupied_above
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.learning import factories, named_actors, occupied_above, trainer_names
+from paceline.deploy.learning import factories, named_actors
 
 STORAGE = {"weights.storage": "/srv/somewhere"}
 
@@ -159,7 +161,7 @@ def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
     assert named_actors(config(training__enabled=False)).trainer is None
     three = config(training__trainers=3)
     further = named_actors(three).further_trainers
-    assert [actor._name for actor in further.values()] == trainer_names(three)[1:]
+    assert [actor._name for actor in further.values()] == trainer_names(3)[1:]
     assert list(further) == ["paceline-trainer-2", "paceline-trainer-3"]
 
 

@@ -48,8 +48,8 @@ from paceline.actors.training.synthetic.prompts import (
     turn_marks,
 )
 from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.deploy.config.learning_settings import synthetic_settings
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.synthetic import synthetic_settings
 
 MARKS = TurnMarks(opening=(3,), cue=(4,))
 CHATML = (

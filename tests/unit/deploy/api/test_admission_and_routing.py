@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.actors.router.policy import Route
+from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.admission import ConcurrencyLimiter
 from paceline.deploy.api.prompt_encoder import last_user_message
 from paceline.deploy.api.request_schemas import ChatCompletionRequest
 from paceline.deploy.api.routing import RouterCircuitBreaker, RouteSelector
-from paceline.deploy.api.status import LearningActors, gather_status
+from paceline.deploy.api.status import gather_status
 from paceline.deploy.errors import ApiError
 
 GENERAL = Route("general", "general")

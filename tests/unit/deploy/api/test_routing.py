@@ -20,11 +20,12 @@ from paceline.actors.engine.target import TargetReplica
 from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.router.policy import Route
 from paceline.actors.weights.slots import slot_for
+from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.routing import RouteSelector, RoutingTable, canary_route
-from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.config import load_config
-from paceline.deploy.scoring import make_evaluator, scores_experts
+from paceline.deploy.config.learning_settings import evaluates_experts
+from paceline.deploy.learning import load_evaluator
 
 EXPERTS = ("general", "sql")
 AGAINST_SQL = {"weights": {"sql": {"sql": 0.1, "general": 0.9}}}
@@ -130,22 +131,22 @@ def test_routes_are_counted_by_topic_and_expert() -> None:
 def test_scoring_is_on_where_there_is_a_choice_and_can_be_switched_off(
     key: str, value: object
 ) -> None:
-    assert scores_experts(load_config())
-    assert not scores_experts(load_config(None, {key: value}))
+    assert evaluates_experts(load_config())
+    assert not evaluates_experts(load_config(None, {key: value}))
 
 
-def test_drafts_that_cannot_be_scored_leave_learning_alone(
+def test_drafts_that_cannot_be_loaded_leave_training_alone(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = {"target.path": str(models["target"]), "drafts.topics": ["sql"]}
     sound = load_config(None, paths | {"drafts.general": str(models["draft"])})
-    found = make_evaluator(sound)
+    found = load_evaluator(sound)
     assert found is not None
     assert set(found[0].draft_paths) == {"general", "sql"}
-    assert make_evaluator(load_config(None, paths | {"router.sample_share": 0})) is None
+    assert load_evaluator(load_config(None, paths | {"router.sample_share": 0})) is None
     assert caplog.messages == []
-    assert make_evaluator(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
-    assert "cannot be scored" in caplog.text
+    assert load_evaluator(load_config(None, paths | {"drafts.general": str(tmp_path)})) is None
+    assert "are not evaluated" in caplog.text
 
 
 class Kept:

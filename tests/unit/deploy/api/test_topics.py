@@ -28,11 +28,11 @@ from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicActors
+from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.named_actor import NamedActor
 from paceline.deploy.api import topic_admin as negatives
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.prompt_encoder import PromptEncoder
-from paceline.deploy.api.status import LearningActors
 from paceline.deploy.api.topic_admin import TopicAdminSettings
 from paceline.deploy.cli.operations import read_examples, server_url
 from paceline.deploy.cli.tables import added_topic_lines, topic_table

@@ -133,8 +133,8 @@ def test_the_pool_is_configured_in_words_and_in_yamls_switches(tmp_path: Path) -
 
 
 def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Path) -> None:
+    from paceline.deploy.config.learning_settings import replay_settings, trainer_settings
     from paceline.deploy.config.replica_settings import target_settings
-    from paceline.deploy.learning import replay_settings, trainer_settings
 
     plain = load_config(None, {"state_dir": str(tmp_path)})
     assert trainer_settings(plain).distiller.objective.sampling == "target"
@@ -155,7 +155,7 @@ def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Pat
 def test_the_least_gain_reaches_the_gate(tmp_path: Path) -> None:
     from paceline.actors.training.gate import GateSettings
     from paceline.actors.training.topic_schedule import ScheduleSettings
-    from paceline.deploy.learning import trainer_settings
+    from paceline.deploy.config.learning_settings import trainer_settings
 
     plain = load_config(None, {"state_dir": str(tmp_path)})
     assert trainer_settings(plain).gate == GateSettings()

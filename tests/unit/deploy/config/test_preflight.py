@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.actors.weights.state_folder import LOCK_NAME
 from paceline.deploy import app, learning
-from paceline.deploy.config import replica_settings
+from paceline.deploy.config import learning_settings, replica_settings
 from paceline.deploy.config.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.config.preflight import check, router_confidence, warnings
 from paceline.deploy.errors import ConfigError
@@ -319,7 +319,7 @@ def test_ranks_on_gpus_need_one_each(
     assert app._gpu_share(changed(config, {"training.ranks": 2})) == 0.75
     # a quarter for each of three
     assert app._gpu_share(changed(config, {"training.trainers": 3})) == 1
-    assert learning.trainer_names(changed(config, {"training.trainers": 2})) == [
+    assert list(learning.trainer_factories(changed(config, {"training.trainers": 2}))) == [
         "paceline-trainer",
         "paceline-trainer-2",
     ]
@@ -345,7 +345,7 @@ def test_what_is_configured_reaches_the_trainer(config: PacelineConfig) -> None:
         "training.zero_stage": 2,
         "training.ranks": 3,
     }
-    settings = learning.trainer_settings(changed(config, chosen))
+    settings = learning_settings.trainer_settings(changed(config, chosen))
     distiller = settings.distiller
     assert (distiller.adapter, distiller.lora_rank, distiller.lora_alpha) == ("lora", 4, 6.0)
     assert (distiller.zero_stage, settings.ranks) == (2, 3)

@@ -14,8 +14,8 @@ from waiting import wait_until
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
+from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.status import LearningActors
 from paceline.deploy.config.user_config import IngressUserConfig, TargetUserConfig, UserConfigState
 from paceline.deploy.errors import ApiError
 from paceline.deploy.monitoring.target import MeteredTarget

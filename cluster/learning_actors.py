@@ -1,0 +1,112 @@
+"""The learning actors: shards, registry, trainer scheduler and trainers, by name and by handle.
+
+No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from paceline.actors.training.permits import ResourceSlot
+from paceline.cluster.named_actor import NamedActor
+from paceline.cluster.scheduler.leases import Amounts
+from paceline.cluster.session import NAMESPACE
+
+REGISTRY, SCHEDULER, TRAINER = "paceline-registry", "paceline-scheduler", "paceline-trainer"
+
+
+def shard_name(topic: str) -> str:
+    """Name of a topic's replay shard."""
+    return "paceline-shard-" + topic
+
+
+def trainer_names(count: int) -> list[str]:
+    """Names of so many trainers."""
+    return [TRAINER, *(f"{TRAINER}-{number}" for number in range(2, count + 1))][:count]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningActors:
+    """Handles of the learning actors; any may be None, or dead.
+
+    Attributes:
+        shards: topic to replay shard.
+        registry: weight registry.
+        scheduler: trainer scheduler.
+        trainer: the first trainer.
+        scorer: evaluates experts, in the trainer's process.
+        supervisor: Serve handle of the supervisor, on a cluster.
+        further_trainers: by name.
+    """
+
+    shards: Mapping[str, Any]
+    registry: Any
+    scheduler: Any
+    trainer: Any
+    scorer: Any = None
+    supervisor: Any = None
+    further_trainers: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def find(
+        cls,
+        topics: Iterable[str],
+        trainers: Sequence[str],
+        *,
+        scores: bool,
+        handle: Callable[[str], Any] = NamedActor,
+    ) -> "LearningActors":
+        """Gather handles by name.
+
+        Args:
+            topics: of the shards.
+            trainers: names; a trainer that was preempted comes back as another actor, so they are
+                NamedActor in any case.
+            scores: whether the first trainer's process evaluates experts.
+            handle: name to handle of the other actors.
+        """
+        named = {name: NamedActor(name) for name in trainers}
+        trainer = named.pop(TRAINER, None)
+        return cls(
+            shards={topic: handle(shard_name(topic)) for topic in topics},
+            registry=handle(REGISTRY),
+            scheduler=handle(SCHEDULER),
+            trainer=trainer,
+            scorer=trainer if scores else None,
+            further_trainers=named,
+        )
+
+    def required(self) -> dict[str, Any]:
+        """All but the trainers, by a name for messages."""
+        shards = {f"replay shard {topic}": shard for topic, shard in self.shards.items()}
+        return shards | {"weight registry": self.registry, "trainer scheduler": self.scheduler}
+
+    def stop(self) -> None:
+        """End all but the trainers for good."""
+        for actor in reversed(self.required().values()):
+            ray.kill(actor, no_restart=True)
+
+
+def restarted_actor(cls: type, name: str, options: Mapping[str, Any]) -> Any:
+    """The class as a named actor that Ray restarts for ever; calls are never repeated."""
+    actor = ray.remote(**options, max_restarts=-1, max_task_retries=0)(cls)
+    return actor.options(name=name, namespace=NAMESPACE)
+
+
+def trainer_slots(name: str, booked: Amounts, num_threads: int) -> tuple[ResourceSlot, ...]:
+    """Slots on this node that a trainer may compute on.
+
+    Args:
+        name: of the trainer.
+        booked: what Ray books for it: then it has a slot of its own. Else the trainers of a node
+            share slots of ``num_threads`` cores.
+        num_threads: of a trainer, all its ranks together.
+    """
+    node = str(ray.get_runtime_context().get_node_id())
+    if booked:
+        return (ResourceSlot(name, node, booked),)
+    count = max(1, (os.cpu_count() or 1) // num_threads)
+    return tuple(ResourceSlot(f"{node}/{number}", node) for number in range(count))
