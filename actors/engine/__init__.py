@@ -1,1 +1,1 @@
-"""The decoding engine: drafts propose, the target verifies, the output law stays the target's."""
+"""Decoding engine: drafts propose tokens, the target verifies them."""

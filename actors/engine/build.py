@@ -1,4 +1,4 @@
-"""Build an engine from settings: models, rows, experts."""
+"""Build an engine from settings."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Bytes that the system, and the container where there is one, can still give.
+    """Return the free memory of the system, within the container's limit, in bytes.
 
     Args:
-        meminfo: the kernel's figures; where they are missing, half of all memory counts as free.
+        meminfo: of the kernel; without it half of all memory counts as free.
         cgroup: of this process, version 2.
     """
     try:
@@ -56,7 +56,7 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -
     try:
         limit = int((cgroup / "memory.max").read_text())
         return min(free, max(0, limit - int((cgroup / "memory.current").read_text())))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
+    except (OSError, ValueError):  # no container, or no limit ("max")
         return free
 
 
@@ -65,9 +65,9 @@ class DraftMemory:
     """Memory of all drafts of an engine.
 
     Attributes:
-        weights: bytes of all copies: every draft, its candidate's slot, a twin of each folder.
-        per_position: bytes of keys and values for one position of every architecture. Drafts of
-            one share them.
+        weights: bytes of all drafts, their candidate slots, and an initial copy of each folder.
+        per_position: bytes of keys and values of one position in every architecture; drafts of
+            one architecture share them.
     """
 
     weights: int = 0
@@ -75,28 +75,28 @@ class DraftMemory:
 
 
 def draft_memory(settings: TargetSettings, dtype: torch.dtype) -> DraftMemory:
-    """Of the drafts that an engine loads beside its target.
+    """Return the memory of the drafts that an engine loads.
 
     Args:
-        settings: names their folders; in a pool they are elsewhere, and take nothing here.
-        dtype: that they are loaded in.
+        settings: names their folders; drafts of a pool are in other processes.
+        dtype: of their weights.
 
     Raises:
-        OSError: for a folder that cannot be read.
+        OSError: a folder cannot be read.
     """
     if settings.placement == "pool":
         return DraftMemory()
     slots = 2 if settings.canary_share > 0.0 else 1
     weights, shapes = 0, set()
     for path, drafts in Counter(settings.drafts.values()).items():
-        weights += (drafts * slots + 1) * _elements(Path(path)) * dtype.itemsize
+        weights += (drafts * slots + 1) * _num_elements(Path(path)) * dtype.itemsize
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         shapes.add(tuple(kv_shapes(config)))
     return DraftMemory(weights, sum(position_bytes(each, dtype) for each in shapes))
 
 
-def _elements(folder: Path) -> int:
-    """Numbers in a folder's safetensors files, of which the headers alone are read."""
+def _num_elements(folder: Path) -> int:
+    """Count the elements of a folder's safetensors files, reading their headers only."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -105,16 +105,16 @@ def _elements(folder: Path) -> int:
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends an answer, by the generation config and the tokenizer."""
+    """Return the end-of-sequence tokens of the generation config and the tokenizer."""
     declared = model.generation_config.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
 _MIB = 2**20
-_GPU_SHARE = 0.6  # of its free memory less the drafts' weights, for keys and values of all
+_GPU_SHARE = 0.6  # for all KV caches, of the free memory less the drafts' weights
 _CPU_SHARE = 0.4
-_NOT_ARCHITECTURE = frozenset(
+_NON_ARCHITECTURE_KEYS = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 )
 
@@ -122,19 +122,19 @@ _NOT_ARCHITECTURE = frozenset(
 def kv_positions(
     settings: TargetSettings, config: Any, dtype: torch.dtype, device: torch.device, length: int
 ) -> int:
-    """Positions that the target's key/value memory has room for, over all requests.
+    """Return the positions of the target's KV cache, over all requests.
 
     Args:
         settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, but
-            at most a share of the memory that is free now. On a GPU that is what the drafts, which
-            are loaded later, will leave, and each position counts with theirs.
+            at most a share of the free memory. On a GPU the drafts, which are loaded later, are
+            taken into account, with their keys and values.
         config: the target's.
         dtype: of keys and values.
-        device: where they live.
-        length: most positions of a request.
+        device: of keys and values.
+        length: maximum positions of a request.
 
     Raises:
-        ValueError: where a single request would not fit.
+        ValueError: a single request would not fit.
     """
     size = kv_block_size(config, dtype, device)
     block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
@@ -146,7 +146,7 @@ def kv_positions(
         drafts = draft_memory(settings, dtype)
         each = block + size * drafts.per_position
         blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - NUM_PADDING_BLOCKS)
-    else:  # the system gives memory as it is written: one request may always try
+    else:  # memory is committed as it is written, so one request is always admitted
         blocks = max(
             columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - NUM_PADDING_BLOCKS)
         )
@@ -166,12 +166,12 @@ def build_stacks(
     max_model_len: int,
     positions: int | None = None,
 ) -> list[ExpertStack]:
-    """One stack per architecture; beside the drafts, their ``@0`` twins of fixed weights.
+    """Build a stack of drafts per architecture, with their fixed initial weights (``@0``).
 
-    With a canary, every draft has a candidate's slot too: weights alone, since rows are shared.
-    Drafts that start from the same folder share one twin. Every stack has key/value memory for
-    ``positions`` positions, None for every request's full context. Each proposes from the target's
-    vocabulary, however its own is padded.
+    With a canary, every draft has a candidate slot too; it shares the rows. Drafts from the same
+    folder share one copy of the initial weights. Every stack has a KV cache of ``positions``
+    positions, None for every request's full context. All propose from the target's vocabulary,
+    whatever the padding of their own.
     """
     vocab_size = int(read_config(settings.model_path, "target")["vocab_size"])
     twins: dict[str, str] = {}
@@ -180,7 +180,7 @@ def build_stacks(
     members: dict[str, list[tuple[str, Any]]] = {}
     for name, path in [*settings.drafts.items(), *((twin, path) for path, twin in twins.items())]:
         model = load_causal_lm(path, dtype, device)
-        facts = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_ARCHITECTURE}
+        facts = {k: v for k, v in model.config.to_dict().items() if k not in _NON_ARCHITECTURE_KEYS}
         members.setdefault(json.dumps(facts, sort_keys=True, default=str), []).append((name, model))
     stacks = []
     for experts in members.values():
@@ -206,7 +206,7 @@ def build_stacks(
 def _candidates(
     settings: TargetSettings, experts: Sequence[tuple[str, Any]]
 ) -> list[tuple[str, Any]]:
-    """A copy of every expert's model, under its candidate's name."""
+    """Copy every expert's model for its candidate slot."""
     if settings.canary_share <= 0.0:
         return []
     return [
@@ -217,12 +217,12 @@ def _candidates(
 
 
 def build_heads(settings: TargetSettings, runner: ModelRunner) -> list[HeadStack]:
-    """The Medusa heads on the target that ``runner`` runs.
+    """Load the Medusa heads on the target of ``runner``.
 
     Raises:
-        ValueError: for heads of another shape, a name that a draft has, a pool, or a target whose
+        ValueError: heads of another shape, with a draft's name or in a pool, or a target whose
             hidden states cannot be read.
-        OSError: for a folder that cannot be read.
+        OSError: a folder cannot be read.
     """
     if not settings.heads:
         return []
@@ -234,15 +234,15 @@ def build_heads(settings: TargetSettings, runner: ModelRunner) -> list[HeadStack
 
 
 def _graph_tokens(settings: TargetSettings) -> int:
-    """Tokens per row of the forwards worth a graph: a round's, but for what a request asks for."""
+    """Return the tokens per row up to which forwards run as CUDA graphs."""
     return settings.max_speculative_tokens + 1 if settings.cuda_graphs else 0
 
 
 def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
-    """Whether the target's bits depend on the batch: ``invariant`` or ``varying``.
+    """Return whether the target's bits depend on the batch: ``invariant`` or ``varying``.
 
     Raises:
-        ValueError: where they do and must not.
+        ValueError: they do, and the settings require that they do not.
     """
     torch.set_num_threads(settings.num_threads)
     if batch_invariant(runner):
@@ -260,19 +260,19 @@ def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
 def build_engine(
     settings: TargetSettings, pool: PoolProposer | None = None
 ) -> tuple[Engine, Any, dict[str, Any]]:
-    """Load the models and put the engine together.
+    """Load the models and build the engine.
 
     Args:
         settings: see TargetSettings.
-        pool: proposes where the drafts are placed in a pool; None loads them here.
+        pool: proposer of drafts in a pool; None loads the drafts here.
 
     Returns:
         the engine, the target's tokenizer, and facts for ``describe``.
 
     Raises:
-        ValueError: for an unknown dtype, key/value memory for less than one request, or
-            numerics that cannot be had.
-        OSError: for a model folder that cannot be read.
+        ValueError: an unknown dtype, a KV cache for less than one request, or numerics that are
+            not available.
+        OSError: a model folder cannot be read.
     """
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)

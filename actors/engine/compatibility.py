@@ -1,4 +1,4 @@
-"""Can this target be served with these drafts? Asked before any actor starts."""
+"""Compatibility of a target with its drafts, checked before any actor starts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.actors.weights.checkpoint import ModelError
 
 
 def read_config(path: str | Path, name: str) -> dict[str, Any]:
-    """The ``config.json`` of a model folder.
+    """Read the ``config.json`` of a model folder.
 
     Raises:
-        ModelError: where the folder, its config or its safetensors are missing or broken.
+        ModelError: the folder, its config or its safetensors are missing or broken.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -26,7 +26,7 @@ def read_config(path: str | Path, name: str) -> dict[str, Any]:
         raise ModelError(f"{name}: {folder} has no *.safetensors")
     config = _read_object(file, name)
     generation = folder / "generation_config.json"
-    if generation.is_file():  # transformers ignores a broken one, and with it what ends answers
+    if generation.is_file():  # transformers ignores a broken one, with its end-of-sequence tokens
         _read_object(generation, name)
     if config.get("is_encoder_decoder"):
         kind = config.get("model_type")
@@ -39,7 +39,7 @@ def _read_object(file: Path, name: str) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{name}: {file}: {error.strerror}") from error
-    except ValueError as error:  # a pointer of git-lfs, for one
+    except ValueError as error:  # such as a git-lfs pointer
         raise ModelError(f"{name}: {file} is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ModelError(f"{name}: {file} holds no JSON object")
@@ -47,7 +47,7 @@ def _read_object(file: Path, name: str) -> dict[str, Any]:
 
 
 def _vocabulary(path: str | Path, name: str) -> Any:
-    """What makes two tokenizers the same: token to id, and the added tokens."""
+    """Return the vocabulary and the added tokens, which identify a tokenizer."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return None
@@ -59,18 +59,18 @@ def _vocabulary(path: str | Path, name: str) -> Any:
 
 
 def _largest_id(vocabulary: tuple[Any, Any]) -> int:
-    """The largest token id of a tokenizer, -1 where it has none."""
+    """Return the largest token id of a tokenizer, -1 if it has none."""
     tokens, added = vocabulary
     ids = tokens.values() if isinstance(tokens, dict) else range(len(tokens or ()))
     return max([*ids, *(entry["id"] for entry in added or ())], default=-1)
 
 
-# Rotary embeddings made to go on beyond the config's length.
-_LONGER_ROPE = frozenset({"dynamic", "linear", "yarn"})
+# Rotary embeddings that extend beyond the config's length.
+_EXTENDABLE_ROPE = frozenset({"dynamic", "linear", "yarn"})
 
 
 def _own_context(config: Mapping[str, Any]) -> int | None:
-    """Positions that a model was made for, by its config; None where that does not say."""
+    """Return a model's context length by its config, if it says."""
     length = config.get("max_position_embeddings") or config.get("n_positions")
     return length if isinstance(length, int) else None
 
@@ -88,36 +88,36 @@ def _check_sizes(name: str, draft: Any, target: Any, vocabulary: tuple[Any, Any]
         raise ModelError(f"{facts}; the {smaller}'s lacks token {largest} of the tokenizer")
 
 
-def _goes_on(config: Mapping[str, Any]) -> bool:
-    """Whether a model's positions go on beyond its own context."""
+def _is_extendable(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's positions extend beyond its context length."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     layers = {kind: own for kind, own in rope.items() if isinstance(own, dict)}
-    # Windowed layers never look further back than their window.
+    # Sliding-window layers need no positions beyond their window.
     layers.pop("sliding_attention", None)
     kinds = {own.get("rope_type") or own.get("type") for own in layers.values() or (rope,)}
-    # One rotary module for layers of several kinds cannot follow every row's length.
-    return kinds <= (_LONGER_ROPE - {"dynamic"} if layers else _LONGER_ROPE)
+    # With layers of several kinds, one rotary module serves all rows: no length per row.
+    return kinds <= (_EXTENDABLE_ROPE - {"dynamic"} if layers else _EXTENDABLE_ROPE)
 
 
 def context_length(config: Mapping[str, Any], wanted: int | None) -> int:
-    """Tokens of prompt and answer that a model is served with: its own, or what is wanted.
+    """Return the context length that a model is served with, prompt and answer together.
 
     Args:
         config: its ``config.json``, or transformers' config as a dictionary.
-        wanted: ``target.max_model_len``.
+        wanted: ``target.max_model_len``; None for the model's own.
 
     Raises:
-        ModelError: where neither says, or more is wanted than the model's positions allow.
+        ModelError: neither gives a length, or the model's positions do not extend to it.
     """
     own = _own_context(config)
     if wanted is None:
         if own is None:
             raise ModelError("target: no context length in config.json, set target.max_model_len")
         return own
-    if own is not None and wanted > own and not _goes_on(config):
+    if own is not None and wanted > own and not _is_extendable(config):
         raise ModelError(
             f"target.max_model_len: {wanted} tokens are wanted, the target has {own} tokens "
-            f"and its positions do not go on as {', '.join(sorted(_LONGER_ROPE))} rotary "
+            f"and its positions do not go on as {', '.join(sorted(_EXTENDABLE_ROPE))} rotary "
             f"embeddings do; set target.max_model_len to {own} or less"
         )
     return wanted
@@ -126,15 +126,15 @@ def context_length(config: Mapping[str, Any], wanted: int | None) -> int:
 def check_models(
     target_path: str | Path, drafts: Mapping[str, str | Path], max_model_len: int | None = None
 ) -> None:
-    """Refuse what cannot work together.
+    """Check that models can work together.
 
-    A draft folder without a tokenizer is taken to use the target's. Vocabularies may be padded to
-    different sizes as long as both hold every token of the tokenizer.
+    A draft folder without a tokenizer uses the target's. Vocabularies may be padded to different
+    sizes as long as both hold every token of the tokenizer.
 
     Args:
         target_path: folder of the target.
-        drafts: expert to the folder of its draft.
-        max_model_len: most tokens of prompt and answer, None for the target's own limit.
+        drafts: folder of the draft by expert.
+        max_model_len: maximum tokens of prompt and answer, None for the target's own limit.
 
     Raises:
         ModelError: names the model and the reason.
@@ -148,7 +148,7 @@ def check_models(
         draft = read_config(path, f"draft {name}")
         _check_sizes(name, draft.get("vocab_size"), target.get("vocab_size"), target_vocabulary)
         length = _own_context(draft)
-        if length is not None and length < context and not _goes_on(draft):
+        if length is not None and length < context and not _is_extendable(draft):
             raise ModelError(
                 f"draft {name}: made for {length} tokens, the target is served with "
                 f"{context}; set target.max_model_len to {length} or less"

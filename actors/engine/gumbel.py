@@ -1,9 +1,9 @@
-"""Counter-based Gumbel noise: the same (seed, choice, position, token) gives the same number.
+"""Counter-based Gumbel noise, a function of (seed, choice, position, token).
 
-A request with a seed takes token t as ``argmax_v(log p_t(v) + G(seed, choice, t, v))``, which
-is an exact draw from p_t (Gumbel-max). The draft proposes with the same G, so that it often
-picks the very token that the target picks (Gumbel coupling, arXiv 2408.07978), and the text
-depends on p and the seed alone: no draft, batch, swap or resume can change it.
+A seeded request samples token t as ``argmax_v(log p_t(v) + G(seed, choice, t, v))``, which is an
+exact draw from p_t (Gumbel-max). The draft proposes with the same G, so that it often picks the
+target's token (Gumbel coupling, arXiv 2408.07978). The text depends on p and the seed alone, not on
+drafts, batches, weight swaps or resumption.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _MANTISSA_BITS = 53
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of signed 64-bit words, which torch shifts arithmetically."""
+    """Shift signed 64-bit words logically; torch shifts them arithmetically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014); wraps modulo 2^64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
 
 
 def stream_key(seeds: Tensor, positions: Tensor, choice: Tensor | int = 0) -> Tensor:
-    """Key of the noise of one output position.
+    """Return the key of the noise at one output position.
 
     Args:
         seeds: int64, any shape; the requests' seeds.
@@ -44,7 +44,7 @@ def stream_key(seeds: Tensor, positions: Tensor, choice: Tensor | int = 0) -> Te
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of tokens under a key.
+    """Return standard Gumbel noise of tokens under a key.
 
     Args:
         keys: int64 ``[...]`` from :func:`stream_key`.

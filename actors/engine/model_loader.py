@@ -1,4 +1,4 @@
-"""Load a causal LM from a folder in the dtype and on the device that suit the machine."""
+"""Loading of a causal LM and its tokenizer from a folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the GPU where there is one, else the CPU."""
+    """Resolve a device; ``auto`` is the GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 where the device computes in it natively, else float32.
+    """Resolve a dtype; ``auto`` is bfloat16 if the device supports it natively, else float32.
 
     Raises:
-        ValueError: for a name that is none of auto, bfloat16, float16, float32.
+        ValueError: the name is none of auto, bfloat16, float16, float32.
     """
     if dtype != "auto":
         if dtype not in _DTYPES:
@@ -45,13 +45,13 @@ def load_causal_lm(
     *,
     attention: str = ATTENTION_NAME,
 ) -> Any:
-    """A transformers causal LM in eval mode, see :func:`read_causal_lm`.
+    """Load a transformers causal LM in eval mode, see :func:`read_causal_lm`.
 
     Args:
         path: model folder.
         dtype: of the weights.
-        device: where they go.
-        attention: attention implementation; the engine's own unless told otherwise.
+        device: of the weights.
+        attention: attention implementation; the engine's by default.
 
     Raises:
         ModelError: a tensor is missing or of another shape.
@@ -62,5 +62,5 @@ def load_causal_lm(
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The fast tokenizer of a model folder, read locally."""
+    """Load the fast tokenizer of a model folder."""
     return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)

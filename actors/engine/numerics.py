@@ -1,6 +1,6 @@
-"""Whether a token's logits are the same bits whatever it is computed beside.
+"""Batch invariance: whether a token's logits have the same bits in every batch.
 
-A forward over one row and one over several may round differently; where two tokens are nearly as
+A forward over one row and one over several may round differently; if two tokens are nearly equally
 probable, greedy answers then depend on speculation, on the batch and on the replica.
 """
 
@@ -14,43 +14,47 @@ from torch import Tensor
 from paceline.actors.engine.model_runner import ModelRunner
 
 INVARIANT, VARYING = "invariant", "varying"
-# Over the end of a block of keys and values, and with all rows more tokens than a round's forward
-# has: where one algorithm ends and the next begins, bits change.
+# Beyond a KV block, and with all rows more tokens than a decoding round: bits change where one
+# algorithm ends and the next begins.
 _LENGTH = 20
-_WAYS = ((1,) * _LENGTH, (9, 1, 2, 8), (_LENGTH,))
+_CHUNKINGS = ((1,) * _LENGTH, (9, 1, 2, 8), (_LENGTH,))
 
 
 @torch.inference_mode()
 def batch_invariant(runner: ModelRunner) -> bool:
-    """Compute tokens one by one, some at a time, and beside other rows, and compare the bits.
+    """Compare the bits of logits computed token by token, in chunks, and together with other rows.
 
     Args:
-        runner: nothing must run in it; its key/value memory is used and freed again. As many
-            rows as it has room for are computed together.
+        runner: idle; its KV cache is used and freed again. All rows that fit are computed
+            together.
 
     Returns:
-        False also where the memory has no room for a second row to compare with.
+        False also if the KV cache has no room for a second row.
     """
     length = min(_LENGTH, runner.max_model_len - 1)
-    tried = range(runner.kv.rows)
-    rows = range(sum(1 for _ in takewhile(lambda row: runner.kv.allocate(row, length), tried)))
+    all_rows = range(runner.kv.rows)
+    rows = range(sum(1 for _ in takewhile(lambda row: runner.kv.allocate(row, length), all_rows)))
     vocab = int(runner.models[0].config.vocab_size)
-    tokens = torch.arange(len(tried) * length, device=runner.device).view(-1, length)
+    tokens = torch.arange(len(all_rows) * length, device=runner.device).view(-1, length)
     tokens = (tokens * 7919 + 13) % vocab
     try:
-        alone = [_computed(runner, tokens[:1], range(1), way) for way in _WAYS]
-        crowd = [_computed(runner, tokens[: len(rows)], rows, way)[:1] for way in _WAYS]
+        alone = [_chunked_logits(runner, tokens[:1], range(1), chunks) for chunks in _CHUNKINGS]
+        batch = [
+            _chunked_logits(runner, tokens[: len(rows)], rows, chunks)[:1] for chunks in _CHUNKINGS
+        ]
     finally:
-        for row in tried:
+        for row in all_rows:
             runner.kv.free(row)
-    enough = len(rows) == len(tried) or len(rows) > 1
-    return enough and all(torch.equal(a, b) for a, b in pairwise(alone + crowd))
+    enough = len(rows) == len(all_rows) or len(rows) > 1
+    return enough and all(torch.equal(a, b) for a, b in pairwise(alone + batch))
 
 
-def _computed(runner: ModelRunner, tokens: Tensor, rows: range, way: tuple[int, ...]) -> Tensor:
-    """Logits ``[B, T, V]`` of int64 ``[B, T]``, so many tokens at a time as ``way`` says."""
+def _chunked_logits(
+    runner: ModelRunner, tokens: Tensor, rows: range, chunks: tuple[int, ...]
+) -> Tensor:
+    """Compute logits ``[B, T, V]`` of int64 ``[B, T]`` in chunks of these numbers of tokens."""
     parts, start = [], 0
-    for count in way:
+    for count in chunks:
         part = tokens[:, start : start + count]
         if part.shape[1]:
             end = start + part.shape[1]

@@ -1,4 +1,4 @@
-"""The most probable tokens of a distribution, from its logits: one of them, or K."""
+"""Most probable tokens of a distribution, computed from its logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.actors.engine.native.library import kernels_for
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """Index of the largest entry along the last axis, the first of equal ones.
+    """Return the index of the largest entry along the last axis, the first of equal ones.
 
     Args:
         logits: float ``[..., V]``.
@@ -26,7 +26,7 @@ def most_probable(logits: Tensor) -> Tensor:
 
 
 def most_probable_into(logits: Tensor, ids: Tensor, probs: Tensor) -> None:
-    """The same, written to ``ids``; to ``probs`` goes that entry's softmax at T = 1.
+    """Write :func:`most_probable` to ``ids``, and the entry's softmax at T = 1 to ``probs``.
 
     Args:
         logits: float ``[..., V]``.
@@ -44,15 +44,14 @@ def most_probable_into(logits: Tensor, ids: Tensor, probs: Tensor) -> None:
 
 
 def top_logits(logits: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The K largest logits, descending.
+    """Return the K largest logits, descending.
 
     Args:
         logits: float ``[..., V]``.
-        size: K; V where that is less.
+        size: K, reduced to V if larger.
 
     Returns:
-        float32 values and int64 ids ``[..., K]``; float32 ``[...]``, the log of the sum of all
-        exponentials.
+        float32 values and int64 ids ``[..., K]``; float32 logsumexp ``[...]``.
     """
     size = min(size, logits.shape[-1])
     kernels = kernels_for(logits.device, logits.dtype)
@@ -64,7 +63,7 @@ def top_logits(logits: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """Greedy verification of B rows: a draft token is accepted where it is the most probable one.
+    """Verify B rows greedily: a draft token is accepted if it is the most probable one.
 
     Args:
         logits: float ``[B, k + 1, V]``; ``logits[:, i]`` follows the i-th draft token.
@@ -72,7 +71,7 @@ def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[
         num_drafted: int64 ``[B]``; positions at and after it are padding.
 
     Returns:
-        accepted tokens, and the most probable token after them, int64 ``[B]`` each.
+        number of accepted tokens, and the most probable token after them, int64 ``[B]`` each.
     """
     kernels = kernels_for(logits.device, logits.dtype)
     if kernels is not None:
@@ -84,5 +83,5 @@ def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[
 
 
 def leading_true(flags: Tensor) -> Tensor:
-    """Number of leading True along the last axis; bool ``[B, k]`` to int64 ``[B]``."""
+    """Count the leading True along the last axis, bool ``[B, k]`` to int64 ``[B]``."""
     return flags.to(torch.int64).cumprod(dim=-1).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""From Python numbers to a tensor where the models are."""
+"""Transfer of Python numbers to the models' device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def device_tensor(values: Sequence[object], device: torch.device) -> Tensor:
-    """Integers as int64, floats as float32; nested sequences as more dimensions.
+    """Make a tensor of integers (int64) or floats (float32); nested sequences are dimensions.
 
-    To a GPU they go through page-locked memory, so that nobody waits for the copy.
+    Transfers to a GPU use pinned memory and do not block.
     """
     if device.type != "cuda":
         return torch.tensor(values, device=device)

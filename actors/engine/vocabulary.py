@@ -1,4 +1,4 @@
-"""Drafts whose vocabulary is padded to another size than the target's, over one tokenizer."""
+"""Vocabularies padded to different sizes over one tokenizer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch.nn import functional
 
 
 def known_ids(token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Token ids that a model can embed: 0 in place of those beyond its vocabulary.
+    """Replace token ids beyond a model's vocabulary by 0.
 
-    What a draft makes of such a token changes no answer, only how much of its draft is accepted.
+    A draft's result for such a token changes no answer, only its acceptance.
 
     Args:
         token_ids: int64 of any shape.
-        vocab_size: embeddings that the model has.
+        vocab_size: number of the model's embeddings.
     """
     return token_ids.masked_fill(token_ids >= vocab_size, 0)
 
 
 def resize_logits(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits over another number of tokens: cut, or -inf (probability 0) where there are none.
+    """Cut logits to another vocabulary size, or pad them with -inf (probability 0).
 
     Args:
         logits: float ``[..., V]``.
         vocab_size: W.
 
     Returns:
-        ``[..., W]``; ``logits`` itself where W is V.
+        ``[..., W]``; ``logits`` itself if W is V.
     """
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:

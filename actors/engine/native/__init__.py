@@ -1,1 +1,1 @@
-"""The small operations of a decoder layer in C++, for CPUs."""
+"""C++ kernels of the CPU path."""

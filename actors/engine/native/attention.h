@@ -1,11 +1,11 @@
-// Attention over blocks of keys and values.
+// Attention over the paged KV cache.
 #pragma once
 
 #include "layers.h"
 
 namespace {
 
-// Vectors of the processor's own width.
+// Vectors of the processor's width.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -16,7 +16,7 @@ constexpr int kLanes = 4;
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Lanes __attribute__((vector_size(4 * kLanes)));
 
-// Lanes of a vector of 2 * kLanes: `a`, and then `b`.
+// Selects lanes of the concatenation of `a` and `b`.
 inline Vector shuffled(Vector a, Vector b, Lanes from) {
 #if defined(__clang__)
   Vector out;
@@ -27,7 +27,7 @@ inline Vector shuffled(Vector a, Vector b, Lanes from) {
 #endif
 }
 
-// Halves `Step` lanes apart are added; what was in `b` comes to lie beside what was in `a`.
+// Adds lanes that are `Step` apart; the sums of `b` come beside those of `a`.
 template <int Step>
 inline Vector folded(Vector a, Vector b) {
   Lanes low, high;
@@ -55,12 +55,12 @@ struct Attention {
   float scale;
 };
 
-constexpr int64_t kTile = 16;   // queries that share what is widened of a block
-constexpr int64_t kAhead = 4;   // blocks that are fetched before they are needed
+constexpr int64_t kTile = 16;   // queries that share a widened block
+constexpr int64_t kAhead = 4;   // blocks to prefetch ahead
 
 inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-// One head of `count` positions of a block as floats, rows of padded(dim), zeros behind dim.
+// Widens one head of `count` positions of a block to rows of padded(dim) floats, zeros behind dim.
 template <class T>
 void widen_block(const Attention& a, const T* block, int64_t count, float* out) {
   const int64_t size = padded(a.dim), stride = a.kv_heads * a.dim;
@@ -70,9 +70,9 @@ void widen_block(const Attention& a, const T* block, int64_t count, float* out) 
   }
 }
 
-// Blocks lie anywhere: has the processor fetch the one that is read kAhead reads after the i-th.
-// The reads of a head are those of the keys of `count` blocks, then of their values; behind them
-// come the next head's. Inlined, or else GCC drops the calls: it sees nothing that they do.
+// Prefetches the block that is read kAhead reads after the i-th, since blocks are scattered.
+// A head reads the keys of `count` blocks, then their values; the next head follows.
+// Always inlined: otherwise GCC drops the calls as having no effect.
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks, int64_t count, const T* keys,
                      const T* values, int64_t i) {
@@ -83,7 +83,7 @@ __attribute__((always_inline)) inline void prefetch(const Attention& a, const in
     for (int64_t d = 0; d < a.dim; d += line) __builtin_prefetch(block + d);
 }
 
-// query * keys of kLanes positions.
+// Dot products of a query with the keys of kLanes positions.
 inline Vector products(const float* query, const float* keys, int64_t size) {
   Vector sums[kLanes] = {};
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -116,7 +116,7 @@ inline void add_weighted(const float* weights, const float* values, int64_t coun
   std::memcpy(sum, sums, sizeof sums);
 }
 
-// Scores to weights that are to be divided by the sum that is returned.
+// Exponentiates scores in place; returns the sum to divide by.
 inline float softmax(float* scores, int64_t count) {
   float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
 #pragma omp simd reduction(max : largest)
@@ -128,11 +128,11 @@ inline float softmax(float* scores, int64_t count) {
 }
 
 struct Query {
-  int64_t first, last;  // positions that it looks at
+  int64_t first, last;  // visible positions
   float *rotated, *scores, *sum;
 };
 
-// Up to kTile queries of one row that read the same key/value head.
+// Attends for up to kTile queries of one row and key/value head.
 template <class T>
 void attend_tile(const Attention& a, const int32_t* table, const T* keys, const T* values,
                  Query* queries, int64_t count, float* wide) {
@@ -199,7 +199,7 @@ void store(const Attention& a, const T* qkv, const T* cos, const T* sin, const i
   }
 }
 
-// What a tile of queries works with: float parts of one allocation.
+// Buffers of a tile of queries, parts of one allocation.
 struct Scratch {
   float *rotated, *sums, *wide, *scores;
 
@@ -212,7 +212,7 @@ struct Scratch {
   }
 };
 
-// The queries start .. start + count - 1 of those that read key/value head `h` of a row.
+// Attends for queries start .. start + count - 1 of a row's key/value head `h`.
 template <class T>
 void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, const int64_t* at,
                  const int32_t* table, const T* keys, const T* values, const Scratch& scratch,
@@ -222,7 +222,7 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
   Query queries[kTile];
   for (int64_t q = 0; q < count; ++q) {
     const int64_t token = (start + q) / group, head = h * group + (start + q) % group;
-    const int64_t last = std::min(at[token], a.span - 1);  // only padding overhangs the span
+    const int64_t last = std::min(at[token], a.span - 1);  // only padding exceeds the span
     const int64_t first = a.window > 0 ? std::max<int64_t>(0, last - a.window + 1) : 0;
     float* rotated = scratch.rotated + q * size;
     queries[q] = {first, last, rotated, scratch.scores + q * a.span,

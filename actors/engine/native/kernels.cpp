@@ -1,9 +1,8 @@
-// The small operations of a decoder layer on CPUs, between the matrix products.
+// Operations of a decoder layer between the matrix products, on CPUs.
 //
-// Every token's result is computed by the same instructions in the same order whatever stands
-// beside it in the batch: alone, with seven others, one token or nine at a time, the bits are the
-// same. Rounding follows transformers' modules: what they round to the model's dtype is rounded
-// here, sums are float32. No threads, no state, no dependency: plain C entry points.
+// A token's result is computed by the same instructions in the same order in every batch, so its
+// bits do not depend on the batch. Rounding follows transformers' modules: what they round to the
+// model's dtype is rounded here, sums are float32. Plain C entry points, no threads, no state.
 
 #include "attention.h"
 #include "layers.h"

@@ -1,4 +1,4 @@
-// Norm, activation and rotary embedding: what lies between a layer's products.
+// Norm, activation and rotary embedding.
 #pragma once
 
 #include "numbers.h"
@@ -22,20 +22,20 @@ void add_norm(T* x, const T* delta, const T* weight, float eps, int64_t n, int64
   }
 }
 
-// out = silu(gate) * up; gate and up stand side by side in rows of 2 * size.
+// out = silu(gate) * up; rows of 2 * size hold gate, then up.
 template <class T>
 void silu_mul(const T* gate_up, int64_t n, int64_t size, T* out) {
   for (int64_t row = 0; row < n; ++row, gate_up += 2 * size, out += size) {
     for (int64_t i = 0; i < size; ++i) {
       const float gate = widen(gate_up[i]);
-      // exponential() is made for arguments that do not overflow.
+      // exponential() must not overflow.
       const float silu = gate / (1.0f + exponential(std::min(-gate, 80.0f)));
       out[i] = narrow<T>(rounded<T>(silu) * widen(gate_up[size + i]));
     }
   }
 }
 
-// Rotary embedding of one head by tables whose sine has the sign of the rotated half.
+// Rotates one head; the sine table includes the sign of the rotated half.
 template <class T, class Out>
 void rotate(const T* in, const T* cos, const T* sin, int64_t dim, Out* out) {
   const int64_t half = dim / 2;

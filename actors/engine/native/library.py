@@ -1,7 +1,7 @@
-"""Build and call the C++ kernels: one second of compiling, once per machine and version.
+"""Build and call the C++ kernels; they compile in one second, once per machine and version.
 
-Without a compiler the engine does the same in torch operations, slower, and with results that may
-differ in the last bits between batches of different shapes.
+Without a compiler the engine uses torch operations, which are slower, and whose results may differ
+in the last bits between batches of different shapes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class _Attention(ctypes.Structure):
     )
 
 
-# As in attention.h: queries of a tile, and the lanes of the widest vectors.
+# As in attention.h: queries per tile, and lanes of the widest vectors.
 _TILE, _LANES = 16, 16
 
 
 class Kernels:
-    """The operations for one dtype.
+    """Kernels for one dtype.
 
-    They read memory as it lies: every tensor is on the CPU, of this dtype and contiguous unless
-    another is named, and positions are inside the rows; the caller sees to it.
+    They access raw memory: every tensor must be on the CPU, of this dtype unless another is named,
+    and contiguous, and positions must be inside the rows.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -78,10 +78,10 @@ class Kernels:
             function.restype = None
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """``x += delta``, then the RMS norm of x times weight.
+        """Add ``delta`` to ``x`` and return the RMS norm times ``weight``.
 
         Args:
-            x: ``[N, size]``, changed in place.
+            x: ``[N, size]``, modified in place.
             delta: like ``x``, or None.
             weight: ``[size]``.
             eps: added to the mean square.
@@ -101,7 +101,7 @@ class Kernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of ``[..., 2 * size]``; ``[..., size]``."""
+        """Compute silu(gate) * up, ``[..., 2 * size]`` to ``[..., size]``."""
         size = gate_up.shape[-1] // 2
         assert gate_up.is_contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
@@ -109,12 +109,12 @@ class Kernels:
         return out
 
     def top_one(self, logits: Tensor, ids: Tensor, probs: Tensor | None = None) -> None:
-        """First index of the largest entry along the last axis.
+        """Find the first index of the largest entry along the last axis.
 
         Args:
             logits: ``[..., V]``.
-            ids: int64 ``[...]``, gets the indices.
-            probs: float32 ``[...]``, gets the softmax at these entries; None for not asked for.
+            ids: int64 ``[...]``, output.
+            probs: float32 ``[...]``, output: the softmax at these entries; None if not needed.
         """
         logits = logits.contiguous()
         assert ids.is_contiguous()
@@ -128,7 +128,7 @@ class Kernels:
         )
 
     def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The k largest entries along the last axis, descending.
+        """Return the k largest entries along the last axis, descending.
 
         Args:
             logits: ``[..., V]``.
@@ -153,12 +153,12 @@ class Kernels:
         return values, ids, logsumexp
 
     def accept(self, logits: Tensor, drafts: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """Greedy verification: leading drafts that are the target's own, and its token after them.
+        """Verify greedily: count the accepted draft tokens, and return the target's next token.
 
         Args:
             logits: ``[B, k + 1, V]``.
             drafts: int64 ``[B, k]``.
-            drafted: int64 ``[B]``, at most k: how many of a row's drafts count.
+            drafted: int64 ``[B]``, number of draft tokens per row, at most k.
 
         Returns:
             int64 ``[B]`` each.
@@ -198,12 +198,12 @@ class Kernels:
             rotary: cosine and signed sine, ``[capacity, dim]`` each.
             rows: int64 ``[B]``.
             positions: int64 ``[B, T]``.
-            tables: int32 ``[rows, columns]``, the blocks of every row.
-            span: whole blocks of positions that hold all that is read.
+            tables: int32 ``[rows, columns]``, block tables.
+            span: positions that are read, in whole blocks.
             kv: ``[blocks, block_size, kv_heads, dim]`` each; block_size is a multiple of 16.
             heads: query heads and key/value heads.
             scale: of the scores.
-            window: how far back to look, None for all.
+            window: sliding window, None for none.
 
         Returns:
             ``[B, T, heads * dim]``.
@@ -212,7 +212,7 @@ class Kernels:
         _, block_size, keys, dim = kv[0].shape
         assert block_size % _LANES == 0
         assert span % block_size == 0
-        # Views that were expanded have no memory of their own; no copy where there is.
+        # Expanded views have no memory of their own.
         qkv, rows, positions = qkv.contiguous(), rows.contiguous(), positions.contiguous()
         sizes = (batch, steps, heads[0], keys, dim, block_size, tables.shape[1], span, window or 0)
         shape = _Attention(*sizes, scale)
@@ -238,7 +238,7 @@ class Kernels:
 
 @functools.cache
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The kernels for models of this dtype on this device, None where there are none."""
+    """Return the kernels of a dtype, or None if the device or the machine has none."""
     if device.type != "cpu" or dtype not in _NAMES:
         return None
     library = _load()
@@ -250,15 +250,15 @@ def _load() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_build()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("the CPU kernels are not there, torch does their work: %s", error)
+        logger.warning("no CPU kernels, torch is used instead: %s", error)
         return None
 
 
 def _build() -> Path:
-    """The library of this source for this very processor, compiled where it is not there yet.
+    """Compile the kernels for this processor unless they are cached, and return the library.
 
     Raises:
-        RuntimeError: without a compiler, or where compiling fails.
+        RuntimeError: there is no compiler, or it fails.
     """
     files = [_SOURCE, *map(_SOURCE.with_name, _HEADERS)]
     texts = [file.read_text(encoding="utf-8") for file in files]
@@ -271,20 +271,20 @@ def _build() -> Path:
     if compiler is None:
         raise RuntimeError("no C++ compiler on PATH")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:  # others may build at the same time
-        made = Path(own) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes may build too
+        output = Path(own) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(output)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         if done.returncode:
             raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        made.replace(library)
+        output.replace(library)
     return library
 
 
 def _folder() -> Path:
-    """``PACELINE_OPS_DIR``, the interpreter's environment, or the user's cache."""
+    """Return ``PACELINE_OPS_DIR``, the interpreter's environment, or the user's cache."""
     chosen = os.environ.get("PACELINE_OPS_DIR")
     if chosen:
         return Path(chosen)
@@ -294,7 +294,7 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """What tells processors of different instruction sets apart."""
+    """Return the machine type and instruction sets of this processor."""
     info = Path("/proc/cpuinfo")
     lines: list[Any] = info.read_text().splitlines() if info.is_file() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

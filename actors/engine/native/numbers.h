@@ -1,4 +1,4 @@
-// Element types, their conversion to float and back, and exp.
+// Element types, conversion to float and back, and exp.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ inline float rounded(float x) {
   return widen(narrow<T>(x));
 }
 
-// exp for x <= 0 or small, relative error about 2e-7; branch-free, so that loops of it vectorise.
+// exp for x <= 80, relative error about 2e-7; branch-free, so that loops vectorise.
 inline float exponential(float x) {
   x = std::max(x, -87.0f);
   const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;

@@ -1,11 +1,11 @@
-// From logits to tokens.
+// Selection of tokens from logits.
 #pragma once
 
 #include "numbers.h"
 
 namespace {
 
-// Of each of n rows: the first index of its largest entry and, where asked for, its softmax there.
+// Finds the first index of the largest entry of n rows and, if `probs` is given, its softmax.
 template <class T>
 void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* probs) {
   for (int64_t row = 0; row < n; ++row, logits += size) {
@@ -23,8 +23,8 @@ void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* prob
   }
 }
 
-// Of each of n rows: its k largest entries, descending, equal ones in their order, and the log of
-// the sum of exponentials of the whole row.
+// Finds the k largest entries of n rows, descending, equal ones in order, and the logsumexp of each
+// row.
 template <class T>
 void top_k(const T* logits, int64_t n, int64_t size, int64_t k, int64_t* ids, float* values,
            float* logsumexp) {
@@ -56,8 +56,8 @@ void top_k(const T* logits, int64_t n, int64_t size, int64_t k, int64_t* ids, fl
   }
 }
 
-// Greedy verification of B rows of k drafted tokens: how many are the target's own from the first
-// on, and the target's token after those.
+// Verifies B rows of k draft tokens greedily: counts the accepted ones, and finds the target's next
+// token.
 template <class T>
 void accept(const T* logits, int64_t batch, int64_t k, int64_t vocab, const int64_t* drafts,
             const int64_t* drafted, int64_t* accepted, int64_t* final_tokens) {
