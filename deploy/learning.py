@@ -48,7 +48,7 @@ from paceline.deploy.config.learning_settings import (
 )
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample, metered
-from paceline.deploy.monitoring.readings import (
+from paceline.deploy.monitoring.samples import (
     registry_samples,
     scheduler_samples,
     shard_samples,

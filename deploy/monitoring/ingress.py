@@ -13,7 +13,7 @@ from paceline.actors.engine.stats import drain
 from paceline.deploy.api.ingress import Ingress
 from paceline.deploy.monitoring.exporter import Exporter, RaySink
 from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
-from paceline.deploy.monitoring.readings import IngressFigures, ingress_samples
+from paceline.deploy.monitoring.samples import IngressStats, ingress_samples
 
 
 class MeteredIngress(Ingress):
@@ -23,7 +23,7 @@ class MeteredIngress(Ingress):
         super().__init__(*args, **options)
         self._outcomes = Outcomes(time.monotonic)
         sink = RaySink(metrics)
-        self._exporter = Exporter(lambda: ingress_samples(self.figures()), sink).start()
+        self._exporter = Exporter(lambda: ingress_samples(self.stats()), sink).start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes of Ingress with requests counted by outcome."""
@@ -31,9 +31,9 @@ class MeteredIngress(Ingress):
         api.add_middleware(OutcomeMiddleware, outcomes=self._outcomes)
         return api
 
-    def figures(self) -> IngressFigures:
+    def stats(self) -> IngressStats:
         """Counts of this replica; removes the latencies it returns. Thread-safe for one reader."""
-        return IngressFigures(
+        return IngressStats(
             outcomes=dict(self._outcomes.counts),
             latencies=drain(self._outcomes.latencies),
             in_flight=self._limiter.running,

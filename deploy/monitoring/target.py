@@ -11,7 +11,7 @@ from ray.serve import metrics
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.config.user_config import TargetUserConfig, UserConfigState
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
-from paceline.deploy.monitoring.readings import pool_samples, target_samples
+from paceline.deploy.monitoring.samples import pool_samples, target_samples
 
 
 class MeteredTarget(TargetReplica):

@@ -1,4 +1,4 @@
-"""Every panel and every rule, asked of a real Prometheus while drafts learn from real traffic."""
+"""Every panel and rule on a real Prometheus while drafts learn from real traffic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LEARNT_WITHIN_S = 360.0
 
 @dataclass(frozen=True)
 class Scraped:
-    """A running application, its traffic, and a Prometheus that follows it."""
+    """A running application, its traffic, and a Prometheus that scrapes it."""
 
     prometheus: httpx.Client
     began: float
@@ -61,7 +61,7 @@ class Scraped:
 
 @pytest.fixture(scope="module")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The embedded models, learning fast, and a dashboard: it writes what Prometheus follows."""
+    """The embedded models with fast learning, and Ray's dashboard with its scrape targets."""
     from paceline.deploy import app
 
     config = load_config(
@@ -88,7 +88,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def traffic(base_url: str) -> Iterator[list[int]]:
-    """Two topics' prompts, again and again, whole and streamed; the statuses so far."""
+    """Prompts of two topics, repeated, whole and streamed; yields the HTTP statuses."""
     ended, statuses = threading.Event(), []
     lists = [generate(topic, 300, 0) for topic in TOPICS]
     prompts = [text for pair in zip(*lists, strict=True) for text in pair]
@@ -118,7 +118,7 @@ def scraped(
     traffic: list[int],  # noqa: ARG001 - it has to flow
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scraped]:
-    """Prometheus by Ray's generated config, with our rules, faster than either."""
+    """Prometheus with Ray's generated config and our rules, at a short interval."""
     assert PROMETHEUS is not None
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     generated = session / "metrics" / "prometheus" / "prometheus.yml"
@@ -163,7 +163,7 @@ def until_ready(client: httpx.Client, process: Any, log: Path) -> None:
 
 
 def panel_expressions() -> dict[str, str]:
-    """Panel and line to what Grafana would ask, all topics chosen."""
+    """Grafana's query per panel and line, for all topics."""
     shown = json.loads(files.DASHBOARD.read_text(encoding="utf-8"))
     asked = {
         f"{panel['title']}: {target['legendFormat']}": target["expr"]
@@ -178,7 +178,7 @@ def panel_expressions() -> dict[str, str]:
 
 
 def rule_expressions() -> dict[str, str]:
-    """Rule to its expression, without the threshold: a rule that is quiet must have data too."""
+    """Expression per rule, without the threshold: a rule that does not fire must have data too."""
     groups = yaml.safe_load(files.ALERTS.read_text())["groups"]
     return {
         rule.get("alert", rule.get("record")): re.sub(r"\s[<>] [0-9.]+$", "", rule["expr"].strip())
@@ -210,7 +210,7 @@ def test_rules_are_loaded_and_none_has_an_error(scraped: Scraped) -> None:
     assert "PacelineRequestsFail" not in firing
 
 
-def test_what_is_shown_is_plausible(scraped: Scraped) -> None:
+def test_values_are_plausible(scraped: Scraped) -> None:
     asked = panel_expressions()
     shares = [name for name in asked if name.startswith(("Acceptance by topic", "Table usage"))]
     assert len(shares) >= 2
@@ -226,7 +226,7 @@ def test_what_is_shown_is_plausible(scraped: Scraped) -> None:
     assert all(0.1 < value < 10.0 for value in speed)
 
 
-def test_our_config_follows_the_same_list_as_ray_s(scraped: Scraped) -> None:
+def test_our_config_scrapes_the_same_targets_as_ray_s(scraped: Scraped) -> None:
     own = files.prometheus_config(Path("alerts.yml"), files.ray_folder())
     [follows] = own["scrape_configs"][0]["file_sd_configs"][0]["files"]
     targets = yaml.safe_load(Path(follows).read_text())[0]["targets"]

@@ -1,4 +1,4 @@
-"""The live page in a real browser over answers that are given: what a learning server shows."""
+"""The live page in a real browser over canned answers of a learning server."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ LIVE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The page over answers that only whoever shows the key gets."""
+    """The page over answers that need a key."""
     api = FastAPI()
     add_page(api)
     answers = {"status": STATUS, "live": LIVE, "models": {"data": [{"id": "paceline"}]}}
@@ -104,7 +104,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page(address: str) -> Iterator[Browser]:
-    """The live part, once a key was asked for and given."""
+    """The live part after the key was entered."""
     with Browser(str(CHROMIUM)) as browser:
         browser.look_at(1280, 900)
         browser.open(f"{address}/ui/#live")
@@ -124,7 +124,7 @@ def count(page: Browser, selector: str) -> int:
     return int(page.value(f"document.querySelectorAll({selector!r}).length"))
 
 
-def test_every_decision_has_a_row_of_its_own_words(page: Browser) -> None:
+def test_every_decision_has_a_row_with_its_label(page: Browser) -> None:
     words = page.value("[...document.querySelectorAll('#decisions .chip')].map(c => c.textContent)")
     assert words == [
         "a word of tomorrow's", "added", "canary", "drift", "plateau", "restored", "rolled back",
@@ -134,7 +134,7 @@ def test_every_decision_has_a_row_of_its_own_words(page: Browser) -> None:
     assert "weights of version 1" in text(page, "#decisions")
 
 
-def test_a_topic_shows_both_arms_and_its_swaps(page: Browser) -> None:
+def test_a_topic_shows_both_arms_and_its_weight_versions(page: Browser) -> None:
     card = "[data-topic=sql]"
     assert count(page, f"{card} .online.dot") > 0
     assert count(page, f"{card} .frozen.dot") > 0
@@ -148,14 +148,14 @@ def test_a_topic_shows_both_arms_and_its_swaps(page: Browser) -> None:
         assert mark in chart
 
 
-def test_trainer_leases_and_idle_time_are_told(page: Browser) -> None:
+def test_trainer_leases_and_idle_time_are_shown(page: Browser) -> None:
     said = text(page, "#trainer")
     for word in ("training sql", "refused", "400", "computes (sql)", "90 of 100 s", "31 ms, 2"):
         assert word in said, word
     assert "training sql" in text(page, "#tiles")
 
 
-def test_shares_scores_and_shards_are_told(page: Browser) -> None:
+def test_routing_evaluation_and_shards_are_shown(page: Browser) -> None:
     shares = text(page, "#shares")
     assert "sql (" in shares
     assert "evaluated on the same answers: sql 0.61, general 0.2" in shares
@@ -164,7 +164,7 @@ def test_shares_scores_and_shards_are_told(page: Browser) -> None:
     assert "general: does not answer" in replay
 
 
-def test_origins_have_colours_that_differ(page: Browser) -> None:
+def test_token_sources_have_different_colours(page: Browser) -> None:
     page.value("location.hash = '#playground'")
     kinds = ("accepted", "recovered", "bonus")
     colours = {
@@ -177,7 +177,7 @@ def test_origins_have_colours_that_differ(page: Browser) -> None:
     page.value("location.hash = '#live'")
 
 
-def test_the_page_has_nothing_to_complain_about_but_the_missing_key(page: Browser) -> None:
+def test_the_page_has_no_errors_but_the_missing_key(page: Browser) -> None:
     assert page.value("document.getElementById('banner').hidden")
     others = [one for one in page.complaints if "401" not in one]
     assert others == []

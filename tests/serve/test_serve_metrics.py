@@ -1,4 +1,4 @@
-"""What a node really exports: the families that Prometheus scrapes, their kinds and labels."""
+"""The real export of a node: metric families, kinds and labels."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paceline.deploy.monitoring.catalogue import (
 pytestmark = pytest.mark.cluster
 
 CHAT = {"model": "paceline", "messages": [{"role": "user", "content": "List all files"}]}
-# Learning is off here, and drafts are colocated.
+# Learning is off, and drafts are colocated.
 LATER = {"expected_acceptance", "expert_requests", "expert_connected", "training_yield_seconds"}
 WAIT_S = 40.0
 
 
 def scraped() -> Iterator[Family]:
-    """Paceline's families at every node's export."""
+    """Paceline's metric families of every node."""
     for node in ray.nodes():
         address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         for family in text_string_to_metric_families(httpx.get(address, timeout=10).text):
@@ -48,7 +48,7 @@ def total(families: dict[str, Family], name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def families(base_url: str) -> dict[str, Family]:
-    """The export, once it has what these requests brought."""
+    """The export after some requests."""
     ask = {"max_tokens": 24, "ignore_eos": True, "speculative": {"draft": "sql"}}
     with httpx.Client(base_url=base_url, timeout=120) as http:
         for stream in (False, True):
@@ -111,7 +111,7 @@ def test_counts_are_those_of_the_requests(families: dict[str, Family]) -> None:
     assert total(families, "draft_failures") == 0
 
 
-def test_series_that_count_what_is_rare_are_there_at_zero(families: dict[str, Family]) -> None:
+def test_counters_of_rare_events_are_exported_at_zero(families: dict[str, Family]) -> None:
     updates = families["ray_paceline_weight_updates"].samples
     rolled_back = [s for s in updates if s.labels["outcome"] == "rolled_back"]
     assert {s.labels["draft"] for s in rolled_back} >= {"general", "sql"}

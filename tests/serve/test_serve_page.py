@@ -31,20 +31,20 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def browser(base_url: str) -> Iterator[Browser]:
-    """A page that has found its server, and that must have nothing to complain about at the end."""
+    """A connected page, without errors at the end."""
     with Browser(str(CHROMIUM)) as opened:
         opened.look_at(1280, 900)
         opened.open(f"{base_url}/ui/#playground")
         opened.wait("document.getElementById('draft').options.length > 2")
         yield opened
-        opened.value("1")  # what came meanwhile is read
+        opened.value("1")  # reads pending events
         assert opened.complaints == []
         assert {url.startswith((base_url, "about:", "data:")) for url in opened.requests} == {True}
 
 
 @pytest.fixture(scope="module")
 def answered(browser: Browser) -> Browser:
-    """The playground after both runs of a prompt that would like to be HTML."""
+    """The playground after both runs of a prompt with HTML."""
     browser.value(RUN % repr(PROMPT))
     browser.wait("document.getElementById('pane-off').dataset.state === 'done'")
     return browser

@@ -38,7 +38,7 @@ def test_history_reads_the_decisions_from_disk(
     assert json.loads(capsys.readouterr().out)["outcome"] == "published"
 
 
-def test_history_says_what_every_decision_rests_on(
+def test_history_shows_the_evidence_of_every_decision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     live = {"canary_requests": 8, "stable_requests": 70, "canary_acceptance": 0.61,
@@ -148,20 +148,20 @@ def test_help_needs_neither_torch_nor_ray() -> None:
 
 
 def as_process(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``as_process`` after some code, in a process of its own."""
+    """Run ``as_process`` after some code in a new process."""
     text = f"import sys; from paceline.deploy.cli import main as cli; {code}; cli.as_process()"
     return subprocess.run(
         [sys.executable, "-c", text, *arguments], text=True, timeout=60, check=False, **options
     )
 
 
-def test_a_thread_that_never_ends_does_not_keep_the_command_from_its_end() -> None:
+def test_a_thread_that_never_ends_does_not_block_the_exit() -> None:
     stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
     done = as_process(stays, "history", "--state-dir", "/nowhere", capture_output=True)
     assert (done.returncode, done.stdout) == (0, "No decision has been taken yet.\n")
 
 
-def test_what_nobody_foresaw_ends_it_too_with_its_trace() -> None:
+def test_an_unexpected_error_exits_with_its_traceback() -> None:
     stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
     done = as_process(f"{stays}; cli.main = lambda: 1 / 0", capture_output=True)
     assert done.returncode == 1

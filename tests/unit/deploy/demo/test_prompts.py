@@ -42,7 +42,7 @@ def test_split_is_disjoint_and_stable(topic: str) -> None:
     assert (len(one.last), len({*stream, *one.last})) == (40, 740)
 
 
-def test_generator_that_runs_dry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exhausted_generator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAKERS, "math", lambda rng: rng.choice("ab"))
     with pytest.raises(ValueError, match="only 2 distinct prompts"):
         generate("math", 3, seed=0)

@@ -17,7 +17,7 @@ def test_a_state_folder_of_an_earlier_demo_is_emptied(tmp_path: Path) -> None:
     assert not (state / "weights").exists()
 
 
-def test_a_folder_that_no_demo_has_made_is_left_alone(
+def test_a_folder_that_no_demo_made_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     precious = tmp_path / "state" / "weights" / "7.safetensors"

@@ -45,7 +45,7 @@ def request_result(
     )
 
 
-def test_figures_are_sums_not_means_of_rates() -> None:
+def test_totals_are_sums_not_means_of_rates() -> None:
     long = RequestResult(1, "sql", "sql", "online", "stream", 1.0, 1.5, 80, 60, 20, 80, 0)
     got = totals([request_result(0, 10), long])
     assert got.acceptance_rate == pytest.approx(70 / 120)
@@ -53,7 +53,7 @@ def test_figures_are_sums_not_means_of_rates() -> None:
     assert got.tokens_per_second == pytest.approx(100 / 2.0)
 
 
-def test_figures_of_nothing_are_none() -> None:
+def test_rates_without_results_are_none() -> None:
     got = totals([])
     assert (got.acceptance_rate, got.mean_acceptance_length, got.tokens_per_second) == (None,) * 3
 
@@ -69,13 +69,13 @@ def test_rolling_acceptance_uses_the_window_only() -> None:
     assert points[11] == 1.0
 
 
-def test_swaps_mark_the_first_answer_of_each_newer_version() -> None:
+def test_version_changes_are_the_first_answers_of_newer_versions() -> None:
     versions = [0, 0, 1, 0, 1, 3, 2, 3]
     results = [request_result(i, 1, version=v) for i, v in enumerate(versions)]
     assert version_changes(results) == [(2, 1), (5, 3)]
 
 
-def test_log_selects_and_knows_the_router() -> None:
+def test_log_selects_and_has_the_routing_accuracy() -> None:
     log = RequestLog(
         [
             request_result(0, 1),
@@ -137,7 +137,7 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
     assert "online drafts 180 (3.60x)" in report.result_lines(result)[0]
 
 
-def test_goals_are_judged_by_what_this_run_showed() -> None:
+def test_goals_of_a_run() -> None:
     log, slow = _full_log(), Throughput()
     log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
     log.results = [s for s in log.results if (s.topic, s.arm, s.part) != ("sql", "online", "last")]
@@ -184,7 +184,7 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_view_keeps_its_last_word_while_a_part_is_dead() -> None:
+def test_live_state_keeps_its_last_value_while_a_part_is_dead() -> None:
     state = LiveState()
     decision = {"topic": "sql", "outcome": "published", "served_expected_acceptance": 0.1,
                 "candidate_expected_acceptance": 0.52}  # fmt: skip
@@ -197,7 +197,7 @@ def test_view_keeps_its_last_word_while_a_part_is_dead() -> None:
     assert state.trainer == "restarting"
 
 
-def test_displays_render_with_and_without_samples() -> None:
+def test_displays_render_with_and_without_results() -> None:
     from rich.console import Console
 
     log, state = _full_log(), LiveState("mix", 61.0, 330.0, 9.0, 3.6, {"sql": 2})

@@ -24,7 +24,7 @@ from paceline.deploy.demo.traffic import (
 
 
 class Server:
-    """Answers like Paceline: what an arm gets accepted is fixed, ``fail`` is asked to fail."""
+    """Answers like Paceline: fixed acceptance per arm; the prompt ``fail`` fails."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ def test_every_kind_of_failure_is_logged_and_none_raised() -> None:
     assert reasons[2].startswith("ConnectError")
 
 
-def test_closed_loop_asks_all_and_holds_its_concurrency() -> None:
+def test_closed_loop_sends_all_with_its_concurrency() -> None:
     async def main() -> tuple[Server, RequestLog, int]:
         server, log = Server(), RequestLog()
         http, client = _client(server, log)
@@ -153,7 +153,7 @@ def test_stream_is_a_poisson_process_that_does_not_wait() -> None:
     assert Counter(q.topic for q in originals)["sql"] == pytest.approx(len(originals) / 2, rel=0.1)
 
 
-def test_the_whole_course() -> None:
+def test_the_whole_schedule() -> None:
     switches: list[str] = []
     topics = ("math", "code", "sql", "shell")
 
@@ -168,7 +168,7 @@ def test_the_whole_course() -> None:
         async def resume() -> None:
             switches.append("resume")
 
-        # However slow the machine is at the moment, all are timed, and every topic comes twice.
+        # On a slow machine too, all are timed and every topic comes twice.
         settings = DemoSettings(
             seconds=1.0,
             timed=4,

@@ -1,4 +1,4 @@
-"""Every alert fires on what it is for, and on nothing else: series by hand, rules by promtool."""
+"""Every alert fires on its condition only: synthetic series, rules evaluated by promtool."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SICK: dict[str, Series] = {
     "PacelineTargetQueue": {"num_requests_waiting": "3x240"},
     "PacelineRequestsFail": {FAILED: "0x120 5+5x120"},
 }
-# Nothing to worry about, or nothing that these say.
+# No alert may fire.
 FINE: dict[str, Series] = {
     "all is well": {},
     "no traffic": dict.fromkeys(WELL, "0x240")
@@ -83,7 +83,7 @@ FINE: dict[str, Series] = {
 
 
 def firing(series: Series, folder: Path, expected: set[str]) -> subprocess.CompletedProcess[str]:
-    """Whether these alerts, and no others, fire after two hours and a half."""
+    """Run promtool: these alerts, and no others, must fire after two and a half hours."""
     all_alerts = sorted(SICK)
     tests = [
         {
@@ -108,12 +108,12 @@ def test_every_alert_has_its_case() -> None:
 
 
 @pytest.mark.parametrize("alert", sorted(SICK))
-def test_an_alert_fires_alone_on_what_it_is_for(alert: str, tmp_path: Path) -> None:
+def test_an_alert_fires_alone_on_its_condition(alert: str, tmp_path: Path) -> None:
     result = firing(WELL | SICK[alert], tmp_path, {alert})
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("case", sorted(FINE))
-def test_no_alert_fires_without_a_cause(case: str, tmp_path: Path) -> None:
+def test_no_alert_fires_without_its_condition(case: str, tmp_path: Path) -> None:
     result = firing(WELL | FINE[case], tmp_path, set())
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Catalogue, dashboard, rules and documents speak of the same metrics."""
+"""Catalogue, dashboard, alert rules and docs have the same metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[4]
 DASHBOARD = json.loads(files.DASHBOARD.read_text(encoding="utf-8"))
 SERVE_LABELS = {"application", "deployment", "replica"}
 SERIES = {name: metric for metric in METRICS for name in metric.series}
-# Of the pool alone: a panel would be empty wherever drafts are colocated.
+# Pool only: a panel would be empty with colocated drafts.
 NOT_SHOWN = {"expert_requests"}
 
 
@@ -41,7 +41,7 @@ def expressions() -> list[str]:
     return [*dashboard_expressions(), *(rule["expr"] for rule in rules())]
 
 
-def test_names_are_unique_and_labels_are_not_serve_s() -> None:
+def test_names_are_unique_and_labels_differ_from_serve_s() -> None:
     assert len(BY_NAME) == len(METRICS)
     for metric in METRICS:
         assert re.fullmatch(r"[a-z][a-z0-9_]+", metric.name)
@@ -54,15 +54,15 @@ def test_names_are_unique_and_labels_are_not_serve_s() -> None:
         assert not metric.help.endswith(".")
 
 
-def test_no_counter_has_a_label_of_ever_new_values() -> None:
-    """A counter's series stays in the node's agent for ever, a gauge's goes when nobody sets it."""
+def test_no_counter_has_a_label_with_unbounded_values() -> None:
+    """The node's agent keeps a counter's series for ever; a gauge's expires."""
     unbounded = {m.name for m in METRICS if "weight_version" in m.labels}
     assert unbounded
     assert {BY_NAME[name].kind for name in unbounded} == {Kind.GAUGE}
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_what_is_asked_for_is_exported(expression: str) -> None:
+def test_queried_metrics_are_exported(expression: str) -> None:
     names = re.findall(r"\bray_[a-z0-9_]+", expression)
     assert names or "paceline:" in expression
     assert [name for name in names if name not in SERIES] == []
@@ -71,7 +71,7 @@ def test_what_is_asked_for_is_exported(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_labels_that_are_asked_for_are_there(expression: str) -> None:
+def test_queried_labels_exist(expression: str) -> None:
     names = set(re.findall(r"\bray_[a-z0-9_]+", expression))
     known = {label for name in names for label in SERIES[name].labels} | SERVE_LABELS | {"le"}
     asked = set(re.findall(r'([a-z_]+)(?:=~|!=|=)"', expression))
@@ -80,7 +80,7 @@ def test_labels_that_are_asked_for_are_there(expression: str) -> None:
     assert asked <= known
 
 
-def test_every_metric_is_shown_or_watched() -> None:
+def test_every_metric_has_a_panel_or_an_alert() -> None:
     asked = {name for e in expressions() for name in re.findall(r"\bray_[a-z0-9_]+", e)}
     assert {m.name for m in METRICS if not asked & set(m.series)} == NOT_SHOWN
 
@@ -95,7 +95,7 @@ def test_every_metric_and_alert_is_documented() -> None:
     assert alerts == set(re.findall(r"`(Paceline[A-Za-z]+)`", told))
 
 
-def test_alerts_end_with_their_threshold_and_say_what_they_mean() -> None:
+def test_alerts_end_with_their_threshold_and_have_texts() -> None:
     for rule in (rule for rule in rules() if "alert" in rule):
         assert re.search(r"\s[<>] [0-9.]+$", rule["expr"].strip()), rule["alert"]
         assert set(rule["annotations"]) == {"summary", "description"}
@@ -129,7 +129,7 @@ def test_counters_are_queried_as_rates_and_gauges_are_not() -> None:
             assert counts == bool(re.search(rf"(rate|increase)\({name}\b", expression)), expression
 
 
-def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+def test_panels_do_not_overlap_and_have_unique_ids() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells: set[tuple[int, int]] = set()
@@ -145,7 +145,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
         cells |= own
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("no promtool here (Debian: prometheus)")
@@ -155,7 +155,7 @@ def test_promtool_takes_the_rules() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_promtool_takes_the_written_config(tmp_path: Path) -> None:
+def test_promtool_accepts_the_written_config(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("no promtool here (Debian: prometheus)")
@@ -166,7 +166,7 @@ def test_promtool_takes_the_written_config(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_command_writes_what_points_at_itself(
+def test_the_command_writes_files_that_point_at_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "made" / "here"
@@ -183,14 +183,14 @@ def test_the_command_writes_what_points_at_itself(
     ini = configparser.ConfigParser()
     ini.read(out / "grafana" / "grafana.ini")
     assert Path(ini["paths"]["provisioning"]) == out / "grafana" / "provisioning"
-    for name in ("data", "logs", "plugins"):  # its home is nobody's to write to
+    for name in ("data", "logs", "plugins"):  # its home is read-only
         assert Path(ini["paths"][name]).is_relative_to(out / "grafana")
     assert ini["server"]["http_addr"] == "127.0.0.1"
     assert ini["security"].getboolean("allow_embedding")
     assert ini["auth.anonymous"]["org_role"] == "Viewer"
 
 
-def test_a_folder_that_cannot_be_made_is_named(
+def test_a_folder_that_cannot_be_created_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

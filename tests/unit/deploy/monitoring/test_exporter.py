@@ -1,9 +1,11 @@
-"""The exporter: totals become increases, and nothing that fails goes further than itself."""
+"""The exporter: totals become increases, and a failure affects its own sample only."""
 
 from __future__ import annotations
 
 import logging
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +17,7 @@ from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 
 
 class Sink:
-    """Keeps what it is given; raises for the names in ``broken``."""
+    """Keeps records; raises for the names in ``broken``."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, float, dict[str, str]]] = []
@@ -35,7 +37,7 @@ class Sink:
 
 
 class Source:
-    """What is read: the samples of the next turn, or an exception to raise."""
+    """Samples of the next export, or an exception to raise."""
 
     def __init__(self) -> None:
         self.samples: list[Sample | Exception] = []
@@ -62,32 +64,28 @@ def exporter(source: Source, sink: Sink) -> Exporter:
     return Exporter(source, sink)
 
 
-def turn(exporter: Exporter, source: Source, *samples: Sample | Exception) -> None:
+def export(exporter: Exporter, source: Source, *samples: Sample | Exception) -> None:
     source.samples = list(samples)
     exporter.export()
 
 
-def test_totals_become_increases_from_a_beginning_at_zero(
-    exporter: Exporter, source: Source, sink: Sink
-) -> None:
+def test_totals_become_increases_from_zero(exporter: Exporter, source: Source, sink: Sink) -> None:
     for total in (0, 0, 3, 3, 5):
-        turn(exporter, source, Sample("num_preemptions", total))
+        export(exporter, source, Sample("num_preemptions", total))
     assert sink.take() == [("num_preemptions", 0), ("num_preemptions", 3), ("num_preemptions", 2)]
 
 
-def test_a_total_that_was_counted_anew_is_no_fall(
-    exporter: Exporter, source: Source, sink: Sink
-) -> None:
+def test_a_reset_total_is_no_decrease(exporter: Exporter, source: Source, sink: Sink) -> None:
     for total in (7, 2, 3):
-        turn(exporter, source, Sample("num_preemptions", total))
+        export(exporter, source, Sample("num_preemptions", total))
     assert sink.take() == [("num_preemptions", 7), ("num_preemptions", 2), ("num_preemptions", 1)]
 
 
 def test_labels_are_named_and_keep_totals_apart(
     exporter: Exporter, source: Source, sink: Sink
 ) -> None:
-    turn(exporter, source, Sample("requests", 4, ("ok",)), Sample("requests", 1, ("failed",)))
-    turn(exporter, source, Sample("requests", 5, ("ok",)), Sample("requests", 1, ("failed",)))
+    export(exporter, source, Sample("requests", 4, ("ok",)), Sample("requests", 1, ("failed",)))
+    export(exporter, source, Sample("requests", 5, ("ok",)), Sample("requests", 1, ("failed",)))
     assert sink.records == [
         ("requests", 4, {"outcome": "ok"}),
         ("requests", 1, {"outcome": "failed"}),
@@ -95,23 +93,23 @@ def test_labels_are_named_and_keep_totals_apart(
     ]
 
 
-def test_gauges_are_set_every_turn_or_they_would_fade(
+def test_gauges_are_set_at_every_export_or_they_would_expire(
     exporter: Exporter, source: Source, sink: Sink
 ) -> None:
     for _ in range(2):
-        turn(exporter, source, Sample("num_requests_running", 2))
+        export(exporter, source, Sample("num_requests_running", 2))
     assert sink.take() == [("num_requests_running", 2)] * 2
 
 
-def test_a_sink_that_fails_loses_no_increase_and_stops_nobody_else(
+def test_a_failing_sink_loses_no_increase_and_no_other_sample(
     exporter: Exporter, source: Source, sink: Sink
 ) -> None:
     samples = Sample("num_preemptions", 3), Sample("draft_failures", 1)
     sink.broken = {"num_preemptions"}
-    turn(exporter, source, *samples)
+    export(exporter, source, *samples)
     assert sink.take() == [("draft_failures", 1)]
     sink.broken = set()
-    turn(exporter, source, *samples)
+    export(exporter, source, *samples)
     assert sink.take() == [("num_preemptions", 3)]
 
 
@@ -126,25 +124,27 @@ def test_a_sink_that_fails_loses_no_increase_and_stops_nobody_else(
         Sample("num_preemptions", math.nan),
     ],
 )
-def test_a_bad_sample_is_left_out_alone(
+def test_only_the_invalid_sample_is_skipped(
     exporter: Exporter, source: Source, sink: Sink, bad: Sample
 ) -> None:
-    turn(exporter, source, bad, Sample("draft_failures", 1))
+    export(exporter, source, bad, Sample("draft_failures", 1))
     assert sink.take() == [("draft_failures", 1)]
 
 
-def test_figures_that_cannot_be_read_are_read_again(
+def test_a_failed_read_is_retried(
     exporter: Exporter, source: Source, sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
-            turn(exporter, source, Sample("num_preemptions", 2), RuntimeError("changed meanwhile"))
-    assert len(caplog.records) == 1  # not a line a second
-    turn(exporter, source, Sample("num_preemptions", 4))
+            export(
+                exporter, source, Sample("num_preemptions", 2), RuntimeError("changed meanwhile")
+            )
+    assert len(caplog.records) == 1  # not a line per second
+    export(exporter, source, Sample("num_preemptions", 4))
     assert sink.take() == [("num_preemptions", 2), ("num_preemptions", 2)]
 
 
-def test_the_thread_goes_on_after_a_failure_and_ends_when_told(sink: Sink) -> None:
+def test_the_thread_survives_a_failure_and_stops(sink: Sink) -> None:
     turns = 0
 
     def read() -> Iterable[Sample]:
@@ -160,7 +160,7 @@ def test_the_thread_goes_on_after_a_failure_and_ends_when_told(sink: Sink) -> No
 
 
 class Made:
-    """One of Ray's metrics, as far as a sink uses it."""
+    """The part of Ray's metrics that a sink uses."""
 
     def __init__(self, name: str, **facts: Any) -> None:
         self.name, self.facts = name, facts
@@ -186,7 +186,7 @@ class Module:
     Counter = Gauge = Histogram = Made
 
 
-def test_ray_s_metrics_are_made_once_and_get_what_they_take() -> None:
+def test_ray_s_metrics_are_created_once_and_recorded() -> None:
     sink = RaySink(Module)
     counter, gauge = BY_NAME["requests"], BY_NAME["num_requests_running"]
     histogram = BY_NAME["time_to_first_token_seconds"]
@@ -204,7 +204,22 @@ def test_ray_s_metrics_are_made_once_and_get_what_they_take() -> None:
     assert made["time_to_first_token_seconds"].calls == [("observe", 0.3, {})]
 
 
-def test_ray_s_own_classes_have_what_the_sink_calls() -> None:
+def test_light_actors_do_not_import_torch() -> None:
+    """Shards and the scheduler are many processes: torch would take 300 MiB of each."""
+    modules = (
+        "paceline.actors.replay.shard",
+        "paceline.cluster.scheduler.trainer_scheduler",
+        "paceline.deploy.monitoring.exporter",
+        "paceline.deploy.monitoring.samples",
+    )
+    code = (
+        f"import sys, {', '.join(modules)}; print({{'torch', 'transformers'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_ray_s_classes_have_the_methods_that_the_sink_calls() -> None:
     from ray.util import metrics
 
     for kind, calls in (

@@ -1,4 +1,4 @@
-"""What became of requests, counted around the real ingress over a real target."""
+"""Requests by outcome, around the real ingress over a real target."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from paceline.deploy.api.ingress import Ingress
 from paceline.deploy.api.routing import RouteSelector
 from paceline.deploy.monitoring.catalogue import INGRESS, METRICS
 from paceline.deploy.monitoring.outcomes import OUTCOMES, OutcomeMiddleware, Outcomes, outcome_of
-from paceline.deploy.monitoring.readings import (
+from paceline.deploy.monitoring.samples import (
     FAILOVERS,
     ROUTER_OUTCOMES,
-    IngressFigures,
+    IngressStats,
     ingress_samples,
 )
 
@@ -48,13 +48,13 @@ def asked(
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             answers = [await http.post(path, json=body) for body in bodies]
-            await freed(target)  # it must not deliver to a loop that is closed
+            await freed(target)  # the target must not deliver to a closed loop
             return answers
 
     return asyncio.run(run())
 
 
-def test_answers_refusals_and_what_is_no_request_for_an_answer(
+def test_answers_and_refusals_count_and_other_requests_do_not(
     target: TargetReplica, target_folder: Path
 ) -> None:
     api, outcomes = measured(target, target_folder)
@@ -70,7 +70,7 @@ def test_answers_refusals_and_what_is_no_request_for_an_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_time_runs_out_before_and_after_an_answer_has_begun(
+def test_timeouts_before_and_after_the_start_of_an_answer(
     target: TargetReplica, target_folder: Path, stream: bool
 ) -> None:
     api, outcomes = measured(target, target_folder, request_timeout_s=1.0)
@@ -85,14 +85,14 @@ class Faulty(Ingress):
         raise RuntimeError(f"a fault of the front door at {request.url.path}")
 
 
-def test_an_error_of_our_own_is_a_failure(target: TargetReplica, target_folder: Path) -> None:
+def test_an_internal_error_is_a_failure(target: TargetReplica, target_folder: Path) -> None:
     api, outcomes = measured(target, target_folder, front=Faulty)
     [answer] = asked(api, target, SHORT)
     assert answer.status_code == 500
     assert dict(outcomes.counts) == {"failed": 1}
 
 
-def test_a_client_that_goes_away_is_cancelled_and_no_failure(
+def test_a_disconnected_client_is_cancelled_and_no_failure(
     target: TargetReplica, target_folder: Path
 ) -> None:
     api, outcomes = measured(target, target_folder)
@@ -151,7 +151,7 @@ def test_an_outcome_by_status(status: int | None, complete: bool, outcome: str) 
         (RuntimeError("a fault"), "failed"),
     ],
 )
-def test_a_client_that_is_gone_is_told_from_a_fault(error: Exception, outcome: str) -> None:
+def test_a_disconnect_is_distinguished_from_an_error(error: Exception, outcome: str) -> None:
     async def raising(*_: object) -> None:
         raise error
 
@@ -168,7 +168,7 @@ def test_a_client_that_is_gone_is_told_from_a_fault(error: Exception, outcome: s
     assert outcomes.counts == {outcome: 1}
 
 
-def test_the_router_s_answers_are_counted_by_what_came_of_them() -> None:
+def test_router_requests_are_counted_by_outcome() -> None:
     said: list[Any] = [{"sql": 0.9}, RuntimeError("dead"), {"sql": 0.9}]
     now = [0.0]
 
@@ -200,8 +200,8 @@ def test_the_router_s_answers_are_counted_by_what_came_of_them() -> None:
     asyncio.run(run())
 
 
-def test_an_ingress_s_figures_begin_at_zero_and_cover_the_catalogue() -> None:
-    nothing = IngressFigures({}, (0.5,), 3, {}, (0.01,), {"sql": {"general": 2}}, {})
+def test_ingress_samples_start_at_zero_and_cover_the_catalogue() -> None:
+    nothing = IngressStats({}, (0.5,), 3, {}, (0.01,), {"sql": {"general": 2}}, {})
     samples = list(ingress_samples(nothing))
     assert {s.name for s in samples} == {m.name for m in METRICS if m.part == INGRESS}
     zeros = [sample for sample in samples if sample.value == 0]

@@ -1,4 +1,4 @@
-"""``paceline plan``: tables, JSON, picture, and one line where there is no plan."""
+"""``paceline plan``: tables, JSON, picture, one-line errors."""
 
 import json
 from pathlib import Path
@@ -35,9 +35,7 @@ def test_json_has_everything(models: list[str], capsys: pytest.CaptureFixture[st
     assert "fit" not in plan
 
 
-def test_tables_give_the_answer_in_words(
-    models: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_have_a_verdict(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     machine = ["--bandwidth-gbs", "1000", "--tflops", "100", "--memory-gb", "1000"]
     short = ["--context", "128", "--acceptance", "0.8"]
     assert main(["plan", *models, *machine, *short]) == 0

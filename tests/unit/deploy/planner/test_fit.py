@@ -1,4 +1,4 @@
-"""Fitting a machine to measured steps, and reading what the benchmark writes."""
+"""Fit of a machine to measured steps, and the benchmark's step table."""
 
 import json
 import random
@@ -112,7 +112,7 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         {"draft": {"1,1": "fast"}},
     ],
 )  # fmt: skip
-def test_what_is_no_table_is_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_invalid_table_is_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
     file = tmp_path / "steps.json"
     file.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(ConfigError, match=r"steps\.json: not a step table") as caught:

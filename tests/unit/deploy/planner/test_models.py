@@ -1,4 +1,4 @@
-"""Shapes from configs: parameters, cache, windows, experts, and what is refused."""
+"""Shapes from configs: parameters, cache, windows, experts, refusals."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Bytes, FLOPs and seconds of a step, against figures worked out by hand."""
+"""Bytes, FLOPs and seconds of a step, against values computed by hand."""
 
 import itertools
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_distinct_experts_is_the_mean_over_every_routing(
 
 
 def test_more_tokens_load_more_experts() -> None:
-    # 8 experts, 2 a token: 2 for one token, 8*(1 - 0.75^2) = 3.5 for two, whoever's they are
+    # 8 experts, 2 a token: 2 for one token, 8*(1 - 0.75^2) = 3.5 for two
     expert, common = 176_160_768, MIXTURE.common_parameters
     one = step_work(MIXTURE, BF16, 1, 1, 10).weight_bytes
     assert one == pytest.approx(2 * (common + 4096 + 32 * 2 * expert))

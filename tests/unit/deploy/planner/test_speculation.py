@@ -1,4 +1,4 @@
-"""E[tokens], speed-up, best k, and where speculation stops to pay."""
+"""E[tokens], speed-up, best k, break-even batch."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_last_crossing_is_the_last() -> None:
 
 
 @pytest.mark.parametrize(("target", "acceptance"), [(LARGE, 0.8), (LARGE, 0.5), (MIXTURE, 0.6)])
-def test_it_stops_to_pay_where_trying_every_batch_says_so(
+def test_the_break_even_batch_equals_exhaustive_search(
     target: ModelShape, acceptance: float
 ) -> None:
     small = replace(PRESETS["l40s"], tensor_parallel=4)

@@ -1,4 +1,4 @@
-"""Figures of real parts as samples: every metric of the catalogue comes out of one of them."""
+"""Samples of real parts: together they have every metric of the catalogue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.version_store import outcome_of
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
-from paceline.deploy.monitoring import readings
 from paceline.deploy.monitoring.catalogue import (
     BY_NAME,
     METRICS,
@@ -39,6 +38,18 @@ from paceline.deploy.monitoring.catalogue import (
     TARGET,
 )
 from paceline.deploy.monitoring.exporter import Sample
+from paceline.deploy.monitoring.samples import (
+    TRAINER_STATES,
+    UPDATES,
+    _versions,
+    pool_samples,
+    registry_samples,
+    scheduler_samples,
+    shard_samples,
+    slot_labels,
+    target_samples,
+    trainer_samples,
+)
 
 GATE = {"candidate_expected_acceptance": 0.6, "served_expected_acceptance": 0.4}
 
@@ -58,10 +69,10 @@ def check(samples: list[Sample], part: str, but: set[str] | None = None) -> None
     assert {sample.name for sample in samples} == expected
 
 
-def test_a_target_s_figures() -> None:
+def test_target_samples() -> None:
     asked = [request(f"r{i}", [5 + i], ignore_eos=True) for i in range(3)]
     _, figures = served(asked)
-    samples = list(readings.target_samples(figures))
+    samples = list(target_samples(figures))
     controller_s = {"predicted_goodput", "num_speculative_tokens", "plain_decode_seconds"}
     of_a_pool = {"expert_requests", "expert_connected"}
     check(samples, TARGET, controller_s | of_a_pool)
@@ -76,23 +87,23 @@ def test_a_target_s_figures() -> None:
     assert by_labels(samples, "draft_weight_version") == {("a", "stable"): 0, ("b", "stable"): 0}
     assert by_labels(samples, "kv_blocks")[("used",)] == 0
     assert len([s for s in samples if s.name == "time_to_first_token_seconds"]) == 3
-    again = list(readings.target_samples(figures))
+    again = list(target_samples(figures))
     assert not [s for s in again if s.name == "time_to_first_token_seconds"]  # once each
 
 
-def test_a_version_that_was_promoted_goes_on_under_its_number() -> None:
+def test_a_promoted_version_keeps_its_number() -> None:
     stats = RoundStats()
     stats.add_row("sql", "sql@candidate", 1, 4, 2)
     stats.add_row("sql", "sql", 0, 4, 1)
     stats.add_row("sql", "sql", 1, 4, 3)  # promoted
-    held = list(readings._versions(stats.versions.items()))
+    held = list(_versions(stats.versions.items()))
     drafts, accepted = (by_labels(held, f"version_num_{n}") for n in ("drafts", "accepted_tokens"))
     assert drafts == {("sql", "0"): 1, ("sql", "1"): 2}
     assert accepted == {("sql", "0"): 1, ("sql", "1"): 5}
 
 
-def test_experts_of_a_pool_by_what_came_of_their_questions() -> None:
-    samples = list(readings.pool_samples({"sql": ExpertClient("sql").stats()}))
+def test_pool_experts_by_outcome_of_requests() -> None:
+    samples = list(pool_samples({"sql": ExpertClient("sql").stats()}))
     assert by_labels(samples, "expert_connected") == {("sql",): 0}
     outcomes = by_labels(samples, "expert_requests")
     assert outcomes == {
@@ -112,17 +123,17 @@ def test_experts_of_a_pool_by_what_came_of_their_questions() -> None:
         ("sql@0", ("sql", "initial")),
     ],
 )
-def test_a_draft_s_name_as_labels(draft: str, labels: tuple[str, str]) -> None:
-    assert readings.slot_labels(draft) == labels
+def test_labels_of_a_draft(draft: str, labels: tuple[str, str]) -> None:
+    assert slot_labels(draft) == labels
 
 
-def test_a_shard_s_figures_tell_what_went() -> None:
+def test_shard_samples_cover_every_dropped_record() -> None:
     size = len(encode(lesson(0)))
     shard = ReplayShard("sql", ReplaySettings(10 * size, 3600.0), seed=0, clock=lambda: 0.0)
     for number in range(60):
         shard.insert(encode(lesson(number)))
     shard.insert(b"nonsense", 7)
-    samples = list(readings.shard_samples(shard.stats()))
+    samples = list(shard_samples(shard.stats()))
     check(samples, SHARD)
     kept = sum(by_labels(samples, "replay_records").values())
     evicted = by_labels(samples, "replay_evicted")["sql",]
@@ -154,27 +165,27 @@ def test_synthetic_records_are_reported_where_any_are_kept() -> None:
         (1.0, {"train", "held_out", "synthetic"}),
     ):
         shard = ReplayShard("sql", ReplaySettings(synthetic_per_record=per_record))
-        told = by_labels(list(readings.shard_samples(shard.stats())), "replay_capacity_bytes")
+        told = by_labels(list(shard_samples(shard.stats())), "replay_capacity_bytes")
         assert set(told) == {("sql", split) for split in splits}
         assert min(told.values()) > 0
 
 
-def test_a_registry_s_figures(tmp_path: Path) -> None:
+def test_registry_samples(tmp_path: Path) -> None:
     def start() -> WeightRegistry:
         topics, canary = ("sql", "general"), CanarySettings()
         return WeightRegistry(str(tmp_path), topics, "m", canary=canary, put=lambda x: x)
 
     registry = start()
-    before = list(readings.registry_samples(registry.metrics()))
+    before = list(registry_samples(registry.metrics()))
     updates = by_labels(before, "weight_updates")
-    assert set(updates.values()) == {0}  # there from the start: the first one is a rise
+    assert set(updates.values()) == {0}  # exported from the start: the first one is an increase
     assert {labels[0] for labels in updates} == {"sql", "general"}
     registry.publish("sql", weights(1.0), GATE)
     registry.report([DraftOutcome("sql", 1, 0, 0, failed=True)])
     registry.publish("sql", weights(2.0), GATE)
     registry.report([DraftOutcome("sql", 2, 10, 5)])
     registry.reject("general", GATE | {"candidate_expected_acceptance": None})
-    samples = list(readings.registry_samples(registry.metrics()))
+    samples = list(registry_samples(registry.metrics()))
     check(samples, REGISTRY)
     updates = by_labels(samples, "weight_updates")
     assert {k: v for k, v in updates.items() if v} == {
@@ -192,23 +203,20 @@ def test_a_registry_s_figures(tmp_path: Path) -> None:
     }
 
 
-def test_the_last_gate_survives_a_restart_and_counts_begin_anew(tmp_path: Path) -> None:
+def test_the_last_gate_survives_a_restart_and_counts_restart(tmp_path: Path) -> None:
     topics = ("sql",)
     first = WeightRegistry(str(tmp_path / "a"), topics, "m", put=lambda x: x)
     first.publish("sql", weights(1.0), GATE)
-    assert (
-        by_labels(readings.registry_samples(first.metrics()), "weight_updates")[("sql", "deployed")]
-        == 1
-    )
-    shutil.copytree(tmp_path / "a", tmp_path / "b")  # the first one has the lock of its own
+    assert by_labels(registry_samples(first.metrics()), "weight_updates")[("sql", "deployed")] == 1
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # the first one holds the lock
     second = WeightRegistry(str(tmp_path / "b"), topics, "m", put=lambda x: x)
-    samples = list(readings.registry_samples(second.metrics()))
+    samples = list(registry_samples(second.metrics()))
     assert by_labels(samples, "expected_acceptance")[("sql", "candidate")] == 0.6
     assert by_labels(samples, "weight_version") == {("sql", "stable"): 1}
     assert not any(by_labels(samples, "weight_updates").values())
 
 
-def test_outcomes_have_names_that_the_catalogue_s_reader_counts() -> None:
+def test_every_outcome_of_a_decision_is_counted() -> None:
     assert outcome_of({"outcome": "published", "canary": True}) == "canary"
     assert outcome_of({"outcome": "published"}) == "deployed"
     assert outcome_of({}) == "unknown"
@@ -218,10 +226,10 @@ def test_outcomes_have_names_that_the_catalogue_s_reader_counts() -> None:
     assert outcomes >= {"published", "promoted", "rolled_back", "rejected"}
     # Drift changes no weights, and has a gauge of its own; nor does a plateau.
     counted = outcomes - {"drift", "plateau"}
-    assert {outcome_of({"outcome": o}) for o in counted} <= set(readings.UPDATES)
+    assert {outcome_of({"outcome": o}) for o in counted} <= set(UPDATES)
 
 
-def test_a_trainer_s_figures() -> None:
+def test_trainer_samples() -> None:
     outlook = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
     live = {"requests": 40, "rounds": 400, "accepted": 200}
     outlook.update({"sql": live})
@@ -236,7 +244,7 @@ def test_a_trainer_s_figures() -> None:
         "loss": 0.25,
     }
     table = hedge.table() | {"weights": {"sql": {"sql": 0.9, "general": 0.1}}}
-    samples = list(readings.trainer_samples(status, outlook.figures(), table))
+    samples = list(trainer_samples(status, outlook.figures(), table))
     check(samples, "trainer")
     states = by_labels(samples, "trainer_state")
     assert [state for (state,), value in states.items() if value] == ["training"]
@@ -245,21 +253,21 @@ def test_a_trainer_s_figures() -> None:
     assert by_labels(samples, "drifting") == {("sql",): 0, ("general",): 0}
 
 
-def test_every_state_that_rounds_name_has_a_label() -> None:
+def test_every_trainer_state_has_a_label() -> None:
     rounds = Path(__file__).parents[4] / "actors" / "training" / "training_loop.py"
     named = set(re.findall(r'state="([^"]+)"', rounds.read_text(encoding="utf-8")))
-    assert named | {Progress().state} == set(readings.TRAINER_STATES)
+    assert named | {Progress().state} == set(TRAINER_STATES)
 
 
 @pytest.mark.parametrize("state", ["no usable records to learn from", "anything else"])
-def test_a_trainer_that_has_not_begun_or_cannot_teach(state: str) -> None:
-    samples = list(readings.trainer_samples({"state": state, "failures": 0}, {}, {}))
+def test_a_trainer_without_a_trainable_topic(state: str) -> None:
+    samples = list(trainer_samples({"state": state, "failures": 0}, {}, {}))
     states = by_labels(samples, "trainer_state")
     assert [name for (name,), value in states.items() if value] == ["topic_not_trainable"]
     assert by_labels(samples, "trainer_micro_steps") == {(): 0}
 
 
-def test_the_scheduler_s_figures() -> None:
+def test_scheduler_samples() -> None:
     now = [100.0]
     scheduler = TrainerScheduler(0.1, clock=lambda: now[0])
     scheduler.report_load("r", 2, 0)
@@ -272,7 +280,7 @@ def test_the_scheduler_s_figures() -> None:
     scheduler.report_load("r", 1, 0)
     now[0] = 130.5
     assert scheduler.acquire_permit("t", "life") is Permit.DENIED
-    samples = list(readings.scheduler_samples(scheduler.snapshot(), scheduler.pop_yield_times()))
+    samples = list(scheduler_samples(scheduler.snapshot(), scheduler.pop_yield_times()))
     check(samples, SCHEDULER)
     values = {sample.name: sample.value for sample in samples}
     assert values["training_permit_requests"] == 4

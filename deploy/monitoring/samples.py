@@ -65,11 +65,11 @@ def slot_labels(draft: str) -> tuple[str, str]:
     return expert, "stable" if draft == expert else "initial"
 
 
-def target_samples(figures: EngineStats) -> Iterator[Sample]:
+def target_samples(stats: EngineStats) -> Iterator[Sample]:
     """Samples of an engine; removes the latencies it returns."""
-    yield from _speculation(figures)
-    yield from _engine(figures)
-    requests = figures.requests
+    yield from _speculation(stats)
+    yield from _engine(stats)
+    requests = stats.requests
     for name, totals in (
         ("prompt_tokens", requests.prompt_tokens),
         ("generation_tokens", requests.generation_tokens),
@@ -92,27 +92,27 @@ def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
             yield Sample("expert_requests", facts[outcome], (draft, outcome))
 
 
-def _engine(figures: EngineStats) -> Iterator[Sample]:
-    rounds = figures.rounds
+def _engine(stats: EngineStats) -> Iterator[Sample]:
+    rounds = stats.rounds
     yield Sample("decode_tokens", rounds.tokens)
     yield Sample("decode_seconds", rounds.seconds)
     yield Sample("draft_seconds", rounds.drafting_s)
-    if figures.predicted_goodput is not None:
-        yield Sample("predicted_goodput", figures.predicted_goodput)
+    if stats.predicted_goodput is not None:
+        yield Sample("predicted_goodput", stats.predicted_goodput)
     if rounds.plain_s > 0.0:
         yield Sample("plain_decode_seconds", rounds.plain_s)
-    yield Sample("draft_failures", figures.draft_failures)
-    yield Sample("num_preemptions", figures.preemptions)
-    yield Sample("corrupted_requests", figures.requests.not_finite)
-    yield Sample("num_requests_running", figures.running)
-    yield Sample("num_requests_waiting", figures.waiting)
-    free = figures.kv_blocks_available
+    yield Sample("draft_failures", stats.draft_failures)
+    yield Sample("num_preemptions", stats.preemptions)
+    yield Sample("corrupted_requests", stats.requests.not_finite)
+    yield Sample("num_requests_running", stats.running)
+    yield Sample("num_requests_waiting", stats.waiting)
+    free = stats.kv_blocks_available
     yield Sample("kv_blocks", free, ("free",))
-    yield Sample("kv_blocks", figures.kv_blocks - free, ("used",))
+    yield Sample("kv_blocks", stats.kv_blocks - free, ("used",))
 
 
-def _speculation(figures: EngineStats) -> Iterator[Sample]:
-    for (topic, draft), counts in list(figures.rounds.counts.items()):
+def _speculation(stats: EngineStats) -> Iterator[Sample]:
+    for (topic, draft), counts in list(stats.rounds.counts.items()):
         labels = topic, *slot_labels(draft)
         yield Sample("spec_decode_num_rounds", counts.rounds, labels)
         yield Sample("spec_decode_num_drafts", counts.drafts, labels)
@@ -121,12 +121,12 @@ def _speculation(figures: EngineStats) -> Iterator[Sample]:
         for position, accepted in enumerate(counts.accepted_per_position()):
             name = "spec_decode_num_accepted_tokens_per_pos"
             yield Sample(name, accepted, (*labels, str(position)))
-    for draft, k in figures.chosen.items():
+    for draft, k in stats.chosen.items():
         yield Sample("num_speculative_tokens", k, slot_labels(draft))
-    for draft, version in figures.drafts.items():
+    for draft, version in stats.drafts.items():
         if slot_labels(draft)[1] != "initial":
             yield Sample("draft_weight_version", version, slot_labels(draft))
-    yield from _versions(list(figures.rounds.versions.items()))
+    yield from _versions(list(stats.rounds.versions.items()))
 
 
 def _versions(held: Iterable[tuple[tuple[str, int], DraftStats]]) -> Iterator[Sample]:
@@ -147,7 +147,7 @@ def _versions(held: Iterable[tuple[tuple[str, int], DraftStats]]) -> Iterator[Sa
 
 
 @dataclass(frozen=True, slots=True)
-class IngressFigures:
+class IngressStats:
     """Counts of an ingress replica since its start.
 
     Attributes:
@@ -169,30 +169,30 @@ class IngressFigures:
     failovers: Mapping[str, int]
 
 
-def ingress_samples(figures: IngressFigures) -> Iterator[Sample]:
+def ingress_samples(stats: IngressStats) -> Iterator[Sample]:
     """Samples of an ingress replica."""
-    yield from (Sample("requests", figures.outcomes.get(o, 0), (o,)) for o in OUTCOMES)
-    yield from (Sample("e2e_request_latency_seconds", value) for value in figures.latencies)
-    yield Sample("requests_in_flight", figures.in_flight)
-    yield from (Sample("router_requests", figures.router.get(o, 0), (o,)) for o in ROUTER_OUTCOMES)
-    yield from (Sample("router_latency_seconds", value) for value in figures.router_latencies)
-    for topic, experts in figures.routed.items():
+    yield from (Sample("requests", stats.outcomes.get(o, 0), (o,)) for o in OUTCOMES)
+    yield from (Sample("e2e_request_latency_seconds", value) for value in stats.latencies)
+    yield Sample("requests_in_flight", stats.in_flight)
+    yield from (Sample("router_requests", stats.router.get(o, 0), (o,)) for o in ROUTER_OUTCOMES)
+    yield from (Sample("router_latency_seconds", value) for value in stats.router_latencies)
+    for topic, experts in stats.routed.items():
         for expert, count in experts.items():
             yield Sample("routed_requests", count, (topic, expert))
-    yield from (Sample("failovers", figures.failovers.get(k, 0), (k,)) for k in FAILOVERS)
+    yield from (Sample("failovers", stats.failovers.get(k, 0), (k,)) for k in FAILOVERS)
 
 
-def registry_samples(figures: Mapping[str, Any]) -> Iterator[Sample]:
+def registry_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
     """Samples of ``WeightRegistry.figures``."""
-    updates: Mapping[tuple[str, str], int] = figures["updates"]
-    for draft, live in figures["live"].items():
+    updates: Mapping[tuple[str, str], int] = stats["updates"]
+    for draft, live in stats["live"].items():
         yield Sample("weight_version", live["stable"], (draft, "stable"))
         if live["candidate"] is not None:
             yield Sample("weight_version", live["candidate"], (draft, "candidate"))
         yield Sample("canary_requests", live["canary_requests"], (draft,))
         for outcome in UPDATES:
             yield Sample("weight_updates", updates.get((draft, outcome), 0), (draft, outcome))
-    for draft, gate in figures["gates"].items():
+    for draft, gate in stats["gates"].items():
         for weights, acceptance in zip(("candidate", "served"), gate, strict=True):
             if acceptance is not None:
                 yield Sample("expected_acceptance", acceptance, (draft, weights))

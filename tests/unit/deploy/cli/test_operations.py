@@ -1,4 +1,4 @@
-"""What the operator's commands ask of a server, and their exit codes."""
+"""Requests of the operator's commands, and their exit codes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ LIVE = {"live_drafts": {"sql": {"stable": 3, "candidate": 4}}}
 
 
 class Server:
-    """Answers as a front door does; keeps what was asked."""
+    """Answers like an ingress; keeps the requests."""
 
     def __init__(self, **answers: Any) -> None:
-        self.asked: list[tuple[str, str, Any]] = []
+        self.requests: list[tuple[str, str, Any]] = []
         self._answers = {"status": LIVE} | answers
 
     def __call__(self, url: str, method: str, path: str, body: Any = None, **_: Any) -> Any:
         assert url == URL
-        self.asked.append((method, path, body))
+        self.requests.append((method, path, body))
         answer = self._answers[path.rsplit("/", 1)[-1]]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def ask(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+def run(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(operations_command, "call", server)
     monkeypatch.setattr(operations_command, "_POLL_S", 0.0)
     return main([*words, "--url", URL])
@@ -47,8 +47,8 @@ def ask(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_rollback(words: list[str], body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = {"target": {"replica_id": "one", "drafts": {"sql": 5}}, "board": {"replicas": 1}}
     server = Server(rollback={"topic": "sql", "weight_version": 5}, status=LIVE | replica)
-    assert ask(server, monkeypatch, "rollback", *words) == 0
-    posted = [asked for asked in server.asked if asked[0] == "POST"]
+    assert run(server, monkeypatch, "rollback", *words) == 0
+    posted = [asked for asked in server.requests if asked[0] == "POST"]
     assert posted == [("POST", "/v1/paceline/rollback", body)]
 
 
@@ -58,7 +58,7 @@ def test_a_rollback_that_a_replica_does_not_take_is_no_success(
     monkeypatch.setattr(operations_command, "_ROLLOUT_S", 0.05)
     replica = {"target": {"replica_id": "one", "drafts": {"sql": 3}}, "board": {"replicas": 1}}
     server = Server(rollback={"topic": "sql", "weight_version": 5}, status=LIVE | replica)
-    assert ask(server, monkeypatch, "rollback", "sql") == 1
+    assert run(server, monkeypatch, "rollback", "sql") == 1
     assert "replica one has version 3" in "".join(capsys.readouterr())
 
 
@@ -72,38 +72,40 @@ def test_a_rollback_that_a_replica_does_not_take_is_no_success(
 )
 def test_purge(words: list[str], body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(purge={"removed": {"sql": 2}})
-    assert ask(server, monkeypatch, "replay", "purge", *words) == 0
-    assert server.asked == [("POST", "/v1/paceline/replay/purge", body)]
+    assert run(server, monkeypatch, "replay", "purge", *words) == 0
+    assert server.requests == [("POST", "/v1/paceline/replay/purge", body)]
 
 
-def test_a_purge_that_a_part_did_not_hear_of_is_no_success(
+def test_a_purge_that_misses_a_part_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = Server(purge={"removed": {"sql": 2, "code": None}})
-    assert ask(server, monkeypatch, "replay", "purge", "--all") == 1
+    assert run(server, monkeypatch, "replay", "purge", "--all") == 1
     assert "code: does not answer, try again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["--all", "--topic", "sql"]])
-def test_a_purge_says_what(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ask(Server(), monkeypatch, "replay", "purge", *words) == 2
+def test_a_purge_needs_exactly_one_selection(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(Server(), monkeypatch, "replay", "purge", *words) == 2
 
 
 def test_drain_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(drain={"running": 0, "waiting": 0})
-    assert ask(server, monkeypatch, "drain") == 0
-    assert {body["on"] for _, _, body in server.asked} == {True}
-    assert ask(server, monkeypatch, "drain", "--off") == 0
-    assert server.asked[-1] == ("POST", "/v1/paceline/drain", {"on": False})
+    assert run(server, monkeypatch, "drain") == 0
+    assert {body["on"] for _, _, body in server.requests} == {True}
+    assert run(server, monkeypatch, "drain", "--off") == 0
+    assert server.requests[-1] == ("POST", "/v1/paceline/drain", {"on": False})
     busy = Server(drain={"running": 1, "waiting": 0})
-    assert ask(busy, monkeypatch, "drain", "--wait", "0") == 1
+    assert run(busy, monkeypatch, "drain", "--wait", "0") == 1
 
 
 @pytest.mark.parametrize("words", [["status"], ["rollback", "sql"], ["replay", "purge", "--all"]])
-def test_what_the_server_refuses_is_said_and_exits_with_1(
+def test_a_refusal_is_printed_and_exits_with_1(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = CallError("Not from there.")
     server = Server(status=refused, rollback=refused, purge=refused)
-    assert ask(server, monkeypatch, *words) == 1
+    assert run(server, monkeypatch, *words) == 1
     assert "Not from there." in "".join(capsys.readouterr())
