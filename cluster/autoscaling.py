@@ -1,4 +1,4 @@
-"""The rule of :mod:`paceline.cluster.autoscaling` as Serve asks it, and Serve's options for it."""
+"""Number of replicas by measured load: the rule, Serve's policy and options for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ray.serve.config import AutoscalingPolicy
 
 from paceline.cluster.section import Count, Seconds, Section
 
-# A replica goes where those that stay would be no fuller than this part of the aim: what has just
-# gone must not be wanted back at once.
-_SLACK = 0.8
-_ROUNDING = 1e-9  # 0.7 / 0.7 must not be two replicas for the sake of the last bit
+# Scale down only if the others would stay below this part of the target occupancy: hysteresis.
+_DOWNSCALE_MARGIN = 0.8
+_ROUNDING = 1e-9  # 0.7 / 0.7 is one replica
 
 
 class AutoscalingConfig(Section):
@@ -47,7 +46,7 @@ class AutoscalingConfig(Section):
 
 
 def most_replicas(num_replicas: int, autoscaling: AutoscalingConfig | None) -> int:
-    """Replicas of a deployment at most; ``num_replicas`` is for those that are not scaled."""
+    """Upper bound of a deployment's replicas: ``num_replicas`` without autoscaling."""
     return num_replicas if autoscaling is None else autoscaling.max_replicas
 
 
@@ -60,23 +59,21 @@ def wanted_replicas(
     most: int,
     useful: int | None = None,
 ) -> int:
-    """How many replicas there should be.
-
-    It never falls when a load rises, and a load that stays gives the same number again.
+    """Number of replicas for the load; monotonic in it and stable under constant load.
 
     Args:
-        loads: of every replica that serves, in full replicas: 1.0 is one with nothing to spare,
-            2.0 one that has as much waiting as it can do.
-        present: replicas that there are to be by the last word.
-        occupancy: how full each should be, above 0.
-        least: never fewer.
-        most: never more.
-        useful: beyond so many a further one would get nothing to do; None: no such bound.
+        loads: of the running replicas, in full replicas: 1.0 has no spare capacity, 2.0 has as
+            much queued again.
+        present: current target number of replicas.
+        occupancy: target load of each, above 0.
+        least: lower bound.
+        most: upper bound.
+        useful: number beyond which a replica would be idle; None for no such bound.
     """
     load = sum(loads)
     enough = math.ceil(load / occupancy - _ROUNDING)
-    at_ease = math.ceil(load / (occupancy * _SLACK) - _ROUNDING)
-    wanted = max(enough, min(present, at_ease))
+    with_margin = math.ceil(load / (occupancy * _DOWNSCALE_MARGIN) - _ROUNDING)
+    wanted = max(enough, min(present, with_margin))
     if useful is not None:
         wanted = min(wanted, useful)
     return max(least, min(wanted, most))
@@ -86,29 +83,27 @@ logger = logging.getLogger(__name__)
 
 _POLICY = f"{__name__}.LoadPolicy"
 _REPORTS_PER_LOOK_BACK = 5.0
-# What replicas report of themselves: ``record_autoscaling_stats`` of target and experts.
+# Keys of ``record_autoscaling_stats`` of target and experts.
 _LOAD, _USEFUL = "load", "useful"
 
 
 class LoadPolicy:
-    """Asked by Serve's controller ten times a second; bounds and delays are Serve's work.
+    """Autoscaling policy of Serve's controller, called ten times a second.
 
-    Serve's own rule counts requests under way. Here that says nothing of how full a replica is:
-    an answer is a request whether its rows are four of sixteen or wait for memory, and an
-    expert's requests are sessions that last for days.
+    Serve's own policy counts requests, which do not measure load here: a request may have several
+    rows or wait for memory, and an expert's requests are sessions that last for days.
     """
 
     def __init__(self, occupancy: float) -> None:
-        """Take the aim; Serve makes one policy per deployment."""
         self._occupancy = occupancy
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Serve's AutoscalingContext to the number of replicas, and no state."""
+        """Number of replicas for Serve's AutoscalingContext, and no state."""
         present: int = context.target_num_replicas
         try:
             return self._wanted(context, present), {}
-        except Exception:  # raised here, it would stop the controller's care for all deployments
-            logger.warning("the number of replicas stays as it is", exc_info=True)
+        except Exception:  # raised here, it would stop the controller for all deployments
+            logger.warning("the number of replicas is not changed", exc_info=True)
             return present, {}
 
     def _wanted(self, context: Any, present: int) -> int:
@@ -125,16 +120,11 @@ class LoadPolicy:
 
 
 def replica_options(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:
-    """Serve's options for a deployment's number of replicas.
-
-    Args:
-        num_replicas: of one that is not scaled.
-        autoscaling: None: it is not.
-    """
+    """Serve's options for a deployment's number of replicas; ``num_replicas`` if not scaled."""
     if autoscaling is None:
         return {"num_replicas": num_replicas}
     with warnings.catch_warnings():
-        # The variables that it names instead are read by nothing in Ray 2.60.
+        # Nothing in Ray 2.60 reads the variables that the warning names.
         warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
         scaled = ServeAutoscaling(
             min_replicas=autoscaling.min_replicas,

@@ -1,4 +1,4 @@
-"""An actor by its name: found again after it was made anew under that name."""
+"""Handle of a named actor that outlives the actor: it is looked up again by name."""
 
 from __future__ import annotations
 
@@ -10,84 +10,71 @@ import ray
 
 from paceline.cluster.session import NAMESPACE
 
-_FRESH_S = 5.0
+_REFRESH_S = 5.0
 
 
-class NotThereError(RuntimeError):
-    """No actor of that name has been there yet; the text is the name."""
+class ActorNotFoundError(RuntimeError):
+    """No actor of that name was ever started; the text is the name."""
 
 
 class NamedActor:
-    """Stands for an actor handle where actors may be made anew: ``actor.method.remote(...)``.
+    """Actor handle, picklable, that follows an actor through new starts under its name.
 
-    A handle is of one life of an actor; Ray's own restarts are within it. Every few seconds of
-    use the name is looked up again, beside the caller. Calls to one that is not there fail as
-    calls to a dead actor do, but for the first of all: before the actor was ever there, the call
-    itself raises.
-
-    It may be sent to other processes.
+    Ray's handle follows restarts by Ray only. While in use the name is looked up again every few
+    seconds, in a thread. Calls to a missing actor fail like calls to a dead one; if it was never
+    started, the call itself raises.
     """
 
     def __init__(self, name: str) -> None:
-        """Look nothing up yet.
-
-        Args:
-            name: of the actor, in the namespace ``paceline``.
-        """
+        """Take the actor's name, in the namespace ``paceline``; it is looked up on first use."""
         self._name = name
         self._handle: Any = None
         self._looked_at = 0.0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[NamedActor], tuple[str]]:
-        """By the name alone."""
         return NamedActor, (self._name,)
 
     def __getattr__(self, method: str) -> _Method:
-        """A method of the actor."""
         if method.startswith("__"):
             raise AttributeError(method)
         return _Method(self, method)
 
     def find(self) -> Any:
-        """The newest handle that is known.
+        """The newest known handle.
 
         Raises:
-            NotThereError: the actor has never been there.
+            ActorNotFoundError: the actor was never started.
         """
         now = time.monotonic()
         if self._handle is None:
             try:
                 self._handle = ray.get_actor(self._name, NAMESPACE)
             except ValueError as error:
-                raise NotThereError(self._name) from error
+                raise ActorNotFoundError(self._name) from error
             self._looked_at = now
-        elif now - self._looked_at > _FRESH_S and self._lock.acquire(blocking=False):
-            # Whoever calls may be an event loop or between two rounds: it must not wait for this.
-            threading.Thread(target=self._look, name="paceline-names", daemon=True).start()
+        elif now - self._looked_at > _REFRESH_S and self._lock.acquire(blocking=False):
+            # In a thread: the caller may be an event loop.
+            threading.Thread(target=self._refresh, name="paceline-names", daemon=True).start()
         return self._handle
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             self._handle = ray.get_actor(self._name, NAMESPACE)
         except Exception:
-            return  # not there at the moment: the old handle says so in Ray's own words
+            return  # missing: calls on the old handle raise Ray's errors
         finally:
             self._looked_at = time.monotonic()
             self._lock.release()
 
 
 class _Method:
-    """What an actor handle's attribute is: something with ``remote``."""
+    """Method of an actor handle."""
 
     def __init__(self, actor: NamedActor, name: str) -> None:
         self._actor = actor
         self._name = name
 
     def remote(self, *arguments: Any, **named: Any) -> Any:
-        """Call it; returns Ray's reference.
-
-        Raises:
-            NotThereError: the actor has never been there.
-        """
+        """Call it and return Ray's reference; raises as :meth:`NamedActor.find`."""
         return getattr(self._actor.find(), self._name).remote(*arguments, **named)

@@ -1,4 +1,4 @@
-"""What a process of each role asks Ray for, and where what must outlive a host lies."""
+"""Resources that Ray books for a process of each role, and the storage that hosts share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import Field, field_validator
 
 from paceline.cluster.section import Section
 
-_OF_RAY = frozenset({"memory", "object_store_memory"})
+_NOT_BOOKABLE = frozenset({"memory", "object_store_memory"})
 
-# Of what one process books at most this much, a host is thought to have as much again.
-_LITTLE = 0.1
+# A host is assumed to have room for a second process that books at most this much.
+_SMALL = 0.1
 
 Amounts = dict[str, Annotated[float, Field(ge=0.0)]]
 Surge = Literal["auto", "on", "off"]
@@ -47,7 +47,7 @@ class PlacementConfig(Section):
     @field_validator("target", "experts", "router", "ingress", "learning", "trainer")
     @classmethod
     def _bookable(cls, amounts: dict[str, float]) -> dict[str, float]:
-        if refused := sorted(_OF_RAY & amounts.keys()):
+        if refused := sorted(_NOT_BOOKABLE & amounts.keys()):
             raise ValueError(f"{refused[0]} cannot be booked here")
         return amounts
 
@@ -60,7 +60,7 @@ class PlacementConfig(Section):
 
     @property
     def trainer_is_apart(self) -> bool:
-        """Whether no host has room for both target and trainer, by what they ask for."""
+        """Whether target and trainer never share a host, by their custom resources."""
         target, trainer = _custom(self.target), _custom(self.trainer)
         return bool(target and trainer) and target.isdisjoint(trainer)
 
@@ -75,11 +75,11 @@ class WeightsConfig(Section):
 
 
 def actor_options(amounts: Mapping[str, float], num_gpus: float = 0.0) -> dict[str, Any]:
-    """Ray's actor options for a role.
+    """Ray's actor options.
 
     Args:
         amounts: resource to amount.
-        num_gpus: where the amounts name no GPU.
+        num_gpus: default if the amounts name no GPU.
     """
     options: dict[str, Any] = {
         "num_cpus": amounts.get("CPU", 0),
@@ -91,20 +91,20 @@ def actor_options(amounts: Mapping[str, float], num_gpus: float = 0.0) -> dict[s
 
 
 def booked(options: Mapping[str, Any]) -> dict[str, float]:
-    """Resource to the amount that Ray books by these actor options, without zeros."""
+    """Resource to the amount that Ray books for these actor options, without zeros."""
     amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     amounts |= options.get("resources", {})
     return {name: float(amount) for name, amount in amounts.items() if amount > 0}
 
 
 def surge_percent(surge: Surge, options: Mapping[str, Any]) -> int:
-    """Serve's ``max_surge_percent``: replicas of a new version that start beside all old ones.
+    """Serve's ``max_surge_percent``: replicas of a new version that start beside the old ones.
 
     Args:
         surge: see PlacementConfig.
         options: of :func:`actor_options`.
     """
-    fits = all(amount <= _LITTLE for amount in booked(options).values())
+    fits = all(amount <= _SMALL for amount in booked(options).values())
     return 100 if surge == "on" or (surge == "auto" and fits) else 0
 
 

@@ -80,5 +80,5 @@ def worker_starter(
 
 
 def node_address() -> str:
-    """This node's, at which other nodes' processes find it."""
+    """Address of this node for other nodes."""
     return str(ray.util.get_node_ip_address())

@@ -69,7 +69,7 @@ def test_as_long_as_nothing_is_lost_nobody_is_asked_and_each_comes_first_in_turn
 def test_after_a_loss_those_that_answer_come_first_also_for_new_requests(
     choice: ReplicaChoice, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(replicas, "_PROBE_TIMEOUT_S", 0.05)
     every = [Replica("bad", answer), Replica("good")]
     for attempt in (1, 0, 0):
         assert choose(choice, every, attempt) == [["good"], ["bad"]]
@@ -77,7 +77,7 @@ def test_after_a_loss_those_that_answer_come_first_also_for_new_requests(
     choice._silent_until.clear()  # some seconds later
     assert choose(choice, every, attempt=0) == [["good"], ["bad"]]
     assert every[0].asked == 2
-    choice._distrust_until = 0.0  # a minute later
+    choice._probe_until = 0.0  # a minute later
     assert sorted(choose(choice, every, attempt=0)[0]) == ["bad", "good"]
 
 
@@ -90,7 +90,7 @@ def test_the_only_replica_is_taken_unasked(choice: ReplicaChoice) -> None:
 def test_a_replica_that_said_it_failed_is_the_last_of_the_living(
     choice: ReplicaChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(replicas, "_PROBE_TIMEOUT_S", 0.05)
     every = [Replica("a"), Replica("b"), Replica("c"), Replica("dead", "fails")]
     assert choose(choice, every, 2, "b", "a") == [["c"], ["b"], ["a"], ["dead"]]
     assert choose(choice, every[:2], 1, "a", "gone") == [["b"], ["a"], []]

@@ -14,7 +14,7 @@ from waiting import wait_until
 from paceline.cluster import named_actor as named
 from paceline.cluster import supervisor
 from paceline.cluster.learning_actors import trainer_names
-from paceline.cluster.named_actor import NamedActor, NotThereError
+from paceline.cluster.named_actor import ActorNotFoundError, NamedActor
 from paceline.cluster.placement import actor_options
 from paceline.deploy import cluster_app
 from paceline.deploy.cli.tables import status_text
@@ -198,7 +198,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_an_actor_that_was_never_there_is_an_error_and_then_is_found(cluster: Cluster) -> None:
     actor = NamedActor("registry")
-    with pytest.raises(NotThereError, match="registry"):
+    with pytest.raises(ActorNotFoundError, match="registry"):
         actor.ping.remote()
     cluster.behind["registry"] = Handle("first")
     assert actor.ping.remote(1) == ("first", (1,))
@@ -212,7 +212,7 @@ def test_an_actor_made_anew_is_found_and_one_that_is_gone_keeps_its_handle(
     cluster.behind["registry"] = Handle("first")
     actor = NamedActor("registry")
     actor.find()
-    monkeypatch.setattr(named, "_FRESH_S", 0.0)
+    monkeypatch.setattr(named, "_REFRESH_S", 0.0)
     del cluster.behind["registry"]
     assert actor.ping.remote() == ("first", ())
     cluster.behind["registry"] = Handle("second")
