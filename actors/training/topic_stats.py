@@ -85,7 +85,7 @@ class LiveStats:
         return own.get("canary_requests", 0) > 0 or own.get("restored_from") is not None
 
     def closed(self, topic: str) -> str | None:
-        """Why the registry takes no candidate now, None if it does; see Admission."""
+        """Why the registry takes no candidate now, None if it does."""
         why: str | None = self._live.get(topic, {}).get("closed")
         return why
 

@@ -183,7 +183,7 @@ def ingress_samples(stats: IngressStats) -> Iterator[Sample]:
 
 
 def registry_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
-    """Samples of ``WeightRegistry.figures``."""
+    """Samples of ``WeightRegistry.metrics``."""
     updates: Mapping[tuple[str, str], int] = stats["updates"]
     for draft, live in stats["live"].items():
         yield Sample("weight_version", live["stable"], (draft, "stable"))
