@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lessons import lesson
+from training_records import training_record
 
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode
@@ -133,4 +133,4 @@ def fill(client: LocalClient, topics: tuple[str, ...], records: int) -> None:
     """Give the topics' shards the same lessons."""
     for number in range(records):
         for topic in topics:
-            client.shards[topic].insert(encode(lesson(number)))
+            client.shards[topic].insert(encode(training_record(number)))

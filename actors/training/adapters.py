@@ -1,4 +1,4 @@
-"""How a state dict is put into a draft."""
+"""Low-rank adapters (LoRA), and loading of a state dict into a draft."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _DOWN, _UP = "adapter_down", "adapter_up"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name of a state dict is an adapter's and not the draft's own."""
+    """Whether a name of a state dict is an adapter's."""
     return name.endswith((f".{_DOWN}", f".{_UP}"))
 
 
 class Adapters:
     """Adapters of rank r on every linear layer of a draft; merged, W + (alpha / r) * up @ down.
 
-    ``down`` is drawn as PyTorch draws a linear layer, by a generator of its own, ``up`` is zero:
-    a draft with new adapters is the draft without them. Embeddings, the head and norms stay
-    frozen unless ``embeddings`` is set, which adapts the embedding, and the head with it where
-    the two are tied.
+    ``down`` is initialised as PyTorch initialises a linear layer, by its own generator, ``up`` is
+    zero: new adapters change nothing. Embeddings, the head and norms stay frozen; ``embeddings``
+    adapts the embedding, and the head if the two are tied.
     """
 
     def __init__(self, draft: Any, rank: int, alpha: float, *, embeddings: bool = False) -> None:
@@ -82,11 +81,11 @@ class Adapters:
         return self._linear(self._draft.get_input_embeddings(), inputs, output)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """The trained parameters."""
         return [getattr(m, name) for m in self._layers.values() for name in (_DOWN, _UP)]
 
     def merged(self) -> dict[str, Tensor]:
-        """The draft's own names with the products added, float32 where adapted; all copies."""
+        """Copies of the draft's weights with the products added, float32 if adapted."""
         state = {n: t.detach() for n, t in self._draft.state_dict().items() if not is_adapter(n)}
         whole = {n: t.clone() for n, t in state.items()}
         shared = {t.data_ptr(): n for n, t in state.items()}
@@ -100,7 +99,7 @@ class Adapters:
         return whole
 
     def remove(self) -> None:
-        """Leave the draft as it was, every parameter in need of a gradient again."""
+        """Remove the adapters; every parameter requires a gradient again."""
         for hook in self._hooks:
             hook.remove()
         for module in self._layers.values():
@@ -115,7 +114,7 @@ def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
     """Copy weights into a draft, in place.
 
     Raises:
-        ValueError: for names that the draft lacks or shapes that differ.
+        ValueError: names are missing or unknown, or shapes differ.
     """
     own = {name: weight for name, weight in draft.state_dict().items() if not is_adapter(name)}
     tied = tied_names(draft)

@@ -1,4 +1,4 @@
-"""Replay records to padded tensors. Every emitted position may be learnt from."""
+"""Batches of replay records as padded tensors, with labels at every emitted position."""
 
 from __future__ import annotations
 
@@ -15,33 +15,30 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.branches import Packed, layout, pack
 
 _GROUP = 4  # micro-batches that are sorted by length together
-# Widths are rounded up to it: oneDNN keeps what it has prepared for each of its last thousand
-# shapes, a gigabyte where every batch has a shape of its own.
+# Widths are rounded up to it: oneDNN caches primitives of its last thousand shapes, a gigabyte if
+# every batch has a shape of its own.
 _WIDTHS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B records of at most T tokens, N positions in all: the emitted ones, and of branches.
+    """B records of at most T tokens, with N labelled positions, emitted ones and branches.
 
     Attributes:
-        input_ids: int64 ``[B, T]``, padded on the right, where causal attention keeps the
-            padding from mattering.
+        input_ids: int64 ``[B, T]``, padded on the right; attention is causal.
         rows: int64 ``[N]``, the record of each position.
-        columns: int64 ``[N]``, the place in ``input_ids`` whose logits predict it.
-        output_ids: int64 ``[N]``, the token that was emitted; in a branch, where none was, the
-            target's most probable one.
+        columns: int64 ``[N]``, the place in ``input_ids`` with the logits of its prediction.
+        output_ids: int64 ``[N]``, the emitted token; in a branch the target's most probable one.
         top_ids: int64 ``[N, K]``.
         top_logprobs: float32 ``[N, K]``.
         tail_mass: float32 ``[N]``.
-        processed_probs: float32 ``[N, K]``, what the token was really drawn from; for a greedy
-            request its T = 1 probabilities.
-        temperature: float32 ``[N]``, 0 where greedy.
+        processed_probs: float32 ``[N, K]``, of the distribution that was sampled; for a greedy
+            request the T = 1 probabilities.
+        temperature: float32 ``[N]``, 0 is greedy.
         accepted: int64 ``[N]``, 1 accepted, 0 rejected, -1 not drafted; in a branch -1.
-        branch: bool ``[N]``, whether the position lies behind a rejected token, see branches.py.
+        branch: bool ``[N]``, whether the position is behind a rejected token, see branches.py.
         position_ids: int64 ``[B, T]``, and
-        mask: bool ``[B, T, T]``, what each token sees; both None without branches, where tokens
-            stand at their places and see all before them.
+        mask: bool ``[B, T, T]``, what each token sees; both None without branches: causal.
     """
 
     input_ids: Tensor
@@ -69,16 +66,16 @@ class Batch:
         return int(self.rows.shape[0])
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
+        """A copy on another device."""
         parts: list[Any] = [getattr(self, name) for name in self.__slots__]
         moved: list[Any] = [None if part is None else part.to(device) for part in parts]
         return Batch(*moved)
 
 
 def usable(record: ReplayRecord, vocab_size: int) -> bool:
-    """Whether a record can teach: it has a prompt and output, of tokens that the model knows.
+    """Whether a draft can learn a record: it has a prompt and output, within the vocabulary.
 
-    Other tokens that the target thought of may be beyond the model's, see :func:`within`.
+    Other recorded tokens may be beyond the vocabulary, see :func:`within`.
     """
     if len(record.output_token_ids) == 0 or len(record.prompt_token_ids) == 0:
         return False
@@ -86,7 +83,7 @@ def usable(record: ReplayRecord, vocab_size: int) -> bool:
     top = [record.target_top_ids]
     if record.branch_top_ids is not None and record.branch_top_ids.size:
         assert record.branch_token_ids is not None
-        known += [record.branch_token_ids, record.branch_top_ids[:, 0]]  # which count as output
+        known += [record.branch_token_ids, record.branch_top_ids[:, 0]]  # labels, as outputs are
         top.append(record.branch_top_ids)
     if any(int(part.min()) < 0 or int(part.max()) >= vocab_size for part in known):
         return False
@@ -94,13 +91,13 @@ def usable(record: ReplayRecord, vocab_size: int) -> bool:
 
 
 def within(record: ReplayRecord, vocab_size: int) -> ReplayRecord:
-    """A usable record over a draft's vocabulary, where the target's is padded to more.
+    """A usable record with recorded tokens within a draft's vocabulary.
 
-    The probability of a recorded token beyond it moves into the tail; a token with none, of the
-    draft's last ones, takes its place.
+    The target's vocabulary may be padded to more. The probability of a recorded token beyond the
+    draft's moves into the tail; one of its last tokens takes the place, with probability 0.
 
     Returns:
-        the record itself where there is no such token.
+        the record itself if there is no such token.
     """
     found = _inside(record.target_top_ids, record.target_top_logprobs, vocab_size)
     if found is not None:
@@ -132,10 +129,11 @@ def within(record: ReplayRecord, vocab_size: int) -> ReplayRecord:
 def _inside(
     top_ids: NDArray[np.int32], logprobs: NDArray[np.float16], vocab_size: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[np.bool_]] | None:
-    """Ids and log-probabilities ``[N, K]`` with others in place of those beyond a vocabulary.
+    """Replace ids beyond a vocabulary.
 
     Returns:
-        them, the probability ``[N]`` that was beyond, and where, bool ``[N, K]``; None for nowhere.
+        ids and log-probabilities ``[N, K]``, the probability ``[N]`` that was beyond, and a mask of
+        it, bool ``[N, K]``; None if no id is beyond.
     """
     beyond = top_ids >= vocab_size
     if not beyond.any():
@@ -150,14 +148,14 @@ def _inside(
 
 
 def fit(prompt: int, outputs: int, max_length: int) -> tuple[int, int]:
-    """Tokens of prompt and answer that fit: the prompt's last, the answer's first.
+    """Truncate: the numbers of last prompt tokens and first answer tokens to keep.
 
-    The answer teaches, so it keeps at least half the room; a short prompt leaves it the rest.
+    The answer has the labels, so it keeps at least half the room, more with a short prompt.
 
     Args:
         prompt: tokens of the prompt, at least 1.
         outputs: tokens of the answer, at least 1.
-        max_length: of the input, which lacks the answer's last token; at least 1.
+        max_length: of the input, without the answer's last token; at least 1.
     """
     room = max_length + 1
     kept = min(outputs, max(room - prompt, room // 2))
@@ -167,10 +165,10 @@ def fit(prompt: int, outputs: int, max_length: int) -> tuple[int, int]:
 def micro_batches(
     records: Sequence[ReplayRecord], size: int, rng: np.random.Generator
 ) -> list[list[ReplayRecord]]:
-    """The records in a random order, in micro-batches of equal size (the last may lack).
+    """The records in random order, in micro-batches of equal size but the last.
 
-    Those of a micro-batch are of similar length, taken from a larger random group: padding
-    costs as much as tokens do.
+    Records of a micro-batch have similar lengths, out of a larger random group: padding costs as
+    much as tokens do.
 
     Args:
         records: any number.
@@ -188,21 +186,21 @@ def micro_batches(
 def make_batch(
     records: Sequence[ReplayRecord], max_length: int, *, branches: bool = False
 ) -> Batch:
-    """Stack records that are :func:`usable`, cut as :func:`fit` says.
+    """Stack usable records, truncated by :func:`fit`.
 
-    Records with more recorded tokens than others have the surplus moved into their tail.
+    The recorded tokens of a record that others do not have as many of move into its tail.
 
     Args:
         records: at least one.
         max_length: tokens of a record's text at most.
-        branches: whether to add the positions behind rejected tokens, where records have them.
+        branches: whether to add the positions behind rejected tokens.
     """
     top = min(record.target_top_ids.shape[1] for record in records)
     texts, packed, parts = [], [], []
     for row, record in enumerate(records):
         kept, outputs = fit(len(record.prompt_token_ids), len(record.output_token_ids), max_length)
         prompt = record.prompt_token_ids[len(record.prompt_token_ids) - kept :]
-        # the last output token predicts nothing that was recorded
+        # the last output token has no label behind it
         texts.append(np.concatenate([prompt, record.output_token_ids[: outputs - 1]]))
         parts.append(_emitted(record, row, np.arange(kept - 1, kept - 1 + outputs), top))
         if branches:
@@ -217,7 +215,7 @@ def _padded(
     parts: Sequence[dict[str, NDArray[Any]]],
     max_length: int,
 ) -> Batch:
-    """Rows of the texts, each with its branches behind it where there are any."""
+    """Pad rows of texts and their branches."""
     rows = list(texts)
     if packed:
         own = [branches.token_ids for branches in packed]
@@ -236,7 +234,7 @@ def _padded(
     return replace(batch, position_ids=torch.from_numpy(positions), mask=torch.from_numpy(mask))
 
 
-# Of a position, with what it is held in.
+# Labels of a position, with their dtypes.
 _LABELS: dict[str, type] = {
     "rows": np.int64,
     "columns": np.int64,

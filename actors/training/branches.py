@@ -1,10 +1,9 @@
 """Positions behind a draft's rejected tokens, computed in the same forward as their record.
 
-Each rejection leaves a branch: the text up to it, and then the draft's own tokens instead of the
-emitted ones. A row of its own per branch would compute the text once for every rejection. Instead
-the tokens of all branches stand behind the record's text in one row, and an attention mask has
-each see the text before its rejection and its own branch alone, at the positions that they would
-have had.
+Each rejection has a branch: the text up to it, and then the draft's own tokens instead of the
+emitted ones. A row per branch would compute the text once per rejection. Instead the tokens of all
+branches follow the record's text in one row, and under the attention mask each sees only the text
+before its rejection and its own branch, at the positions that it would have had.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from paceline.actors.replay.record import ReplayRecord
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What the branches of one record add to its row, in the order of their tokens.
+    """Tokens of the branches of one record, in the order of its row.
 
     Attributes:
         token_ids: int64 ``[M]``, the draft's tokens.
         position_ids: int64 ``[M]``, of each.
-        starts: int64 ``[M]``, tokens of the record's text that a token may see.
-        firsts: int64 ``[M]``, the place among the M where a token's branch begins.
-        sources: int64 ``[M]``, the row of the record's ``branch_*`` arrays with the label of
-            what follows a token.
+        starts: int64 ``[M]``, tokens of the record's text that each sees.
+        firsts: int64 ``[M]``, index among the M at which its branch begins.
+        sources: int64 ``[M]``, row of the record's ``branch_*`` arrays with its label.
     """
 
     token_ids: NDArray[np.int64]
@@ -38,18 +36,17 @@ class Packed:
     sources: NDArray[np.int64]
 
     def __len__(self) -> int:
-        """M."""
         return len(self.token_ids)
 
 
 def pack(record: ReplayRecord, prompt: int, outputs: int, max_length: int) -> Packed:
-    """The branches of a record that was cut to ``prompt`` and ``outputs`` tokens.
+    """The branches of a record that is truncated to ``prompt`` and ``outputs`` tokens.
 
     Args:
         record: with or without branches.
-        prompt: tokens of the prompt that are left, its last ones.
-        outputs: emitted positions that are left, the first ones.
-        max_length: positions are below it; what is further out is left out.
+        prompt: last tokens of the prompt that are kept.
+        outputs: first emitted positions that are kept.
+        max_length: upper bound of positions; others are left out.
     """
     starts, firsts, sources, positions = [], [], [], []
     taken = 0
@@ -77,23 +74,23 @@ def pack(record: ReplayRecord, prompt: int, outputs: int, max_length: int) -> Pa
 def layout(
     lengths: Sequence[int], packed: Sequence[Packed], width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Positions and mask of rows that hold a record's text, then its branches, then padding.
+    """Positions and mask of rows of a record's text, its branches and padding.
 
     Args:
         lengths: tokens of each record's text.
-        packed: its branches.
+        packed: branches of each.
         width: T, of a row.
 
     Returns:
-        position ids int64 ``[B, T]``, and bool ``[B, T, T]``, whether a token (second axis) sees
-        another one (third).
+        position ids int64 ``[B, T]``, and the mask, bool ``[B, T, T]``: whether a token (second
+        axis) sees another one (third).
     """
     positions = np.tile(np.arange(width), (len(lengths), 1))
     mask = np.tile(np.tri(width, dtype=bool), (len(lengths), 1, 1))
     for row, (text, branches) in enumerate(zip(lengths, packed, strict=True)):
         end = text + len(branches)
         positions[row, text:end] = branches.position_ids
-        positions[row, end:] = 0  # padding lies beyond what the draft has positions for
+        positions[row, end:] = 0  # padding may be beyond the draft's positions
         columns = np.arange(width)
         seen = columns < branches.starts[:, None]
         own = columns >= text + branches.firsts[:, None]

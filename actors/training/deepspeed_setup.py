@@ -1,9 +1,9 @@
-"""What DeepSpeed needs around it: five environment variables, and one C++ op built once.
+"""DeepSpeed's configuration, environment variables and C++ op, which is built once by
 
     python -m paceline.actors.training.deepspeed_setup
 
-builds the op (a minute of CPU). A trainer never compiles: it takes the built op, or goes
-without, which with a single rank costs nothing.
+(a minute of CPU). A trainer never compiles: without the op it uses plain gloo, which costs nothing
+with a single rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import torch
 from paceline.actors.engine.model_loader import resolve_dtype
 from paceline.actors.training.settings import ZeroStage
 
+LOOPBACK = "127.0.0.1"
+
 # Elements of a communication bucket: DeepSpeed's own default allocates a gigabyte.
 _BUCKET = 2**23
 
 
 def training_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """As the target resolves it, less float16, which would need a loss scale."""
+    """Resolve a dtype as for the target, without float16, which would need loss scaling."""
     if dtype == "auto":
         return resolve_dtype(dtype, device)
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
@@ -37,7 +39,7 @@ def zero_stage(wanted: ZeroStage | int, dtype: torch.dtype) -> int:
     """The stage to train under; ``auto`` is 1 for bfloat16 and 0 for float32.
 
     Raises:
-        ValueError: for a stage that cannot work, with the reason.
+        ValueError: the stage cannot work, with the reason.
     """
     if wanted == "auto":
         return 1 if dtype == torch.bfloat16 else 0
@@ -61,7 +63,7 @@ def engine_config(
         stage: of ZeRO, see :func:`zero_stage`.
     """
     return {
-        "train_micro_batch_size_per_gpu": 1,  # batches are made by hand: this only must be there
+        "train_micro_batch_size_per_gpu": 1,  # required, though batches are made by hand
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
         "bf16": {"enabled": dtype == torch.bfloat16},
@@ -83,26 +85,26 @@ _LOCK = "lock"
 
 
 def extensions_dir() -> Path:
-    """Where the op lies: ``PACELINE_OPS_DIR``, else beside the interpreter's environment."""
+    """Folder of the op: ``PACELINE_OPS_DIR``, else in the interpreter's environment."""
     chosen = os.environ.get("PACELINE_OPS_DIR")
     return Path(chosen) if chosen else Path(sys.prefix) / "var" / "paceline" / "torch_extensions"
 
 
 def prepare_environment(device: str = "auto") -> None:
-    """Set what DeepSpeed reads before it is imported; a process calls this once, early.
+    """Set the environment that DeepSpeed reads at import; call it once per process, early.
 
-    The rank variables keep it from asking MPI; the address is a free port on loopback.
+    The rank variables keep it from MPI; the address is a free port on loopback.
 
     Args:
-        device: of the training; DeepSpeed, left to itself, takes the GPU where there is one.
+        device: of the training; DeepSpeed's own choice is the GPU if there is one.
     """
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
     os.environ.setdefault("DS_BUILD_OPS", "0")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    # ninja is a wheel in the environment: it must be found by name, whoever started us.
+    os.environ.setdefault("MASTER_ADDR", LOOPBACK)
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+    # ninja is a wheel in the environment: it must be on the path.
     here = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if here not in path.split(os.pathsep):
@@ -114,10 +116,9 @@ def prepare_environment(device: str = "auto") -> None:
 
 
 def clear_stale_locks() -> int:
-    """Remove locks that a killed build left, on which torch would wait for ever; how many.
+    """Remove locks of killed builds, on which torch would wait for ever; returns their number.
 
-    Only for a moment when no build is running: the set-up calls it before it builds. A trainer
-    needs it not: it never compiles, and takes a locked op for one that is not there.
+    Call it only while no build is running. A trainer never compiles, and ignores a locked op.
     """
     stale = list(extensions_dir().glob(f"**/{_LOCK}"))
     for lock in stale:
@@ -126,29 +127,29 @@ def clear_stale_locks() -> int:
 
 
 def op_is_built() -> bool:
-    """Whether the op's library is there and no build of it is under way or was cut short."""
+    """Whether the op's library is there, without the lock of a running or killed build."""
     folder = extensions_dir() / _OP
     return (folder / f"{_OP}.so").is_file() and not (folder / _LOCK).exists()
 
 
 def forbid_compiling() -> None:
-    """Have DeepSpeed go without the op where it has not been built.
+    """Disable the op in DeepSpeed if it has not been built.
 
-    Loading it would then compile for a minute in the midst of serving. DeepSpeed asks this
-    table which ops suit the machine, and falls back to plain gloo without it.
+    Loading it would compile for a minute in the midst of serving. DeepSpeed falls back to plain
+    gloo without it.
     """
     import deepspeed.ops
 
     if not op_is_built():
-        logger.warning("DeepSpeed's %s is not built: training goes without it", _OP)
+        logger.warning("DeepSpeed's %s is not built: training runs without it", _OP)
         deepspeed.ops.__compatible_ops__[_OP] = False
 
 
 def build_cpu_ops() -> float:
-    """Build DeepSpeed's shared-memory communication op; seconds that it took.
+    """Build DeepSpeed's shared-memory communication op; returns the seconds it took.
 
     Raises:
-        RuntimeError: without a C++ compiler, or where compiling fails.
+        RuntimeError: there is no C++ compiler, or compiling fails.
     """
     if shutil.which("c++") is None and shutil.which("g++") is None:
         raise RuntimeError("a C++ compiler (c++ or g++) is needed to build DeepSpeed's op")
@@ -162,14 +163,15 @@ def build_cpu_ops() -> float:
     return time.monotonic() - started
 
 
-def _free_port() -> int:
+def free_port(address: str = LOOPBACK) -> int:
+    """A free port on an address of this host."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def main() -> int:
-    """Build, and say how long it took."""
+    """Build the op and print the seconds it took."""
     try:
         seconds = build_cpu_ops()
     except RuntimeError as error:

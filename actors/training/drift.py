@@ -1,8 +1,7 @@
-"""Drift: a topic's live acceptance falls, and it is not chance. Pure: figures in, words out.
+"""Drift detection: a significant fall of a topic's live acceptance. Pure.
 
-Two exponential means over requests, a fast and a slow one. The draft has lost its topic where the
-fast one is well below the slow one, and has found it again where it is not any more: two
-thresholds, so that figures at the edge do not flicker.
+Two exponential means over requests, a fast and a slow one: drift begins when the fast one is well
+below the slow one, and ends at a second, lower threshold, so that it does not flicker.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DriftSettings:
-    """When acceptance has fallen.
+    """Conditions of drift.
 
     Attributes:
-        fast: requests that the fast mean remembers.
-        slow: requests that the slow one remembers.
-        fall: of acceptance, slow less fast, at which drift begins.
-        recovered: at which it ends; below ``fall``.
-        min_requests: seen before any drift is believed.
+        fast: memory of the fast mean, requests.
+        slow: memory of the slow mean, requests.
+        fall: of acceptance, slow minus fast, at which drift begins.
+        recovered: fall at which it ends; below ``fall``.
+        min_requests: seen before drift can begin.
     """
 
     fast: float = 24.0
@@ -33,7 +32,7 @@ class DriftSettings:
 
 @dataclass(slots=True)
 class Drift:
-    """One topic's live acceptance, from counters that may start over."""
+    """Drift detector of one topic, from counters that may restart."""
 
     settings: DriftSettings
     drifting: bool = False
@@ -45,15 +44,15 @@ class Drift:
     _accepted: int = 0
 
     def update(self, requests: int, rounds: int, accepted: int) -> bool:
-        """Take the counters as they stand now; True where drift begins with them.
+        """Take the present counters; True if drift begins with them.
 
         Args:
             requests: finished ones.
-            rounds: theirs whose first position was drafted.
-            accepted: of these, where it was accepted.
+            rounds: of these requests, with a drafted first position.
+            accepted: of these rounds, with an accepted one.
         """
         if requests < self._requests or rounds < self._rounds or accepted < self._accepted:
-            self._requests = self._rounds = self._accepted = 0  # whoever counts was restarted
+            self._requests = self._rounds = self._accepted = 0  # the counters restarted
         new = (requests - self._requests, rounds - self._rounds, accepted - self._accepted)
         self._requests, self._rounds, self._accepted = requests, rounds, accepted
         if new[0] < 1 or new[1] < 1:
@@ -76,7 +75,7 @@ class Drift:
         return self.drifting
 
     def figures(self) -> dict[str, Any]:
-        """What it rests on, as JSON can hold it."""
+        """The means and their requests, for JSON."""
         known = self._seen > 0
         return {
             "acceptance_fast": round(self._fast, 4) if known else None,
@@ -86,7 +85,7 @@ class Drift:
 
 
 def _moved(mean: float, rate: float, requests: int, memory: float) -> float:
-    """An exponential mean after ``requests`` more at ``rate``; a plain mean while it is young."""
+    """An exponential mean after ``requests`` more at ``rate``; a plain mean at first."""
     if memory <= 0.0:
         return rate
     keep = (memory / (memory + 1.0)) ** requests

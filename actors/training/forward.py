@@ -1,4 +1,4 @@
-"""A draft's forward over a batch, and whether its architecture takes branches in one row."""
+"""A draft's forward over a batch, and a test for branches in one row."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _TOLERANCE = 0.05  # relative; bfloat16's own error is a fifth of it
 
 
 def logits_at(draft: Any, batch: Batch) -> Tensor:
-    """Logits ``[N, V]`` of the batch's positions, as the causal LM's own forward gives them.
+    """Logits ``[N, V]`` of the batch's positions, by the causal LM's own forward.
 
-    What lies behind the head, such as a scale or a soft cap, is the model's own code. The head
-    computes no other positions: its input is cut to them.
+    The head computes no other positions; a scale or soft cap after it is the model's own code.
 
     Args:
         draft: a causal LM that calls its output embeddings as a module.
@@ -36,10 +35,10 @@ def logits_at(draft: Any, batch: Batch) -> Tensor:
 
     def pick(_head: Any, inputs: tuple[Tensor, ...]) -> Tensor:
         picked = inputs[0][batch.rows, batch.columns]
-        # Few shapes for oneDNN's memory of them, see batches.py.
+        # Few shapes for oneDNN's cache, see batches.py.
         return nn.functional.pad(picked, (0, 0, 0, -count % _POSITIONS))[None]
 
-    # Adapters' hooks on the head come after it, and see the cut input.
+    # Adapters' hooks on the head run after it, on the reduced input.
     hook = draft.get_output_embeddings().register_forward_pre_hook(pick)
     try:
         logits: Tensor = draft(input_ids=batch.input_ids, use_cache=False, **seen).logits
@@ -50,10 +49,10 @@ def logits_at(draft: Any, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def takes_branches(draft: Any) -> bool:
-    """Whether a branch behind a text gives the logits that it gives alone, by one small forward.
+    """Whether a branch in a row gives the logits that it gives alone, by one small forward.
 
-    It does where attention alone mixes tokens and obeys the mask that it is handed. A recurrent
-    layer mixes them in the row's order, and a sliding window is lost with its own mask.
+    It does if only attention mixes tokens, under the given mask. A recurrent layer mixes them in
+    the row's order, and a sliding window is lost with its own mask.
     """
     config = draft.config
     windowed = getattr(config, "sliding_window", None) is not None
@@ -75,7 +74,7 @@ def takes_branches(draft: Any) -> bool:
             use_cache=False,
         ).logits[0, -2:]
     except Exception:
-        logger.warning("the draft takes no mask of its own", exc_info=True)
+        logger.warning("the draft takes no custom mask", exc_info=True)
         return False
     finally:
         draft.train(training)
@@ -84,6 +83,6 @@ def takes_branches(draft: Any) -> bool:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of what is seen, bool ``[B, T, T]``, as transformers adds it to scores of any head."""
+    """A boolean mask ``[B, T, T]`` as the additive one of transformers, for all heads."""
     added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return added.masked_fill_(~mask, torch.finfo(dtype).min).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The loss of a batch: which positions count, with which weight each, see ObjectiveSettings."""
+"""The loss of a batch: divergences per position, and the positions' weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.settings import ObjectiveSettings
 
-_LEAST = math.log(1e-7)  # least log of a tail's mass: no position may weigh without bound
-_NEVER = -100.0  # stands for log 0, so that nothing that is computed from it is infinite
+_LEAST = math.log(1e-7)  # lower bound of a tail's log mass, so that losses are bounded
+_NEVER = -100.0  # in place of log 0
 _HYBRID_SHARPNESS = 3.0
 
 
@@ -26,7 +26,7 @@ def recorded_logprobs(draft_logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Te
 
     Returns:
         ``[N, K]`` log q of the recorded tokens, and ``[N]`` log q of the tail, at least
-        log(1e-7); float32, or float64 where the logits are.
+        log(1e-7); float32, or float64 if the logits are.
     """
     logits = _wide(draft_logits)
     top = logits.gather(-1, top_ids)
@@ -34,8 +34,8 @@ def recorded_logprobs(draft_logits: Tensor, top_ids: Tensor) -> tuple[Tensor, Te
     if top_ids.shape[-1] == logits.shape[-1]:
         log_q = top - whole[..., None]
         return log_q, log_q.new_full(log_q.shape[:-1], _LEAST)
-    # Summed over the tail's own tokens: 1 - sum(q) has no digits left where q is sharp. What is
-    # left of the whole sum are K terms: the vocabulary is gone through once.
+    # Summed over the tail's own tokens: 1 - sum(q) has no digits left if q is sharp. The whole sum
+    # then needs K more terms: one pass over the vocabulary.
     tail = logits.scatter(-1, top_ids, -torch.inf).logsumexp(dim=-1)
     whole = torch.logaddexp(whole, tail)
     return top - whole[..., None], (tail - whole).clamp(min=_LEAST)
@@ -50,7 +50,7 @@ def forward_kl(
     p = log_p.exp()
     top = (p * (log_p.nan_to_num(neginf=0.0) - log_q)).sum(-1)
     tail = tail_mass.to(log_q.dtype)
-    # xlogy is 0 at a mass of 0, and so is the gradient
+    # xlogy is 0 at a mass of 0, as is its gradient
     return top + torch.xlogy(tail, tail) - tail * log_q_tail
 
 
@@ -59,8 +59,8 @@ def reverse_kl(
 ) -> Tensor:
     """KL(draft || target) on the recorded buckets.
 
-    A bucket that the target gives nothing counts as one of exp(-100), a tail as one of 1e-7:
-    the draft pays for what it puts there, but not without bound.
+    A bucket without target probability counts as exp(-100), a tail as 1e-7: the draft pays for
+    its probability there, within bounds.
     """
     log_q, log_p = _buckets(draft_logits, top_ids, top_logprobs, tail_mass)
     return (log_q.exp() * (log_q - log_p)).sum(-1)
@@ -78,11 +78,11 @@ def jsd(
 
     With m = beta p + (1 - beta) q of target p and draft q it is
     beta KL(p || m) + (1 - beta) KL(q || m) (Agarwal et al. 2306.13649, eq. 1), at most the
-    entropy of (beta, 1 - beta). It is no weighted sum of the two KLs between p and q. Divided
+    entropy of (beta, 1 - beta). It is not a weighted sum of the two KLs between p and q. Divided
     by beta it tends to the forward KL as beta goes to 0, and likewise to the reverse one at 1.
 
     Raises:
-        ValueError: for a beta that is not between 0 and 1.
+        ValueError: beta is not between 0 and 1.
     """
     if not 0.0 < beta < 1.0:
         raise ValueError(f"beta must lie between 0 and 1, not be {beta}")
@@ -96,7 +96,7 @@ def jsd(
 def total_variation(
     draft_logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, tail_mass: Tensor
 ) -> Tensor:
-    """1 - sum of min(p, q) on the recorded buckets: the chance that a draft token is rejected.
+    """1 - sum of min(p, q) on the recorded buckets: the probability of a rejection.
 
     Leviathan et al. 2211.17192, section 3.2.
     """
@@ -109,8 +109,8 @@ def lk_hybrid(
 ) -> Tensor:
     """Forward KL far from the target, rejection near it: w KL + (1 - w) (1 - alpha).
 
-    alpha is the expected acceptance on the buckets, and w = exp(-3 alpha) has no gradient. Where
-    draft and target hardly overlap the gradient of 1 - alpha vanishes, that of the KL does not.
+    alpha is the expected acceptance on the buckets, and w = exp(-3 alpha) has no gradient. If
+    draft and target hardly overlap, the gradient of 1 - alpha vanishes, that of the KL does not.
     """
     rejection = total_variation(draft_logits, top_ids, top_logprobs, tail_mass)
     weight = (_HYBRID_SHARPNESS * (rejection.detach() - 1.0)).exp()
@@ -119,7 +119,7 @@ def lk_hybrid(
 
 
 def hard_label(draft_logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Cross-entropy of the tokens themselves: fine-tuning, the baseline of distillation.
+    """Cross-entropy of the emitted tokens: fine-tuning, the baseline of distillation.
 
     Args:
         draft_logits: float ``[N, V]``.
@@ -135,11 +135,11 @@ def hard_label(draft_logits: Tensor, token_ids: Tensor) -> Tensor:
 def expected_acceptance(
     draft_logits: Tensor, top_ids: Tensor, top_logprobs: Tensor, tail_mass: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Bounds of sum over the vocabulary of min(p, q), the chance that a draft token is accepted.
+    """Bounds of the expected acceptance, the sum over the vocabulary of min(p, q).
 
     Returns:
-        ``[N]`` lower bound, the recorded tokens alone, and ``[N]`` upper bound, with min(p, q)
-        of the two tail buckets added.
+        ``[N]`` lower bound, over the recorded tokens, and ``[N]`` upper bound, with min(p, q) of
+        the tails added.
     """
     log_q, log_q_tail = recorded_logprobs(draft_logits, top_ids)
     lower = torch.minimum(top_logprobs.to(log_q.dtype).exp(), log_q.exp()).sum(-1)
@@ -147,7 +147,7 @@ def expected_acceptance(
 
 
 def recorded_acceptance(draft_logits: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
-    """The lower bound of :func:`expected_acceptance` alone, ``[N]``, at half the work."""
+    """The lower bound of :func:`expected_acceptance`, ``[N]``, at half the cost."""
     logits = _wide(draft_logits)
     log_q = logits.gather(-1, top_ids) - logits.logsumexp(dim=-1, keepdim=True)
     return torch.minimum(top_logprobs.to(log_q.dtype).exp(), log_q.exp()).sum(-1)
@@ -185,10 +185,10 @@ class Objective:
 
     Attributes:
         loss: scalar, with a gradient.
-        per_record: ``[B]`` mean loss over the emitted positions of each record, whatever they
-            weigh, without a gradient.
-        expected_acceptance: scalar, mean of its lower bound over the emitted positions, without
+        per_record: ``[B]`` unweighted mean loss over the emitted positions of each record, without
             a gradient.
+        expected_acceptance: scalar, mean lower bound over the emitted positions, without a
+            gradient.
     """
 
     loss: Tensor
@@ -199,14 +199,14 @@ class Objective:
 def objective(
     logits: Tensor, batch: Batch, settings: ObjectiveSettings, weights: Tensor | None = None
 ) -> Objective:
-    """Weigh the positions of a batch and average their losses.
+    """The weighted mean of the losses of a batch's positions.
 
     Args:
         logits: float ``[N, V]``, the draft's at the batch's positions.
         batch: the N positions.
         settings: see ObjectiveSettings.
-        weights: float32 ``[N]``, where the batch is a part of one whose weights were shared out;
-            None: those of :func:`position_weights`.
+        weights: float32 ``[N]``, of a share of a larger batch; None: those of
+            :func:`position_weights`.
     """
     values = position_losses(logits, batch, settings)
     weights = position_weights([batch], settings) if weights is None else weights
@@ -221,7 +221,7 @@ def objective(
 
 
 def position_losses(logits: Tensor, batch: Batch, settings: ObjectiveSettings) -> Tensor:
-    """The loss of every position, ``[N]``, before any weighting."""
+    """The unweighted loss of every position, ``[N]``."""
     if settings.loss == "hard_label":
         return hard_label(logits, batch.output_ids)
     target = (batch.top_ids, batch.top_logprobs, batch.tail_mass)
@@ -231,10 +231,10 @@ def position_losses(logits: Tensor, batch: Batch, settings: ObjectiveSettings) -
 
 
 def position_weights(batches: Sequence[Batch], settings: ObjectiveSettings) -> Tensor:
-    """Weight of every position of what a step learns from, float32 ``[N]``; they sum to 1.
+    """Weight of every position of an optimizer step, float32 ``[N]``; they sum to 1.
 
     Args:
-        batches: one after the other; how they are parted changes nothing.
+        batches: of the step; how it is split changes nothing.
         settings: see ObjectiveSettings.
     """
     accepted = torch.cat([batch.accepted for batch in batches])
@@ -244,7 +244,7 @@ def position_weights(batches: Sequence[Batch], settings: ObjectiveSettings) -> T
     proposed = _shares(weight * (branch | (accepted >= 0)))
     share = {"target": 0.0, "student": 1.0, "mixed": settings.student_share}[settings.sampling]
     total = _shares((1.0 - share) * emitted + share * proposed)
-    # without a single draft token nothing was rejected and nothing proposed
+    # without any draft token nothing was rejected or proposed
     return torch.where(total.sum() > 0.0, total, _shares((~branch).float()))
 
 
@@ -257,5 +257,5 @@ def _rejection_weights(accepted: Tensor, branch: Tensor, settings: ObjectiveSett
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """The same, summing to 1; zeros stay zeros."""
+    """Weights normalised to a sum of 1; zeros stay zeros."""
     return weights / weights.sum().clamp(min=1e-12)

@@ -1,7 +1,7 @@
 """Training of Medusa heads as in Medusa-1 (Cai et al., arXiv 2401.10774, section 2.2.1).
 
-The target is frozen and runs once over the lesson; its hidden states are kept, and the heads learn
-the tokens that follow in its own answers:
+The target is frozen and runs once over its own answers; the heads learn, from its hidden states,
+the tokens that follow:
 
     loss = sum over heads k of 0.8^k * cross-entropy of the token k + 1 positions behind the next
 """
@@ -24,14 +24,14 @@ _WARM_UP = 20
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTraining:
-    """How heads are trained.
+class HeadTrainingSettings:
+    """Settings of the heads' training.
 
     Attributes:
-        steps: optimizer steps in all.
+        steps: optimizer steps.
         positions: of a step.
-        learning_rate: after a short warm-up; falls linearly to zero.
-        decay: weight of a head's loss against that of the head before it, the paper's lambda.
+        learning_rate: after a short warm-up; decays linearly to zero.
+        decay: weight of a head's loss relative to the head before, the paper's lambda.
         clip: largest norm of a gradient.
         dtype: of the products; the weights stay float32.
         seed: of the order.
@@ -47,12 +47,12 @@ class HeadTraining:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadLesson:
-    """What heads learn from: N positions of the target's answers.
+class HeadDataset:
+    """N positions of the target's answers.
 
     Attributes:
-        hidden: ``[N, H]`` in the target's dtype, what its head reads.
-        labels: int64 ``[N, K]``, the token that head i is to predict; -100 behind the end.
+        hidden: ``[N, H]`` in the target's dtype, the input of its head.
+        labels: int64 ``[N, K]``, the token for head i to predict; -100 beyond the end.
     """
 
     hidden: Tensor
@@ -60,22 +60,22 @@ class HeadLesson:
 
 
 @torch.inference_mode()
-def make_lesson(
+def make_dataset(
     target: Any,
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     num_heads: int,
     max_length: int = 1024,
-) -> HeadLesson:
+) -> HeadDataset:
     """Run the target over its own answers.
 
     Args:
-        target: a causal LM with an attention of transformers' own, in evaluation mode.
+        target: a causal LM with an attention of transformers, in eval mode.
         answers: prompt and output token ids.
         num_heads: K.
-        max_length: tokens of a sequence; what is longer is cut at its end.
+        max_length: tokens of a sequence; longer ones are truncated.
 
     Raises:
-        ValueError: where no answer has a token for the first head.
+        ValueError: no answer has a token for the first head.
     """
     states, labels = [], []
     ordered = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))
@@ -84,16 +84,16 @@ def make_lesson(
         rows = [[*prompt, *output][:max_length] for prompt, output in part]
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=target.device)
-        # Padding on the right is behind everything that is read: attention is causal.
+        # Padding on the right changes nothing: attention is causal.
         hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
         for row, (prompt, _), state in zip(rows, part, hidden, strict=True):
-            # From the state behind the last prompt token but one on: what it leads to is output.
+            # From the state of the last prompt token but one: its heads predict output.
             places = range(max(len(prompt) - 2, 0), len(row) - 2)
             states.append(state[places.start : places.stop])
             labels += [_following(row, place + 2, num_heads) for place in places]
     if not labels:
         raise ValueError("no answer is long enough to teach a head")
-    return HeadLesson(torch.cat(states), torch.tensor(labels, device=target.device))
+    return HeadDataset(torch.cat(states), torch.tensor(labels, device=target.device))
 
 
 def _following(tokens: Sequence[int], start: int, count: int) -> list[int]:
@@ -106,7 +106,7 @@ def medusa_loss(logits: Tensor, labels: Tensor, decay: float) -> Tensor:
 
     Args:
         logits: float ``[K, N, V]``.
-        labels: int64 ``[N, K]``, -100 where there is none; the first head's may not all be.
+        labels: int64 ``[N, K]``, -100 without one; the first head has some.
         decay: lambda.
     """
     losses = [
@@ -119,31 +119,31 @@ def medusa_loss(logits: Tensor, labels: Tensor, decay: float) -> Tensor:
 
 def train_heads(
     heads: MedusaHeads,
-    lesson: HeadLesson,
-    settings: HeadTraining,
+    dataset: HeadDataset,
+    settings: HeadTrainingSettings,
     progress: Callable[[float], None] = lambda _: None,
 ) -> None:
-    """Train in place; ``progress`` gets the loss of every step.
+    """Train in place; ``progress`` is called with the loss of every step.
 
     Raises:
-        FloatingPointError: where the loss is no longer a number.
+        FloatingPointError: the loss is not finite.
     """
     optimizer = torch.optim.AdamW(heads.parameters(), weight_decay=0.0)
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.empty(0, dtype=torch.int64)
-    device = lesson.hidden.device
+    device = dataset.hidden.device
     half = settings.dtype is not torch.float32
     for step in range(settings.steps):
         if len(order) == 0:
-            order = torch.randperm(len(lesson.labels), generator=generator)
+            order = torch.randperm(len(dataset.labels), generator=generator)
         picked, order = order[: settings.positions], order[settings.positions :]
         rate = min((step + 1) / _WARM_UP, 1.0) * (1.0 - step / settings.steps)
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * rate
         picked = picked.to(device)
         with torch.autocast(device.type, settings.dtype, enabled=half):
-            logits = heads(lesson.hidden[picked].float())
-        loss = medusa_loss(logits, lesson.labels[picked], settings.decay)
+            logits = heads(dataset.hidden[picked].float())
+        loss = medusa_loss(logits, dataset.labels[picked], settings.decay)
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the heads' loss is {float(loss.detach())} in step {step}")
         optimizer.zero_grad()
@@ -154,12 +154,12 @@ def train_heads(
 
 
 @torch.inference_mode()
-def head_accuracy(heads: MedusaHeads, lesson: HeadLesson, positions: int = 1024) -> list[float]:
-    """How often each head's most probable token is the one that follows; K shares, 0 to 1."""
-    right = torch.zeros(lesson.labels.shape[1], dtype=torch.int64)
-    for at in range(0, len(lesson.labels), positions):
-        labels = lesson.labels[at : at + positions]
-        found = heads(lesson.hidden[at : at + positions].float()).argmax(-1)
+def head_accuracy(heads: MedusaHeads, dataset: HeadDataset, positions: int = 1024) -> list[float]:
+    """Accuracy of each head's most probable token, K values in [0, 1]."""
+    right = torch.zeros(dataset.labels.shape[1], dtype=torch.int64)
+    for at in range(0, len(dataset.labels), positions):
+        labels = dataset.labels[at : at + positions]
+        found = heads(dataset.hidden[at : at + positions].float()).argmax(-1)
         right += (labels == found.T).sum(0).cpu()
-    known = (lesson.labels != _IGNORED).sum(0).cpu()
+    known = (dataset.labels != _IGNORED).sum(0).cpu()
     return [int(hit) / max(int(count), 1) for hit, count in zip(right, known, strict=True)]

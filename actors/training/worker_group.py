@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
+from paceline.actors.training.deepspeed_setup import (
+    LOOPBACK,
+    forbid_compiling,
+    free_port,
+    prepare_environment,
+)
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import Share, split_share
-
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def join_group(spec: WorkerSpec, timeout_s: float) -> None:
         "MASTER_ADDR": spec.address,
         "MASTER_PORT": str(spec.port),
     }
-    if spec.address == _LOOPBACK:
+    if spec.address == LOOPBACK:
         # else gloo listens where the host's name points to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     prepare_environment(spec.device)
@@ -88,13 +90,6 @@ def leave_group() -> None:
     finally:
         # DeepSpeed takes its handle for the group; without one it makes both anew.
         deepspeed.comm.comm.cdb = None
-
-
-def free_port(address: str = _LOOPBACK) -> int:
-    """A port that is free on an address of this host."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 logger = logging.getLogger(__name__)

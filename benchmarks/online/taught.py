@@ -22,10 +22,10 @@ from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_he
 from paceline.actors.training.batches import make_batch, micro_batches
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.medusa import (
-    HeadLesson,
-    HeadTraining,
+    HeadDataset,
+    HeadTrainingSettings,
     head_accuracy,
-    make_lesson,
+    make_dataset,
     train_heads,
 )
 from paceline.actors.training.settings import DistillerSettings
@@ -140,21 +140,21 @@ class School:
         dtype = resolve_dtype("auto", resolve_device("auto"))
         target = load_causal_lm(TARGET, dtype, attention="sdpa")
         began = time.process_time()
-        lesson, exam = (_lesson(target, side, teaching.num_heads) for side in (train, held_out))
+        dataset, exam = (_lesson(target, side, teaching.num_heads) for side in (train, held_out))
         output = target.get_output_embeddings().weight
         config = HeadsConfig(
             teaching.num_heads, output.shape[1], output.shape[0], teaching.own_output
         )
         heads = MedusaHeads(config, output)
-        training = HeadTraining(
+        training = HeadTrainingSettings(
             steps=1, learning_rate=teaching.head_learning_rate, dtype=dtype, seed=teaching.seed
         )
-        steps = -(-len(lesson.labels) // training.positions) * teaching.passes
-        train_heads(heads, lesson, HeadTraining(**asdict(training) | {"steps": steps}))
+        steps = -(-len(dataset.labels) // training.positions) * teaching.passes
+        train_heads(heads, dataset, HeadTrainingSettings(**asdict(training) | {"steps": steps}))
         figures = {
             "held_out_accuracy": [round(share, 4) for share in head_accuracy(heads, exam)],
             "records": len(train),
-            "positions": len(lesson.labels),
+            "positions": len(dataset.labels),
             "steps": steps,
             "parameters": sum(p.numel() for p in heads.parameters()),
             "seconds": round(time.process_time() - began, 1),
@@ -166,9 +166,9 @@ class School:
         return figures
 
 
-def _lesson(target: Any, records: Sequence[ReplayRecord], num_heads: int) -> HeadLesson:
+def _lesson(target: Any, records: Sequence[ReplayRecord], num_heads: int) -> HeadDataset:
     pairs = [(r.prompt_token_ids.tolist(), r.output_token_ids.tolist()) for r in records]
-    return make_lesson(target, pairs, num_heads, MAX_LENGTH)
+    return make_dataset(target, pairs, num_heads, MAX_LENGTH)
 
 
 def _distilled(train: Sequence[ReplayRecord], teaching: Teaching) -> Mapping[str, Tensor]:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import ray
 from free_ports import find_port
-from lessons import TINY_VOCAB, lesson
 from ray import serve
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 from waiting import eventually
 
 from paceline.actors.replay.buffer import ReplaySettings
@@ -104,7 +104,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         shards = {topic: actor(ReplayShard, topic, replay) for topic in TOPICS}
         for topic, shard in shards.items():
             for number in range(60):
-                record = dataclasses.replace(lesson(number, created=time.time()), topic=topic)
+                record = dataclasses.replace(
+                    training_record(number, created=time.time()), topic=topic
+                )
                 ray.get(shard.insert.remote(encode(record)), timeout=30)
         registry = actor(WeightRegistry, str(folder / "weights"), TOPICS, "mark")
         scheduler = actor(TrainerScheduler, 0.05, 60.0, 0, LEASES)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import ray
-from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 from waiting import eventually
 
 from paceline.actors.replay.buffer import ReplaySettings
@@ -52,7 +52,7 @@ def kill(pid: int) -> None:
 
 
 def feed(shard: Any, numbers: range) -> None:
-    ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in numbers])
+    ray.get([shard.insert.remote(encode(training_record(n, created=time.time()))) for n in numbers])
 
 
 def total(stats: dict[str, Any]) -> int:

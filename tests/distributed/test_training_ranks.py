@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 from waiting import eventually
 
 from paceline.actors.replay.buffer import ReplaySettings
@@ -69,7 +69,9 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
     )
     start_worker = worker_starter(1, settings.group_timeout_s, 0.0)
     trainer = actor(Trainer, settings, {"sql": shard}, registry, None, start_worker)
-    ray.get([shard.insert.remote(encode(lesson(n, created=time.time()))) for n in range(60)])
+    ray.get(
+        [shard.insert.remote(encode(training_record(n, created=time.time()))) for n in range(60)]
+    )
 
     def version() -> int:
         versions: dict[str, int] = ray.get(registry.stable_versions.remote(), timeout=5)
@@ -79,7 +81,7 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         before = eventually(version) if version() else 0
         ray.get(
             [
-                shard.insert.remote(encode(lesson(n, created=time.time())))
+                shard.insert.remote(encode(training_record(n, created=time.time())))
                 for n in range(before * 100, before * 100 + 20)
             ]
         )

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lessons import TINY_VOCAB, lesson
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller
@@ -34,7 +34,7 @@ def make(path: str, **own: Any) -> Distiller:
 
 
 def losses(distiller: Distiller, steps: int = 40) -> list[float]:
-    batch = make_batch([lesson(i) for i in range(16)], distiller.max_length)
+    batch = make_batch([training_record(i) for i in range(16)], distiller.max_length)
     return [distiller.micro_step(batch).loss for _ in range(steps)]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from deepspeed_process import use_deepspeed
 from front_doors import CONTEXT
-from lessons import TINY_VOCAB
 from tiny_models import save_tiny, tiny_llama, tiny_tokenizer
+from training_records import TINY_VOCAB
 
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lessons import lesson
 from online.__main__ import learning_of, parse, sizes_of
 from online.bench import Bench
 from online.learning import Learning, tireless
@@ -16,6 +15,7 @@ from online.shifts import ORDER, phases_of
 from online.store import Store
 from online.world import Learner
 from tiny_models import tiny_llama
+from training_records import training_record
 
 
 @pytest.mark.usefixtures("deepspeed")
@@ -31,7 +31,7 @@ def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
         for number, question in enumerate(questions):
             prompt = np.array(question.token_ids, dtype=np.int32)
             named = {"request_id": question.key, "topic": topic, "prompt_token_ids": prompt}
-            learner.take(replace(lesson(number), **named))  # type: ignore[arg-type]
+            learner.take(replace(training_record(number), **named))  # type: ignore[arg-type]
         assert learner._loop.counted[topic].micro_steps > 0, topic
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from engines import engine_of, make_engine, served
-from lessons import lesson
 from online import rows
 from online.__main__ import imagining
 from online.answers import answers_of
@@ -22,6 +21,7 @@ from online.serving import Serving, serve
 from online.store import Store
 from online.world import Learner, trainer_facts
 from tiny_models import tiny_llama
+from training_records import training_record
 
 from paceline.deploy.recipes.data import DataError
 
@@ -187,7 +187,7 @@ def learn(folder: Path, draft: Path) -> tuple[Learner, Any]:
     )
     learner = Learner(folder, ["a"], learning, engine.updates.put, draft=draft)
     for number in range(60):
-        learner.take(replace(lesson(number, created=time.time()), topic="a"))
+        learner.take(replace(training_record(number, created=time.time()), topic="a"))
     return learner, engine
 
 

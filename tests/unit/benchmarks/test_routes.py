@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from engines import engine_of, request, run, served, tokens_of
-from lessons import lesson
 from online import policies, route_prompts, routes, routes_figures, routes_section
 from online.policies import Case, Tally
 from online.route_prompts import Asked
 from online.rows import Question
 from online.serving import Served
 from tiny_models import tiny_llama
+from training_records import training_record
 
 from paceline.actors.replay.record import is_held_out
 
@@ -112,7 +112,7 @@ def test_translations_of_an_item_have_its_id_in_common() -> None:
 
 
 def test_only_prompts_that_no_expert_learns_from_are_sampled() -> None:
-    records = [lesson(i) for i in range(2000)]
+    records = [training_record(i) for i in range(2000)]
     served = [Served(i, r.request_id, 1, 4, 2, 12, 0.1, r) for i, r in enumerate(records)]
     stream = Asked(served, ["sql"] * 2000, [{"sql": float(i)} for i in range(2000)])
     found = routes.sample(stream, 0.4)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from engines import make_engine
-from lessons import TINY_VOCAB, lesson
 from prompts import Prompt
 from routed import Runner, mean_length
 from routing import hedge_weights
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 
 from paceline.actors.engine.request import SpeculativeStats
 
@@ -46,7 +46,7 @@ def test_every_expert_is_scored_on_every_record_of_the_primer(tmp_path: Path) ->
     for number, name in enumerate(("general", "sql")):
         tiny_llama(number, vocab=TINY_VOCAB, layers=1).save_pretrained(tmp_path / name)
     drafts = {name: str(tmp_path / name) for name in ("general", "sql")}
-    weights, table = hedge_weights(drafts, [lesson(i) for i in range(5)])
+    weights, table = hedge_weights(drafts, [training_record(i) for i in range(5)])
     assert table["scores"] == 2 * 5
     assert table["waiting"] == 0
     assert set(weights["sql"]) == {"general", "sql"}

@@ -32,9 +32,9 @@ from paceline.actors.speculation.medusa import (
 )
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.training.medusa import (
-    HeadTraining,
+    HeadTrainingSettings,
     head_accuracy,
-    make_lesson,
+    make_dataset,
     medusa_loss,
     train_heads,
 )
@@ -96,9 +96,9 @@ def overfitted(own_output: bool) -> tuple[HeadsConfig, dict[str, torch.Tensor]]:
     target = tiny_llama(1)
     config = dataclasses.replace(SIZES, own_output=own_output)
     heads = MedusaHeads(config, target.lm_head.weight)
-    lesson = make_lesson(target, list(zip(PROMPTS, answers(), strict=True)), K)
-    train_heads(heads, lesson, HeadTraining(steps=200, positions=64, learning_rate=3e-2))
-    assert min(head_accuracy(heads, lesson)) > (0.9 if own_output else 0.15)
+    dataset = make_dataset(target, list(zip(PROMPTS, answers(), strict=True)), K)
+    train_heads(heads, dataset, HeadTrainingSettings(steps=200, positions=64, learning_rate=3e-2))
+    assert min(head_accuracy(heads, dataset)) > (0.9 if own_output else 0.15)
     return config, heads.state_dict()
 
 
@@ -375,14 +375,14 @@ def test_no_hidden_state_is_gathered_for_drafts_that_read_none(
 def test_a_lesson_pairs_every_state_with_the_tokens_behind_the_next() -> None:
     target = tiny_llama(1)
     prompt, output = [5, 6, 7, 8], [9, 10, 11]
-    lesson = make_lesson(target, [(prompt, output), ([3], [4, 5])], 2)
+    dataset = make_dataset(target, [(prompt, output), ([3], [4, 5])], 2)
     with torch.no_grad():
         whole = target(torch.tensor([prompt + output]), output_hidden_states=True)
     none = -100
-    assert lesson.labels.tolist() == [[5, none], [9, 10], [10, 11], [11, none]]
-    torch.testing.assert_close(lesson.hidden[1:], whole.hidden_states[-1][0, 2:5])
+    assert dataset.labels.tolist() == [[5, none], [9, 10], [10, 11], [11, none]]
+    torch.testing.assert_close(dataset.hidden[1:], whole.hidden_states[-1][0, 2:5])
     with pytest.raises(ValueError, match="long enough"):
-        make_lesson(target, [([3], [4])], 2)
+        make_dataset(target, [([3], [4])], 2)
 
 
 def test_the_loss_is_the_papers_weighted_sum() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lessons import lesson
 from torch import Tensor
+from training_records import training_record
 
 from paceline.actors.training.batches import Batch, make_batch
 from paceline.actors.training.candidate import Candidate
@@ -38,7 +38,7 @@ def distiller(draft: Path, accumulation: int, stage: ZeroStage = "auto") -> Dist
 
 
 def batch(first: int) -> Batch:
-    return make_batch([lesson(first)], 64)
+    return make_batch([training_record(first)], 64)
 
 
 def test_a_step_is_made_of_all_its_micro_steps(draft: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_step_is_made_of_all_its_micro_steps(draft: Path) -> None:
 @pytest.mark.parametrize("weighting", ["uniform", "rejected_only"])
 def test_records_one_at_a_time_make_the_step_of_all_at_once(draft: Path, weighting: Any) -> None:
     """Answers of 3, 6, 9 and 12 tokens, of which one was drafted and rejected at."""
-    records = [lesson(number, length=3 * number) for number in (1, 2, 3, 4)]
+    records = [training_record(number, length=3 * number) for number in (1, 2, 3, 4)]
     records[2].accepted[4] = 0
     objective = ObjectiveSettings(weighting=weighting)
 

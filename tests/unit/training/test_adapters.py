@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, learn, lesson
 from local_client import filled, make_loop, trainer_settings
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, learn, training_record
 
 from paceline.actors.training.adapters import Adapters, is_adapter
 from paceline.actors.training.batches import make_batch
@@ -22,7 +22,7 @@ from paceline.actors.weights.flat_weights import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
-RECORDS = [lesson(number) for number in range(16)]
+RECORDS = [training_record(number) for number in range(16)]
 BATCH = make_batch(RECORDS, 64)
 
 

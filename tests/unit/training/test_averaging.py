@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lessons import lesson
+from training_records import training_record
 
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller, RunningMean
 from paceline.actors.training.settings import DistillerSettings
 
-BATCH = make_batch([lesson(number) for number in range(8)], 64)
+BATCH = make_batch([training_record(number) for number in range(8)], 64)
 
 
 def test_a_mean_moves_by_the_share_that_its_age_and_decay_leave() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lessons import TINY_VOCAB, lesson
 from local_client import TOPICS, LocalClient, fill, filled, make_loop, trainer_settings
+from training_records import TINY_VOCAB, training_record
 
 from paceline.actors.replay.record import ReplayRecord, encode, is_held_out
 from paceline.actors.training.settings import DistillerSettings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
 def out_of_vocabulary(number: int) -> ReplayRecord:
-    record = lesson(number)
+    record = training_record(number)
     return dataclasses.replace(record, output_token_ids=record.output_token_ids + TINY_VOCAB)
 
 
@@ -35,7 +35,7 @@ def test_a_topic_without_usable_records_rests_and_does_not_train(
     """All records of one split are unusable; the other split's are good."""
     client = LocalClient(tmp_path)
     for number in range(60):
-        record = lesson(number)
+        record = training_record(number)
         spoilt = is_held_out(record.prompt_token_ids, 0.3) == (split == "held_out")
         client.shards["sql"].insert(encode(out_of_vocabulary(number) if spoilt else record))
     drawn: list[str] = []
@@ -75,7 +75,7 @@ def test_a_stuck_topic_does_not_stop_the_others(draft: Path, tmp_path: Path) -> 
 
 
 def initial(loop: TrainingLoop) -> dict[str, torch.Tensor]:
-    return loop.candidate("sql").compare([lesson(0)], lambda: None)[2]
+    return loop.candidate("sql").compare([training_record(0)], lambda: None)[2]
 
 
 @pytest.mark.parametrize("broken", ["folder", "weights"])

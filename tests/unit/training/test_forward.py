@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, SIZES, make
-from lessons import TINY_VOCAB, lesson
 from replay_samples import make_record
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 from transformers import CohereConfig, Gemma2Config, GraniteConfig
 
 from paceline.actors.training.adapters import Adapters
@@ -71,7 +71,9 @@ def test_norms_stay_at_rest(tmp_path: Path, stage: int) -> None:
         dtype="float32", device="cpu", learning_rate=1e-2, average_decay=0.0, zero_stage=stage
     )
     distiller = Distiller(str(tmp_path), settings)
-    [share] = make_shares([make_batch([lesson(n) for n in range(4)], 64)], settings.objective)
+    [share] = make_shares(
+        [make_batch([training_record(n) for n in range(4)], 64)], settings.objective
+    )
     share = dataclasses.replace(share, weights=torch.zeros_like(share.weights))
     optimizer = distiller._engine.basic_optimizer
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, learn, lesson
 from safetensors import SafetensorError
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, learn, training_record
 
 from paceline.actors.training import optimizer_state
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.weights.flat_weights import flatten
 
-RECORDS = [lesson(number) for number in range(8)]
+RECORDS = [training_record(number) for number in range(8)]
 
 
 pytestmark = pytest.mark.usefixtures("deepspeed")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from canaries import Serving, mean_rate
-from lessons import TINY_VOCAB, lesson
 from local_client import LocalClient, fill, filled, make_loop, trainer_settings
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 
 from paceline.actors.replay.record import encode
 from paceline.actors.training.settings import DistillerSettings
@@ -31,7 +31,7 @@ CANARY = CanarySettings(cooldown_s=0.0, min_trial_s=0.0)  # the registry gives n
 def bring(client: LocalClient, count: int) -> None:
     """New records of the topic."""
     for _ in range(count):
-        client.shards["sql"].insert(encode(lesson(900 + next(NEW))))
+        client.shards["sql"].insert(encode(training_record(900 + next(NEW))))
 
 
 def model(noise: float = 0.0, seed: int = 0) -> Any:

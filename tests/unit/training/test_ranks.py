@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from lessons import lesson
 from local_client import filled, make_loop, trainer_settings
 from rank_processes import TIMEOUT_S, as_rank_0, worker_group_of
+from training_records import training_record
 
 from paceline.actors.training import worker_group as group
 from paceline.actors.training.batches import make_batch
@@ -22,10 +22,10 @@ from paceline.actors.training.worker_group import DistributedDistiller, WorkerGr
 
 # Records of unequal lengths, and fewer of them than ranks at the end.
 BATCHES = [
-    make_batch([lesson(n, length=4 + n) for n in range(7)], 64),
-    make_batch([lesson(n, length=20 - n) for n in range(4)], 64),
-    make_batch([lesson(9)], 64),
-    make_batch([lesson(n) for n in range(5)], 64),
+    make_batch([training_record(n, length=4 + n) for n in range(7)], 64),
+    make_batch([training_record(n, length=20 - n) for n in range(4)], 64),
+    make_batch([training_record(9)], 64),
+    make_batch([training_record(n) for n in range(5)], 64),
 ]
 VARIANTS = {
     "stage 0": DistillerSettings(dtype="float32", device="cpu", zero_stage=0),

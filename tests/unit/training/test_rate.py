@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lessons import lesson
+from training_records import training_record
 
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.settings import DistillerSettings
 
-BATCH = make_batch([lesson(number) for number in range(2)], 64)
+BATCH = make_batch([training_record(number) for number in range(2)], 64)
 RATE = 1e-3
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, lesson
 from local_client import LocalClient
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, training_record
 from waiting import wait_until
 
 from paceline.actors.engine.model_loader import load_causal_lm
@@ -51,7 +51,7 @@ def texts(draft: Path) -> list[ReplayRecord]:
     model = load_causal_lm(str(draft), torch.float32, attention="eager")
     records = []
     for number in range(12):
-        record = lesson(number)
+        record = training_record(number)
         ids = record.prompt_token_ids.tolist()
         for _ in record.output_token_ids:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -151,7 +151,7 @@ def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
     scoring = ScoringLoop(
         settings, clock=lambda: now[0], sleep=lambda _: None, stopped=lambda: now[0] > 20.0
     )
-    offer(scoring, [lesson(n, created=0.0) for n in range(4)])
+    offer(scoring, [training_record(n, created=0.0) for n in range(4)])
 
     class Busy(_Initial):
         def acquire_permit(self) -> bool:
@@ -166,7 +166,7 @@ def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
 def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> None:
     settings = settings_of(draft)
     scoring = ScoringLoop(settings, sleep=lambda _: None)
-    offer(scoring, [lesson(n, created=time.time()) for n in range(20)])
+    offer(scoring, [training_record(n, created=time.time()) for n in range(20)])
     seen: list[int] = []
 
     class Slow(_Nobody):
@@ -190,7 +190,7 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
 def test_nothing_is_asked_where_all_has_expired_before_leave_came(draft: Path) -> None:
     now, settings = [0.0], settings_of(draft, retention_s=10.0)
     scoring = ScoringLoop(settings, clock=lambda: now[0], sleep=lambda _: None)
-    offer(scoring, [lesson(0, created=0.0)])
+    offer(scoring, [training_record(0, created=0.0)])
 
     class Late(_Initial):
         def acquire_permit(self) -> bool:
@@ -205,7 +205,7 @@ def test_nothing_is_asked_where_all_has_expired_before_leave_came(draft: Path) -
 def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Path) -> None:
     settings = settings_of(draft)
     scoring = ScoringLoop(settings, sleep=lambda _: None)
-    first = lesson(0, created=time.time())
+    first = training_record(0, created=time.time())
     offer(scoring, [first])
     asked: list[int] = []
 
@@ -276,26 +276,26 @@ def test_weights_that_are_not_finite_say_nothing(
 
 
 def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:
-    size = len(encode(lesson(0)))
+    size = len(encode(training_record(0)))
     now = [0.0]
     settings = settings_of(
         draft, capacity_bytes=5 * size, hedge=HedgeSettings(window=8), retention_s=10.0
     )
     scoring = ScoringLoop(settings, clock=lambda: now[0])
-    offer(scoring, [lesson(n) for n in range(12)])
+    offer(scoring, [training_record(n) for n in range(12)])
     table = scoring.table()
     assert table["waiting"] in (4, 5)  # an id may be a byte longer
     assert table["rows"]["sql"] == 8
-    offer(scoring, [lesson(11)])  # a second time
+    offer(scoring, [training_record(11)])  # a second time
     scoring.offer(b"no record")
-    scoring.offer(encode(dataclasses.replace(lesson(50), topic="poetry")))
+    scoring.offer(encode(dataclasses.replace(training_record(50), topic="poetry")))
     assert scoring.table()["refused"] == 3
     assert scoring.delete("r11") == 1
     assert scoring.table()["rows"]["sql"] == 7
     now[0] = 11.0
     assert not scoring.run_once(_Down(), _Nobody())  # expiry waits for no registry
     assert scoring.table()["waiting"] == 0
-    offer(scoring, [lesson(3, created=11.0)])
+    offer(scoring, [training_record(3, created=11.0)])
     assert scoring.delete(None) == 1
 
 

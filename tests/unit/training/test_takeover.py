@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from lessons import lesson
 from local_client import LocalClient, filled, make_loop, trainer_settings
+from training_records import training_record
 
 from paceline.actors.replay.record import encode
 from paceline.actors.training.distiller import DistillerSettings
@@ -152,10 +152,10 @@ def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> 
     one, two_, *_ = two(host, dataclasses.replace(settings, schedule=schedule))
     assert one.run_round()
     assert not two_.run_round()  # there is nothing new since the other's round
-    host.shards["sql"].insert(encode(lesson(1_000)))
+    host.shards["sql"].insert(encode(training_record(1_000)))
     assert two_.run_round()
     assert two_.candidate("sql").rejections == 2
-    host.shards["sql"].insert(encode(lesson(1_001)))
+    host.shards["sql"].insert(encode(training_record(1_001)))
     assert not one.run_round()
     assert not two_.run_round()
 

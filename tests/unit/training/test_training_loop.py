@@ -12,10 +12,10 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from lessons import TINY_VOCAB, learn, lesson
 from local_client import LocalClient, Ticks, filled, make_loop, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
+from training_records import TINY_VOCAB, learn, training_record
 
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic, synthetic_id
@@ -54,7 +54,7 @@ def test_the_loss_falls_in_either_dtype(draft: Path, tmp_path: Path, dtype: str)
     distiller = DistillerSettings(learning_rate=5e-3, dtype=dtype)
     loop = make_loop(trainer_settings(draft, distiller=distiller), filled(tmp_path))
     candidate = loop.candidate("sql")
-    batch = [lesson(n) for n in range(16)]
+    batch = [training_record(n) for n in range(16)]
     losses = [learn(candidate, batch).loss for _ in range(80)]
     assert losses[-1] < 0.4 * losses[0]
     assert candidate.steps == 80
@@ -85,7 +85,7 @@ def test_what_is_not_better_is_rejected_learns_on_then_rests(draft: Path, tmp_pa
     )
     assert loop.run_round()
     assert not loop.run_round() or loop.progress.rejected == 2  # general may have its turn
-    client.shards["sql"].insert(encode(lesson(1_000)))
+    client.shards["sql"].insert(encode(training_record(1_000)))
     while loop.run_round():
         pass
     assert client.registry is not None
@@ -107,7 +107,7 @@ def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> 
     for weight in draft_in_training.parameters():
         weight.data.normal_(0.0, 0.5)
     for number in range(8):
-        client.shards["sql"].insert(encode(lesson(2_000 + number)))
+        client.shards["sql"].insert(encode(training_record(2_000 + number)))
     version = client.registry.stable_versions()["sql"]
     assert loop.run_round()
     assert client.registry.stable_versions()["sql"] == version
@@ -119,7 +119,7 @@ def test_what_is_shown_to_be_worse_starts_again(draft: Path, tmp_path: Path) -> 
     assert candidate.steps == 0
     assert candidate.rate_share == pytest.approx(1 / 3)  # with shorter steps
     for _ in range(2 * distiller.warmup_steps):
-        learn(candidate, [lesson(n) for n in range(4)])
+        learn(candidate, [training_record(n) for n in range(4)])
     groups = candidate._distiller._engine.basic_optimizer.param_groups
     assert [group["lr"] for group in groups] == pytest.approx([5e-3 / 3] * 2)
 
@@ -142,7 +142,7 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
     loop = make_loop(violent, client)
     for number in range(10):
         for record in range(40):
-            client.shards["sql"].insert(encode(lesson(3_000 + 40 * number + record)))
+            client.shards["sql"].insert(encode(training_record(3_000 + 40 * number + record)))
         loop.run_round()
     history = client.registry.history("sql")[known:]
     history = [d for d in history if "served_expected_acceptance" in d]  # of numbers
@@ -168,7 +168,7 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     candidate = loop.candidate("sql")
     served = {
         name: weight + 0.01
-        for name, weight in candidate.compare([lesson(1)], lambda: None)[2].items()
+        for name, weight in candidate.compare([training_record(1)], lambda: None)[2].items()
     }
     client.registry.publish("sql", flatten(served), {})
     candidate.scale_rate(0.25)
@@ -176,7 +176,7 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     steps, fruitless = [], []
     while client.stats()["sql"]["records_train"] < 5 * begun:
         for _ in range(4):
-            client.shards["sql"].insert(encode(lesson(4_000 + next(NUMBERS))))
+            client.shards["sql"].insert(encode(training_record(4_000 + next(NUMBERS))))
         assert loop.run_round()
         steps.append(candidate.steps)
         fruitless.append(candidate.fruitless)
@@ -186,7 +186,7 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     assert fruitless[over[0]] <= 1  # it is not judged by what went before
     assert candidate.rejections == len(steps)  # but the gate has looked as often
     assert candidate.rate_share == 0.5
-    now = candidate.compare([lesson(1)], lambda: None)[2]
+    now = candidate.compare([training_record(1)], lambda: None)[2]
     assert all((now[n] - w).abs().max() < 0.005 for n, w in served.items())  # from the served ones
     assert loop.progress.published == 0
 
@@ -209,7 +209,7 @@ def test_a_round_that_leaves_hope_ends_a_plateau(
     candidate = loop.candidate("sql")
     candidate.fruitless = before
     loop._topics.state("sql").rolled_back = rolled_back
-    client.shards["sql"].insert(encode(lesson(5_000)))
+    client.shards["sql"].insert(encode(training_record(5_000)))
     assert loop.run_round()
     assert candidate.rejections == 2
     assert candidate.fruitless == then  # those in a row; rollbacks are not forgotten by it
@@ -233,7 +233,7 @@ def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
     begun, steps = client.stats()["sql"]["records_train"], [0]
     while client.stats()["sql"]["records_train"] < 5 * begun:
         for _ in range(16):
-            client.shards["sql"].insert(encode(lesson(8_000 + next(NUMBERS))))
+            client.shards["sql"].insert(encode(training_record(8_000 + next(NUMBERS))))
         assert loop.run_round()
         steps.append(loop.candidate("sql").steps)
     assert all(b > a for a, b in pairwise(steps[3:]))  # it is ahead after a few rounds
@@ -247,7 +247,7 @@ def test_general_does_not_start_over_because_shards_had_been_silent(
     still = DistillerSettings(learning_rate=1e-7, dtype="float32")
     schedule = ScheduleSettings(min_train=4, min_held_out=3, min_new=0, max_rejections=1_000)
     for number in range(40):
-        client.shards["general"].insert(encode(lesson(5_000 + number)))
+        client.shards["general"].insert(encode(training_record(5_000 + number)))
     loop = make_loop(
         trainer_settings(draft, ("general", "sql"), distiller=still, schedule=schedule), client
     )
@@ -272,7 +272,7 @@ def test_every_objective_teaches(draft: Path, tmp_path: Path, loss: Loss, sampli
     distiller = DistillerSettings(learning_rate=5e-3, dtype="float32", objective=goal)
     loop = make_loop(trainer_settings(draft, distiller=distiller), filled(tmp_path))
     candidate = loop.candidate("sql")
-    batch = [rejecting(lesson(n)) for n in range(16)]
+    batch = [rejecting(training_record(n)) for n in range(16)]
     first = learn(candidate, batch)
     accepted = [learn(candidate, batch).expected_acceptance for _ in range(60)]
     assert accepted[-1] > first.expected_acceptance + 0.4
@@ -280,7 +280,7 @@ def test_every_objective_teaches(draft: Path, tmp_path: Path, loss: Loss, sampli
 
 
 def rejecting(record: ReplayRecord) -> ReplayRecord:
-    """The lesson as if a draft had gone wrong in it: behind its token the shift goes on."""
+    """A record with two rejected draft tokens, behind which the shift goes on."""
     wrong = (record.output_token_ids[[2, 7]] + 9) % TINY_VOCAB
     changed = with_branches(record, [(2, wrong[:1].tolist()), (7, wrong[1:].tolist())])
     follow = (wrong[:, None] + 1 + np.arange(record.target_top_ids.shape[1])) % TINY_VOCAB
@@ -407,7 +407,7 @@ def test_who_is_ousted_while_moments_are_kept_has_published_and_goes_on(
 def test_long_answers_are_learnt_from_their_first_part(draft: Path, tmp_path: Path) -> None:
     client = LocalClient(tmp_path)
     for number in range(60):
-        client.shards["sql"].insert(encode(lesson(number, length=40)))
+        client.shards["sql"].insert(encode(training_record(number, length=40)))
     loop = make_loop(trainer_settings(draft, max_length=16), client)
     assert loop.run_round()
     assert client.registry is not None
@@ -435,10 +435,10 @@ def test_synthetic_records_are_learnt_in_their_proportion(draft: Path, tmp_path:
         settings = ReplaySettings(held_out_fraction=0.3, synthetic_per_record=4.0)
         client.shards["sql"] = ReplayShard("sql", settings, seed=0, clock=lambda: 0.0)
         for number in range(0, 60, 4):
-            client.shards["sql"].insert(encode(lesson(number)))
+            client.shards["sql"].insert(encode(training_record(number)))
         for number in range(60) if more else ():
             name = synthetic_id(f"r{number - number % 4}", str(number))
-            record = dataclasses.replace(lesson(number), request_id=name)
+            record = dataclasses.replace(training_record(number), request_id=name)
             client.shards["sql"].insert(encode(record))
         loop = make_loop(trainer_settings(draft, train_records=20), client)
         for _ in range(4):
@@ -465,7 +465,9 @@ def test_a_topic_that_comes_while_the_trainer_runs_is_taught(draft: Path, tmp_pa
         "geo", ReplaySettings(held_out_fraction=0.3), seed=0, clock=lambda: 0.0
     )
     for number in range(80):
-        record = dataclasses.replace(lesson(number), topic="geo", request_id=f"geo-{number}")
+        record = dataclasses.replace(
+            training_record(number), topic="geo", request_id=f"geo-{number}"
+        )
         client.shards["geo"].insert(encode(record))
     for _ in range(20):
         if client.registry.stable_versions()["geo"] > 1:

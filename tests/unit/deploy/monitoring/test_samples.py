@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import request
-from lessons import lesson
+from training_records import training_record
 from unit.engine.test_stats import served
 from unit.weights.test_registry import weights
 
@@ -128,10 +128,10 @@ def test_labels_of_a_draft(draft: str, labels: tuple[str, str]) -> None:
 
 
 def test_shard_samples_cover_every_dropped_record() -> None:
-    size = len(encode(lesson(0)))
+    size = len(encode(training_record(0)))
     shard = ReplayShard("sql", ReplaySettings(10 * size, 3600.0), seed=0, clock=lambda: 0.0)
     for number in range(60):
-        shard.insert(encode(lesson(number)))
+        shard.insert(encode(training_record(number)))
     shard.insert(b"nonsense", 7)
     samples = list(shard_samples(shard.stats()))
     check(samples, SHARD)
@@ -146,11 +146,11 @@ def test_shard_samples_cover_every_dropped_record() -> None:
 
 @pytest.mark.parametrize("remover", ["fifo", "reservoir", "priority"])
 def test_every_record_is_kept_evicted_or_expired(remover: Any) -> None:
-    size, now = len(encode(lesson(0))), [0.0]
+    size, now = len(encode(training_record(0))), [0.0]
     settings = ReplaySettings(10 * size, 100.0, remover=remover)
     shard = ReplayShard("sql", settings, seed=0, clock=lambda: now[0])
     for number in range(40):
-        shard.insert(encode(lesson(number)))
+        shard.insert(encode(training_record(number)))
     now[0] = 200.0
     stats = shard.stats()
     assert stats["records_train"] == stats["records_held_out"] == 0

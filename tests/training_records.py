@@ -17,10 +17,10 @@ TINY_VOCAB = 64
 _LENGTH, _TOP = 12, 8
 
 
-def lesson(
+def training_record(
     number: int, *, shift: int = 1, created: float = 0.0, length: int = _LENGTH
 ) -> ReplayRecord:
-    """The ``number``-th answer, of ``length`` tokens, to its own prompt."""
+    """The ``number``-th record, with an answer of ``length`` tokens."""
     first = 3 + number % (TINY_VOCAB - 3)
     outputs = (first + shift * np.arange(1, length + 1)) % TINY_VOCAB
     ids = (outputs[:, None] + np.arange(_TOP)) % TINY_VOCAB
@@ -46,5 +46,5 @@ def lesson(
 
 
 def learn(candidate: Candidate, records: Sequence[ReplayRecord]) -> MicroStep:
-    """One micro-step of records that are weighed by themselves."""
+    """Run one micro-step on records that are weighed by themselves."""
     return candidate.learn(candidate.make_shares([records])[0])
