@@ -23,7 +23,6 @@ from paceline.cluster.placement import actor_options, surge_percent
 from paceline.cluster.supervisor import TopicSupervisor, TrainerSupervisor
 from paceline.deploy import experts, learning
 from paceline.deploy.config.config import PacelineConfig
-from paceline.deploy.config.dynamic_topics import with_added, with_topics
 from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import ingress_settings, target_settings
 from paceline.deploy.errors import ConfigError, StartError, cause_of
@@ -106,7 +105,7 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
     """
     if not checked:
         check(config)
-    config = with_added(config)
+    config = config.with_added_topics()
     stops: list[Callable[[], None]] = []
     try:
         return _start(config, stops)
@@ -204,7 +203,7 @@ def _start_expert(
     Redeploying the whole application would replace all its replicas.
     """
     name = f"{APPLICATION}-{expert}"
-    config = with_topics(config, added)
+    config = config.with_topics(added)
     bound = experts.deployments(config, target_settings(config), registry)[expert]
     serve.run(bound, name=name, route_prefix=None, logging_config=_SERVE_LOGGING)
     return experts.deployment_name(expert), name

@@ -37,7 +37,6 @@ from paceline.cluster.scheduler.leases import SchedulerSettings
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.supervisor import ActorFactory
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
-from paceline.deploy.config.dynamic_topics import with_added
 from paceline.deploy.config.learning_settings import (
     evaluates_experts,
     occupied_above,
@@ -167,7 +166,8 @@ class TrainerActor(Trainer):
         registry, scheduler = NamedActor(REGISTRY), NamedActor(SCHEDULER)
         for actor in (*shards.values(), registry, scheduler):
             actor.find()  # raises if it was never started
-        config = with_added(config)  # the registry has the shards of topics added since the start
+        # The registry has the shards of topics added since the start.
+        config = config.with_added_topics()
         # Importing torch takes seconds of a core that starting replicas need more.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:

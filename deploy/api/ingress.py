@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -294,9 +294,9 @@ class Ingress:
         self._encoder.check_options(options)
         count = len(parsed.prompts) * options.num_choices
         param = "n" if options.num_choices > 1 else "prompt"
-        release = self._limiter.acquire(count, parsed.client, param)
-        self._arrivals.notify()
-        try:
+        with ExitStack() as releases:
+            releases.callback(self._limiter.acquire(count, parsed.client, param))
+            self._arrivals.notify()
             async with deadline_scope(deadline):
                 routes = await self._select_routes(options, parsed.router_texts)
             context = self._response_context(parsed, [route.topic for route in routes])
@@ -310,19 +310,14 @@ class Ingress:
                 stream_options = options.stream_options
                 include_usage = stream_options is not None and stream_options.include_usage
                 events = sse_events(context, stream, include_usage)
-                response = EventStreamResponse(events, stream, release)
-                release = _no_release  # the response releases at its end
-                return response
+                return EventStreamResponse(events, stream, releases.pop_all().close)
             async with deadline_scope(deadline):
                 answers = await complete_all(self._generation, requests, self._failover)
             self._recent_traffic.record_all(requests, answers)
             return Response(response_body(context, answers), media_type="application/json")
-        finally:
-            release()
 
     async def _select_routes(self, options: GenerationOptions, texts: list[str]) -> list[Route]:
-        """A route per prompt: of the expert that the request names, which learns from it, or the
-        router's."""
+        """A route per prompt: of the requested expert, which learns from it, or the router's."""
         expert = explicit_expert(options.speculative.draft)
         if expert is not None:
             return [Route(expert, expert)] * len(texts)
@@ -340,10 +335,6 @@ class Ingress:
             names=self._token_names,
             num_choices=parsed.options.num_choices,
         )
-
-
-def _no_release() -> None:
-    pass
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, ValidationError
 
+from paceline.actors.weights.topics import read_catalogue
 from paceline.cluster.placement import PlacementConfig, WeightsConfig
 from paceline.cluster.section import Section
 from paceline.deploy.config.sections import (
@@ -79,6 +80,19 @@ class PacelineConfig(Section):
             return Path(chosen).expanduser().absolute()
         home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(home).expanduser() / "paceline"
+
+    def with_topics(self, names: Iterable[str]) -> Self:
+        """The configuration with further topics, whose experts start from ``general``'s folder."""
+        new = tuple(name for name in names if name not in self.drafts.experts)
+        if not new:
+            return self
+        drafts = self.drafts.model_copy(update={"topics": (*self.drafts.topics, *new)})
+        return self.model_copy(update={"drafts": drafts})
+
+    def with_added_topics(self) -> Self:
+        """The configuration with the topics that were added while a server ran."""
+        added = read_catalogue(self.state_path / WEIGHTS_FOLDER).topics
+        return self.with_topics(topic.name for topic in added)
 
 
 def default_threads(cores: int) -> int:

@@ -37,7 +37,6 @@ from paceline.deploy.api.topic_admin import TopicAdminSettings
 from paceline.deploy.cli.operations import read_examples, server_url
 from paceline.deploy.cli.tables import added_topic_lines, topic_table
 from paceline.deploy.config.config import MODELS_DIR, WEIGHTS_FOLDER, load_config
-from paceline.deploy.config.dynamic_topics import with_added
 from paceline.deploy.config.replica_settings import topic_refusal
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.errors import ConfigError
@@ -234,7 +233,7 @@ def test_a_topic_is_added_and_its_requests_get_its_expert(
     assert system.target._loop.draft_failures == 0
     assert system.shards["travel"].stats()["inserted_total"] >= 7
     system.close()
-    config = with_added(load_config(None, {"state_dir": str(tmp_path)}))
+    config = load_config(None, {"state_dir": str(tmp_path)}).with_added_topics()
     assert config.drafts.topics == (*EXPERTS[1:], "travel")
     assert config.draft_paths["travel"] == config.draft_paths["general"]
 
@@ -389,7 +388,7 @@ def test_experts_on_shared_out_gpus_need_a_restart(changes: dict[str, Any], refu
 
 def test_added_topics_are_those_of_the_state_folder(tmp_path: Path) -> None:
     config = load_config(None, {"state_dir": str(tmp_path)})
-    assert with_added(config) is config
+    assert config.with_added_topics() is config
     registry = WeightRegistry(
         str(tmp_path / WEIGHTS_FOLDER),
         config.drafts.experts,
@@ -398,12 +397,12 @@ def test_added_topics_are_those_of_the_state_folder(tmp_path: Path) -> None:
         put=lambda x: x,
     )
     registry.add_topic("travel", "general")
-    merged = with_added(config)
+    merged = config.with_added_topics()
     assert merged.drafts.experts == (*config.drafts.experts, "travel")
     named = load_config(
         None, {"state_dir": str(tmp_path), "drafts.topics": ["travel"], "drafts.general": "/x"}
     )
-    assert with_added(named) == named
+    assert named.with_added_topics() == named
 
 
 @pytest.mark.parametrize(
