@@ -52,7 +52,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="An LLM server on Ray whose draft models learn from the traffic it serves.",
+    help="An LLM server on Ray with draft models that learn from the traffic it serves.",
 )
 topics_app = typer.Typer(rich_markup_mode=None, help="List a running server's topics, or add one.")
 replay_app = typer.Typer(rich_markup_mode=None, help="Manage recorded requests.")

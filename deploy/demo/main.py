@@ -68,8 +68,8 @@ def run(options: DemoOptions) -> int:
         ConfigError: for an option that cannot be used.
         StartError: the server did not start.
     """
-    began = time.monotonic()
-    return _run(options, _config(options), Console(), began)
+    started_at = time.monotonic()
+    return _run(options, _config(options), Console(), started_at)
 
 
 def _config(options: DemoOptions) -> PacelineConfig:
@@ -118,7 +118,7 @@ def _free_port() -> int:
         return port
 
 
-def _run(options: DemoOptions, config: PacelineConfig, console: Console, began: float) -> int:
+def _run(options: DemoOptions, config: PacelineConfig, console: Console, started_at: float) -> int:
     console.print("Starting Ray, the learning actors and the server ...", style="bright_black")
     # Spinning threads would starve other processes on a small machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -129,7 +129,7 @@ def _run(options: DemoOptions, config: PacelineConfig, console: Console, began: 
     log, state = RequestLog(), LiveState(total=settings.seconds)
 
     def clock() -> float:
-        return time.monotonic() - began
+        return time.monotonic() - started_at
 
     with app.start(config, checked=True) as running:
         on_signals(interrupt_once)  # Ray has installed its own SIGTERM handler

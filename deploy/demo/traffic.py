@@ -136,9 +136,9 @@ async def closed_loop(
             result = await client.send(request)
             tokens += result.tokens if result is not None else 0
 
-    began = clock()
+    started_at = clock()
     await asyncio.gather(*(worker() for _ in range(concurrency)))
-    return tokens, clock() - began
+    return tokens, clock() - started_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,13 +358,13 @@ async def _stream(
     rng = random.Random(f"{settings.seed}:arrivals")
     texts = {topic: split.stream for topic, split in prompts.items()}
     stream = PoissonArrivals(client.send, texts, rng, clock, settings.twin_every)
-    began = clock()
+    started_at = clock()
     done = 0.0
     for phase in _phases_of(PHASES, tuple(prompts)):
         state.phase = phase.name
         result.phases.append((phase.name, stream.order))
         done += phase.share
-        await stream.run(phase.topics, state.rate or 1.0, began + done * (end - began))
+        await stream.run(phase.topics, state.rate or 1.0, started_at + done * (end - started_at))
     result.end = stream.order
 
 

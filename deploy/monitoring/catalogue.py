@@ -1,6 +1,6 @@
 """Every metric that Paceline exports: name, kind, help text, labels. Pure data.
 
-Names and meanings are vLLM's where it has the metric. Ray prefixes ``ray_`` and Prometheus' client
+Names and meanings are vLLM's if it has the metric. Ray prefixes ``ray_`` and Prometheus' client
 appends ``_total`` to counters. Metrics of Serve deployments also carry the labels ``application``,
 ``deployment`` and ``replica``, and all carry Ray's own (``SessionName``, ``NodeAddress``,
 ``WorkerId`` ...).

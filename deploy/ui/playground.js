@@ -26,7 +26,7 @@ class Pane {
 
   reset() {
     this.tokens.clear();
-    this.began = this.first = this.latest = null;
+    this.startedAt = this.first = this.latest = null;
     this.early = 0;
     this.metrics = null;
     this.failed = "";
@@ -39,7 +39,7 @@ class Pane {
   begin() {
     this.reset();
     this.box.dataset.state = "running";
-    this.began = performance.now();
+    this.startedAt = performance.now();
   }
 
   take(event) {
@@ -81,7 +81,7 @@ class Pane {
 
   rows(counts, total) {
     const rows = [["tokens", `${total}: ` + Object.entries(counts).filter(([, n]) => n).map(([k, n]) => `${n} ${k}`).join(", ")]];
-    if (this.first !== null) rows.push(["first token after", `${figure(this.first - this.began, 0)} ms`]);
+    if (this.first !== null) rows.push(["first token after", `${figure(this.first - this.startedAt, 0)} ms`]);
     const own = this.metrics;
     if (own) {
       rows.push(["topic", own.topic]);
