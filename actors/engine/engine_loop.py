@@ -215,10 +215,6 @@ class EngineLoop:
         self._engine.updates.put(update)
         self._commands.put(None)  # wakes the thread
 
-    def drafts(self) -> dict[str, int]:
-        """Return the weight_version of every draft."""
-        return self._engine.drafts()
-
     def load(self) -> tuple[int, int]:
         """Return the (running, waiting) requests, without background ones."""
         if self._background:  # there are no others then
@@ -228,36 +224,21 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """Return the present state and the totals since the start."""
         running, waiting = self.load()
-        blocks, available = self.kv_blocks
+        blocks, available = self._engine.kv_blocks
         chosen, predicted = self._engine.draft_runner.current_choice()
         return EngineStats(
             running=running,
             waiting=waiting,
             kv_blocks=blocks,
             kv_blocks_available=available,
-            preemptions=self.preemptions,
-            draft_failures=self.draft_failures,
-            drafts=self.drafts(),
+            preemptions=self._engine.preemptions,
+            draft_failures=self._engine.draft_failures,
+            drafts=self._engine.drafts(),
             chosen=chosen,
             predicted_goodput=predicted,
             rounds=self._engine.draft_runner.round_stats,
             requests=self._request_stats,
         )
-
-    @property
-    def kv_blocks(self) -> tuple[int, int]:
-        """(total, available) blocks of the target's KV cache."""
-        return self._engine.kv_blocks
-
-    @property
-    def preemptions(self) -> int:
-        """Preemptions so far."""
-        return self._engine.preemptions
-
-    @property
-    def draft_failures(self) -> int:
-        """Rounds without speculation because a draft failed."""
-        return self._engine.draft_failures
 
     def close(self) -> None:
         """Stop the thread after the current round."""

@@ -284,21 +284,20 @@ class TargetReplica:
         Args:
             attempt: number of replicas that did not answer before, for the request router.
         """
-        running, waiting = self._loop.load()
-        blocks, available = self._loop.kv_blocks
+        stats = self._loop.stats()
         pool = {} if self._pool is None else {"experts": self._pool.describe()}
         return (
             self._facts
             | pool
             | {
                 "replica_id": self._replica_id,
-                "drafts": self._loop.drafts(),
-                "draft_failures": self._loop.draft_failures,
-                "running": running,
-                "waiting": waiting,
-                "kv_blocks_total": blocks,
-                "kv_blocks_available": available,
-                "preemptions": self._loop.preemptions,
+                "drafts": stats.drafts,
+                "draft_failures": stats.draft_failures,
+                "running": stats.running,
+                "waiting": stats.waiting,
+                "kv_blocks_total": stats.kv_blocks,
+                "kv_blocks_available": stats.kv_blocks_available,
+                "preemptions": stats.preemptions,
             }
         )
 
@@ -346,7 +345,7 @@ class TargetReplica:
         if not self._loop.healthy:
             raise RuntimeError("the engine has stopped or keeps failing")
         if self._loop.round_age_s() > _MAX_STALL * self._stall_timeout_s:
-            raise RuntimeError("a round of the engine does not come to its end")
+            raise RuntimeError("a round of the engine hangs")
 
     def _limit_records(self, request: GenerationRequest) -> GenerationRequest:
         """Drop the record of a request if its topic is over the rate limit."""

@@ -33,7 +33,7 @@ def served(wanted: Iterable[GenerationRequest]) -> tuple[list[GenerationChunk], 
             while (chunk := answer.get(timeout=WAIT_S)).finish_reason is None:
                 pass
             last.append(chunk)
-        assert loop.draft_failures == 0
+        assert loop.stats().draft_failures == 0
         return last, loop.stats()
     finally:
         loop.close()

@@ -242,7 +242,7 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     assert [record.expert for record in kept.shards["sql"]] == drafts[:-1]
     assert kept.shards["general"] == []
     assert [r.request_id for r in kept.offered] == [r.request_id for r in kept.shards["sql"]]
-    assert target._loop.draft_failures == 0
+    assert target._loop.stats().draft_failures == 0
 
 
 @pytest.mark.parametrize("target", [1e-9], indirect=True)

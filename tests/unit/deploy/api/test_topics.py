@@ -206,7 +206,7 @@ def test_a_topic_is_added_and_its_requests_get_its_expert(
             assert answer["router"]["recall"] >= 0.8
             assert max(answer["router"]["moved_by_topic"].values()) <= 0.1
             system.take_up()
-            await until(lambda: "travel" in system.target._loop.drafts())
+            await until(lambda: "travel" in system.target._loop.stats().drafts)
             await until(lambda: "travel" in system.router._classifier.labels)
             rows = (await http.get(URL)).json()["data"]
             assert rows[-1] == {
@@ -230,7 +230,7 @@ def test_a_topic_is_added_and_its_requests_get_its_expert(
             assert code(again) == (409, "topic_exists")
 
     asyncio.run(scenario())
-    assert system.target._loop.draft_failures == 0
+    assert system.target._loop.stats().draft_failures == 0
     assert system.shards["travel"].stats()["inserted_total"] >= 7
     system.close()
     config = load_config(None, {"state_dir": str(tmp_path)}).with_added_topics()

@@ -86,7 +86,7 @@ def test_a_target_drafts_no_more_than_it_may_and_as_configured_again(
     assert target._scored == (0.5, 0.25)
     wait_until(lambda: drafted(target) > 0, "drafts", 30)
     assert retuned(target, {}) == {"changed": {}, "refused": None}
-    assert target._loop.draft_failures == 0
+    assert target._loop.stats().draft_failures == 0
 
 
 @pytest.mark.parametrize(
