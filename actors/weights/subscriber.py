@@ -6,17 +6,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from torch import Tensor
 
 from paceline.actors.backoff import Backoff
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.flat_weights import unflatten
 from paceline.actors.weights.notifications import RegistryChanges, SlotWeights
 from paceline.actors.weights.slots import candidate_of, expert_of
 from paceline.actors.weights.topics import TopicsView
+
+if TYPE_CHECKING:  # subscribers to topics alone do without torch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 4.0
 _STEP_S = 0.5
 
-LoadWeights = Callable[[str, int, Mapping[str, Tensor] | None], object]
+LoadWeights = Callable[[str, int, "Mapping[str, Tensor] | None"], object]
 """Takes a slot, its weight_version and its weights by name; None: there is no candidate now."""
 
 
@@ -131,6 +132,8 @@ class RegistrySubscriber:
         if self._expert in (None, expert_of(slot)):
             state = None
             if weights.reference is not None:
+                from paceline.actors.weights.flat_weights import unflatten  # imports torch
+
                 # unflatten copies: the object dies with the registry that put it
                 state = unflatten(self.get(weights.reference, timeout_s))
             self._on_weights(slot, weights.weight_version, state)
