@@ -38,15 +38,15 @@ class TrainerClient(Protocol):
         """Progress of other trainers on the topics that they had last."""
 
     def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
-        """Acquire one of these topics for a round; :meth:`release` returns it."""
+        """Acquire one of these topics for a round, until :meth:`release_topic`."""
 
     def acquire_permit(self) -> bool:
         """Acquire a permit for one micro-step; raises LeaseRevoked if the round is over."""
 
-    def pause(self) -> None:
-        """Announce that no micro-step follows for a while: others may have the processor."""
+    def release_permit(self) -> None:
+        """Release the permit: no micro-step follows for a while."""
 
-    def release(self, progress: TopicProgress | None) -> None:
+    def release_topic(self, progress: TopicProgress | None) -> None:
         """End the round; ``progress`` is None if nothing was trained."""
 
     def versions(self) -> dict[str, int] | None:
@@ -167,10 +167,10 @@ class RayTrainerClient:
             raise LeaseRevoked
         return permit is Permit.GRANTED
 
-    def pause(self) -> None:
+    def release_permit(self) -> None:
         self._send("release_permit")
 
-    def release(self, progress: TopicProgress | None) -> None:
+    def release_topic(self, progress: TopicProgress | None) -> None:
         """End the round. Best effort: the next ``acquire_topic`` implies it."""
         self._send("release_topic", progress)
 

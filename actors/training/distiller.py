@@ -1,4 +1,4 @@
-"""The distiller: a draft under DeepSpeed that learns the target's recorded distributions."""
+"""The distiller: trains a draft under DeepSpeed on the target's recorded distributions."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class RunningMean:
     """Exponential moving average of some weights, in float32 beside them.
 
     After step t (from 1) the mean moves towards the weights by ``1 - min(decay, (1 + t) /
-    (10 + t))``: a fresh mean forgets where it began within a few steps.
+    (10 + t))``: a fresh mean forgets its start within a few steps.
     """
 
     def __init__(self, weights: Sequence[Tensor], decay: float) -> None:
         """Start at the weights.
 
         Args:
-            weights: those in training, any floating dtype; they are looked at, never kept.
+            weights: in training, of any floating dtype; they are not kept.
             decay: share of the mean that a step keeps, in [0, 1); 0 is the weights themselves.
         """
         self._decay = decay
@@ -61,7 +61,7 @@ class RunningMean:
 
     @contextmanager
     def in_place(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Have the weights hold the means, rounded to their dtype, until the block ends."""
+        """Put the means into the weights, rounded to their dtype, until the block ends."""
         with torch.no_grad():
             kept = [weight.detach().clone() for weight in weights]
             for weight, mean in zip(weights, self._means, strict=True):
@@ -74,18 +74,18 @@ class RunningMean:
                     weight.copy_(old)
 
     def state(self) -> dict[str, Tensor]:
-        """All that it consists of, for :meth:`resume`; the next update changes the means."""
+        """The state for :meth:`resume`; the next update changes its tensors."""
         means = {str(number): mean for number, mean in enumerate(self._means)}
         return means | {_STEPS: torch.tensor(self._steps)}
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state` was taken, of weights of the same shapes."""
+        """Load a state of weights of the same shapes."""
         self._steps = int(state[_STEPS])
         for number, mean in enumerate(self._means):
             mean.copy_(state[str(number)])
 
     def nbytes(self) -> int:
-        """Memory of the means."""
+        """Bytes of the means."""
         return sum(mean.nbytes for mean in self._means)
 
 
@@ -93,13 +93,13 @@ logger = logging.getLogger(__name__)
 
 _BETAS = (0.9, 0.95)
 _LEAST_RATE = 0.1
-# In an optimizer's state: weights that the published ones do not tell, and their running mean.
+# Prefixes in an optimizer state: weights that are not among the published ones, and the mean.
 _WEIGHT, _MEAN = "weight.", "mean."
 
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """What a micro-step reports: means over its positions, and over those of each record."""
+    """Result of a micro-step: means over its positions, and over those of each record."""
 
     loss: float
     expected_acceptance: float
@@ -107,8 +107,8 @@ class MicroStep:
     record_losses: tuple[float, ...] = ()
 
 
-class _Lesson(nn.Module):
-    """The draft with its loss, as the one module that DeepSpeed drives."""
+class _DraftWithLoss(nn.Module):
+    """The draft with its loss, as one module for DeepSpeed."""
 
     def __init__(self, draft: nn.Module, settings: ObjectiveSettings) -> None:
         super().__init__()
@@ -121,24 +121,34 @@ class _Lesson(nn.Module):
 
 
 class Distiller:
-    """One topic's candidate: a DeepSpeed engine around a draft, with AdamW handed in.
+    """A DeepSpeed engine around a draft, with AdamW.
 
-    Weights go in and out as state dicts, never as checkpoint files. With adapters they are the
-    merged ones: those that training started from lie frozen below the adapters, and
-    :meth:`reset` puts others there.
+    Weights go in and out as state dicts, with adapters as merged ones: the initial weights are
+    frozen below the adapters, until :meth:`reset` loads others.
+
+    Attributes:
+        path: folder of the draft.
+        settings: see DistillerSettings.
+        device: of training.
+        dtype: of the weights.
+        stage: of ZeRO.
+        branches: whether positions behind rejected tokens are used.
+        vocab_size: of the draft.
+        max_length: of the draft's positions.
+        rate_share: share of the learning rate, in (0, 1].
     """
 
     def __init__(self, path: str, settings: DistillerSettings) -> None:
         """Load the draft's folder and build the engine.
 
         Args:
-            path: folder of a causal LM; its weights are where training starts.
+            path: folder of a causal LM with the initial weights.
             settings: see DistillerSettings.
 
         Raises:
-            OSError: where the folder holds no model.
+            OSError: the folder holds no model.
             ModelError: a tensor is missing or of another shape.
-            ValueError: for a ZeRO stage that cannot work, or a draft without linear layers.
+            ValueError: the ZeRO stage cannot work, or the draft has no linear layers to adapt.
         """
         self.path = path
         self.settings = settings
@@ -149,7 +159,7 @@ class Distiller:
         self.branches = settings.objective.needs_branches and takes_branches(draft)
         if settings.objective.needs_branches and not self.branches:
             logger.warning(
-                "%s: a %s cannot learn behind rejected tokens; it learns where it proposed",
+                "%s: a %s cannot learn behind rejected tokens; it learns at drafted positions",
                 path,
                 draft.config.model_type,
             )
@@ -159,15 +169,15 @@ class Distiller:
         self._engine: Any = None
         self._adapters: Adapters | None = None
         self._mean: RunningMean | None = None
-        self.rate_share = 1.0  # changed by scale_rate and resume
-        self._rate_since = 0  # the step at which the rate was full last
+        self.rate_share = 1.0
+        self._rate_since = 0  # step at which the schedule was restarted
         self._build(draft)
 
     def _build(self, draft: Any) -> None:
-        import deepspeed  # late: it looks at the environment, and takes seconds
+        import deepspeed  # late: it reads the environment, and takes seconds
 
         self._rate_since = 0
-        lesson = _Lesson(draft.to(self.device).train(), self.settings.objective)
+        module = _DraftWithLoss(draft.to(self.device).train(), self.settings.objective)
         if self.settings.adapter == "lora":
             own = self.settings
             self._adapters = Adapters(
@@ -177,13 +187,12 @@ class Distiller:
             self._groups(draft),
             lr=self.settings.learning_rate,
             betas=_BETAS,
-            # one pass over weights and moments; on GPUs it wants the step count, which is kept on
-            # the CPU here, on the device
+            # one pass over weights and moments; on GPUs it would need the step count on the device
             fused=True if self.device.type == "cpu" else None,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         self._engine, *_ = deepspeed.initialize(
-            model=lesson,
+            model=module,
             optimizer=optimizer,
             lr_scheduler=schedule,
             config=engine_config(
@@ -208,15 +217,12 @@ class Distiller:
         return parameter_groups(draft, self._trained(draft), self.settings.weight_decay)
 
     def nbytes(self) -> tuple[int, int, int]:
-        """Bytes of weights, of gradients in their dtype, and of float32 masters and moments.
-
-        The running mean counts among the weights.
-        """
+        """Bytes of weights (with the running mean), gradients, and float32 masters and moments."""
         draft = self._engine.module.draft
         trained = self._trained(draft)
         weights = sum(weight.nbytes for weight in draft.parameters())
         weights += self._mean.nbytes() if self._mean else 0
-        # float32 weights are their own masters where ZeRO has none of them in a row
+        # float32 weights are their own masters without ZeRO
         masters = 4 if self.stage or self.dtype == torch.bfloat16 else 0
         optimizer = sum((8 + masters) * weight.numel() for weight in trained)
         return weights, sum(weight.nbytes for weight in trained), optimizer
@@ -227,22 +233,22 @@ class Distiller:
         return [sum(weight.numel() for weight in group["params"]) for group in groups]
 
     def _rate(self, step: int) -> float:
-        """The share of the learning rate that a step has."""
+        """The learning-rate schedule: a step's factor."""
         warm = min(1.0, (step + 1) / max(self.settings.warmup_steps, 1))
         hold, since = self.settings.rate_hold_steps, step - self._rate_since
         fallen = max(hold / since, _LEAST_RATE) if 0 < hold < since else 1.0
         return self.rate_share * warm * fallen
 
     def refresh_rate(self) -> None:
-        """Hold the full rate again, as after a reset: there is something new to learn."""
+        """Restart the schedule after its warm-up: the full rate, then the decay."""
         self._rate_since = self.steps
 
     def scale_rate(self, share: float) -> None:
-        """Learn at this share of the learning rate, in (0, 1], from the next step but one on."""
+        """Scale the learning rate by a share in (0, 1], from the next step but one on."""
         self.rate_share = share
 
     def micro_step(self, batch: Batch) -> MicroStep:
-        """Learn from a batch by itself; every ``accumulation``-th call moves the weights."""
+        """Learn from a whole batch; every ``accumulation``-th call moves the weights."""
         return self.learn(make_shares([batch], self.settings.objective)[0])
 
     @property
@@ -253,19 +259,19 @@ class Distiller:
         )
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
-        """Learn from this rank's share of a batch; the figures are those of the whole batch.
+        """Run a micro-step on this rank's share of a batch; returns figures of the whole batch.
 
-        Its loss is the mean over its positions by their weights, 0 where they have none.
+        The loss is the weighted mean over positions.
 
         Args:
             share: see Share.
             before_step: called between the gradients and the step that moves the weights; may
-                wait, or raise: the step is done then, too.
+                wait, or raise: the step is still done.
         """
         engine, batch, before = self._engine, share.batch, self.steps
         engine.train()
         loss, acceptance, per_record = engine(batch.to(self.device), share.weights.to(self.device))
-        # DeepSpeed takes the mean of the ranks' gradients, the whole has their sum
+        # DeepSpeed averages the ranks' gradients; the batch has their sum
         engine.backward(loss * engine.world_size)
         try:
             if self.micro_steps_left == 1:
@@ -292,14 +298,14 @@ class Distiller:
         return int(self._engine.global_steps)
 
     def reset(self, state: Mapping[str, Tensor] | None) -> None:
-        """Start again from these weights, None being the initial ones, with a fresh optimizer.
+        """Start again from these weights (None: the initial ones) with a fresh optimizer.
 
         Raises:
-            ValueError: for weights of another draft; nothing has changed then.
+            ValueError: the weights are of another draft; nothing has changed.
         """
         draft = self._engine.module.draft
         load_state(draft, self._initial if state is None else state)
-        # What is left of a step that was not completed is of other weights, or no number at all.
+        # Gradients of an incomplete step are of other weights, or not finite.
         draft.zero_grad(set_to_none=True)
         if self._adapters is not None:
             self._adapters.remove()
@@ -307,63 +313,61 @@ class Distiller:
         self._build(draft)
 
     def optimizer_state(self) -> OptimizerState:
-        """Copies of what training needs beside the weights: float32 masters, moments, steps.
+        """A copy of the optimizer state: float32 masters, moments, steps.
 
-        With adapters also the weights below them and their own, with a running mean also that and
-        the weights: what is published, merged or averaged, does not tell them.
+        With adapters it includes their weights and those below, with a running mean that and the
+        weights: the published ones are merged or averaged.
         """
         return self.live_state().copied()
 
     def live_state(self) -> OptimizerState:
-        """As :meth:`optimizer_state`, of tensors that training goes on with: the next step
-        changes them, and none is copied where one rank trains alone.
+        """As :meth:`optimizer_state`, of live tensors: the next step changes them.
+
+        None is copied if one rank trains alone.
         """
         state = capture(self._engine.basic_optimizer, self.steps)
         if self.stage:
             state = whole(state, self._numels(), self.device)
-        state.tensors.update(self._untold())
+        state.tensors.update(self._unpublished())
         return replace(state, rate_share=self.rate_share)
 
-    def _untold(self) -> dict[str, Tensor]:
-        """What a published state does not tell, by its name in an optimizer's state.
-
-        Weights that the optimizer works on itself are its masters, and told by them.
-        """
-        untold: dict[str, Tensor] = {}
+    def _unpublished(self) -> dict[str, Tensor]:
+        """Tensors that are neither published nor masters, by their names in an optimizer state."""
+        unpublished: dict[str, Tensor] = {}
         if self._adapters is not None or self._mean is not None:
             groups = self._engine.basic_optimizer.param_groups
             masters = {weight.data_ptr() for group in groups for weight in group["params"]}
-            untold = {
+            unpublished = {
                 _WEIGHT + name: tensor
                 for name, tensor in self._own_names().items()
                 if tensor.data_ptr() not in masters
             }
         if self._mean is not None:
-            untold |= {_MEAN + name: tensor for name, tensor in self._mean.state().items()}
-        return untold
+            unpublished |= {_MEAN + name: tensor for name, tensor in self._mean.state().items()}
+        return unpublished
 
     def resume(self, state: OptimizerState) -> None:
-        """Go on where :meth:`optimizer_state` was taken; the weights must be those of then.
+        """Load a state of :meth:`optimizer_state`; the weights must be those of its time.
 
         Raises:
-            ValueError: for tensors of another draft, adapter, dtype or without the mean that is
-                kept now; nothing has changed then.
+            ValueError: the state is of another draft, adapter or dtype, or lacks the mean; nothing
+                has changed.
         """
-        told = {n: t for n, t in state.tensors.items() if n.startswith((_WEIGHT, _MEAN))}
+        extra = {n: t for n, t in state.tensors.items() if n.startswith((_WEIGHT, _MEAN))}
         kept = OptimizerState(
-            {n: t for n, t in state.tensors.items() if n not in told}, state.steps
+            {n: t for n, t in state.tensors.items() if n not in extra}, state.steps
         )
-        wanted = {name: tensor.shape for name, tensor in self._untold().items()}
-        if wanted != {name: tensor.shape for name, tensor in told.items()}:
+        wanted = {name: tensor.shape for name, tensor in self._unpublished().items()}
+        if wanted != {name: tensor.shape for name, tensor in extra.items()}:
             raise ValueError("the optimizer's state is of another adapter or mean")
         optimizer = self._engine.basic_optimizer
         restore(optimizer, part(kept, optimizer, self._numels()) if self.stage else kept)
         with torch.no_grad():
             for name, tensor in self._own_names().items():
-                if _WEIGHT + name in told:
-                    tensor.copy_(told[_WEIGHT + name])
+                if _WEIGHT + name in extra:
+                    tensor.copy_(extra[_WEIGHT + name])
         if self._mean is not None:
-            self._mean.resume({n.removeprefix(_MEAN): t for n, t in told.items()})
+            self._mean.resume({n.removeprefix(_MEAN): t for n, t in extra.items()})
         self.rate_share = state.rate_share
         schedule = self._engine.lr_scheduler
         schedule.last_epoch = self._engine.global_steps = state.steps
@@ -371,16 +375,13 @@ class Distiller:
             group["lr"] = self.settings.learning_rate * self._rate(state.steps)
 
     def _own_names(self) -> dict[str, Tensor]:
-        """The draft's weights and the adapters', those that are tied to another left out."""
+        """The weights of draft and adapters, without those tied to another."""
         draft = self._engine.module.draft
         tied = tied_names(draft)
         return {name: t for name, t in draft.state_dict().items() if name not in tied}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the candidate's weights under the draft's own names, in bfloat16.
-
-        Weights that are tied to another appear once.
-        """
+        """Copies of the candidate's weights by the draft's names, in bfloat16, tied ones once."""
         draft = self._engine.module.draft
         with self._mean.in_place(self._trained(draft)) if self._mean else nullcontext():
             merged = self._adapters.merged() if self._adapters else draft.state_dict()
@@ -392,7 +393,7 @@ class Distiller:
             }
 
     def served(self, state: Mapping[str, Tensor] | None) -> Any:
-        """A draft of its own, in eval mode, with these weights (None: the initial ones)."""
+        """Another draft in eval mode with these weights (None: the initial ones)."""
         draft = AutoModelForCausalLM.from_config(
             self._engine.module.draft.config, attn_implementation="eager"
         ).to(self.device, self.dtype)

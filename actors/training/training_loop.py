@@ -120,7 +120,7 @@ class TrainingLoop:
             return self._wait_for_permit(topic) and self._train_topic(topic, assignment)
         finally:
             progress = self._topics.progress(topic, self._candidates.get(topic))
-            self._client.release(progress if self.progress.micro_steps > before else None)
+            self._client.release_topic(progress if self.progress.micro_steps > before else None)
 
     def _train_topic(self, topic: str, assignment: Assignment) -> bool:
         """Run a round of a topic; on failure, let it back off."""
@@ -185,7 +185,7 @@ class TrainingLoop:
             self._end_revoked(topic)
             return False
         self._waited_s = self._clock() - since
-        self._client.pause()
+        self._client.release_permit()
         self._update_live_stats()  # a trial may have been decided meanwhile
         return True
 
@@ -217,10 +217,10 @@ class TrainingLoop:
             if not self._steps.run(candidate, train, drifting=drifting, waited_s=waited_s):
                 return False
         except Diverged:
-            self._client.pause()
+            self._client.release_permit()
             self._reject(candidate, {"reason": _DIVERGED} | _training_facts(candidate), reset=True)
             return True
-        self._client.pause()
+        self._client.release_permit()
         if self._steps.losses:
             self._client.update_losses(topic, dict(self._steps.losses))
         if not self._may_publish(candidate):
@@ -335,7 +335,7 @@ class TrainingLoop:
     ) -> None:
         """Compare the candidate with the served draft; publish or reject it."""
         scores, served, state = candidate.compare(held_out, self._steps.wait_for_permit)
-        self._client.pause()
+        self._client.release_permit()
         looks = candidate.rejections + 1
         decision = decide(scores, served, self._settings.gate, looks=looks)
         facts = decision.facts() | _training_facts(candidate) | {"train_records": train_records}
@@ -348,7 +348,7 @@ class TrainingLoop:
         if not self._may_publish(candidate):  # evaluation takes long when permits are rare
             return
         flat = flatten(state)
-        self._client.pause()  # the registry writes a file, and may be slow
+        self._client.release_permit()  # the registry writes a file, and may be slow
         try:
             version = self._client.publish(candidate.topic, flat, facts)
         except CandidateRefusedError as why:  # is about the topic, not these weights: they train on
@@ -364,7 +364,7 @@ class TrainingLoop:
         self._update(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
         logger.info("%s: published version %d %s", candidate.topic, version, facts)
         candidate.mark_published(version, state, held_out, scores, self._steps.wait_for_permit)
-        self._client.pause()
+        self._client.release_permit()
 
     def _reject(self, candidate: Candidate, facts: dict[str, Any], *, reset: bool) -> None:
         """Reject the candidate; reset it if it is worse than the served draft.

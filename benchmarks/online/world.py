@@ -102,10 +102,10 @@ class LocalClient:
         """The best of them: nobody else trains."""
         return Assignment(select_topic(wanted))
 
-    def pause(self) -> None:
+    def release_permit(self) -> None:
         """Nobody waits for the processor."""
 
-    def release(self, progress: TopicProgress | None) -> None:
+    def release_topic(self, progress: TopicProgress | None) -> None:
         """Nobody else has the topic next."""
 
     def acquire_permit(self) -> bool:

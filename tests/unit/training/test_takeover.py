@@ -48,10 +48,10 @@ class Guest(LocalClient):
             raise LeaseRevoked
         return permit is Permit.GRANTED
 
-    def pause(self) -> None:
+    def release_permit(self) -> None:
         self.scheduler.release_permit(self.name, self.life)
 
-    def release(self, progress: TopicProgress | None) -> None:
+    def release_topic(self, progress: TopicProgress | None) -> None:
         self.scheduler.release_topic(self.name, self.life, progress)
 
 
