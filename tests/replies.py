@@ -1,4 +1,4 @@
-"""What clients were answered."""
+"""Answers to the clients of a test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from clients import Reply
 
 
 def answered(replies: list[Reply]) -> list[Any]:
-    """The answers; nobody may have been left without one."""
+    """The answers; every request must have one."""
     assert [reply.error for reply in replies] == [None] * len(replies)
     return [reply.answer for reply in replies]

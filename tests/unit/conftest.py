@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed_process import use_deepspeed
-from front_doors import CONTEXT
+from local_ingress import CONTEXT_LENGTH
 from tiny_models import save_tiny, tiny_llama, tiny_tokenizer
 from training_records import TINY_VOCAB
 
@@ -36,7 +36,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("target"),
         1,
         vocab=len(tiny_tokenizer()),
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=CONTEXT_LENGTH,
     )
 
 

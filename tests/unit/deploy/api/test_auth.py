@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from front_doors import front_door
+from local_ingress import ingress_client
 from tiny_models import tiny_tokenizer
 
 from paceline.deploy.api.auth import check_key, key_digests
@@ -46,7 +46,7 @@ def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: An
     headers = {} if header is None else {"Authorization": header}
 
     async def send() -> list[httpx.Response]:
-        async with front_door(Nobody(), folder, **({"ui": True} | more)) as http:
+        async with ingress_client(Nobody(), folder, **({"ui": True} | more)) as http:
             return [await http.request(*each, headers=headers) for each in requests]
 
     return asyncio.run(send())

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from front_doors import CONTEXT, SchedulerHandle, freed, front_door
+from local_ingress import CONTEXT_LENGTH, SchedulerHandle, ingress_client, wait_until_idle
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
@@ -27,9 +27,9 @@ def test_an_answer_that_takes_too_long_is_a_504_and_frees_what_it_held(
     target: TargetReplica, target_folder: Path, n: int
 ) -> None:
     async def ask() -> httpx.Response:
-        async with front_door(target, target_folder, request_timeout_s=0.2) as http:
+        async with ingress_client(target, target_folder, request_timeout_s=0.2) as http:
             answer = await http.post("/v1/completions", json=LONG | {"n": n})
-            await freed(target)
+            await wait_until_idle(target)
             return answer
 
     answer = asyncio.run(ask())
@@ -43,9 +43,9 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event(
     target: TargetReplica, target_folder: Path, n: int
 ) -> None:
     async def ask() -> httpx.Response:
-        async with front_door(target, target_folder, request_timeout_s=1.0) as http:
+        async with ingress_client(target, target_folder, request_timeout_s=1.0) as http:
             answer = await http.post("/v1/completions", json=LONG | {"n": n, "stream": True})
-            await freed(target)
+            await wait_until_idle(target)
             return answer
 
     answer = asyncio.run(ask())
@@ -60,7 +60,7 @@ def test_a_client_has_its_share_and_comes_back_later(
     target: TargetReplica, target_folder: Path
 ) -> None:
     async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
-        door = front_door(target, target_folder, request_timeout_s=0.5, max_seqs_per_client=2)
+        door = ingress_client(target, target_folder, request_timeout_s=0.5, max_seqs_per_client=2)
         async with door as http:
             long = asyncio.create_task(http.post("/v1/completions", json=LONG | {"n": 2}))
             while not (await target.describe())["running"]:
@@ -72,7 +72,7 @@ def test_a_client_has_its_share_and_comes_back_later(
             )
             await long
             later = await http.post("/v1/completions", json=short)
-            await freed(target)
+            await wait_until_idle(target)
             return refused, other, later
 
     refused, other, later = asyncio.run(ask())
@@ -87,13 +87,13 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused(
 ) -> None:
     """A tokenizer that got a token, and embeddings that nobody resized."""
     tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path, 1, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
+    save_tiny(tmp_path, 1, vocab=len(tokenizer), max_position_embeddings=CONTEXT_LENGTH)
     tokenizer.add_tokens(["<new>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
 
     async def ask() -> list[httpx.Response]:
-        async with front_door(target, tmp_path) as http:
+        async with ingress_client(target, tmp_path) as http:
             chat = {"model": "m", "messages": [{"role": "user", "content": "a <new>"}]}
             return [
                 await http.post("/v1/completions", json=LONG | {"prompt": "a <new>"}),
@@ -120,7 +120,7 @@ def test_a_long_body_is_read_on_another_thread(
     monkeypatch.setattr(request_parser, "parse_options", watched)
 
     async def ask() -> list[int]:
-        async with front_door(target, target_folder) as http:
+        async with ingress_client(target, target_folder) as http:
             bodies = (LONG | {"max_tokens": 1}, LONG | {"prompt": [1] * 50_000})
             return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
 
@@ -147,7 +147,7 @@ def test_health_is_that_of_any_replica(
             return {}
 
     async def ask(replicas: Hung) -> int:
-        async with front_door(replicas, target_folder) as http:
+        async with ingress_client(replicas, target_folder) as http:
             return (await http.get("/health")).status_code
 
     assert asyncio.run(ask(Hung(0))) == 200
@@ -170,7 +170,7 @@ def test_the_load_board_hears_of_a_request_before_the_target_does(
             return target.generate(*arguments)
 
     async def ask() -> list[int]:
-        async with front_door(Watched(), target_folder, scheduler=scheduler) as http:
+        async with ingress_client(Watched(), target_folder, scheduler=scheduler) as http:
             bodies = (LONG | {"n": "many"}, LONG | {"max_tokens": 2})
             return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
 
@@ -187,7 +187,7 @@ def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
     short = LONG | {"max_tokens": 60, "stream": True}
 
     async def ask() -> None:
-        async with front_door(target, target_folder, scheduler=scheduler) as http:
+        async with ingress_client(target, target_folder, scheduler=scheduler) as http:
             running = asyncio.create_task(http.post("/v1/completions", json=short))
             while not (await target.describe())["running"]:
                 await asyncio.sleep(0.001)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from front_doors import Handle
+from local_ingress import Handle
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from front_doors import Handle
+from local_ingress import Handle
 from replay_samples import make_record
 from tiny_models import save_tiny, tiny_tokenizer
 from topic_examples import trips

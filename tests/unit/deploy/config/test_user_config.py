@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from front_doors import Handle
+from local_ingress import Handle
 from tiny_models import save_tiny, tiny_tokenizer
 from waiting import wait_until
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import Request, Response
-from front_doors import application, freed
+from local_ingress import application, wait_until_idle
 from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
@@ -48,7 +48,7 @@ def asked(
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             answers = [await http.post(path, json=body) for body in bodies]
-            await freed(target)  # the target must not deliver to a closed loop
+            await wait_until_idle(target)  # the target must not deliver to a closed loop
             return answers
 
     return asyncio.run(run())
@@ -86,7 +86,7 @@ class Faulty(Ingress):
 
 
 def test_an_internal_error_is_a_failure(target: TargetReplica, target_folder: Path) -> None:
-    api, outcomes = measured(target, target_folder, front=Faulty)
+    api, outcomes = measured(target, target_folder, ingress_class=Faulty)
     [answer] = asked(api, target, SHORT)
     assert answer.status_code == 500
     assert dict(outcomes.counts) == {"failed": 1}
@@ -118,7 +118,7 @@ def test_a_disconnected_client_is_cancelled_and_no_failure(
         scope |= {"client": ("127.0.0.1", 1), "server": ("here", 80), "scheme": "http"}
         scope |= {"http_version": "1.1", "root_path": "", "asgi": {"version": "3.0"}}
         await asyncio.wait_for(api(scope, receive, send), 30)
-        await freed(target)
+        await wait_until_idle(target)
 
     asyncio.run(leave())
     assert dict(outcomes.counts) == {"cancelled": 1}

@@ -1,4 +1,4 @@
-"""The ingress over a target in this process."""
+"""The ingress over a target, in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 
-CONTEXT = 4096  # of the targets whose answers shall take long
+CONTEXT_LENGTH = 4096  # of targets with long responses
 
 
 class Stream:
-    """A stream as Serve's handles give it: an iterator with a way to cancel it."""
+    """The response stream of a Serve handle: an iterator that can be cancelled."""
 
     def __init__(self, chunks: AsyncIterator[GenerationChunk]) -> None:
         self._chunks = chunks
@@ -33,7 +33,7 @@ class Stream:
         return await anext(self._chunks)
 
     def cancel(self) -> None:
-        """Closing, which cancellation has done already where there is no wire in between."""
+        """Nothing to do: cancellation has closed the iterator already."""
 
 
 class Method:
@@ -42,7 +42,7 @@ class Method:
 
 
 class Handle:
-    """Serve's handle of a target that runs here."""
+    """A Serve handle of a target in this process."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -57,7 +57,7 @@ class Handle:
 
 
 class SchedulerHandle:
-    """The handle of a real trainer scheduler that runs here; ``told`` counts announcements."""
+    """A handle of a trainer scheduler in this process; ``told`` counts announced requests."""
 
     def __init__(self) -> None:
         self.scheduler, self.told = TrainerScheduler(), 0
@@ -75,23 +75,23 @@ def application(
     target: Any,
     folder: Path,
     *,
-    front: type[Ingress] = Ingress,
+    ingress_class: type[Ingress] = Ingress,
     scheduler: Any = None,
     **more: Any,
 ) -> FastAPI:
-    """A front door over a target and its folder, with a trainer scheduler and further settings."""
+    """The ingress application over a target and its folder."""
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
-    nobody = LearningActors(shards={}, registry=None, scheduler=scheduler, trainer=None)
-    return front(settings, Handle(target), None, nobody).__serve_build_asgi_app__()
+    actors = LearningActors(shards={}, registry=None, scheduler=scheduler, trainer=None)
+    return ingress_class(settings, Handle(target), None, actors).__serve_build_asgi_app__()
 
 
-def front_door(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
+def ingress_client(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(application(target, folder, **more))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
-async def freed(target: TargetReplica) -> None:
-    """Return once nothing runs."""
+async def wait_until_idle(target: TargetReplica) -> None:
+    """Wait until no request runs or waits."""
     deadline = time.monotonic() + 5
     while (facts := await target.describe())["running"] or facts["waiting"]:
         assert time.monotonic() < deadline
