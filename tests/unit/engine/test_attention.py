@@ -1,4 +1,4 @@
-"""Attention over blocks, by the kernels and by torch, against the plain computation."""
+"""Attention over KV blocks, by the kernels and by torch, against the plain computation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_kernel(
     case.check(found.view(ROWS, steps, heads[0], dim), window)
 
 
-def test_padding_beyond_a_rows_blocks_is_lost_and_harms_nobody(dtype: torch.dtype) -> None:
+def test_padding_beyond_a_rows_blocks_does_not_affect_others(dtype: torch.dtype) -> None:
     """A row with blocks for one token in a step of nine: as alone, and its neighbours as ever."""
     heads, dim, steps = (4, 2), 16, 9
     kv = KVCache([(2, dim)], 2, 32, dtype, "cpu")

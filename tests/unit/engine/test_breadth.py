@@ -1,4 +1,4 @@
-"""Which architectures the engine serves: each token for token what transformers generates."""
+"""Served architectures: each token for token what transformers generates."""
 
 from __future__ import annotations
 

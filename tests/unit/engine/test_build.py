@@ -86,7 +86,7 @@ def test_memory_for_less_than_one_request_names_the_setting(tmp_path: Path) -> N
         build_engine(settings)
 
 
-def test_bits_that_depend_on_the_batch_are_named_and_refused_where_they_must_not(
+def test_batch_variance_is_reported_and_refused_if_invariance_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)
@@ -109,7 +109,7 @@ def test_bits_that_depend_on_the_batch_are_named_and_refused_where_they_must_not
         build_engine(settings)
 
 
-def test_memory_that_nobody_set_is_what_the_machine_can_give(tmp_path: Path) -> None:
+def test_the_default_kv_cache_fits_the_free_memory(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:      64 kB\n")
     assert free_memory(meminfo, tmp_path) == 64 * 1024
@@ -169,7 +169,7 @@ def test_a_crowded_machine_gets_fewer_blocks_but_room_for_one_request(
     assert whole == 9 * one > 0
 
 
-def test_a_canary_gives_every_draft_a_second_slot_and_none_without_it(tmp_path: Path) -> None:
+def test_a_canary_gives_every_draft_a_second_slot(tmp_path: Path) -> None:
     """A second slot is weights alone: the key/value memory of drafts stays what it was."""
     target = save_tiny(tmp_path / "t", 1)
     drafts = {name: str(save_tiny(tmp_path / "d", 2, layers=1)) for name in ("general", "sql")}

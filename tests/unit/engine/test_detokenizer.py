@@ -1,4 +1,4 @@
-"""Incremental text and stop strings."""
+"""Incremental detokenization and stop strings."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def test_pieces_join_to_the_whole(sentence: str) -> None:
     st.lists(st.integers(0, 299), max_size=30),
     st.lists(st.text("abe ,:;", min_size=1, max_size=4), max_size=3),
 )
-def test_any_tokens_give_the_text_cut_at_the_first_stop(
-    tokens: list[int], stops: list[str]
-) -> None:
+def test_the_text_is_cut_at_the_first_stop_string(tokens: list[int], stops: list[str]) -> None:
     pieces, stopped = stream(tokens, tuple(stops))
     shown = "".join(pieces)
     whole = TOKENIZER.decode(tokens, skip_special_tokens=True)
@@ -59,7 +57,7 @@ def test_any_tokens_give_the_text_cut_at_the_first_stop(
     assert whole.startswith(shown) or "\ufffd" in whole
 
 
-def test_a_stop_over_token_borders_is_held_back() -> None:
+def test_a_stop_string_over_token_borders_is_held_back() -> None:
     tokens = TOKENIZER.encode("SELECT name FROM people WHERE", add_special_tokens=False)
     pieces, stopped = stream(tokens, ("ROM peo",))
     assert stopped
@@ -67,7 +65,7 @@ def test_a_stop_over_token_borders_is_held_back() -> None:
 
 
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_held_back_is_the_longest_open_stop(text: str, stops: list[str]) -> None:
+def test_the_longest_partial_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     size = partial_stop_length(text, stops)
     openings = [
         n
@@ -200,7 +198,7 @@ def test_special_tokens_before_an_answer_are_no_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["strip", "metaspace-first", "byte-level"])
-def test_where_a_token_begins_behind_broken_bytes(kind: str) -> None:
+def test_the_offset_of_a_token_behind_broken_bytes(kind: str) -> None:
     backend = tokenizer_of(kind).backend_tokenizer
     names = ("Ġa", "â") if kind == "byte-level" else ("▁a", "<0xE2>")
     word, broken = (backend.token_to_id(name) for name in names)

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, by whatever a model folder says of them."""
+"""End-of-sequence tokens, by all that a model folder declares."""
 
 from __future__ import annotations
 

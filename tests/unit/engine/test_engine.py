@@ -1,4 +1,4 @@
-"""The engine on tiny random models: the same tokens as generate, whatever the drafts do."""
+"""The engine on tiny random models: the same tokens as generate, with any drafts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_greedy_equals_generate_in_a_ragged_batch(k: int, draft_seed: int) -> No
         assert tokens_of(outputs[f"r{i}"]) == generate(prompt, length), f"r{i}"
 
 
-def test_the_targets_twin_as_draft_is_accepted_whole() -> None:
+def test_the_targets_twin_as_draft_is_fully_accepted() -> None:
     engine = make_engine(k=4)
     twin = served(tiny_llama(1))
     use_proposer(

@@ -167,7 +167,7 @@ def test_a_fused_model_that_is_off_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(decoder, ModuleDecoder)
 
 
-def test_a_model_whose_logits_are_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_wrong_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), 1)
     monkeypatch.setattr(StepContext, "mask", lambda _self, _window: None)
     with pytest.raises(ValueError, match=r"gpt2 cannot be served: .* off by"):

@@ -1,4 +1,4 @@
-"""Forwards that are replayed give what forwards give; here a replay is the function again."""
+"""Replayed forwards equal eager ones; here a replay runs the function again."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def graphed(runner: ModelRunner, max_tokens: int = 4) -> Recorded:
     return capture
 
 
-def test_columns_come_in_few_sizes() -> None:
+def test_columns_have_few_sizes() -> None:
     assert [bucket_columns(n, 100) for n in (1, 4, 5, 16, 17, 65)] == [4, 4, 16, 16, 32, 100]
 
 
-def test_other_tokens_rows_and_positions_go_through_a_recorded_shape() -> None:
+def test_other_tokens_rows_and_positions_use_the_graph_of_their_shape() -> None:
     plain, replayed = (ModelRunner([served(tiny_llama(1))], 3, 64) for _ in range(2))
     capture = graphed(replayed)
     generator = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def test_other_tokens_rows_and_positions_go_through_a_recorded_shape() -> None:
     assert all(torch.equal(given, expected) for given, expected in kept)  # none written over
 
 
-def test_new_weights_are_what_a_replay_reads() -> None:
+def test_a_replay_reads_new_weights() -> None:
     runner, other = (ModelRunner([served(tiny_llama(seed))], 1, 64) for seed in (1, 2))
     capture = graphed(runner)
     tokens, positions = torch.tensor([[7, 8]]), torch.tensor([[0, 1]])
@@ -119,7 +119,7 @@ def pair(experts: int, rows: int = 5) -> tuple[ModelRunner, ModelRunner, Recorde
     return runners[0], runners[1], capture
 
 
-def test_rows_and_tokens_are_padded_to_few_sizes_and_nobody_notices() -> None:
+def test_padding_rows_and_tokens_to_few_sizes_changes_no_result() -> None:
     launched, replayed, capture = pair(1)
     for _ in range(3):
         for rows, tokens in (((0, 1, 2), 6), ((4, 3, 1), 7), ((0, 1, 2, 3), 9), ((4,), 4)):
@@ -146,7 +146,7 @@ def test_padding_beyond_the_context_is_lost() -> None:
         torch.testing.assert_close(replayed.forward([0], ids, at, 63), expected)
 
 
-def test_one_recording_serves_every_mixture_of_experts() -> None:
+def test_one_graph_serves_every_mixture_of_experts() -> None:
     launched, replayed, capture = pair(3)
     ids, at = torch.tensor([[5], [6], [7], [8]]), torch.full((4, 1), 20)
     for experts in ([0, 1, 2, 0], [0, 1, 1, 0], [2, 1, 2, 1], [0, 0, 0, 2]):
@@ -173,7 +173,7 @@ def test_a_rollout_is_its_steps_one_after_the_other(experts: list[int]) -> None:
     assert (capture.captured, capture.replayed) == (1, 2)
 
 
-def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_stacks_are_not_computed_densely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.actors.engine.cuda_graphs._MAX_DENSE_BYTES", 0)
     launched, replayed, capture = pair(2)
     ids, at, layout = torch.tensor([[5], [6]]), torch.full((2, 1), 20), ExpertLayout([0, 1], "cpu")
@@ -186,7 +186,7 @@ def test_large_stacks_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert capture.captured == 0
 
 
-def test_a_recording_keeps_what_it_reads() -> None:
+def test_a_graph_keeps_the_tensors_that_it_reads() -> None:
     """The places of other rows are copied to it; which rows experts compute lies in its memory."""
     _, replayed, _ = pair(3)
     replayed.decoder = GraphedDecoder(replayed.decoder.eager, Forgetful(), 9)  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ def test_a_recording_keeps_what_it_reads() -> None:
     assert gathered() is None
 
 
-def test_padding_spoils_nobody_where_an_expert_has_no_numbers() -> None:
+def test_padding_with_a_not_finite_expert_affects_no_other_row() -> None:
     """Rows of other experts, three padded to four: what pads them is not what they read."""
     _, replayed, capture = pair(3)
     broken = replayed.models[0].state_dict()
@@ -220,7 +220,7 @@ def test_padding_spoils_nobody_where_an_expert_has_no_numbers() -> None:
     assert capture.replayed > 1
 
 
-def test_too_many_recordings_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_graphs_are_dropped_together(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, replayed, capture = pair(1)
     monkeypatch.setattr("paceline.actors.engine.cuda_graphs._MAX_GRAPHS", 2)
     for rows in (1, 2, 4) * 2:
@@ -232,7 +232,7 @@ def test_too_many_recordings_are_given_up_together(monkeypatch: pytest.MonkeyPat
     assert capture.forgotten > 1
 
 
-def test_what_cannot_be_recorded_is_launched() -> None:
+def test_work_that_cannot_be_captured_runs_eagerly() -> None:
     launched, replayed, _ = pair(1)
 
     class Refusing(Forgetful):
@@ -247,7 +247,7 @@ def test_what_cannot_be_recorded_is_launched() -> None:
     assert replayed.decoder.num_graphs == 0
 
 
-def test_an_engine_of_replays_gives_the_same_answers() -> None:
+def test_an_engine_with_graphs_gives_the_same_answers() -> None:
     def answers(*, replay: bool) -> list[list[int]]:
         drafts = {name: served(tiny_llama(seed, layers=1)) for name, seed in (("a", 2), ("b", 3))}
         engine = engine_of(served(tiny_llama(1)), [drafts], k=3)

@@ -1,4 +1,4 @@
-"""On CPUs with the kernels, a token's logits are the same bits in every batch."""
+"""On CPUs with the kernels, a token's logits have the same bits in every batch."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class Board:
         self.report.update(running, waiting)
 
 
-def test_the_first_request_and_the_last_one_s_end_are_told_at_once() -> None:
+def test_start_and_end_of_work_are_reported_at_once() -> None:
     board = Board()
     for running in (0, 1, 0, 2, 0):
         board.after(0.001, running)
     assert [running for _, running, _ in board.told] == [0, 1, 0, 2, 0]
 
 
-def test_changes_of_a_busy_replica_wait_and_the_last_one_is_told() -> None:
+def test_changes_of_a_busy_replica_are_reported_later() -> None:
     board = Board()
     for running in (2, 3, 4, 3, 1):
         board.after(0.01, running)
@@ -41,7 +41,7 @@ def test_changes_of_a_busy_replica_wait_and_the_last_one_is_told() -> None:
     assert board.told[-1][1:] == (4, 0)
 
 
-def test_a_burst_is_told_at_once() -> None:
+def test_a_burst_is_reported_at_once() -> None:
     """Beside a light load a trainer may have leave: it must lose it to sixteen requests."""
     board = Board()
     board.after(0.001, 1)
@@ -50,7 +50,7 @@ def test_a_burst_is_told_at_once() -> None:
     assert [told[1:] for told in board.told] == [(1, 0), (1, 15)]
 
 
-def test_a_request_that_was_told_of_as_waiting_is_told_of_as_running_at_once() -> None:
+def test_a_reported_waiting_request_is_reported_as_running_at_once() -> None:
     """Where a light load may run beside training, waiting is busy and one running is not."""
     board = Board()
     board.after(0.001, 0, 1)
@@ -59,14 +59,14 @@ def test_a_request_that_was_told_of_as_waiting_is_told_of_as_running_at_once() -
     assert [told[1:] for told in board.told] == [(0, 1), (1, 0)]
 
 
-def test_what_does_not_change_is_told_once_a_second() -> None:
+def test_an_unchanged_load_is_reported_once_a_second() -> None:
     board = Board()
     for _ in range(300):
         board.after(0.01, 3)
     assert len(board.told) == 3
 
 
-def test_a_board_that_cannot_be_told_harms_nobody() -> None:
+def test_a_failing_report_is_ignored() -> None:
     board = Board()
     board.fails = True
     board.after(0.1, 1)
@@ -76,7 +76,7 @@ def test_a_board_that_cannot_be_told_harms_nobody() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4), st.integers(0, 3)), max_size=80))
-def test_whether_it_is_idle_or_has_twice_as_much_is_known(
+def test_idle_and_doubled_load_are_always_reported(
     steps: list[tuple[int, int, int]],
 ) -> None:
     board = Board()

@@ -297,7 +297,7 @@ def test_records_hold_the_raw_law_and_what_it_became() -> None:
         torch.testing.assert_close(torch.tensor(row).float(), expected, atol=2e-3, rtol=1e-2)
 
 
-def test_a_twin_draft_with_the_same_rules_is_accepted_whole() -> None:
+def test_a_twin_draft_with_the_same_processors_is_fully_accepted() -> None:
     """The draft applies the rules too: where it is the target itself, nothing is rejected."""
     engine = make_engine(k=4, draft_seed=1, max_num_seqs=1)
     stack = ExpertStack(ModelRunner([served(tiny_llama(1))], 4, MAX_LEN), ["a"], 4)

@@ -1,4 +1,4 @@
-"""Contexts beyond the config's length: as transformers generates, or refused in words."""
+"""Contexts beyond the config's length: equal to transformers, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_rows_beyond_the_configs_length_equal_generate(
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
-def test_prompts_that_begin_alike_and_differ_in_length_equal_generate(
+def test_prompts_with_a_common_prefix_and_other_lengths_equal_generate(
     tmp_path: Path, name: str, prefix_cache: bool
 ) -> None:
     """A dynamic embedding's keys depend on how long the prompt is: long ones share no blocks."""
@@ -195,7 +195,7 @@ def test_old_and_new_names_of_a_longer_rope_are_known(rope: dict[str, Any]) -> N
     assert context_length({"max_position_embeddings": OWN, **rope}, WANTED) == WANTED
 
 
-def test_a_draft_goes_along_as_far_as_its_own_positions_go(tmp_path: Path) -> None:
+def test_a_draft_extends_as_far_as_its_positions(tmp_path: Path) -> None:
     target = saved(tmp_path / "t", "llama", YARN, 1, layers=1)
     plain = saved(tmp_path / "d", "llama", {"rope_type": "default", "rope_theta": 1e4}, 2, 1)
     check_models(target, {"own": target, "plain": plain}, OWN)

@@ -1,4 +1,4 @@
-"""The engine's thread: faults end the requests that they hit, and no client waits for ever."""
+"""The engine's thread: faults end the requests that they affect, and no client hangs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_request_that_cannot_run_is_refused_alone(loop: EngineLoop) -> None:
     assert (reason(good), reason(bad)) == ("length", "error")
 
 
-def test_huge_numbers_fail_nobody(loop: EngineLoop) -> None:
+def test_huge_numbers_fail_no_request(loop: EngineLoop) -> None:
     huge = request("h", [5], temperature=1.0, top_k=2**80, seed=2**70, ignore_eos=True)
     answers = [send(loop, request("r", [5], ignore_eos=True)), send(loop, huge)]
     assert [reason(a) for a in answers] == ["length"] * 2
@@ -106,7 +106,7 @@ def test_a_token_that_the_target_does_not_have_fails_its_own_request(
     assert [reason(a) for a in answers] == ["length", "error"]
 
 
-def test_a_target_that_keeps_failing_refuses_what_comes_next(
+def test_a_target_that_keeps_failing_refuses_new_requests(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> None:
@@ -137,7 +137,7 @@ def test_those_that_wait_have_no_part_in_a_fault(
     assert [reason(a) for a in answers] == ["fault"] * 4 + ["refused"]
 
 
-def test_who_takes_nothing_any_more_ends_its_own_request_alone(loop: EngineLoop) -> None:
+def test_a_failing_client_ends_its_own_request_alone(loop: EngineLoop) -> None:
     given = threading.Event()
 
     def closed(_: GenerationChunk) -> None:

@@ -1,4 +1,4 @@
-"""A request whose logits are NaN or infinite fails alone, and leaves nothing to other requests."""
+"""A request with NaN or infinite logits fails alone and leaves nothing to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that go on from an earlier answer: less to compute, the same answer."""
+"""Prompts that continue an earlier answer: less to compute, the same answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.actors.engine.kv_cache import BLOCK_SIZE, PrefixCache
 LONG = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. SELECT name FROM people;" * 2)[:40]
 
 
-def test_whole_blocks_are_found_as_far_as_they_are_alike() -> None:
+def test_the_longest_prefix_of_whole_blocks_matches() -> None:
     index = PrefixCache(2)
     assert index.insert([1, 2, 3, 4, 5], [7, 8]) == [7, 8]
     assert index.match([1, 2, 3, 4, 5, 6]) == [7, 8]
@@ -34,7 +34,7 @@ def test_descendants_of_a_removed_block_are_not_found_behind_its_successor() -> 
     assert index.match([5, 6]) == []
 
 
-def test_a_conversation_goes_on_where_it_was() -> None:
+def test_a_conversation_reuses_its_kv() -> None:
     engine, plain = make_engine(), make_engine(prefix_cache=False)
     history = list(LONG)
     for turn in range(3):
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_where_it_was() -> None:
         history += [*tokens_of(found[f"t{turn}"]), 7, 8, 9]
 
 
-def test_a_request_that_must_not_be_stored_leaves_nothing_behind() -> None:
+def test_a_request_with_store_false_is_not_cached() -> None:
     engine = make_engine()
     run(engine, [request("r", LONG, store=False)])
     assert run(engine, [request("s", LONG)])["s"][-1].chunk.num_cached_tokens == 0
@@ -61,7 +61,7 @@ def test_a_request_that_must_not_be_stored_leaves_nothing_behind() -> None:
     assert [again[name][-1].chunk.num_cached_tokens for name in "tu"] == [32, 32]
 
 
-def test_one_that_is_not_recorded_leaves_its_keys_and_values_all_the_same() -> None:
+def test_an_unrecorded_request_is_cached() -> None:
     engine = make_engine()
     assert run(engine, [request("r", LONG, recorded=False)])["r"][-1].record is None
     found = run(engine, [request("s", LONG)])["s"][-1]
@@ -69,7 +69,7 @@ def test_one_that_is_not_recorded_leaves_its_keys_and_values_all_the_same() -> N
     assert found.chunk.num_cached_tokens == 32
 
 
-def test_nothing_is_left_behind_by_a_target_that_failed() -> None:
+def test_a_failed_target_caches_nothing() -> None:
     engine = make_engine()
     run(engine, [request("r", LONG)])
     engine.add(request("s", LONG))

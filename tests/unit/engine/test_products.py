@@ -1,4 +1,4 @@
-"""Which product is taken for how many rows, by a clock that the test moves."""
+"""Choice of the product by the number of rows, with a mock clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Costs:
 
 
 @pytest.mark.parametrize(("packed_s", "most"), [(1.0, 0), (2.1, 0), (3.0, 2), (6.0, 5), (99.0, 16)])
-def test_torchs_own_product_is_taken_as_long_as_it_is_faster(
+def test_torchs_product_is_used_while_it_is_faster(
     packed_s: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(packed_s, monkeypatch)
@@ -59,7 +59,7 @@ def test_torchs_own_product_is_taken_as_long_as_it_is_faster(
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_the_faster_one_gives_the_same_and_never_where_bits_must_not_change(
+def test_the_faster_product_is_equal_and_never_used_if_invariant(
     invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packable(torch.zeros(1)):

@@ -1,4 +1,4 @@
-"""An engine that goes on where another one stopped: the same answer, whatever was sent before."""
+"""Requests resumed by another engine: the same answer, whatever was sent before."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_resumed_answer_is_the_undisturbed_one(
 
 @ANY
 @given(st.integers(0, 5), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.data())
-def test_text_held_back_for_a_stop_string_is_neither_lost_nor_doubled(
+def test_text_held_back_for_a_stop_string_is_sent_once_after_a_resume(
     k: int, breaks: list[int], data: st.DataObject
 ) -> None:
     asked = request("r", PROMPT, max_tokens=40, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_text_held_back_for_a_stop_string_is_neither_lost_nor_doubled(
     )
 
 
-def test_half_a_character_is_held_back_over_the_break() -> None:
+def test_half_a_character_is_held_back_over_a_resume() -> None:
     """Bytes of one character on both sides: with temperature, random bytes come all the time."""
     for seed in range(6):
         asked = request("r", PROMPT, max_tokens=30, temperature=2.0, seed=seed, ignore_eos=True)
@@ -145,7 +145,7 @@ def test_the_dying_attempt_does_not_end_the_one_that_follows_on_the_same_replica
     assert engine.num_running == 0
 
 
-def test_log_probabilities_and_where_their_text_begins_go_on_over_the_break() -> None:
+def test_logprobs_and_text_offsets_continue_after_a_resume() -> None:
     asked = request("r", PROMPT, max_tokens=24, ignore_eos=True, logprobs=2)
     whole = run(make_engine(k=3), [asked])["r"]
 

@@ -1,4 +1,4 @@
-"""Processing of logits against transformers' own warpers."""
+"""Sampling distributions against transformers' own warpers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sequence counts of the rounds that gave its tokens."""
+"""Statistics of a sequence's rounds, and its stop tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_accepted_and_final_tokens_are_the_answer(
         assert steps * stats.mean_acceptance_length == pytest.approx(sequence.num_output)
 
 
-def test_what_an_end_cuts_is_counted_nowhere() -> None:
+def test_tokens_behind_the_end_are_not_counted() -> None:
     """A draft that is the target, stopped within its first round, by its second token."""
     prompt = TOKENIZER.encode("SELECT name", add_special_tokens=False)
 

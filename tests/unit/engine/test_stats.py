@@ -1,4 +1,4 @@
-"""What the engine counts, against what it tells its clients."""
+"""Engine statistics, against the chunks that clients get."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def served(wanted: Iterable[GenerationRequest]) -> tuple[list[GenerationChunk], 
         loop.close()
 
 
-def test_rounds_are_counted_as_the_answers_tell_them() -> None:
+def test_round_stats_equal_the_answers() -> None:
     topics = ["sql", "sql", "code", "sql", "code", "sql"]
     asked = [
         request(f"r{i}", [5 + i, 7], topic=topic, ignore_eos=True, max_tokens=13)
@@ -64,7 +64,7 @@ def test_rounds_are_counted_as_the_answers_tell_them() -> None:
     )
 
 
-def test_tokens_and_waits_of_every_request_are_counted() -> None:
+def test_tokens_and_latencies_of_every_request_are_counted() -> None:
     asked = [request(f"r{i}", [5 + i, 7, 9], ignore_eos=True, max_tokens=13) for i in range(6)]
     _, figures = served(asked)
     requests, rounds = figures.requests, figures.rounds
@@ -81,7 +81,7 @@ def test_tokens_and_waits_of_every_request_are_counted() -> None:
     assert rounds.plain_s == 0.0
 
 
-def test_tokens_that_a_stop_string_cuts_off_were_generated_all_the_same() -> None:
+def test_tokens_cut_by_a_stop_string_count_as_generated() -> None:
     whole, _ = served([request("r", [5, 7], ignore_eos=True, max_tokens=12)])
     text = "".join(c.text for c in whole)
     stop = text[-1:] or "x"
@@ -89,7 +89,7 @@ def test_tokens_that_a_stop_string_cuts_off_were_generated_all_the_same() -> Non
     assert figures.requests.generation_tokens["sql"] >= chunks[0].num_cut_tokens
 
 
-def test_requests_that_want_no_drafts_are_no_speculation() -> None:
+def test_requests_without_drafts_have_no_draft_stats() -> None:
     off = request("r", [5], draft="off", ignore_eos=True)
     zero = request("s", [6], num_speculative_tokens=0, ignore_eos=True)
     _, figures = served([off, zero])
@@ -118,7 +118,7 @@ class Clock:
         return self.now
 
 
-def test_times_of_a_request() -> None:
+def test_latencies_of_a_request() -> None:
     clock = Clock()
     stats = RequestStats(clock)
     stats.on_arrival(request("r", [5, 6]), 10.0)
@@ -136,7 +136,7 @@ def test_times_of_a_request() -> None:
     assert stats.generation_tokens["sql"] == 7
 
 
-def test_failed_resumed_and_dropped_requests_say_nothing_of_waits() -> None:
+def test_failed_resumed_and_aborted_requests_have_no_latencies() -> None:
     clock = Clock()
     stats = RequestStats(clock)
     stats.on_arrival(request("failed", [5]), 0.0)

@@ -1,4 +1,4 @@
-"""What streams get together, and what goes out at once."""
+"""Merging of stream chunks, and what is sent at once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_batcher(rate: float = 100.0) -> tuple[StreamBatcher, Clock, list[str]]:
     return StreamBatcher(rate, clock, lost.append), clock, lost
 
 
-def test_the_first_chunk_goes_at_once_the_next_with_those_that_come_soon_after() -> None:
+def test_the_first_chunk_is_sent_at_once_and_the_next_are_merged() -> None:
     batcher, clock, _ = make_batcher()
     client = Client()
     batcher.open("a", client)
@@ -67,7 +67,7 @@ def test_the_first_chunk_goes_at_once_the_next_with_those_that_come_soon_after()
     assert client.chunks[-1].rounds == ((2, 0), (2, 0))
 
 
-def test_the_last_chunk_brings_what_was_held() -> None:
+def test_the_last_chunk_includes_pending_ones() -> None:
     batcher, _, _ = make_batcher()
     client = Client()
     batcher.open("a", client)
@@ -79,7 +79,7 @@ def test_the_last_chunk_brings_what_was_held() -> None:
 
 
 @pytest.mark.parametrize("reason", [FINISH_FAULT, FINISH_ERROR])
-def test_a_failure_comes_by_itself(reason: str) -> None:
+def test_a_failure_is_a_chunk_of_its_own(reason: str) -> None:
     """The front door takes no token from a chunk that tells of a failure."""
     batcher, _, _ = make_batcher()
     client = Client()
@@ -90,7 +90,7 @@ def test_a_failure_comes_by_itself(reason: str) -> None:
     assert [c.finish_reason for c in client.chunks] == [None, None, reason]
 
 
-def test_without_a_limit_every_chunk_goes_at_once() -> None:
+def test_without_a_limit_every_chunk_is_sent_at_once() -> None:
     batcher, _, _ = make_batcher(0.0)
     client, whole = Client(), Client()
     batcher.open("a", client)
@@ -101,7 +101,7 @@ def test_without_a_limit_every_chunk_goes_at_once() -> None:
     assert client.tokens == whole.tokens == [(1,), (2,)]
 
 
-def test_a_whole_answer_comes_together() -> None:
+def test_a_whole_answer_is_merged() -> None:
     batcher, clock, _ = make_batcher()
     client = Client()
     batcher.open("a", client, whole=True)
@@ -112,7 +112,7 @@ def test_a_whole_answer_comes_together() -> None:
     assert client.tokens == [(0,), tuple(range(1, 51))]
 
 
-def test_whoever_takes_nothing_any_more_is_dropped_alone() -> None:
+def test_a_failing_client_closes_its_stream_alone() -> None:
     batcher, clock, lost = make_batcher()
     client = Client()
 
@@ -129,7 +129,7 @@ def test_whoever_takes_nothing_any_more_is_dropped_alone() -> None:
     assert (lost, batcher.names, client.tokens) == (["gone"], ["a"], [(1,)])
 
 
-def test_what_is_dropped_gets_nothing_more() -> None:
+def test_a_closed_stream_gets_nothing_more() -> None:
     batcher, clock, _ = make_batcher()
     client = Client()
     batcher.open("a", client)
@@ -144,7 +144,7 @@ def test_what_is_dropped_gets_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(("round_s", "every"), [(0.045, 1), (0.021, 2), (0.1, 1), (0.0041, 12)])
-def test_a_chunk_goes_at_the_nearest_round_s_end(round_s: float, every: int) -> None:
+def test_a_chunk_is_sent_at_the_nearest_end_of_a_round(round_s: float, every: int) -> None:
     batcher, clock, _ = make_batcher(1.0)  # one stream has 50 ms
     client = Client()
     batcher.open("a", client)
@@ -159,7 +159,9 @@ def test_a_chunk_goes_at_the_nearest_round_s_end(round_s: float, every: int) -> 
     st.integers(1, 400),
     st.floats(1.0, 5000.0),
 )
-def test_streams_share_the_limit_but_get_twenty_each(streams: int, rate: float) -> None:
+def test_streams_share_the_limit_but_get_twenty_chunks_per_second(
+    streams: int, rate: float
+) -> None:
     least = flush_interval_s(streams, rate)
     assert 0.0 < least <= 0.05  # every stream twenty a second
     assert least == 0.05 or streams / least == pytest.approx(rate)
@@ -182,7 +184,7 @@ def test_nothing_is_lost_or_reordered(rounds: list[tuple[int, float]]) -> None:
         assert [t for part in clients[i].tokens for t in part] == [*said[i], 1000]
 
 
-def test_the_engine_s_streams_say_the_same_held_or_not() -> None:
+def test_batching_does_not_change_the_engines_streams() -> None:
     answers = []
     for rate in (0.0, 30.0):
         loop = EngineLoop(make_engine(), num_threads=1, chunks_per_s=rate)
@@ -200,7 +202,7 @@ def test_the_engine_s_streams_say_the_same_held_or_not() -> None:
     assert sum(count for _, count in together) < sum(count for _, count in at_once)
 
 
-def test_answers_that_are_wanted_whole_do_not_slow_streams() -> None:
+def test_whole_answers_do_not_slow_streams() -> None:
     batcher, clock, _ = make_batcher(100.0)
     client = Client()
     batcher.open("a", client)

@@ -1,4 +1,4 @@
-"""Where tokens come from: said rightly, at the right tokens, and without changing any."""
+"""Token sources: correct, at the right tokens, and without effect on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sources_of(outputs: list[StepOutput]) -> list[TokenSource]:
     return [item for output in outputs for item in output.chunk.token_sources or ()]
 
 
-def test_a_draft_that_is_the_target_is_accepted_whole_and_a_bonus_follows() -> None:
+def test_a_draft_that_is_the_target_is_accepted_with_a_bonus() -> None:
     asked = request("r", PROMPT, max_tokens=9, ignore_eos=True, token_sources=True)
     found = sources_of(run(twin_engine(), [asked])["r"])
     kinds = [item.kind for item in found]
@@ -39,7 +39,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_and_a_bonus_follows() -> N
     assert all(i.rejected_token_id is None for i in found)
 
 
-def test_another_draft_is_rejected_by_name_and_what_it_said_is_told() -> None:
+def test_a_rejected_token_is_reported_with_its_draft() -> None:
     asked = request("r", PROMPT, max_tokens=30, ignore_eos=True, token_sources=True)
     outputs = run(make_engine(k=2), [asked])["r"]
     found = sources_of(outputs)
@@ -171,7 +171,7 @@ def test_the_end_of_sequence_token_has_a_source_too() -> None:
     assert len(sources_of(outputs)) == answer.index(answer[5]) + 1
 
 
-def test_sources_go_on_where_another_engine_stopped() -> None:
+def test_sources_continue_after_a_resume() -> None:
     asked = request("r", PROMPT, max_tokens=30, ignore_eos=True, token_sources=True)
     whole = run(make_engine(k=3), [asked])["r"]
     seen = whole[:4]

@@ -1,4 +1,4 @@
-"""RowProposal over the target's tokenizer whose vocabulary is padded to another size."""
+"""Drafts whose vocabulary is padded to another size than the target's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All processors together, inside draft blocks: the law is that of decoding one by one."""
+"""All logits processors within draft blocks: the law is that of decoding one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However little memory there is: every request ends, with the text that it has in plenty."""
+"""With little memory every request ends with the same text."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def stack_of(engine: Engine) -> Any:
     return engine.draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
 
 
-def test_the_youngest_makes_room_and_goes_on_unseen() -> None:
+def test_the_youngest_is_preempted_and_resumes_unchanged() -> None:
     """Two that fit at first and not to their ends: the first is never held up."""
     engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
     asked = [request(f"r{i}", WORDS[i : i + 20], max_tokens=70, ignore_eos=True) for i in range(2)]
@@ -125,7 +125,7 @@ def test_the_youngest_makes_room_and_goes_on_unseen() -> None:
     assert found == {name: tokens_of(outputs) for name, outputs in expected.items()}
 
 
-def test_a_preempted_request_goes_on_before_those_that_came_later() -> None:
+def test_a_preempted_request_resumes_before_later_ones() -> None:
     engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
     for name, length in (("r0", 20), ("r1", 21), ("r2", 80)):
         engine.add(request(name, WORDS[:length], max_tokens=50, ignore_eos=True))
@@ -190,7 +190,7 @@ def make_stack() -> ExpertStack:
     return ExpertStack(runner, ["a"], 2)
 
 
-def test_a_row_that_drafts_less_than_its_neighbour_goes_on_right() -> None:
+def test_a_row_that_drafts_less_than_its_neighbour_stays_correct() -> None:
     """What it drafts beyond its own number comes true, but its keys and values have no block."""
     (outputs,) = run(PLENTY, [request("r", WORDS[:9], max_tokens=80, ignore_eos=True)]).values()
     truth = [*WORDS[:9], *tokens_of(outputs)]
@@ -204,7 +204,7 @@ def test_a_row_that_drafts_less_than_its_neighbour_goes_on_right() -> None:
     assert propose(few=(53, 6)) == [truth[53:59]]
 
 
-def test_a_draft_gives_way_to_one_that_came_before_it() -> None:
+def test_an_older_draft_sequence_preempts_a_younger_one() -> None:
     stack, generator = make_stack(), torch.Generator()
 
     def propose(*rows: tuple[str, int]) -> list[int]:

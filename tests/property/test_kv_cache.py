@@ -77,7 +77,7 @@ def test_free_blocks_cannot_be_touched_or_freed() -> None:
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), max_size=7)), max_size=30),
 )
-def test_a_prefix_is_found_where_and_only_where_its_tokens_are(
+def test_a_prefix_matches_if_and_only_if_its_tokens_do(
     events: list[tuple[bool, list[int]]],
 ) -> None:
     """Against a plain table of what every block holds with all before it."""
@@ -187,7 +187,7 @@ def test_matched_idle_blocks_do_not_count_as_available() -> None:
     assert kv.allocate_with_prefix(0, tokens, 32) == 32
 
 
-def test_memory_for_less_than_a_request_is_refused() -> None:
+def test_a_cache_smaller_than_a_request_is_refused() -> None:
     with pytest.raises(ValueError, match="less than one request"):
         KVCache([(1, 1)], 2, 33, torch.float32, "cpu", positions=32)
     kv = KVCache([(1, 1)], 2, 33, torch.float32, "cpu", positions=48)

@@ -1,4 +1,4 @@
-"""A request keeps its row, and no row has two."""
+"""Rows and prefill shares of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_request_keeps_the_lowest_row_that_was_free(events: list[tuple[bool, i
         assert table.full == (len(live) == 4)
 
 
-def test_a_full_table_refuses() -> None:
+def test_a_full_allocator_raises() -> None:
     table = RowAllocator(1)
     table.allocate("a")
     with pytest.raises(RuntimeError, match="1 rows are taken"):

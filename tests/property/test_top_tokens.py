@@ -1,4 +1,4 @@
-"""The kernels that pick tokens say what torch says."""
+"""The kernels that select tokens equal torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_first_of_the_largest_is_the_most_probable(values: Tensor) -> None:
 
 @settings(deadline=None)
 @given(logits(3, 1), st.integers(1, 80))
-def test_the_largest_come_in_order_with_the_whole_sum(values: Tensor, size: int) -> None:
+def test_top_logits_are_ordered_and_sum_over_all(values: Tensor, size: int) -> None:
     top, ids, total = top_logits(values, size)
 
     assert ids.shape == (3, 1, min(size, values.shape[-1]))
@@ -65,7 +65,7 @@ def test_the_largest_come_in_order_with_the_whole_sum(values: Tensor, size: int)
 
 @settings(deadline=None)
 @given(logits(3, 4), st.data())
-def test_greedy_verification_takes_the_targets_own_tokens(
+def test_greedy_verification_accepts_the_targets_tokens(
     values: Tensor, data: st.DataObject
 ) -> None:
     own = most_probable(values)
@@ -88,7 +88,7 @@ def test_greedy_verification_takes_the_targets_own_tokens(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_says_the_same_where_there_are_no_kernels(dtype: torch.dtype) -> None:
+def test_torch_without_kernels_gives_the_same(dtype: torch.dtype) -> None:
     values = torch.randn(5, 300, generator=torch.Generator().manual_seed(3)).to(dtype)
     ids, probs = torch.empty(5, dtype=torch.int64), torch.empty(5)
     most_probable_into(values, ids, probs)
