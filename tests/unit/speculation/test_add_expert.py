@@ -167,16 +167,16 @@ def test_an_expert_that_cannot_be_added_changes_nothing(monkeypatch: pytest.Monk
     engine.updates.put(AddExpert("a", "b"))
     run(engine)
     assert engine.drafts() == before
-    grown, calls = fused_layers.Layer.grown, []
+    extended, calls = fused_layers.Layer.extended, []
 
     def breaks(layer: Any, layers: Any, count: int) -> Any:
         calls.append(layer)
         if len(calls) == LAYERS:
             raise MemoryError
-        return grown(layer, layers, count)
+        return extended(layer, layers, count)
 
     with monkeypatch.context() as broken:
-        broken.setattr(fused_layers.Layer, "grown", breaks)
+        broken.setattr(fused_layers.Layer, "extended", breaks)
         engine.updates.put(AddExpert("c", "a"))
         run(engine)
     assert engine.drafts() == before
@@ -198,7 +198,7 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(
     """Later swaps work, and the memory of the failed attempt is freed."""
     engine, left = engine_with(kind), [0]
     decoder = engine.draft_runner._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
-    new_empty, pack = Tensor.new_empty, linear._packed
+    new_empty, pack = Tensor.new_empty, linear._pack
 
     def short(allocate: Any) -> Any:
         def allocated(*arguments: Any, **options: Any) -> Any:
@@ -218,7 +218,7 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(
         left[0] = failures
         with monkeypatch.context() as scarce:
             scarce.setattr(Tensor, "new_empty", short(new_empty))
-            scarce.setattr(linear, "_packed", short(pack))
+            scarce.setattr(linear, "_pack", short(pack))
             engine.updates.put(AddExpert("c", "a"))
             run(engine)
         if "c" in engine.drafts():

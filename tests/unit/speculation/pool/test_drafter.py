@@ -242,13 +242,13 @@ def test_a_request_prefills_one_chunk_and_the_rest_follows_the_response() -> Non
     """39 tokens are prefilled, 8 at a time; the last two are fed with the drafting."""
     drafter = make_drafter(chunk=8)
     read: list[int] = []
-    runner_read = drafter._stack.runner.read
+    runner_prefill = drafter._stack.runner.prefill_batch
 
     def noted(rows: Sequence[int], tokens: Sequence[Sequence[int]], *further: Any) -> None:
         read.append(sum(map(len, tokens)))
-        runner_read(rows, tokens, *further)
+        runner_prefill(rows, tokens, *further)
 
-    drafter._stack.runner.read = noted  # type: ignore[method-assign]
+    drafter._stack.runner.prefill_batch = noted  # type: ignore[method-assign]
     response = respond(drafter, row(LONG))
     assert (response.num_drafted.tolist(), response.unknown_rows, read) == ([0], (), [8])
     works = 0
