@@ -1,4 +1,4 @@
-"""A local Ray session: started for ``paceline serve`` and tests, and ended without a trace."""
+"""A local Ray session for ``paceline serve`` and tests, which leaves no process behind."""
 
 from __future__ import annotations
 
@@ -18,43 +18,16 @@ from typing import Any
 
 import psutil
 
-MARK = "PACELINE_SESSION"
-
-
-def mark() -> None:
-    """Have all that this process starts from now on bear a mark of its own."""
-    os.environ[MARK] = secrets.token_hex(8)
-
-
-def unmark() -> None:
-    """The session has ended."""
-    os.environ.pop(MARK, None)
-
-
-def orphans() -> dict[int, float]:
-    """Pid and start time of what bears this process's mark and is not below it any more."""
-    own = os.environ.get(MARK)
-    if own is None:
-        return {}
-    this = psutil.Process()
-    below = {this.pid, *(child.pid for child in this.children(recursive=True))}
-    found = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # others' processes do not tell
-            if process.pid not in below and process.environ().get(MARK) == own:
-                found[process.pid] = process.create_time()
-    return found
-
-
+MARK = "PACELINE_SESSION"  # environment variable of every process of the session
 NAMESPACE = "paceline"
 LOOPBACK = "127.0.0.1"
 GRACE_S = 8.0
 
 _ENVIRONMENT = {
-    # 15 unless told otherwise; serving must not be nice, trainers lower themselves.
+    # Ray's default is 15; trainers lower their priority themselves.
     "RAY_worker_niceness": "0",
-    # Calls that the dashboard can list. With Ray's 100,000 its control store grew by 4 MiB a
-    # minute under traffic for as long as it was watched.
+    # Calls that the dashboard can list. With Ray's 100,000 its control store grows by 4 MiB a
+    # minute under traffic.
     "RAY_task_events_max_num_task_in_gcs": "10000",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -63,13 +36,13 @@ _ENVIRONMENT = {
 
 logger = logging.getLogger(__name__)
 
-_started: dict[int, float] = {}  # pid and start time of the session's own processes
-_core: set[int] = set()  # those of them without which nothing in Ray answers
+_started: dict[int, float] = {}  # pid to start time of the session's processes
+_core: set[int] = set()  # pids of Ray's control store and raylet
 _killed = threading.Event()
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """``env_vars`` of a runtime_env that bind a process's numeric libraries to some threads."""
+    """Environment variables that limit numeric libraries to so many threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return dict.fromkeys(names, str(num_threads))
 
@@ -84,25 +57,23 @@ def start_ray(
     log_to_driver: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Start a Ray of one's own on this machine and connect to it, namespace ``paceline``.
+    """Start Ray on this machine and connect to it, namespace ``paceline``.
 
-    It listens on loopback, but for its export of metrics, which Ray binds to every interface.
-
-    Ray's own default writes its access token to a file in the home directory; here the token
-    lives in the environment of the session's processes only. ``RAY_AUTH_MODE`` and
-    ``RAY_AUTH_TOKEN``, where set, win.
+    It listens on loopback, except for its metrics, which Ray exports on every interface. Its
+    access token is in the environment of the session's processes only, unless ``RAY_AUTH_MODE``
+    or ``RAY_AUTH_TOKEN`` is set; Ray by itself would write it to the home directory.
 
     Args:
-        num_cpus: what Ray books; None takes the machine's count.
-        num_gpus: the same of GPUs, which need not be there.
+        num_cpus: that Ray can book; None for the machine's.
+        num_gpus: that Ray can book, which need not exist.
         dashboard: whether to start Ray's dashboard.
         dashboard_port: its port on loopback.
-        object_store_mb: size of shared memory; None leaves it to Ray.
-        log_to_driver: whether workers' output reaches this terminal.
-        environment: more variables for every process of the session.
+        object_store_mb: size of shared memory; None for Ray's default.
+        log_to_driver: whether workers write to this terminal.
+        environment: further variables of every process of the session.
 
     Raises:
-        RuntimeError: where this process is connected to a Ray already.
+        RuntimeError: this process is connected to a Ray already.
     """
     for name, value in (_ENVIRONMENT | dict(environment or {})).items():
         os.environ.setdefault(name, value)
@@ -119,15 +90,15 @@ def start_ray(
 
 
 def _init(**options: Any) -> None:
-    """``ray.init`` on loopback; the processes that it starts are noted, also where it fails."""
-    import ray  # after the environment: Ray reads parts of it when it is imported
+    """``ray.init`` on loopback; records the processes that it starts, even if it fails."""
+    import ray  # reads the environment when it is imported
 
     if ray.is_initialized():
         again = "cannot have another: its last was killed" if was_killed() else "has one already"
         raise RuntimeError(f"this process is connected to a Ray session, and {again}")
     _started.clear()
     _core.clear()
-    mark()
+    os.environ[MARK] = secrets.token_hex(8)
     before = _children()
 
     def start() -> None:
@@ -140,28 +111,28 @@ def _init(**options: Any) -> None:
                 **options,
             )
         finally:
-            _note(before)
+            _record(before)
 
     try:
         _uninterrupted(start)
     except BaseException:
-        _note(before)
-        _kill_all(beyond_ray=bool(_core))  # Ray's own end hangs where half of it still comes up
+        _record(before)
+        _kill_all(beyond_ray=bool(_core))  # ray.shutdown hangs after half a start
         raise
 
 
-def _note(before: Mapping[int, float]) -> None:
-    """Remember what runs below this process now, but for what did before."""
+def _record(before: Mapping[int, float]) -> None:
+    """Record this process's descendants that are not in ``before``."""
     _started.update({pid: at for pid, at in _children().items() if pid not in before})
     _core.update(p.pid for p in _alive(_started) if p.name() in ("gcs_server", "raylet"))
 
 
 def _uninterrupted(call: Callable[[], object]) -> None:
-    """Run Ray's start to its end, whatever signals come meanwhile; they take effect afterwards.
+    """Complete Ray's start before signals take effect.
 
-    Half a start leaves processes behind that are nobody's children, and that Ray's store, which
-    is gone, keeps waiting. Signal handlers run in the main thread, so the call has another. Once
-    interrupted, it has ``GRACE_S`` to end: the signal may have gone to Ray's processes too.
+    Half a start leaves orphaned processes behind. Signal handlers run in the main thread, so the
+    call runs in another. After a signal it has ``GRACE_S`` to complete: Ray's processes may have
+    got the signal too.
 
     Raises:
         BaseException: the first that a handler raised, or else what the call raised.
@@ -170,14 +141,14 @@ def _uninterrupted(call: Callable[[], object]) -> None:
         call()
         return
     done: Future[None] = Future()
-    threading.Thread(target=_stay, args=(call, done), daemon=True).start()
+    threading.Thread(target=_call_and_stay, args=(call, done), daemon=True).start()
     interruption: BaseException | None = None
     deadline = math.inf
     while True:
         try:
             while not done.done() and time.monotonic() < deadline:
                 wait([done], timeout=0.02)
-                _keep_handler(signal.SIGTERM)
+                _restore_handler(signal.SIGTERM)
                 if interruption is not None:
                     signal.alarm(0)
             break
@@ -189,18 +160,15 @@ def _uninterrupted(call: Callable[[], object]) -> None:
     done.result()
 
 
-def _keep_handler(number: int) -> None:
-    """Put a signal's handler in place again.
-
-    Ray's native one, which its start installs, writes a stack and aborts after three seconds.
-    """
+def _restore_handler(number: int) -> None:
+    """Install Python's handler again: Ray's native one writes a stack and aborts."""
     handler = signal.getsignal(number)
     if handler is not None:
         signal.signal(number, handler)
 
 
-def _stay(call: Callable[[], object], done: Future[None]) -> None:
-    """Call, tell, and stay: the kernel kills Ray's processes when the *thread* they are of ends."""
+def _call_and_stay(call: Callable[[], object], done: Future[None]) -> None:
+    """Call, then wait for ever: the kernel kills Ray's processes with their parent thread."""
     try:
         call()
     except BaseException as error:
@@ -211,23 +179,20 @@ def _stay(call: Callable[[], object], done: Future[None]) -> None:
 
 
 def is_whole() -> bool:
-    """Whether the session's core, its store and its node's daemon, still runs.
-
-    Without them every call into Ray waits a minute for them to come back.
-    """
+    """Whether control store and raylet run; without them every call into Ray takes a minute."""
     return _core <= {process.pid for process in _alive(_started)}
 
 
 def was_killed() -> bool:
-    """Whether a session had to be killed: Ray's threads in this process then crash at its end."""
+    """Whether a session had to be killed: Ray's threads then crash at the end of this process."""
     return _killed.is_set()
 
 
 def run_bounded(call: Callable[[], None], seconds: float) -> bool:
-    """Run a call into Ray, but wait no longer than this, nor for a session that has died.
+    """Run a call into Ray for at most so long, and not after the session has died.
 
     Returns:
-        False where the call was left behind unfinished; it goes on in a thread of its own.
+        False if the call has not completed; it continues in a thread.
     """
     thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
     thread.start()
@@ -241,14 +206,13 @@ def _quietly(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception:
-        logger.warning("could not end a part cleanly", exc_info=True)
+        logger.warning("a part did not end cleanly", exc_info=True)
 
 
 def stop_ray() -> None:
-    """End the session that :func:`start_ray` began, and every process of it.
+    """End the session of :func:`start_ray`; kill processes that outlive Ray's shutdown by seconds.
 
-    Processes that outlive Ray's own shutdown by some seconds are killed by their id. A second
-    call does nothing.
+    A second call does nothing.
     """
     import ray
 
@@ -265,20 +229,20 @@ def stop_ray() -> None:
 
 
 def _kill_all(*, beyond_ray: bool) -> None:
-    """Kill every process of the session, and what these have started meanwhile.
+    """Kill every process of the session, and their descendants.
 
     Args:
-        beyond_ray: Ray has not ended its part in this process, and cannot any more.
+        beyond_ray: ``ray.shutdown`` has not completed in this process and no longer can.
     """
     import ray
 
     if beyond_ray:
-        atexit.unregister(ray.shutdown)  # at the interpreter's end it would wait for the dead
+        atexit.unregister(ray.shutdown)  # at exit it would wait for dead processes
         _killed.set()
     for process in _alive(_started):
         if process.pid in _core:
             with suppress(psutil.Error):
-                process.suspend()  # it starts no more
+                process.suspend()  # starts no further processes
     _started.update(_descendants(_started) | orphans())
     left = _alive(_started)
     for process in left:
@@ -287,7 +251,7 @@ def _kill_all(*, beyond_ray: bool) -> None:
     psutil.wait_procs(left, timeout=GRACE_S)
     _started.clear()
     _core.clear()
-    unmark()
+    os.environ.pop(MARK, None)
 
 
 @contextmanager
@@ -301,15 +265,29 @@ def ray_session(**options: Any) -> Iterator[None]:
 
 
 def _own_token() -> None:
-    """A token for this session in the environment, unless the user has chosen otherwise."""
+    """Set an access token in the environment unless the user has chosen one."""
     chosen = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     if any(name in os.environ for name in chosen) or (Path.home() / ".ray" / "auth_token").exists():
         return
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
+def orphans() -> dict[int, float]:
+    """Pid to start time of the session's processes that are no descendants of this one."""
+    own = os.environ.get(MARK)
+    if own is None:
+        return {}
+    descendants = {psutil.Process().pid, *_children()}
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # other users' processes
+            if process.pid not in descendants and process.environ().get(MARK) == own:
+                found[process.pid] = process.create_time()
+    return found
+
+
 def _children() -> dict[int, float]:
-    """Pid and start time of everything below this process."""
+    """Pid to start time of the descendants of this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         try:
@@ -320,7 +298,7 @@ def _children() -> dict[int, float]:
 
 
 def _descendants(roots: Mapping[int, float]) -> dict[int, float]:
-    """Pid and start time of everything below the given processes."""
+    """Pid to start time of the descendants of these processes."""
     found = {}
     for process in _alive(roots):
         try:
@@ -332,7 +310,7 @@ def _descendants(roots: Mapping[int, float]) -> dict[int, float]:
 
 
 def _alive(started: Mapping[int, float]) -> list[psutil.Process]:
-    """Those of the processes that still run; a reused pid has another start time."""
+    """Processes that still run; a reused pid has another start time."""
     alive = []
     for pid, at in started.items():
         try:
