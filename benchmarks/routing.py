@@ -37,6 +37,7 @@ from paceline.actors.router.classifier import TopicClassifier
 from paceline.actors.router.policy import GENERAL, route
 from paceline.actors.training.expert_evaluation import ExpertEvaluator
 from paceline.actors.training.scorer import ScorerSettings, ScoringLoop
+from paceline.actors.weights.versions import TopicStatus
 from paceline.deploy.config.config import MODELS_DIR, PacelineConfig
 from paceline.deploy.config.preflight import router_confidence
 
@@ -71,7 +72,7 @@ class _Static:
     def versions(self) -> dict[str, int] | None:
         return dict.fromkeys(self._experts, 0)
 
-    def topic_status(self) -> dict[str, dict[str, int | None]] | None:
+    def topic_status(self) -> dict[str, TopicStatus] | None:
         return {}
 
     def weights(self, topic: str) -> tuple[int, None]:  # noqa: ARG002 - the protocol's

@@ -19,6 +19,7 @@ from paceline.actors.training.training_loop import TrainingLoop
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.actors.weights.versions import TopicStatus
 
 TOPICS = ("sql", "general")
 
@@ -90,7 +91,7 @@ class LocalClient:
         topics = self.registry.topics().topics if self.registry else ()
         return {topic.name: topic.like for topic in topics}
 
-    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+    def topic_status(self) -> dict[str, TopicStatus] | None:
         return self.registry.topic_status() if self.registry else None
 
 

@@ -18,6 +18,7 @@ from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.notifications import SlotWeights
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
+from paceline.actors.weights.versions import TopicStatus
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class TrainerClient(Protocol):
     def versions(self) -> dict[str, int] | None:
         """Stable weight_version by topic; None if the registry does not answer."""
 
-    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+    def topic_status(self) -> dict[str, TopicStatus] | None:
         """See WeightRegistry.topic_status; None if the registry does not answer."""
 
     def added_topics(self) -> dict[str, str]:
@@ -187,9 +188,9 @@ class RayTrainerClient:
         versions: dict[str, int] | None = self._get(self._registry.stable_versions.remote())
         return versions
 
-    def topic_status(self) -> dict[str, dict[str, Any]] | None:
-        live: dict[str, dict[str, Any]] | None = self._get(self._registry.topic_status.remote())
-        return live
+    def topic_status(self) -> dict[str, TopicStatus] | None:
+        status: dict[str, TopicStatus] | None = self._get(self._registry.topic_status.remote())
+        return status
 
     def added_topics(self) -> dict[str, str]:
         """Added topics by the last answer; adds the shards of new ones."""

@@ -179,7 +179,7 @@ class ScoringLoop:
         versions, live = client.versions(), client.topic_status()
         if versions is None or live is None:
             return False
-        self._on_trial = [e for e, facts in live.items() if facts.get("candidate") is not None]
+        self._on_trial = [e for e, status in live.items() if status.candidate is not None]
         with self._lock:
             for name, version in versions.items():
                 self._follow(name, version)

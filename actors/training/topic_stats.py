@@ -12,6 +12,7 @@ from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.drift import Drift, DriftSettings
 from paceline.actors.training.permits import TopicProgress
 from paceline.actors.training.topic_schedule import ScheduleSettings, TopicView, TrafficMeter
+from paceline.actors.weights.versions import TopicStatus
 
 if TYPE_CHECKING:
     from paceline.actors.training.candidate import Candidate
@@ -32,13 +33,13 @@ class LiveStats:
         """
         self._settings = settings
         self._drifts = {topic: Drift(settings) for topic in topics}
-        self._live: Mapping[str, Mapping[str, Any]] = {}
+        self._live: Mapping[str, TopicStatus] = {}
 
     def add_topic(self, topic: str) -> None:
         """Watch a further topic."""
         self._drifts[topic] = Drift(self._settings)
 
-    def update(self, live: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
+    def update(self, live: Mapping[str, TopicStatus] | None) -> list[str]:
         """Take ``WeightRegistry.topic_status`` (None: no answer); topics that begin to drift."""
         if live is None:
             return []
@@ -46,7 +47,7 @@ class LiveStats:
         began = []
         for topic, drift in self._drifts.items():
             own = live.get(topic)
-            if own and drift.update(own["requests"], own["rounds"], own["accepted"]):
+            if own and drift.update(own.requests, own.rounds, own.accepted):
                 began.append(topic)
         return began
 
@@ -65,13 +66,12 @@ class LiveStats:
 
     def candidate(self, topic: str) -> int | None:
         """The version on trial, None without one."""
-        version: int | None = self._live.get(topic, {}).get("candidate")
-        return version
+        return self._status(topic).candidate
 
     def rolled_back(self, topic: str, version: int) -> bool:
         """Whether a version was on trial and has been rolled back."""
-        stable = self._live.get(topic, {}).get("stable")
-        return stable is not None and version > stable and version != self.candidate(topic)
+        status = self._live.get(topic)
+        return status is not None and version > status.stable and version != status.candidate
 
     def undecided(self, topic: str) -> bool:
         """Whether a trial is under way that a new candidate must not replace.
@@ -79,15 +79,17 @@ class LiveStats:
         One with evidence, which would be lost; or one of an earlier version against a suspected
         one, which would not be started again.
         """
-        own = self._live.get(topic, {})
-        if own.get("candidate") is None:
+        own = self._status(topic)
+        if own.candidate is None:
             return False
-        return own.get("canary_requests", 0) > 0 or own.get("restored_from") is not None
+        return own.canary_requests > 0 or own.restored_from is not None
 
     def closed(self, topic: str) -> str | None:
         """Why the registry takes no candidate now, None if it does."""
-        why: str | None = self._live.get(topic, {}).get("closed")
-        return why
+        return self._status(topic).closed
+
+    def _status(self, topic: str) -> TopicStatus:
+        return self._live.get(topic, TopicStatus())
 
 
 @dataclass(slots=True)

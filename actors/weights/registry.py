@@ -35,7 +35,7 @@ from paceline.actors.weights.topics import (
     TopicsView,
 )
 from paceline.actors.weights.version_store import VersionStore
-from paceline.actors.weights.versions import VersionChangedError
+from paceline.actors.weights.versions import RegistryMetrics, TopicStatus, VersionChangedError
 
 logger = logging.getLogger(__name__)
 
@@ -304,22 +304,16 @@ class WeightRegistry:
         """Topic to stable weight_version; 0 are the initial weights."""
         return {topic: state.stable for topic, state in self._store.states().items()}
 
-    def topic_status(self) -> dict[str, dict[str, Any]]:
-        """Per topic: ``stable`` and ``candidate`` versions, and counts of served drafts.
-
-        ``restored_from`` is the earlier version that the candidate is a copy of, or None.
-        ``requests``, ``rounds`` and ``accepted`` (at the first position) count since the
-        registry's start; ``canary_requests`` are those of the candidate. ``closed`` says why no
-        candidate is taken now, None if one is.
-        """
+    def topic_status(self) -> dict[str, TopicStatus]:
+        """Status of every topic."""
         return {
-            topic: {
-                "stable": state.stable,
-                "candidate": state.candidate,
-                "restored_from": state.candidate_from,
+            topic: TopicStatus(
+                stable=state.stable,
+                candidate=state.candidate,
+                restored_from=state.candidate_from,
                 **self._monitor.counts(topic),
-                "closed": self._refusal(topic),
-            }
+                closed=self._refusal(topic),
+            )
             for topic, state in self._store.states().items()
         }
 
@@ -368,13 +362,10 @@ class WeightRegistry:
         """Decisions on a topic, or on all, oldest first."""
         return self._store.decisions.of(topic)
 
-    def metrics(self) -> dict[str, Any]:
-        """Topic status, counts of decisions and last gate figures; see DecisionLog."""
-        return {
-            "live": self.topic_status(),
-            "updates": dict(self._store.decisions.counts),
-            "gates": dict(self._store.decisions.gates),
-        }
+    def metrics(self) -> RegistryMetrics:
+        """Figures for monitoring."""
+        decisions = self._store.decisions
+        return RegistryMetrics(self.topic_status(), dict(decisions.counts), dict(decisions.gates))
 
     def ping(self) -> bool:
         """True: the actor answers."""

@@ -156,5 +156,45 @@ class TopicVersions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TopicStatus:
+    """Versions of a topic and counts of its served drafts, as the registry reports them.
+
+    Attributes:
+        stable: weight_version.
+        candidate: weight_version on trial, or None.
+        restored_from: the earlier version that the candidate is a copy of, or None.
+        requests: drafted requests since the registry's start.
+        rounds: of these.
+        accepted: rounds whose first position was accepted.
+        canary_requests: drafted requests of the candidate.
+        closed: why no candidate is taken now, None if one is.
+    """
+
+    stable: int = 0
+    candidate: int | None = None
+    restored_from: int | None = None
+    requests: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    canary_requests: int = 0
+    closed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryMetrics:
+    """Figures for monitoring.
+
+    Attributes:
+        topics: status by topic.
+        decisions: counts since the start, by topic and outcome, see DecisionLog.
+        gates: by topic, the gate's last expected acceptance of candidate and served draft.
+    """
+
+    topics: dict[str, TopicStatus]
+    decisions: dict[tuple[str, str], int]
+    gates: dict[str, tuple[float | None, float | None]]
+
+
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None

@@ -36,6 +36,7 @@ from paceline.actors.training.topic_schedule import (
 from paceline.actors.training.training_loop import RULES, TrainingLoop
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.actors.weights.versions import TopicStatus
 
 _PATHS = ("draft_paths", "optimizer_dir")
 _MICRO_STEP_S = 2.0**-7  # of the virtual clock: its sums are exact
@@ -140,7 +141,7 @@ class LocalClient:
         """No topic comes while a benchmark runs."""
         return {}
 
-    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+    def topic_status(self) -> dict[str, TopicStatus] | None:
         """None: there is no canary, every published version is served at once."""
         return None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import asdict
 from typing import Any
 
+from paceline.actors.weights.versions import TopicStatus
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_error
 
@@ -38,6 +40,11 @@ async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
         *(asyncio.gather(*group.values()) for group in (queries, further, shards))
     )
     status = dict(zip(queries, results, strict=True))
+    if "live_drafts" in status:
+        status["live_drafts"] = {
+            topic: asdict(found) if isinstance(found, TopicStatus) else found
+            for topic, found in status["live_drafts"].items()
+        }
     if further:
         status["further_trainers"] = dict(zip(further, trainer_results, strict=True))
     if isinstance(status.get("decisions"), list):

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.actors.engine.stats import DraftStats, EngineStats, drain
 from paceline.actors.weights.slots import expert_of, is_candidate
+from paceline.actors.weights.versions import RegistryMetrics
 from paceline.deploy.monitoring.exporter import Sample
 from paceline.deploy.monitoring.outcomes import OUTCOMES
 
@@ -182,17 +183,17 @@ def ingress_samples(stats: IngressStats) -> Iterator[Sample]:
     yield from (Sample("failovers", stats.failovers.get(k, 0), (k,)) for k in FAILOVERS)
 
 
-def registry_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
+def registry_samples(metrics: RegistryMetrics) -> Iterator[Sample]:
     """Samples of ``WeightRegistry.metrics``."""
-    updates: Mapping[tuple[str, str], int] = stats["updates"]
-    for draft, live in stats["live"].items():
-        yield Sample("weight_version", live["stable"], (draft, "stable"))
-        if live["candidate"] is not None:
-            yield Sample("weight_version", live["candidate"], (draft, "candidate"))
-        yield Sample("canary_requests", live["canary_requests"], (draft,))
+    for draft, status in metrics.topics.items():
+        yield Sample("weight_version", status.stable, (draft, "stable"))
+        if status.candidate is not None:
+            yield Sample("weight_version", status.candidate, (draft, "candidate"))
+        yield Sample("canary_requests", status.canary_requests, (draft,))
         for outcome in UPDATES:
-            yield Sample("weight_updates", updates.get((draft, outcome), 0), (draft, outcome))
-    for draft, gate in stats["gates"].items():
+            count = metrics.decisions.get((draft, outcome), 0)
+            yield Sample("weight_updates", count, (draft, outcome))
+    for draft, gate in metrics.gates.items():
         for weights, acceptance in zip(("candidate", "served"), gate, strict=True):
             if acceptance is not None:
                 yield Sample("expected_acceptance", acceptance, (draft, weights))

@@ -18,6 +18,7 @@ from paceline.actors.training.topic_schedule import (
     topic_priorities,
 )
 from paceline.actors.training.topic_stats import LiveStats
+from paceline.actors.weights.versions import TopicStatus
 
 
 class Counters:
@@ -98,15 +99,16 @@ def test_how_often_one_looks_changes_little() -> None:
 
 def test_a_registry_that_does_not_answer_leaves_the_outlook_as_it_is() -> None:
     outlook = LiveStats(("sql", "math"), DriftSettings())
-    live = {"requests": 9, "rounds": 90, "accepted": 50, "stable": 1, "canary_requests": 2}
-    assert outlook.update({"sql": live | {"candidate": 4}}) == []
+    live = TopicStatus(stable=1, requests=9, rounds=90, accepted=50, canary_requests=2)
+    assert outlook.update({"sql": dataclasses.replace(live, candidate=4)}) == []
     assert outlook.update(None) == []
     assert outlook.candidate("sql") == 4
     assert outlook.undecided("sql")
     assert not outlook.undecided("math")
-    outlook.update({"sql": live | {"candidate": 5, "canary_requests": 0}})
+    outlook.update({"sql": dataclasses.replace(live, candidate=5, canary_requests=0)})
     assert not outlook.undecided("sql")  # nothing would be thrown away
-    outlook.update({"sql": live | {"candidate": 6, "canary_requests": 0, "restored_from": 2}})
+    earlier = dataclasses.replace(live, candidate=6, canary_requests=0, restored_from=2)
+    outlook.update({"sql": earlier})
     assert outlook.undecided("sql")  # nobody would begin it again
 
 

@@ -62,7 +62,7 @@ def test_noise_without_end_costs_the_canarys_share_and_no_token(tmp_path: Path) 
     clean = Serving(model(), lambda: model(0.02), SHARE, canaried(tmp_path / "clean"))
     published = 0
     for start in range(0, 320, 16):
-        if serving.registry.topic_status()["sql"]["candidate"] is None:
+        if serving.registry.topic_status()["sql"].candidate is None:
             serving.registry.publish("sql", noise(start, 0.5), {"forged": True})
             published += 1
         serving.serve(prompts(16, start))
@@ -88,7 +88,7 @@ def test_a_little_worse_again_and_again_is_not_let_through(tmp_path: Path) -> No
     """Harm by small steps: every candidate is a bit worse than what is served."""
     serving = Serving(model(), lambda: model(), 0.5, canaried(tmp_path))
     for start in range(0, 480, 16):
-        if serving.registry.topic_status()["sql"]["candidate"] is None:
+        if serving.registry.topic_status()["sql"].candidate is None:
             serving.registry.publish("sql", noise(start, 0.06), {"forged": True})
         serving.serve(prompts(16, start))
     assert mean_rate([r for r in serving.rates if r[0] == 0]) > 0.99
@@ -139,10 +139,10 @@ def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_
     for number in range(1, settings.schedule.max_rejections + 1):
         bring(client, settings.schedule.min_new)
         assert loop.run_round()
-        assert registry.topic_status()["sql"]["candidate"] == number
+        assert registry.topic_status()["sql"].candidate == number
         for _ in range(4):
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (number, 2))])
-        assert registry.topic_status()["sql"]["candidate"] is None
+        assert registry.topic_status()["sql"].candidate is None
     bring(client, settings.schedule.min_new)
     assert not loop.run_round()  # enough for a rejected candidate, not for a plateau
     bring(client, 40)
@@ -200,7 +200,7 @@ def test_training_goes_on_while_a_canary_is_undecided_and_publishes_after_it(
     assert loop.run_round()
     assert loop.progress.state == "waiting for the canary"
     assert loop.candidate("sql").steps > steps
-    assert registry.topic_status()["sql"]["candidate"] == 1
+    assert registry.topic_status()["sql"].candidate == 1
     for _ in range(8):
         registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 2), (1, 16))])
     assert registry.stable_versions()["sql"] == 1
@@ -220,12 +220,12 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     assert registry is not None
     loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
     assert loop.run_round()
-    assert registry.topic_status()["sql"]["candidate"] == 1
+    assert registry.topic_status()["sql"].candidate == 1
     registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
     bring(client, 5)
 
     def leave() -> bool:  # asked for before every micro-step
-        if registry.topic_status()["sql"]["candidate"] is not None:
+        if registry.topic_status()["sql"].candidate is not None:
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (1, 2))])
         return True
 
@@ -298,7 +298,7 @@ def test_a_round_keeps_what_it_has_learnt_where_the_registry_takes_nothing_now(
     bring(client, 5)
     assert loop.run_round()
     assert own.steps > steps
-    assert registry.topic_status()["sql"]["candidate"] == own.version == 1
+    assert registry.topic_status()["sql"].candidate == own.version == 1
     steps = own.steps
     bring(client, 5)
     assert loop.run_round()  # now it sees beforehand that nothing is taken

@@ -28,6 +28,7 @@ from paceline.actors.training.scorer import Scorer, ScoringLoop
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.flat_weights import flatten
+from paceline.actors.weights.versions import TopicStatus
 
 EXPERTS = ("general", "sql")
 
@@ -306,7 +307,7 @@ class _Nothing:
     def versions(self) -> dict[str, int] | None:
         return {}
 
-    def topic_status(self) -> dict[str, dict[str, Any]] | None:
+    def topic_status(self) -> dict[str, TopicStatus] | None:
         return {}
 
     def weights(self, topic: str) -> None:  # noqa: ARG002 - the protocol's

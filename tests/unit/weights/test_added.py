@@ -58,11 +58,11 @@ def test_a_topic_starts_as_a_copy_of_what_general_is_served_as(tmp_path: Path) -
     assert reg.add_topic("geo", "general", head(1.0), 0) == 1
     assert news(reg, "geo") == (1, 3.0)
     assert reg.stable_versions() == {"general": 1, "sql": 0, "geo": 1}
-    assert reg.topic_status()["geo"]["stable"] == 1
+    assert reg.topic_status()["geo"].stable == 1
     assert reg.history("geo")[-1]["outcome"] == "added"
     assert reg.publish("geo", weights(4.0), {}) == 2
     reg.report([DraftOutcome("geo", 2, 3, 1)])
-    assert reg.topic_status()["geo"]["requests"] == 1
+    assert reg.topic_status()["geo"].requests == 1
     assert news(reg, "general") == (1, 3.0)
 
 
@@ -94,7 +94,7 @@ def test_a_restarted_registry_knows_the_topic_and_the_routers_head(tmp_path: Pat
     assert view.head.arrays["weight"].tolist() == [[2.0] * 3]
     assert len(list(tmp_path.glob("router-*.safetensors"))) == 1
     assert second.publish("law", weights(5.0), {}) == 2
-    assert second.topic_status()["law"]["candidate"] == 2
+    assert second.topic_status()["law"].candidate == 2
 
 
 def test_what_cannot_be_added_changes_nothing(tmp_path: Path) -> None:

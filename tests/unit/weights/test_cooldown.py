@@ -58,7 +58,7 @@ def report(reg: WeightRegistry, accepted: dict[int, int], requests: int) -> None
 def rolled_back(reg: WeightRegistry, value: float) -> None:
     version = reg.publish("sql", weights(value), {})
     report(reg, {reg.stable_versions()["sql"]: GOOD, version: BAD}, 4)
-    assert reg.topic_status()["sql"]["candidate"] is None
+    assert reg.topic_status()["sql"].candidate is None
     assert reg.stable_versions()["sql"] != version
 
 
@@ -75,10 +75,10 @@ def test_a_candidate_that_live_requests_judge_is_not_replaced(tmp_path: Path) ->
     reg.publish("sql", weights(1.0), {})
     report(reg, {0: EVEN, 1: EVEN}, 1)
     clock.now += 1e6
-    assert "judge" in reg.topic_status()["sql"]["closed"]
+    assert "judge" in reg.topic_status()["sql"].closed
     with pytest.raises(CandidateRefusedError, match="judge"):
         reg.publish("sql", weights(2.0), {})
-    assert reg.topic_status()["sql"]["candidate"] == 1
+    assert reg.topic_status()["sql"].candidate == 1
     report(reg, {0: GOOD, 1: BAD}, 8)  # its trial has gone on
     assert reg.history("sql")[-1]["outcome"] == "rolled_back"
 
@@ -92,9 +92,9 @@ def test_a_candidate_that_nobody_has_judged_has_some_time(tmp_path: Path) -> Non
     with pytest.raises(CandidateRefusedError, match="just"):
         reg.publish("sql", weights(2.0), {})
     clock.now += 0.2
-    assert reg.topic_status()["sql"]["closed"] is None
+    assert reg.topic_status()["sql"].closed is None
     assert reg.publish("sql", weights(2.0), {}) == 2
-    assert reg.topic_status()["sql"]["candidate"] == 2
+    assert reg.topic_status()["sql"].candidate == 2
 
 
 def test_rests_after_rollbacks_in_a_row_grow_and_outlive_the_registry(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_rests_after_rollbacks_in_a_row_grow_and_outlive_the_registry(tmp_path: 
     rolled_back(reg, 2.0)  # the first costs no rest
     for rest in (REST, 2 * REST, 3 * REST, 3 * REST):
         clock.now += rest - 0.1
-        assert "in a row" in reg.topic_status()["sql"]["closed"]
+        assert "in a row" in reg.topic_status()["sql"].closed
         with pytest.raises(CandidateRefusedError, match="in a row"):
             reg.publish("sql", weights(3.0), {})
         reg = reopened(reg, tmp_path, clock, max_cooldown_s=3 * REST)
@@ -115,7 +115,7 @@ def test_rests_after_rollbacks_in_a_row_grow_and_outlive_the_registry(tmp_path: 
     clock.now += 3 * REST
     promoted(reg, 4.0, GOOD)
     rolled_back(reg, 5.0)
-    assert reg.topic_status()["sql"]["closed"] is None  # the first again
+    assert reg.topic_status()["sql"].closed is None  # the first again
 
 
 def reopened(reg: WeightRegistry, path: Path, clock: Clock, **changes: Any) -> WeightRegistry:
@@ -152,13 +152,13 @@ def test_after_some_versions_that_were_only_no_worse_the_last_good_one_is_tried(
     good = promoted(reg, 1.0, GOOD)
     for value in range(2, 4):
         promoted(reg, value, EVEN)
-        assert reg.topic_status()["sql"]["candidate"] is None
+        assert reg.topic_status()["sql"].candidate is None
     last = promoted(reg, 4.0, EVEN)
     audit = reg.history("sql")[-1]
     assert (audit["outcome"], audit["restored_from"]) == ("published", good)
     assert "not shown to be better" in audit["reason"]
     reg = reopened(reg, tmp_path, clock)  # nor does a kill end it
-    again = reg.topic_status()["sql"]["candidate"]
+    again = reg.topic_status()["sql"].candidate
     assert again == last + 1
     with pytest.raises(CandidateRefusedError, match="earlier version"):
         reg.publish("sql", weights(9.0), {})
@@ -169,7 +169,7 @@ def test_after_some_versions_that_were_only_no_worse_the_last_good_one_is_tried(
     assert reg.history("sql")[-1]["restored_from"] == good
     for value in range(2):
         promoted(reg, 6.0 + value, EVEN)
-    assert reg.topic_status()["sql"]["candidate"] is None  # counted anew
+    assert reg.topic_status()["sql"].candidate is None  # counted anew
     promoted(reg, 9.0, EVEN)
     assert reg.history("sql")[-1]["restored_from"] == again
 
@@ -187,7 +187,7 @@ def test_an_anchor_gives_its_place_only_to_what_was_shown_to_be_better(
         reg.stable_versions()["sql"] == last
     )  # shown to bring no 0.05, it is not waited for longer
     assert reg.history("sql")[-1]["outcome"] == "kept"
-    assert reg.topic_status()["sql"]["closed"] is None  # the trainer has done no wrong
+    assert reg.topic_status()["sql"].closed is None  # the trainer has done no wrong
     for value in range(6, 9):
         promoted(reg, value, EVEN)
     assert reg.history("sql")[-1]["restored_from"] == (last if replaced else good)
@@ -205,14 +205,14 @@ def harmed(directory: Path, step: float, spread: float, rounds: int, **changes: 
     for number in range(24_000):
         clock.now += 1.0
         live = reg.topic_status()["sql"]
-        if live["closed"] is None:
+        if live.closed is None:
             version = reg.publish("sql", weights(float(number)), {})
-            rates[version] = rates[live["stable"]] - step
+            rates[version] = rates[live.stable] - step
         live = reg.topic_status()["sql"]
-        if live["restored_from"] is not None:
-            rates[live["candidate"]] = rates[live["restored_from"]]
-        served = live["candidate"] if rng.random() < 0.5 else None
-        served = live["stable"] if served is None else served
+        if live.restored_from is not None:
+            rates[live.candidate] = rates[live.restored_from]
+        served = live.candidate if rng.random() < 0.5 else None
+        served = live.stable if served is None else served
         rate = float(np.clip(rng.normal(rates[served], spread), 0.0, 1.0))
         reg.report([DraftOutcome("sql", served, rounds, int(rng.binomial(rounds, rate)))])
         along.append(rates[reg.stable_versions()["sql"]])
@@ -254,7 +254,7 @@ def test_an_anchor_that_cannot_be_read_gives_its_place_to_what_is_served(tmp_pat
     promoted(reg, 3.0, EVEN)
     (tmp_path / "state/aa/sql" / f"{good}.safetensors").write_bytes(b"torn")
     last = promoted(reg, 4.0, EVEN)
-    assert reg.topic_status()["sql"]["candidate"] is None
+    assert reg.topic_status()["sql"].candidate is None
     assert (reg.history("sql")[-1]["outcome"], reg.history("sql")[-1]["version"]) == (
         "restored",
         last,
@@ -269,8 +269,8 @@ def test_an_anchor_withdrawn_by_hand_stays_the_anchor(tmp_path: Path) -> None:
     good = promoted(reg, 1.0, GOOD)
     for value in range(2, 5):
         promoted(reg, value, EVEN)
-    assert reg.topic_status()["sql"]["restored_from"] == good
+    assert reg.topic_status()["sql"].restored_from == good
     reg.roll_back("sql")
     for value in range(5, 8):
         promoted(reg, value, EVEN)
-    assert reg.topic_status()["sql"]["restored_from"] == good
+    assert reg.topic_status()["sql"].restored_from == good

@@ -137,7 +137,7 @@ def test_a_failed_candidate_is_reported_until_it_is_withdrawn(handle: Handle) ->
     assert own.poll(0.0)
     handle.registry.publish("sql", weights(1.0), {})
     assert own.poll(0.0)
-    assert handle.registry.topic_status()["sql"]["candidate"] is None
+    assert handle.registry.topic_status()["sql"].candidate is None
     assert own.poll(0.0)
     calls = handle.calls
     assert own.poll(0.0)

@@ -92,7 +92,7 @@ def test_what_is_worse_is_rolled_back_and_its_number_not_used_again(tmp_path: Pa
     assert files(tmp_path) == set()
     assert reg.publish("sql", weights(2.0), {}) == 2
     again = registry(tmp_path)
-    assert again.topic_status()["sql"]["candidate"] == 2
+    assert again.topic_status()["sql"].candidate == 2
     assert again.stable_versions()["sql"] == 0
     assert again.publish("sql", weights(3.0), {}) == 3
 
@@ -102,7 +102,7 @@ def test_a_newer_candidate_takes_the_place_of_one_that_nobody_has_judged(tmp_pat
     reg.publish("sql", weights(1.0), {})
     report(reg, {0: BAD}, requests=3)
     assert reg.publish("sql", weights(2.0), {}) == 2
-    assert reg.topic_status()["sql"]["canary_requests"] == 0
+    assert reg.topic_status()["sql"].canary_requests == 0
     report(reg, {0: BAD, 1: GOOD}, requests=20)  # of the one before
     assert reg.stable_versions()["sql"] == 0
     assert served(reg) == {"sql@candidate": (2, 2.0)}
@@ -136,7 +136,7 @@ def test_weights_that_are_not_finite_are_refused(
     reg = registry(tmp_path)
     with pytest.raises(ValueError, match="not finite"):
         reg.publish("sql", weights(value, dtype), {"steps": 3})
-    assert reg.topic_status()["sql"]["candidate"] is None
+    assert reg.topic_status()["sql"].candidate is None
     assert outcomes(reg) == ["refused"]
     assert reg.history("sql")[0]["steps"] == 3
     assert files(tmp_path) == set()
@@ -181,13 +181,13 @@ def test_a_trainer_does_not_replace_a_predecessor_on_trial_that_nobody_would_try
     second = promote(reg, 2.0)
     assert not undecided(reg)
     report(reg, {second: BAD})
-    assert reg.topic_status()["sql"]["canary_requests"] == 0
+    assert reg.topic_status()["sql"].canary_requests == 0
     again = registry(tmp_path)
     for each in (reg, again):  # the trial survives the registry
-        assert each.topic_status()["sql"]["restored_from"] == second - 1
+        assert each.topic_status()["sql"].restored_from == second - 1
         assert undecided(each)
     report(again, {second: BAD, second + 1: 10})
-    assert again.topic_status()["sql"]["restored_from"] is None
+    assert again.topic_status()["sql"].restored_from is None
     again.publish("sql", weights(4.0), {})
     assert not undecided(again)
 

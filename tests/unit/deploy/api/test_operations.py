@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,9 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
             name = next(replicas)
             drafts = world.registry.stable_versions() | world.behind.get(name, {})
             return {
-                "live_drafts": world.registry.topic_status(),
+                "live_drafts": {
+                    topic: asdict(own) for topic, own in world.registry.topic_status().items()
+                },
                 "target": {"replica_id": name, "drafts": drafts},
                 "board": {"replicas": 2},
             }
@@ -319,7 +322,7 @@ def test_a_rollback_whose_answer_is_lost_is_done_once(
     assert line.startswith(f"sql: stable is version {stable} (an answer was lost")
     with pytest.raises(CallError, match="nothing was changed"):  # as the operator repeats it
         operations_command.roll_back("u", "sql", None, said.append, expected=4 if canary else 3)
-    assert asked.registry.topic_status()["sql"]["stable"] == stable
+    assert asked.registry.topic_status()["sql"].stable == stable
 
 
 def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
@@ -335,7 +338,7 @@ def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
     def call(url: str, method: str, *rest: Any) -> Any:
         if method == "POST" and asked.registry.stable_versions()["sql"] == 1:
             asked.registry._canary = CanarySettings()
-            if asked.registry.topic_status()["sql"]["candidate"] is None:
+            if asked.registry.topic_status()["sql"].candidate is None:
                 asked.publish(2.0)
                 raise NoAnswerError("reset before it came")
         return answered(url, method, *rest)
@@ -343,7 +346,7 @@ def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
     monkeypatch.setattr(operations_command, "call", call)
     with pytest.raises(CallError, match="version 2 is served, and not 1: nothing was changed"):
         operations_command.roll_back("u", "sql", None, print)
-    assert asked.registry.topic_status()["sql"]["candidate"] == 2
+    assert asked.registry.topic_status()["sql"].candidate == 2
 
 
 def test_the_command_waits_until_nothing_is_under_way(

@@ -28,6 +28,7 @@ from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.version_store import outcome_of
+from paceline.actors.weights.versions import TopicStatus
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.monitoring.catalogue import (
     BY_NAME,
@@ -231,7 +232,7 @@ def test_every_outcome_of_a_decision_is_counted() -> None:
 
 def test_trainer_samples() -> None:
     outlook = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
-    live = {"requests": 40, "rounds": 400, "accepted": 200}
+    live = TopicStatus(requests=40, rounds=400, accepted=200)
     outlook.update({"sql": live})
     hedge = Hedge(("sql", "general"))
     status = {
