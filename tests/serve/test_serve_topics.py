@@ -49,7 +49,7 @@ def test_the_command_adds_a_topic_and_the_next_requests_are_of_it(
     add = ["topics", "add", "travel", "--examples", str(examples), "--url", base_url]
     assert main(add) == 0
     said = capsys.readouterr().out
-    assert "general's copy, version 1" in said
+    assert "copy of general's, version 1" in said
     assert said.splitlines()[-1] == "it is served"
     prompts = trips(30, seed=7)[20:]
 
