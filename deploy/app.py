@@ -21,10 +21,14 @@ from paceline.cluster.autoscaling import replica_options
 from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.placement import actor_options, surge_percent
 from paceline.cluster.supervisor import TopicSupervisor, TrainerSupervisor
-from paceline.deploy import experts, learning
+from paceline.deploy import learning
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import check
-from paceline.deploy.config.replica_settings import ingress_settings, target_settings
+from paceline.deploy.config.replica_settings import (
+    expert_settings,
+    ingress_settings,
+    target_settings,
+)
 from paceline.deploy.errors import ConfigError, StartError, cause_of
 from paceline.deploy.monitoring.ingress import MeteredIngress
 from paceline.deploy.signals import handlers_restored, signals_ignored
@@ -37,6 +41,7 @@ _UNBOUNDED = 100_000
 # By name: the driver then need not import torch and transformers, which takes seconds.
 _TARGET_CLASS: Any = "paceline.deploy.monitoring.target.MeteredTarget"
 _ROUTER_CLASS: Any = "paceline.actors.router.router.TopicRouter"
+_EXPERT_CLASS: Any = "paceline.actors.speculation.pool.replica.ExpertReplica"
 _REPLICA_CHOICE = "paceline.cluster.replica_choice.ReplicaChoice"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
@@ -204,9 +209,10 @@ def _start_expert(
     """
     name = f"{APPLICATION}-{expert}"
     config = config.with_topics(added)
-    bound = experts.deployments(config, target_settings(config), registry)[expert]
+    deployment = _expert(config, expert)
+    bound = deployment.bind(expert_settings(config, target_settings(config), expert), registry)
     serve.run(bound, name=name, route_prefix=None, logging_config=_SERVE_LOGGING)
-    return experts.deployment_name(expert), name
+    return deployment.name, name
 
 
 def _describe() -> dict[str, Any]:
@@ -229,20 +235,26 @@ def build_app(
         actors: the learning actors.
         no_topics: why no topic can be added while it runs; None if the config decides.
     """
+    settings = target_settings(config)
+    pool = config.drafts.experts if config.drafts.placement == "pool" else ()
     target = _target(config).bind(
-        target_settings(config),
+        settings,
         dict(actors.shards),
         actors.registry,
         actors.scheduler,
-        experts.deployments(config, target_settings(config), actors.registry),
+        {
+            expert: _expert(config, expert).bind(
+                expert_settings(config, settings, expert), actors.registry
+            )
+            for expert in pool
+        },
         actors.scorer,
     )
     router = None
     if config.router.enabled and config.router.placement == "deployment":
         path, threads = str(config.router_path), config.router.num_threads
         router = _router(config).bind(path, threads, actors.registry)
-    settings = ingress_settings(config, no_topics)
-    return _ingress(config).bind(settings, target, router, actors)
+    return _ingress(config).bind(ingress_settings(config, no_topics), target, router, actors)
 
 
 # By default no CPUs are booked. Every process has one numerics thread by its environment; target,
@@ -279,7 +291,7 @@ def _gpu_share(config: PacelineConfig) -> float:
         return 0
     each = learning.trainer_gpus(config) + learning.rank_gpus(config)
     taken = each * config.training.trainers
-    taken += experts.pool_gpus(config)
+    taken += config.drafts.num_gpus * config.drafts.pool_processes
     if taken >= gpus:
         raise ConfigError(
             f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "
@@ -287,6 +299,19 @@ def _gpu_share(config: PacelineConfig) -> float:
         )
     share = (gpus - taken) / config.target.most_replicas
     return int(share) if share >= 1 else int(share * 100) / 100
+
+
+def _expert(config: PacelineConfig, expert: str) -> serve.Deployment:
+    return serve.deployment(
+        name=f"expert-{expert}",
+        **replica_options(config.drafts.num_replicas, config.drafts.autoscaling),
+        max_ongoing_requests=_UNBOUNDED,  # a session is a request that lasts as long as its target
+        ray_actor_options=actor_options(config.placement.experts, config.drafts.num_gpus),
+        graceful_shutdown_timeout_s=1,  # sessions end only with their targets
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=5,
+        health_check_timeout_s=20,
+    )(_EXPERT_CLASS)
 
 
 def _router(config: PacelineConfig) -> serve.Deployment:

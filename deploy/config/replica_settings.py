@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.deploy.api.auth import key_digests
 from paceline.deploy.api.failover import FailoverPolicy
 from paceline.deploy.api.ingress import IngressSettings
@@ -98,6 +99,22 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         max_records_per_s=config.replay.max_records_per_s,
         canary_share=config.training.effective_canary_share,
         warm_up=True,
+    )
+
+
+def expert_settings(config: PacelineConfig, target: TargetSettings, expert: str) -> ExpertSettings:
+    """Settings of a pool's expert that drafts for replicas with ``target``'s settings."""
+    return ExpertSettings(
+        expert=expert,
+        target=target,
+        max_sequences=config.target.max_num_seqs * config.target.most_replicas,
+        target_cores=target.num_threads * config.target.most_replicas,
+        other_cores=(config.drafts.pool_processes - 1) * config.drafts.num_threads,
+        device=config.target.device if config.drafts.num_gpus else "cpu",
+        num_threads=config.drafts.num_threads,
+        draft_ahead=config.drafts.draft_ahead,
+        across_nodes=config.drafts.across_nodes,
+        autoscaled=config.drafts.autoscaling is not None,
     )
 
 

@@ -11,7 +11,7 @@ from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from paceline.actors.engine.target import replica_load
 from paceline.actors.speculation.pool.replica import SessionBalancer, Utilization
 from paceline.cluster.autoscaling import LoadPolicy, replica_options
-from paceline.deploy import app, experts
+from paceline.deploy import app
 from paceline.deploy.cluster_app import for_cluster
 from paceline.deploy.config import replica_settings
 from paceline.deploy.config.config import PacelineConfig, load_config
@@ -55,12 +55,16 @@ def test_without_autoscaling_the_number_is_fixed() -> None:
 def test_what_is_shared_out_is_reckoned_with_all_replicas_that_there_may_be() -> None:
     config = scaled(**POOL, **{"target.max_num_seqs": 8, "target.max_queued_requests": 2})
     assert replica_settings._in_flight(config) == 5 * 8 + 2
-    settings = experts._settings(config, replica_settings.target_settings(config), "sql")
+    settings = replica_settings.expert_settings(
+        config, replica_settings.target_settings(config), "sql"
+    )
     assert settings.max_sequences == 40
     assert not settings.autoscaled
     two = load_config(None, {**POOL, "drafts.autoscaling": {"max_replicas": 3}})
     assert two.drafts.pool_processes == 6
-    assert experts._settings(two, replica_settings.target_settings(two), "sql").autoscaled
+    assert replica_settings.expert_settings(
+        two, replica_settings.target_settings(two), "sql"
+    ).autoscaled
 
 
 @pytest.mark.parametrize(

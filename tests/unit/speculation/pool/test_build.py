@@ -15,8 +15,8 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pool import build
 from paceline.actors.speculation.pool.build import build_server, expert_kv_positions, spare_cores
 from paceline.actors.speculation.pool.settings import ExpertSettings
-from paceline.deploy import experts
 from paceline.deploy.config.config import load_config
+from paceline.deploy.config.replica_settings import expert_settings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -76,5 +76,5 @@ def test_a_spare_core_counts_for_one_expert_only(
 def test_experts_count_the_cores_of_all_others(settings: ExpertSettings) -> None:
     overrides = {"drafts.placement": "pool", "drafts.num_replicas": 2, "drafts.num_threads": 3}
     config = load_config(None, overrides)
-    own = experts._settings(config, settings.target, "sql")
+    own = expert_settings(config, settings.target, "sql")
     assert own.other_cores == 3 * (2 * len(config.drafts.experts) - 1)
