@@ -1,4 +1,4 @@
-"""The trainer's outside in one process: real shards and registry, called directly."""
+"""A trainer's client in one process: real shards and registry, called directly."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def filled(directory: Path, records: int = 80, canary: CanarySettings | None = N
 
 
 def fill(client: LocalClient, topics: tuple[str, ...], records: int) -> None:
-    """Give the topics' shards the same lessons."""
+    """Insert the same records into the topics' shards."""
     for number in range(records):
         for topic in topics:
             client.shards[topic].insert(encode(training_record(number)))

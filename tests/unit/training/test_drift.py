@@ -143,12 +143,12 @@ def test_a_drifting_topic_comes_first() -> None:
 def test_rounds_are_shorter_under_load_and_in_drift() -> None:
     settings = ScheduleSettings()
 
-    def length(leave: float, *, drifting: bool = False) -> float:
-        return round_length(8.0, leave, 45.0, drifting=drifting, settings=settings)
+    def length(permit: float, *, drifting: bool = False) -> float:
+        return round_length(8.0, permit, 45.0, drifting=drifting, settings=settings)
 
     assert length(1.0) == 8.0
     assert length(1.0, drifting=True) == 4.0
     assert length(0.1) == pytest.approx(4.5)  # ends within its wall time
     assert length(0.0) == 2.0
-    lengths = [length(leave / 20) for leave in range(21)]
+    lengths = [length(permit / 20) for permit in range(21)]
     assert lengths == sorted(lengths)

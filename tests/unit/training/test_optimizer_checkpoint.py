@@ -43,13 +43,13 @@ def folders(topic: Path) -> list[str]:
     return sorted(path.name for path in topic.iterdir())
 
 
-def test_a_state_is_written_in_files_and_leave_is_asked_before_each(tmp_path: Path) -> None:
+def test_a_state_is_written_in_files_each_with_a_permit(tmp_path: Path) -> None:
     asked: list[int] = []
 
-    def leave() -> None:
+    def permit() -> None:
         asked.append(len(list(tmp_path.glob("sql/.partial-*/*.safetensors"))))
 
-    optimizer_state.save_checkpoint(tmp_path / "sql", state(), 3, DIGEST, leave)
+    optimizer_state.save_checkpoint(tmp_path / "sql", state(), 3, DIGEST, permit)
     assert asked == [0, 1, 2, 3]  # the last one is before the index
     sizes = [path.stat().st_size for path in tmp_path.glob("sql/3-*/*.safetensors")]
     assert len(sizes) == 3
@@ -95,12 +95,12 @@ def test_who_is_stopped_between_two_files_leaves_a_whole_state(tmp_path: Path, f
     optimizer_state.save_checkpoint(tmp_path, state(), 1, DIGEST)
     left = iter(range(files))
 
-    def leave() -> None:
+    def permit() -> None:
         if next(left, None) is None:
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        optimizer_state.save_checkpoint(tmp_path, state(5.0), 2, DIGEST, leave)
+        optimizer_state.save_checkpoint(tmp_path, state(5.0), 2, DIGEST, permit)
     # after the index only what was there before is still to be removed
     assert same(optimizer_state.load_checkpoint(tmp_path, 2, DIGEST), state(5.0)) is (files == 4)
     assert same(optimizer_state.load_checkpoint(tmp_path, 1, DIGEST), state())

@@ -69,7 +69,7 @@ def test_a_restarted_trainer_goes_on_as_if_nothing_had_happened(tmp_path: Path, 
     assert steps(third, 8) != pytest.approx(expected, rel=1e-3)
 
 
-def test_who_falls_back_to_the_stable_version_has_its_moments_too(tmp_path: Path) -> None:
+def test_the_stable_version_of_a_trial_keeps_its_checkpoint(tmp_path: Path) -> None:
     one = candidate(tmp_path, "float32")
     steps(one, 3)
     first = published(one, 1)
@@ -85,7 +85,7 @@ def test_who_falls_back_to_the_stable_version_has_its_moments_too(tmp_path: Path
 
 
 @pytest.mark.parametrize("error", [OSError, SafetensorError])
-def test_a_full_disk_costs_the_moments_and_not_the_publication(
+def test_a_full_disk_costs_the_checkpoint_and_not_the_publication(
     tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

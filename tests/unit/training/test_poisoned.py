@@ -224,12 +224,12 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
     bring(client, 5)
 
-    def leave() -> bool:  # asked for before every micro-step
+    def permit() -> bool:  # asked for before every micro-step
         if registry.topic_status()["sql"].candidate is not None:
             registry.report([DraftOutcome("sql", v, 20, a) for v, a in ((0, 16), (1, 2))])
         return True
 
-    client.permitted = leave
+    client.permitted = permit
     assert loop.run_round()
     assert loop.progress.state == "rolled back"
     assert [d["version"] for d in registry.history("sql") if d.get("canary")] == [1]

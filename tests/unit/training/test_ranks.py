@@ -115,13 +115,13 @@ def _death_in_a_round(draft: str, folder: str) -> dict[str, Any]:
     first = client.versions()
     asked: list[int] = []
 
-    def leave() -> bool:
+    def permit() -> bool:
         asked.append(1)
         if len(asked) == 5:
             started[0].stop()
         return True
 
-    client.permitted = leave
+    client.permitted = permit
     reason = "the round went on without its second rank"
     try:
         loop.run_round()

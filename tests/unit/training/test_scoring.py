@@ -126,19 +126,19 @@ def test_experts_whose_candidate_is_to_be_judged_are_named(
     assert scoring.table()["acceptance"]["sql"]["sql"] == pytest.approx(1.0)
 
 
-def test_without_leave_nothing_is_scored_and_the_end_is_at_once(
+def test_without_a_permit_nothing_is_scored_and_the_end_is_at_once(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
     client, settings = LocalClient(tmp_path, EXPERTS), settings_of(draft)
     asked: list[int] = []
     stop = [False]
 
-    def leave() -> bool:
+    def permit() -> bool:
         asked.append(1)
         stop[0] = len(asked) >= 3
         return False
 
-    client.permitted = leave
+    client.permitted = permit
     scoring = ScoringLoop(settings, sleep=lambda _: None, stopped=lambda: stop[0])
     offer(scoring, texts)
     with pytest.raises(Stopped):
@@ -147,7 +147,7 @@ def test_without_leave_nothing_is_scored_and_the_end_is_at_once(
     assert len(asked) == 3
 
 
-def test_records_expire_while_leave_is_waited_for(draft: Path) -> None:
+def test_records_expire_while_a_permit_is_waited_for(draft: Path) -> None:
     now, settings = [0.0], settings_of(draft, retention_s=10.0)
     scoring = ScoringLoop(
         settings, clock=lambda: now[0], sleep=lambda _: None, stopped=lambda: now[0] > 20.0
@@ -188,7 +188,7 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
     assert (seen, scoring.table()["scores"]) == ([16, 16, 16, 3, 3], 38)
 
 
-def test_nothing_is_asked_where_all_has_expired_before_leave_came(draft: Path) -> None:
+def test_nothing_is_scored_if_all_has_expired_before_the_permit(draft: Path) -> None:
     now, settings = [0.0], settings_of(draft, retention_s=10.0)
     scoring = ScoringLoop(settings, clock=lambda: now[0], sleep=lambda _: None)
     offer(scoring, [training_record(0, created=0.0)])

@@ -88,7 +88,7 @@ def test_who_takes_a_topic_over_goes_on_from_what_was_published(
     assert after["served_expected_acceptance"] == pytest.approx(
         published["candidate_expected_acceptance"], abs=0.02
     )
-    assert two_.candidate("sql").steps > published["steps"]  # moments and masters came along
+    assert two_.candidate("sql").steps > published["steps"]  # with the optimizer state
     # and back again: what the first one has in memory is not the last any more
     before = one.candidate("sql").version
     assert one.run_round()

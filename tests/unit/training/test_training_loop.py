@@ -320,18 +320,18 @@ def test_a_shard_hears_the_losses_on_its_own_records(draft: Path, tmp_path: Path
     assert not told
 
 
-def test_no_micro_step_without_leave(draft: Path, tmp_path: Path) -> None:
+def test_no_micro_step_without_a_permit(draft: Path, tmp_path: Path) -> None:
     client = filled(tmp_path)
     asked: list[int] = []
     stop = False
 
-    def leave() -> bool:
+    def permit() -> bool:
         nonlocal stop
         asked.append(1)
         stop = len(asked) >= 5
         return False
 
-    client.permitted = leave
+    client.permitted = permit
     loop = make_loop(
         trainer_settings(draft), client, sleep=lambda _seconds: None, stopped=lambda: stop
     )
@@ -347,11 +347,11 @@ def test_a_shard_that_answers_late_costs_its_topic_no_rest(draft: Path, tmp_path
     client = filled(tmp_path)
     shards = dict(client.shards)
 
-    def leave() -> bool:
+    def permit() -> bool:
         client.shards.clear()
         return True
 
-    client.permitted = leave
+    client.permitted = permit
     loop = make_loop(trainer_settings(draft), client)
     assert not loop.run_round()
     assert loop.progress.state == "waiting for its shard"
@@ -362,36 +362,36 @@ def test_a_shard_that_answers_late_costs_its_topic_no_rest(draft: Path, tmp_path
     assert not loop._topics.state("sql").backoff.failures
 
 
-def test_a_round_that_waited_long_for_its_first_leave_counts_as_seldom_given(
+def test_a_round_that_waited_long_for_its_first_permit_counts_as_seldom_permitted(
     draft: Path, tmp_path: Path
 ) -> None:
     client, clock = filled(tmp_path), Ticks()
     loop = TrainingLoop(trainer_settings(draft), client, clock=clock, sleep=lambda _seconds: None)
 
-    def leave() -> bool:
+    def permit() -> bool:
         clock.now += 5.0 if loop.progress.state == "waiting for a permit" else 0.0
         return clock.now >= 300.0
 
-    client.permitted = leave
+    client.permitted = permit
     assert loop.run_round()
     assert loop.progress.micro_steps > 1
     assert 0.0 < loop._steps._permit_share < 0.1
 
 
-def test_who_is_ousted_while_moments_are_kept_has_published_and_goes_on(
+def test_a_lease_revoked_during_a_checkpoint_keeps_the_publication(
     draft: Path, tmp_path: Path
 ) -> None:
-    """Leave is asked for before each file; a trainer that loses its turn there loses no more."""
+    """Each file needs a permit; a trainer that loses its lease there loses no more."""
     client = filled(tmp_path / "weights")
     folder = tmp_path / "optimizer"
     loop = make_loop(trainer_settings(draft, optimizer_dir=str(folder)), client)
 
-    def leave() -> bool:
+    def permit() -> bool:
         if list(folder.glob("sql/.partial-*")):
             raise LeaseRevoked
         return True
 
-    client.permitted = leave
+    client.permitted = permit
     assert not loop.run_round()
     candidate = loop.candidate("sql")
     assert client.versions() == {"sql": 1, "general": 0}
