@@ -36,7 +36,7 @@ from paceline.actors.speculation.pool.client import ExpertStats
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.sessions import SessionManager, SessionStream
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class TargetReplica:
         self,
         settings: TargetSettings,
         shards: Mapping[str, Any] | None = None,
-        registry: Any = None,
+        registry: RegistryHandle | None = None,
         scheduler: Any = None,
         experts: Mapping[str, DeploymentHandle[Any]] | None = None,
         scorer: Any = None,

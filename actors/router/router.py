@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from paceline.actors.router.added_topic_head import AddedTopicHead
 from paceline.actors.router.classifier import TopicClassifier
 from paceline.actors.router.regression import ClassifiedTexts
 from paceline.actors.router.topic_fit import TopicFit, TopicFitSettings, fit_topic
-from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import RouterHead, TopicsView
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,9 @@ class TopicRouter:
     still classified then.
     """
 
-    def __init__(self, model_path: str, num_threads: int = 1, registry: Any = None) -> None:
+    def __init__(
+        self, model_path: str, num_threads: int = 1, registry: RegistryHandle | None = None
+    ) -> None:
         """Load the classifier.
 
         Args:

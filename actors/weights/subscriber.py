@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 import ray
 
@@ -26,6 +26,28 @@ _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 4.0
 _STEP_S = 0.5
 
+P = ParamSpec("P")
+
+
+class RemoteMethod(Protocol[P]):
+    """A method of an actor handle."""
+
+    def remote(self, *arguments: P.args, **named: P.kwargs) -> Any:
+        """Call the method; returns the reference of its result."""
+
+
+class RegistryHandle(Protocol):
+    """Actor handle of a WeightRegistry, as far as subscribers use it."""
+
+    @property
+    def wait_for_changes(self) -> RemoteMethod[[Mapping[str, int] | None, str | None, float]]:
+        """See WeightRegistry."""
+
+    @property
+    def report(self) -> RemoteMethod[[Iterable[DraftOutcome]]]:
+        """See WeightRegistry."""
+
+
 LoadWeights = Callable[[str, int, "Mapping[str, Tensor] | None"], object]
 """Takes a slot, its weight_version and its weights by name; None: there is no candidate now."""
 
@@ -39,7 +61,7 @@ class RegistrySubscriber:
 
     def __init__(
         self,
-        registry: Any,
+        registry: RegistryHandle,
         *,
         on_topics: Callable[[TopicsView], object] | None = None,
         on_weights: LoadWeights | None = None,
@@ -85,7 +107,8 @@ class RegistrySubscriber:
         """
         try:
             asked = self._registry.wait_for_changes.remote(self._versions, self._etag, wait_s)
-            self._apply(self.get(asked, timeout_s), timeout_s)
+            changes: RegistryChanges = self.get(asked, timeout_s)
+            self._apply(changes, timeout_s)
             versions = self._versions or {}
             failed = [
                 outcome

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.actors.router.policy import MinConfidence, Route, route
 from paceline.actors.weights.slots import in_canary
-from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
 from paceline.deploy.api.actor_calls import BackgroundPoller
 
@@ -72,7 +72,7 @@ class ExpertList(Collection[str]):
         view: the registry's last view of the added topics.
     """
 
-    def __init__(self, experts: Sequence[str], registry: Any) -> None:
+    def __init__(self, experts: Sequence[str], registry: RegistryHandle | None) -> None:
         self._experts = tuple(experts)
         self._lock = threading.Lock()
         self.view = TopicsView(etag="")

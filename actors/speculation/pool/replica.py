@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import ray
 from ray import serve
@@ -16,7 +15,7 @@ from paceline.actors.speculation.pool.build import build_server
 from paceline.actors.speculation.pool.messages import Session
 from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class ExpertReplica:
     The registry may be dead or slow at any time: the weights stay as they are then.
     """
 
-    def __init__(self, settings: ExpertSettings, registry: Any = None) -> None:
+    def __init__(self, settings: ExpertSettings, registry: RegistryHandle | None = None) -> None:
         """Load the expert, pull the newest weights and start to serve.
 
         Args:
