@@ -20,6 +20,7 @@ from waiting import wait_until
 
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.weights.flat_weights import flatten
+from paceline.actors.weights.versions import TopicStatus
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import MODELS_DIR, load_config
@@ -103,28 +104,28 @@ def call(running: RunningApp, method: str, *arguments: Any) -> Any:
     return ray.get(getattr(running.registry, method).remote(*arguments), timeout=30)
 
 
-def live(running: RunningApp) -> dict[str, Any]:
-    found: dict[str, Any] = call(running, "live")["sql"]
+def status(running: RunningApp) -> TopicStatus:
+    found: TopicStatus = call(running, "topic_status")["sql"]
     return found
 
 
-def test_noise_is_tried_on_a_share_and_withdrawn_everywhere(running: RunningApp) -> None:
+def test_noise_is_tried_on_a_share_and_removed_everywhere(running: RunningApp) -> None:
     ray.get(running.scheduler.pause.remote())
     prompts = generate("math", 40, seed=3)  # what the first draft knows
     plain = tokens(served(running, prompts, speculative={"draft": "off"}, store=False))
     before = speculation(served(running, prompts))
-    stable = live(running)["stable"]
+    stable = status(running).stable
     version = call(running, "publish", "sql", noise(0.5), {"forged": True})
     seen: list[dict[str, Any]] = []
 
-    def withdrawn() -> bool:
+    def removed() -> bool:
         answers = served(running, prompts)
         assert tokens(answers) == plain
         seen.extend(speculation(answers))
-        return live(running)["candidate"] is None
+        return status(running).candidate is None
 
-    wait_until(withdrawn, "the end of the noise", 240)
-    assert live(running)["stable"] == stable
+    wait_until(removed, "the end of the noise", 240)
+    assert status(running).stable == stable
     last = call(running, "history", "sql")[-1]
     assert (last["outcome"], last["version"]) == ("rolled_back", version)
     assert last["canary_acceptance"] < last["stable_acceptance"]
@@ -155,13 +156,13 @@ def test_a_candidate_survives_the_registrys_death(running: RunningApp) -> None:
 
     def there() -> bool:
         try:
-            return bool(live(running)["candidate"] == version)
+            return bool(status(running).candidate == version)
         except ray.exceptions.RayError:
             return False
 
     wait_until(there, "the candidate", 60)
-    assert call(running, "roll_back", "sql") == live(running)["stable"]
-    assert live(running)["candidate"] is None
+    assert call(running, "roll_back", "sql") == status(running).stable
+    assert status(running).candidate is None
 
 
 def test_what_is_learnt_is_promoted_by_live_requests(running: RunningApp) -> None:
@@ -176,4 +177,4 @@ def test_what_is_learnt_is_promoted_by_live_requests(running: RunningApp) -> Non
     decision = [d for d in call(running, "history", "sql") if d["outcome"] == "promoted"][-1]
     assert decision["canary_acceptance"] > decision["stable_acceptance"]
     assert decision["canary_requests"] >= 4
-    assert live(running)["stable"] >= decision["version"]
+    assert status(running).stable >= decision["version"]
