@@ -13,9 +13,10 @@ from tiny_models import tiny_llama, tiny_tokenizer
 
 from paceline.actors.engine.attention import ATTENTION_NAME
 from paceline.actors.engine.decoders import vocab_rows
-from paceline.actors.engine.engine import Engine, EngineSettings, StepOutput
+from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack

@@ -16,8 +16,9 @@ import torch
 from engines import DEVICE, MAX_LEN, TOKENIZER, served
 from tiny_models import tiny_llama
 
-from paceline.actors.engine.engine import Engine, EngineSettings
+from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.pool.connection import connect

@@ -174,16 +174,18 @@ def build_stacks(
     whatever the padding of their own.
     """
     vocab_size = int(read_config(settings.model_path, "target")["vocab_size"])
-    twins: dict[str, str] = {}
+    initial_names: dict[str, str] = {}
     for name, path in settings.drafts.items():
-        twins.setdefault(path, name + INITIAL_SUFFIX)
-    members: dict[str, list[tuple[str, Any]]] = {}
-    for name, path in [*settings.drafts.items(), *((twin, path) for path, twin in twins.items())]:
+        initial_names.setdefault(path, name + INITIAL_SUFFIX)
+    architectures: dict[str, list[tuple[str, Any]]] = {}
+    folders = [*settings.drafts.items(), *((name, path) for path, name in initial_names.items())]
+    for name, path in folders:
         model = load_causal_lm(path, dtype, device)
         facts = {k: v for k, v in model.config.to_dict().items() if k not in _NON_ARCHITECTURE_KEYS}
-        members.setdefault(json.dumps(facts, sort_keys=True, default=str), []).append((name, model))
+        key = json.dumps(facts, sort_keys=True, default=str)
+        architectures.setdefault(key, []).append((name, model))
     stacks = []
-    for experts in members.values():
+    for experts in architectures.values():
         names, models = zip(*experts, *_candidates(settings, experts), strict=True)
         runner = ModelRunner(
             models,
@@ -197,8 +199,8 @@ def build_stacks(
             warm_up(runner)
         stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
         for name, path in settings.drafts.items():
-            if twins[path] in names:
-                stack.alias(name + INITIAL_SUFFIX, twins[path])
+            if initial_names[path] in names:
+                stack.alias(name + INITIAL_SUFFIX, initial_names[path])
         stacks.append(stack)
     return stacks
 
