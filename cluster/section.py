@@ -1,4 +1,4 @@
-"""What every section of the configuration is, and the numbers that they share."""
+"""Base of the configuration's sections, and types of their values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and a misspelt key is an error."""
+    """Section of the configuration: frozen; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
