@@ -217,6 +217,7 @@ class TargetReplica:
                 # the experts of a pool load their own weights
                 on_weights=self._load_weights if self._pool is None else None,
                 failed=lambda: list(self._failed.copy().values()),
+                name=self._replica_id,
             ).start()
 
     async def generate(

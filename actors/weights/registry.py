@@ -26,6 +26,7 @@ from paceline.actors.weights.cooldown import MANUAL, CandidateAdmission, Candida
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.notifications import ChangeNotifier, RegistryChanges, SlotWeights
+from paceline.actors.weights.slots import expert_of
 from paceline.actors.weights.state_folder import lock_folder
 from paceline.actors.weights.topics import (
     AddedTopic,
@@ -40,6 +41,7 @@ from paceline.actors.weights.versions import RegistryMetrics, TopicStatus, Versi
 logger = logging.getLogger(__name__)
 
 _NOT_FINITE = "weights that are not finite"
+_SUBSCRIBER_TTL_S = 25.0  # more than two polls
 
 
 class WeightRegistry:
@@ -83,6 +85,7 @@ class WeightRegistry:
         marks = self._added.inherited({topic: marks[topic] for topic in topics})
         self._canary = canary
         self._clock = clock
+        self._loaded: dict[str, tuple[dict[str, int], float]] = {}  # by subscriber, and when
         self._monitor = CanaryMonitor(marks, canary)
         self._admission = CandidateAdmission(canary)
         self._store = VersionStore(
@@ -306,6 +309,12 @@ class WeightRegistry:
 
     def topic_status(self) -> dict[str, TopicStatus]:
         """Status of every topic."""
+        oldest = self._clock() - _SUBSCRIBER_TTL_S
+        self._loaded = {name: at for name, at in self._loaded.items() if at[1] >= oldest}
+        changed = {
+            name: {expert_of(slot) for slot in self._store.changed(versions)}
+            for name, (versions, _) in self._loaded.items()
+        }
         return {
             topic: TopicStatus(
                 stable=state.stable,
@@ -313,6 +322,8 @@ class WeightRegistry:
                 restored_from=state.candidate_from,
                 **self._monitor.counts(topic),
                 closed=self._refusal(topic),
+                subscribers=len(changed),
+                lagging=tuple(name for name, topics in changed.items() if topic in topics),
             )
             for topic, state in self._store.states().items()
         }
@@ -338,7 +349,11 @@ class WeightRegistry:
             self._notifier.notify()
 
     async def wait_for_changes(
-        self, versions: Mapping[str, int] | None, etag: str | None, timeout_s: float
+        self,
+        versions: Mapping[str, int] | None,
+        etag: str | None,
+        timeout_s: float,
+        subscriber: str | None = None,
     ) -> RegistryChanges:
         """Wait for changes of weights or topics; empty after the timeout.
 
@@ -347,7 +362,10 @@ class WeightRegistry:
                 if the caller needs no weights.
             etag: of the view that the caller has, "" if none; None if it needs no topics.
             timeout_s: longest wait, seconds.
+            subscriber: the caller's name, under which its versions are reported.
         """
+        if subscriber is not None and versions is not None:
+            self._loaded[subscriber] = dict(versions), self._clock()
 
         def look() -> RegistryChanges:
             view = self._added.view()

@@ -40,7 +40,9 @@ class RegistryHandle(Protocol):
     """Actor handle of a WeightRegistry, as far as subscribers use it."""
 
     @property
-    def wait_for_changes(self) -> RemoteMethod[[Mapping[str, int] | None, str | None, float]]:
+    def wait_for_changes(
+        self,
+    ) -> RemoteMethod[[Mapping[str, int] | None, str | None, float, str | None]]:
         """See WeightRegistry."""
 
     @property
@@ -67,6 +69,7 @@ class RegistrySubscriber:
         on_weights: LoadWeights | None = None,
         expert: str | None = None,
         failed: Callable[[], Iterable[DraftOutcome]] = tuple,
+        name: str | None = None,
     ) -> None:
         """Subscribe; :meth:`start` begins to poll.
 
@@ -78,7 +81,9 @@ class RegistrySubscriber:
             failed: outcomes of candidates that failed here. They are reported until the
                 registry has withdrawn these candidates: a report may get lost, and nothing else
                 ends a candidate that no request drafts with.
+            name: under which the registry reports what has been loaded here.
         """
+        self._name = name
         self._registry = registry
         self._on_topics = on_topics
         self._on_weights = on_weights
@@ -106,7 +111,9 @@ class RegistrySubscriber:
             timeout_s: longest wait for its answer, and for each slot's weights.
         """
         try:
-            asked = self._registry.wait_for_changes.remote(self._versions, self._etag, wait_s)
+            asked = self._registry.wait_for_changes.remote(
+                self._versions, self._etag, wait_s, self._name
+            )
             changes: RegistryChanges = self.get(asked, timeout_s)
             self._apply(changes, timeout_s)
             versions = self._versions or {}

@@ -169,6 +169,8 @@ class TopicStatus:
         accepted: rounds whose first position was accepted.
         canary_requests: drafted requests of the candidate.
         closed: why no candidate is taken now, None if one is.
+        subscribers: processes that load weights and have polled lately.
+        lagging: those of them that have not loaded the topic's present versions.
     """
 
     stable: int = 0
@@ -179,6 +181,8 @@ class TopicStatus:
     accepted: int = 0
     canary_requests: int = 0
     closed: str | None = None
+    subscribers: int = 0
+    lagging: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

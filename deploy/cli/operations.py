@@ -110,7 +110,7 @@ def roll_back(
                 if stable == expected:  # a candidate came before any of these calls
                     raise
                 hint = f"`paceline history --topic {topic}` shows the decisions"
-                _wait_for_rollout(url, topic, stable, echo)
+                _wait_for_rollout(url, topic, stable)
                 echo(f"{topic}: stable is version {stable} (an answer was lost; {hint})")
                 return
             if attempt + 1 == _ATTEMPTS:
@@ -121,36 +121,28 @@ def roll_back(
                 ) from error
             time.sleep(_POLL_S)
         else:
-            _wait_for_rollout(url, topic, answer["weight_version"], echo)
+            _wait_for_rollout(url, topic, answer["weight_version"])
             echo(f"{topic}: stable is version {answer['weight_version']}")
             return
 
 
-def _wait_for_rollout(url: str, topic: str, version: int, echo: Echo) -> None:
-    """Poll the replicas, in Serve's order, until all serve a version or a later one."""
-    served: dict[str, int] = {}
-    deadline, polls = time.monotonic() + _ROLLOUT_S, 0
+def _wait_for_rollout(url: str, topic: str, version: int) -> None:
+    """Poll the registry until every process that drafts has loaded the topic's weights."""
+    deadline = time.monotonic() + _ROLLOUT_S
     while True:
         status = call(url, "GET", _STATUS)
-        target, load = part(status, "target"), part(status, "board")
-        if "experts" in target:
-            echo(f"{topic}: the pool takes the version by itself, see `paceline status`")
-            return
-        if "drafts" in target:
-            served[target["replica_id"]] = target["drafts"].get(topic, 0)
-            polls += 1
-        behind = {name: at for name, at in served.items() if at < version}
-        # Idle replicas report no load: several polls reach those as well.
-        enough = polls >= _QUIET_POLLS and len(served) >= load.get("replicas", 1)
-        if enough and not behind:
+        state, load = part(part(status, "live_drafts"), topic), part(status, "board")
+        # A restarted registry does not know all of them yet; idle replicas report no load.
+        known = state.get("subscribers", 0) >= max(1, load.get("replicas", 1))
+        if known and not state["lagging"]:
             return
         if time.monotonic() >= deadline:
             break
         time.sleep(_POLL_S)
-    late = ", ".join(f"replica {name} has version {at}" for name, at in behind.items())
+    late = ", ".join(state.get("lagging", ())) or "some of them do not ask for weights"
     raise CallError(
-        f"{topic}: version {version} is stable, but not every replica has taken it within "
-        f"{_ROLLOUT_S:.0f} s: {late or 'some did not answer'}; its log says why"
+        f"{topic}: version {version} is stable, but not every replica has loaded it within "
+        f"{_ROLLOUT_S:.0f} s: {late}; its log says why"
     )
 
 

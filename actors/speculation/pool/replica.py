@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 
 import ray
@@ -117,6 +118,7 @@ class ExpertReplica:
                 on_weights=self._server.load_weights,
                 expert=self._expert,
                 failed=self._failed_candidates,
+                name=f"expert-{self._expert}-{uuid.uuid4().hex[:8]}",
             )
             subscriber.poll(0.0, _FIRST_POLL_TIMEOUT_S)  # start with the newest weights
             subscriber.start()

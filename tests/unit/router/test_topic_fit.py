@@ -172,7 +172,9 @@ def test_a_router_takes_up_what_the_registry_announces(
     views = [TopicsView("0", head=foreign), TopicsView("1", head=head)]
     asked: list[str] = []
 
-    def wait_for_changes(_versions: None, etag: str, _timeout_s: float) -> RegistryChanges:
+    def wait_for_changes(
+        _versions: None, etag: str, _timeout_s: float, _name: None
+    ) -> RegistryChanges:
         asked.append(etag)
         if len(asked) == 1:
             raise OSError("not up")

@@ -346,3 +346,26 @@ def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     assert before == fingerprint([tmp_path])
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1}))
     assert before != fingerprint([tmp_path])
+
+
+def test_a_subscriber_lags_until_it_has_loaded_a_topics_present_versions(tmp_path: Path) -> None:
+    now = [1000.0]
+    reg = WeightRegistry(str(tmp_path), TOPICS, "aa", put=lambda x: x, clock=lambda: now[0])
+
+    def poll(name: str, known: dict[str, int]) -> None:
+        asyncio.run(reg.wait_for_changes(known, None, 0.0, name))
+
+    poll("one", {})
+    poll("two", {})
+    asyncio.run(reg.wait_for_changes(None, "", 0.0, "topics alone"))
+    assert reg.topic_status()["sql"].subscribers == 2
+    assert reg.topic_status()["sql"].lagging == ()
+    version = reg.publish("sql", weights(1.0), {"records": 9})
+    assert reg.topic_status()["sql"].lagging == ("one", "two")
+    assert reg.topic_status()["shell"].lagging == ()
+    poll("one", {"sql": version})
+    assert reg.topic_status()["sql"].lagging == ("two",)
+    now[0] += 20.0
+    poll("one", {"sql": version})
+    now[0] += 20.0  # two is gone
+    assert (reg.topic_status()["sql"].subscribers, reg.topic_status()["sql"].lagging) == (1, ())

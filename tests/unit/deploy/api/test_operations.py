@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -237,17 +236,18 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 @pytest.fixture
 def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """The commands' calls go to that world, whose target has two replicas."""
-    replicas = cycle(["one", "two"])
 
     def call(_: str, method: str, path: str, body: Any = None) -> Any:
         if (method, path) == ("GET", "/v1/paceline/status"):
-            name = next(replicas)
-            drafts = world.registry.stable_versions() | world.behind.get(name, {})
+            poll = world.registry.wait_for_changes
+            present = asyncio.run(poll({}, None, 0.0)).weights
+            loaded = {slot: weights.weight_version for slot, weights in present.items()}
+            for name in ("one", "two"):
+                asyncio.run(poll(loaded | world.behind.get(name, {}), None, 0.0, name))
             return {
                 "live_drafts": {
                     topic: asdict(own) for topic, own in world.registry.topic_status().items()
                 },
-                "target": {"replica_id": name, "drafts": drafts},
                 "board": {"replicas": 2},
             }
         assert method == "POST"
@@ -288,7 +288,7 @@ def test_a_rollback_succeeds_only_if_every_replica_takes_it(
         asked.publish(value)
     asked.behind["two"] = {"sql": 2}
     said = list[str]()
-    with pytest.raises(CallError, match=r"version 3 is stable.*replica two has version 2;"):
+    with pytest.raises(CallError, match=r"version 3 is stable.*within 0 s: two;"):
         operations_command.roll_back("u", "sql", None, said.append)
     assert said == []
     asked.behind.clear()

@@ -30,6 +30,12 @@ class Server:
         return answer
 
 
+def live(*lagging: str, subscribers: int = 1) -> dict[str, Any]:
+    """A status in which so many processes draft, and these have not loaded the present versions."""
+    loaded = {"subscribers": subscribers, "lagging": list(lagging)}
+    return {"live_drafts": {"sql": {"stable": 3, "candidate": 4} | loaded}}
+
+
 def run(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(operations_command, "call", server)
     monkeypatch.setattr(operations_command, "_POLL_S", 0.0)
@@ -45,8 +51,7 @@ def run(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     ],
 )
 def test_rollback(words: list[str], body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = {"target": {"replica_id": "one", "drafts": {"sql": 5}}, "board": {"replicas": 1}}
-    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=LIVE | replica)
+    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=live())
     assert run(server, monkeypatch, "rollback", *words) == 0
     posted = [asked for asked in server.requests if asked[0] == "POST"]
     assert posted == [("POST", "/v1/paceline/rollback", body)]
@@ -56,10 +61,19 @@ def test_a_rollback_that_a_replica_does_not_take_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(operations_command, "_ROLLOUT_S", 0.05)
-    replica = {"target": {"replica_id": "one", "drafts": {"sql": 3}}, "board": {"replicas": 1}}
-    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=LIVE | replica)
+    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=live("one"))
     assert run(server, monkeypatch, "rollback", "sql") == 1
-    assert "replica one has version 3" in "".join(capsys.readouterr())
+    assert "within 0 s: one; its log says why" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(("subscribers", "code"), [(0, 1), (1, 1), (2, 0)])
+def test_a_rollback_waits_for_replicas_that_a_restarted_registry_does_not_know(
+    subscribers: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations_command, "_ROLLOUT_S", 0.05)
+    status = live(subscribers=subscribers) | {"board": {"replicas": 2}}
+    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=status)
+    assert run(server, monkeypatch, "rollback", "sql") == code
 
 
 @pytest.mark.parametrize(
