@@ -34,7 +34,7 @@ from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.speculation.pool.proposer import PoolProposer
-from paceline.actors.speculation.profiling import build_policy, warm_up
+from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.weights.slots import candidate_of
 
@@ -195,8 +195,6 @@ def build_stacks(
             graph_tokens=_graph_tokens(settings),
             vocab_size=vocab_size,
         )
-        if settings.warm_up:
-            warm_up(runner)
         stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
         for name, path in settings.drafts.items():
             if initial_names[path] in names:
@@ -287,12 +285,9 @@ def build_engine(
         settings.max_num_seqs,
         max_model_len,
         positions,
-        invariant=settings.numerics == INVARIANT,
         graph_tokens=_graph_tokens(settings),
     )
     numerics = _numerics(settings, runner)
-    if settings.warm_up:
-        warm_up(runner)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
     stacks = (

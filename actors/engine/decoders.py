@@ -153,8 +153,6 @@ def make_decoder(
     models: Sequence[Any],
     shapes: list[tuple[int, int]],
     capacity: int,
-    *,
-    invariant: bool = False,
 ) -> FusedDecoder | ModuleDecoder:
     """Make the fastest decoder that gives transformers' logits.
 
@@ -162,7 +160,6 @@ def make_decoder(
         models: causal LMs of one config, device and dtype.
         shapes: per layer (key/value heads, head dimension).
         capacity: positions per row.
-        invariant: see FusedDecoder.
 
     Raises:
         ValueError: the engine cannot run the model; names its type and the reason.
@@ -175,7 +172,7 @@ def make_decoder(
     if not can_fuse(config):
         return ModuleDecoder(models, capacity)
     own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
-    fused = FusedDecoder(models, capacity, invariant=invariant)
+    fused = FusedDecoder(models, capacity)
     error = _relative_error(_probe(fused, models, shapes, tokens)[0], own)
     if error <= _tolerance(models[0]):
         return fused

@@ -74,10 +74,6 @@ class ExpertLayout:
             x = x[self._gather_index]
         return x.reshape(len(self.experts), self._rows_per_expert * x.shape[1], *x.shape[2:])
 
-    def tokens_per_expert(self, positions: Tensor) -> int:
-        """Return R*T, the tokens of ``[B, T]`` that each expert computes."""
-        return self._rows_per_expert * positions.shape[1]
-
     def to_rows(self, x: Tensor) -> Tensor:
         """Undo :meth:`to_experts`, ``[E', R*T, ...]`` to ``[B, T, ...]``."""
         steps = x.shape[1] // self._rows_per_expert

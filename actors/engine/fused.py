@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.linear import StackedLinear, fuse, padded_size, restore_on_error, stack
+from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error, stack
 from paceline.actors.engine.native.library import Kernels, kernels_for
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 
@@ -81,17 +81,13 @@ class _Attention:
         rotary: Rotary,
         kernels: Kernels | None,
     ) -> Tensor:
-        """Attend for ``[E', N, H]`` and store the new tokens' keys and values.
-
-        Rows behind the layout's tokens are padding.
-        """
+        """Attend for ``[E', N, H]`` and store the new tokens' keys and values."""
         qkv = self._qkv(x, layout)
         if self._norms is not None:
             q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
             parts = (self._norms[0](q, layout), self._norms[1](k, layout), v)
             qkv = torch.cat(parts, dim=2).flatten(2)
-        tokens = layout.tokens_per_expert(step.positions)
-        qkv = layout.to_rows(qkv[:, :tokens])
+        qkv = layout.to_rows(qkv)
         if kernels is not None:
             mixed = kernels.attend(
                 qkv,
@@ -107,7 +103,7 @@ class _Attention:
             )
         else:
             mixed = self._attend(qkv, step, rotary)
-        return self._output(pad_rows(layout.to_experts(mixed), x.shape[1]), layout)
+        return self._output(layout.to_experts(mixed), layout)
 
     def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
         """Attend for ``[B, T, (heads + 2 * kv_heads) * dim]``; returns ``[B, T, heads * dim]``."""
@@ -194,11 +190,6 @@ class Rotary:
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-def pad_rows(x: Tensor, size: int) -> Tensor:
-    """Pad ``[E', N, H]`` with zeros to ``size`` rows."""
-    return x if x.shape[1] == size else functional.pad(x, (0, 0, 0, size - x.shape[1]))
-
-
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
@@ -216,13 +207,12 @@ class FusedDecoder:
         vocab_size: V, logits per token: the models' own unless set to the target's.
     """
 
-    def __init__(self, models: Sequence[Any], capacity: int, *, invariant: bool = False) -> None:
+    def __init__(self, models: Sequence[Any], capacity: int) -> None:
         """Fuse the weights; the models' parameters become views into the fused ones.
 
         Args:
             models: causal LMs of one config for which :func:`can_fuse` holds.
             capacity: positions per row.
-            invariant: make the bits of float32 products on CPUs independent of the batch size.
         """
         bodies = [model.model for model in models]
         self._count = len(models)
@@ -240,8 +230,6 @@ class FusedDecoder:
         self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
         silu = models[0].config.hidden_act in ("silu", "swish")
         self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
-        for linear in self._linears():
-            linear.invariant = invariant
         self.refresh()
 
     @property
@@ -253,11 +241,6 @@ class FusedDecoder:
         """Return the bytes of all weights."""
         linears = sum(linear.weight.nbytes for linear in self._linears())
         return linears + (0 if self._tied else self._embeddings.nbytes)
-
-    @property
-    def packed(self) -> bool:
-        """Whether products are oneDNN's, see :func:`padded_size`."""
-        return self._head.packed
 
     def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
         return StackedLinear(embeddings) if self._tied else fuse([(m.lm_head,) for m in models])
@@ -333,12 +316,7 @@ class FusedDecoder:
 
     def _logits(self, hidden: Tensor, layout: ExpertLayout) -> Tensor:
         """Compute ``[B, T, V]`` from ``[E', R*T, H]``."""
-        tokens = hidden.shape[1]
-        logits = self._head(pad_rows(hidden, self._padded_size(tokens)), layout)[:, :tokens]
-        return resize_logits(layout.to_rows(logits), self.vocab_size)
-
-    def _padded_size(self, tokens: int) -> int:
-        return padded_size(tokens) if self.packed else tokens
+        return resize_logits(layout.to_rows(self._head(hidden, layout)), self.vocab_size)
 
     def _hidden(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
@@ -346,18 +324,13 @@ class FusedDecoder:
         """Return the input of the head, ``[E', R*(T or keep), H]``."""
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
-        ids = layout.embedding_ids(token_ids, self._vocab)
-        tokens = ids.shape[1]
-        size = self._padded_size(tokens)
-        if size > tokens:
-            ids = functional.pad(ids, (0, size - tokens))
-        x = functional.embedding(ids, self._embeddings)
+        x = functional.embedding(layout.embedding_ids(token_ids, self._vocab), self._embeddings)
         delta: Tensor | None = None
         for layer in self._layers:
             x, delta = layer(x, delta, step, layout, self._rotary, self._kernels)
         if delta is not None:
-            delta = layout.last_tokens(delta[:, :tokens], keep)
-        x = layout.last_tokens(x[:, :tokens], keep)
+            delta = layout.last_tokens(delta, keep)
+        x = layout.last_tokens(x, keep)
         return self._norm.add_and_norm(x, delta, layout, self._kernels)[1]
 
 

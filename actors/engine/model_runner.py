@@ -74,7 +74,6 @@ class ModelRunner:
         max_model_len: int,
         kv_positions: int | None = None,
         *,
-        invariant: bool = False,
         graph_tokens: int = 0,
         vocab_size: int | None = None,
     ) -> None:
@@ -86,7 +85,6 @@ class ModelRunner:
             max_model_len: maximum positions per request.
             kv_positions: positions of the KV cache over all requests; None is
                 ``rows * max_model_len``.
-            invariant: see FusedDecoder.
             graph_tokens: on GPUs, fused forwards of at most so many tokens per row run as CUDA
                 graphs.
             vocab_size: V, of token ids and logits; None is the models' own.
@@ -99,7 +97,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         config, dtype = self.models[0].config, self.models[0].dtype
         shapes = kv_shapes(config)
-        decoder = make_decoder(self.models, shapes, max_model_len, invariant=invariant)
+        decoder = make_decoder(self.models, shapes, max_model_len)
         self.vocab_size = vocab_rows(self.models[0]) if vocab_size is None else vocab_size
         decoder.vocab_size = self.vocab_size
         self.decoder: Decoder = decoder

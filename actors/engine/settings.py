@@ -47,7 +47,6 @@ class TargetSettings:
         max_records_per_s: per topic; None is no limit.
         canary_share: of the requests, drafted by an expert's candidate if there is one; above 0
             every expert has a second weight slot.
-        warm_up: run every size of oneDNN's products before the first request.
     """
 
     model_path: str
@@ -77,7 +76,6 @@ class TargetSettings:
     held_out_fraction: float = 0.0
     max_records_per_s: float | None = None
     canary_share: float = 0.0
-    warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.fused import FusedDecoder
-from paceline.actors.engine.linear import padded_size
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.costs import (
@@ -27,24 +25,8 @@ from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.weights.slots import is_candidate
 
 _PROFILED_CONTEXT = 128  # tokens
-_WARM_UP = 256  # tokens of a forward
 _PROFILED_PROMPT = 64  # tokens
 _ROLLOUT = 4  # draft steps of a recorded graph that are profiled together
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Run one forward for every size of matrix products: on CPUs the first run of each is slow."""
-    decoder = runner.decoder
-    if not (isinstance(decoder, FusedDecoder) and decoder.packed):
-        return
-    for tokens in sorted(
-        {padded_size(n) for n in range(1, min(_WARM_UP, runner.max_model_len) + 1)}
-    ):
-        fits = min(tokens, runner.max_model_len)
-        runner.kv.allocate(0, fits)
-        ids = torch.zeros(1, fits, dtype=torch.int64)
-        runner.forward([0], ids, torch.arange(fits)[None], fits)
-    runner.kv.free(0)
 
 
 def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:

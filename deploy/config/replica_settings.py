@@ -98,7 +98,6 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         held_out_fraction=config.replay.held_out_fraction,
         max_records_per_s=config.replay.max_records_per_s,
         canary_share=config.training.effective_canary_share,
-        warm_up=True,
     )
 
 

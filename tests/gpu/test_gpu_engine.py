@@ -30,7 +30,6 @@ def build(**own: Any) -> tuple[Engine, Any]:
         "max_num_seqs": 8,
         "seed": 3,
         "num_speculative_tokens": 4,
-        "warm_up": True,
     }
     drafts = dict.fromkeys(TOPICS, str(DRAFT))
     engine, tokenizer, facts = build_engine(TargetSettings(str(TARGET), drafts, **settings | own))

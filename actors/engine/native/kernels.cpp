@@ -1,14 +1,26 @@
-// Operations of a decoder layer between the matrix products, on CPUs.
+// Operations of a decoder layer on CPUs.
 //
 // A token's result is computed by the same instructions in the same order in every batch, so its
 // bits do not depend on the batch. Rounding follows transformers' modules: what they round to the
-// model's dtype is rounded here, sums are float32. Plain C entry points, no threads, no state.
+// model's dtype is rounded here, sums are float32. Only products use threads. Plain C entry points.
 
 #include "attention.h"
 #include "layers.h"
+#include "products.h"
 #include "tokens.h"
 
 #define PACELINE_KERNELS(NAME, T)                                                              \
+  extern "C" int64_t packed_size_##NAME(int64_t in, int64_t out) {                             \
+    return (out + kOutputs - 1) / kOutputs * packed_block<T>(in);                              \
+  }                                                                                            \
+  extern "C" void pack_##NAME(const void* weight, int64_t in, int64_t out, void* packed) {     \
+    pack(static_cast<const T*>(weight), in, out, static_cast<T*>(packed));                     \
+  }                                                                                            \
+  extern "C" void multiply_##NAME(const void* x, const void* packed, const void* bias,         \
+                                  int64_t rows, int64_t in, int64_t out, int64_t threads,      \
+                                  void* y) {                                                   \
+    multiply<T>({x, packed, bias, y, rows, in, out, 0}, static_cast<int>(threads));            \
+  }                                                                                            \
   extern "C" void add_norm_##NAME(void* x, const void* delta, const void* weight, float eps,   \
                                   int64_t n, int64_t size, void* out) {                        \
     add_norm(static_cast<T*>(x), static_cast<const T*>(delta), static_cast<const T*>(weight),  \

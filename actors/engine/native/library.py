@@ -25,7 +25,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = ("numbers.h", "layers.h", "attention.h", "tokens.h")
+_HEADERS = ("numbers.h", "threads.h", "products.h", "layers.h", "attention.h", "tokens.h")
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -35,6 +35,7 @@ _FLAGS = (
     "-fno-trapping-math",
     "-shared",
     "-fPIC",
+    "-pthread",
 )
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _TIMEOUT_S = 120
@@ -73,9 +74,56 @@ class Kernels:
         self._top_k.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
         self._accept = library[f"accept_{_NAMES[dtype]}"]
         self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
-        sampling = (self._top_one, self._top_k, self._accept)
-        for function in (self._add_norm, self._silu_mul, self._attend, *sampling):
+        self._packed_size = library[f"packed_size_{_NAMES[dtype]}"]
+        self._packed_size.argtypes = [size, size]
+        self._packed_size.restype = size
+        self._pack = library[f"pack_{_NAMES[dtype]}"]
+        self._pack.argtypes = [pointer, size, size, pointer]
+        self._multiply = library[f"multiply_{_NAMES[dtype]}"]
+        self._multiply.argtypes = [*[pointer] * 3, *[size] * 4, pointer]
+        layers = (self._add_norm, self._silu_mul, self._attend, self._pack, self._multiply)
+        for function in (*layers, self._top_one, self._top_k, self._accept):
             function.restype = None
+
+    def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
+        """Lay a weight ``[out, in]`` out as :meth:`multiply` reads it.
+
+        Args:
+            weight: any strides.
+            into: an earlier result for a weight of this shape, to be overwritten.
+        """
+        weight = weight.contiguous()
+        out, size = weight.shape
+        packed = weight.new_empty(self._packed_size(size, out)) if into is None else into
+        self._pack(weight.data_ptr(), size, out, packed.data_ptr())
+        return packed
+
+    def multiply(self, x: Tensor, packed: Tensor, out: int, bias: Tensor | None) -> Tensor:
+        """``x W^T + bias`` on torch's number of threads; a row's bits depend on that row alone.
+
+        Args:
+            x: ``[..., in]``.
+            packed: W of ``[out, in]`` as :meth:`pack` gives it.
+            out: its outputs.
+            bias: ``[out]`` or None.
+
+        Returns:
+            ``[..., out]``.
+        """
+        x = x.contiguous()
+        size = x.shape[-1]
+        y = x.new_empty(*x.shape[:-1], out)
+        self._multiply(
+            x.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            x.numel() // size,
+            size,
+            out,
+            torch.get_num_threads(),
+            y.data_ptr(),
+        )
+        return y
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add ``delta`` to ``x`` and return the RMS norm times ``weight``.

@@ -187,25 +187,3 @@ def test_a_canary_gives_every_draft_a_second_slot(tmp_path: Path) -> None:
         run(engine, [request("r", [5, 6], draft="sql")])
         assert ("sql@candidate" in engine.drafts()) == (share > 0)
     assert sizes == [(3, sizes[0][1]), (5, sizes[0][1])]
-
-
-def test_a_warmed_up_engine_has_its_memory_and_answers_as_one_that_is_not(tmp_path: Path) -> None:
-    target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)
-    answers = []
-    for warm in (False, True):
-        settings = TargetSettings(
-            str(target),
-            {"general": str(draft)},
-            dtype="bfloat16",
-            num_threads=1,
-            max_num_seqs=2,
-            prefix_cache=False,
-            warm_up=warm,
-        )
-        engine, _, _ = build_engine(settings)
-        size, free = engine.kv_blocks
-        assert size == free
-        found = run(engine, [request("r", [5, 6, 7], draft="general", max_tokens=40)])
-        answers.append(tokens_of(found["r"]))
-        assert engine.draft_failures == 0
-    assert answers[0] == answers[1]

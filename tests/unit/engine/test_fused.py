@@ -21,7 +21,6 @@ from paceline.actors.engine.decoders import ModuleDecoder, make_decoder
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder, Rotary
 from paceline.actors.engine.kv_cache import KVCache
-from paceline.actors.engine.linear import padded_size
 from paceline.actors.engine.model_runner import ModelRunner, kv_shapes
 
 VOCAB, CAPACITY = 64, 48
@@ -172,11 +171,3 @@ def test_a_model_with_wrong_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(StepContext, "mask", lambda _self, _window: None)
     with pytest.raises(ValueError, match=r"gpt2 cannot be served: .* off by"):
         ModelRunner([model], 2, CAPACITY)
-
-
-def test_products_have_few_sizes_beyond_those_of_batches() -> None:
-    assert [padded_size(n) for n in (1, 7, 64, 65, 128, 129, 250, 257)] == [
-        *(1, 7, 64, 72, 128, 144, 256, 288)
-    ]
-    assert all(n <= padded_size(n) < n * 1.15 for n in range(1, 2_000))
-    assert len({padded_size(n) for n in range(1, 257)}) <= 80

@@ -1,87 +1,121 @@
-"""Choice of the product by the number of rows, with a mock clock."""
+"""The C++ products: a row's bits depend on that row alone, at every size and number of threads."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from paceline.actors.engine import linear as products
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.linear import StackedLinear, packable
+from paceline.actors.engine.linear import StackedLinear
+from paceline.actors.engine.native.library import Kernels, kernels_for
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float32]
+# Of the largest sum of absolute products: the rounding of the result, and of float32 sums.
+_ERRORS = {torch.bfloat16: 2**-8, torch.float32: 2**-18}
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    before = dict(products._max_torch_rows)
-    products._max_torch_rows.clear()
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
     yield
-    products._max_torch_rows.clear()
-    products._max_torch_rows.update(before)
+    torch.set_num_threads(before)
 
 
-class Costs:
-    """Torch's own product takes a second a row, the packed one always so many."""
-
-    def __init__(self, packed_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.packed_s, self.calls = 0.0, packed_s, 0
-
-        def linear(x: Tensor, _: Tensor) -> Tensor:
-            self.now += len(x)
-            self.calls += 1
-            return x
-
-        monkeypatch.setattr(products.functional, "linear", linear)
-
-    def packed(self, x: Tensor) -> Tensor:
-        self.now += self.packed_s
-        return x
-
-    def clock(self) -> float:
-        return self.now
+def kernels(dtype: torch.dtype) -> Kernels:
+    found = kernels_for(CPU, dtype)
+    if found is None:
+        pytest.skip("no compiler made the kernels")
+    return found
 
 
-@pytest.mark.parametrize(("packed_s", "most"), [(1.0, 0), (2.1, 0), (3.0, 2), (6.0, 5), (99.0, 16)])
-def test_torchs_product_is_used_while_it_is_faster(
-    packed_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+def test_a_compiler_makes_the_kernels() -> None:
+    """Otherwise the tests of what they compute would be skipped in silence."""
+    if shutil.which("c++") or shutil.which("g++"):
+        assert all(kernels_for(CPU, dtype) is not None for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    rows=st.integers(1, 40),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_size_is_the_product_and_each_row_is_computed_as_if_alone(
+    dtype: torch.dtype, sizes: tuple[int, int], rows: int, bias: bool, seed: int
 ) -> None:
-    costs = Costs(packed_s, monkeypatch)
-    weight = torch.ones(4, 3)
-    assert products.max_torch_rows(weight, costs.packed, costs.clock) == most
-    calls = costs.calls
-    assert products.max_torch_rows(torch.zeros(4, 3), costs.packed, costs.clock) == most
-    assert costs.calls == calls  # a size is measured once
-    products.max_torch_rows(torch.ones(5, 3), costs.packed, costs.clock)
-    assert costs.calls > calls
+    multiply, (size, out) = kernels(dtype), sizes
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, size, generator=generator).to(dtype)
+    x = torch.randn(rows, size, generator=generator).to(dtype)
+    offset = torch.randn(out, generator=generator).to(dtype) if bias else None
+    packed = multiply.pack(weight)
+    torch.set_num_threads(1)
+    alone = torch.cat([multiply.multiply(row[None], packed, out, offset) for row in x])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(multiply.multiply(x, packed, out, offset), alone)
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    scale = x.double().abs() @ weight.double().abs().T + (0 if offset is None else offset.abs())
+    assert bool(((alone.double() - exact).abs() <= _ERRORS[dtype] * scale + 1e-30).all())
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_the_faster_product_is_equal_and_never_used_if_invariant(
-    invariant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not packable(torch.zeros(1)):
-        pytest.skip("this CPU has no packed products")
-    monkeypatch.setattr("paceline.actors.engine.linear.max_torch_rows", lambda *_: 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(576, 960), (1536, 576), (4864, 896), (577, 33), (384, 1152)])
+def test_sizes_of_real_models(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    """oneDNN sums 576 and 1,536 columns of a lone bfloat16 row in another order."""
+    multiply, (size, out) = kernels(dtype), sizes
     generator = torch.Generator().manual_seed(0)
-    linear = StackedLinear(torch.randn(2, 24, 16, generator=generator))
-    linear.invariant = invariant
+    packed = multiply.pack(torch.randn(out, size, generator=generator).to(dtype))
+    x = torch.randn(130, size, generator=generator).to(dtype)
+    many = multiply.multiply(x, packed, out, None)
+    for rows in (*range(1, 18), 31, 64, 129):
+        assert torch.equal(multiply.multiply(x[:rows], packed, out, None), many[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_callers_at_once_get_their_own_products(dtype: torch.dtype) -> None:
+    multiply = kernels(dtype)
+    torch.set_num_threads(3)
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(300, 200, generator=generator).to(dtype) for _ in range(4)]
+    packed = [multiply.pack(weight) for weight in weights]
+    x = torch.randn(5, 200, generator=generator).to(dtype)
+    expected = [multiply.multiply(x, part, 300, None) for part in packed]
+
+    def same(i: int) -> bool:
+        torch.set_num_threads(3)
+        which = i % 4
+        return torch.equal(multiply.multiply(x, packed[which], 300, None), expected[which])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, range(400)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_new_weights_are_laid_out_anew_and_other_experts_stay(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, 24, 16, generator=generator).to(dtype)
+    linear = StackedLinear(weight)
     linear.pack()
-    taken: list[int] = []
-
-    def noted(x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
-        taken.append(x.numel() // x.shape[-1])
-        return functional.linear(x, linear.weight[expert], bias)
-
-    monkeypatch.setattr(linear, "_packed_product", noted)
-    for rows in range(1, 8):
-        x = torch.randn(1, rows, 16, generator=generator)
-        torch.testing.assert_close(
-            linear(x, ExpertLayout([1], x.device))[0], x[0] @ linear.weight[1].T
-        )
-    if invariant:
-        assert {3, 4, 5, 6, 7} <= set(taken)
-    else:
-        assert taken == [5, 6, 7]
+    x = torch.randn(2, 5, 16, generator=generator).to(dtype)
+    both = ExpertLayout([0, 1], CPU)
+    before = linear(x, both)
+    weight[1] += 1
+    linear.pack(1)
+    after = linear(x, both)
+    assert torch.equal(after[0], before[0])
+    tolerance = {"atol": 0.1, "rtol": 0.02} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(after[1], x[1] @ weight[1].T, **tolerance)
+    grown = StackedLinear(torch.cat([weight, weight[:1]]))
+    grown.copy_packed(linear, 2)
+    three = grown(torch.cat([x, x[:1]]), ExpertLayout([0, 1, 2], CPU))
+    assert torch.equal(three, torch.cat([after, after[:1]]))
