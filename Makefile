@@ -89,31 +89,31 @@ bench-memory: setup
 bench-placement: setup
 	@$(PY) benchmarks/placement.py $(ARGS)
 
-# Losses, contexts and weights of positions, each learnt from one logged replay.
+# Losses, sampling and weights of positions, each trained on one logged replay.
 bench-grid: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
 
-# What the router costs, and what a wrong route costs; needs the experts.
+# Cost of the router and of a wrong route; needs the experts.
 bench-routing: setup
 	@$(PY) benchmarks/experts.py
 	@$(PY) benchmarks/routing.py $(ARGS)
 
-# What full copies and adapters cost in memory, and the acceptance that each reaches.
+# Memory and acceptance of full copies and adapters.
 bench-adapters: setup
 	@$(PY) benchmarks/adapters.py $(ARGS)
 
-# Medusa heads against drafts that were taught with the same answers.
+# Medusa heads against drafts, trained on the same answers.
 bench-medusa: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.medusa $(ARGS)
 
-# What clients see when a part dies, and whether anything grows under half an hour of traffic.
+# Effect on clients when a part dies; growth under half an hour of traffic.
 bench-faults: setup
 	@$(PY) benchmarks/faults.py $(ARGS)
 
 soak: setup
 	@$(PY) benchmarks/soak.py $(ARGS)
 
-# What learning brings: streams beside their frozen twins and offline ceilings, shifts, cost.
+# Gain of learning: streams beside their frozen twins and offline ceilings, shifts, cost.
 bench-online: setup
 	@PYTHONPATH=benchmarks $(PY) -m online $(ARGS)
 
@@ -121,7 +121,7 @@ bench-online: setup
 bench-traffic: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
 
-# The same without HTTP: engines with so many requests in flight, the controller choosing.
+# The same without HTTP: engines with several requests in flight, the controller choosing k.
 bench-in-flight: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.in_flight $(ARGS)
 
@@ -129,9 +129,8 @@ bench-in-flight: setup
 bench-routes: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
 
-# All of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". What is there is
-# not made again, nor with "--published docs/results" what is there. The page is
-# out/bench/online/results.md.
+# All figures of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". Units that
+# are there are kept; with "--published docs/results" those too.
 bench-proof: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
 	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
@@ -139,7 +138,7 @@ bench-proof: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
 	@PYTHONPATH=benchmarks $(PY) -m online $(ARGS)
 
-# What clients feel of trainers that learn in idle time, and how much of it they use.
+# Latency of clients while trainers learn in idle time, and the share of it that is used.
 bench-idle: setup
 	@$(PY) benchmarks/idle.py $(ARGS)
 

@@ -1,17 +1,15 @@
-"""How often, and after how many requests, the canary promotes a candidate of a known gain.
+"""Probability, and number of requests, of the canary's promotion of a candidate of a known gain.
 
-    python benchmarks/canary.py
-
-Requests are drawn, nothing is served: acceptance of a request scatters about its draft's.
+python benchmarks/canary.py    # requests are drawn, nothing is served
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import numpy as np
+from harness import show
 
 from paceline.actors.weights.canary import Canary, CanaryAction, CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -20,12 +18,11 @@ _STABLE, _CANDIDATE = 1, 2
 _SPREAD = 0.15  # standard deviation of a request's acceptance about its draft's
 _ROUNDS = 20  # of a request, on average
 _MOST = 10_000
-CASES = ((0.3, 0.3), (0.5, 0.15), (0.5, 0.1), (0.5, 0.05), (0.5, 0.0), (0.5, -0.05))
-CASES += ((0.5, -0.1), (0.5, -0.3))
+CASES = ((0.3, 0.3), *((0.5, gain) for gain in (0.15, 0.1, 0.05, 0.0, -0.05, -0.1, -0.3)))
 
 
 def trial(rng: np.random.Generator, stable: float, gain: float, share: float) -> tuple[bool, int]:
-    """Whether a candidate is promoted, and after how many requests of its topic."""
+    """Whether a candidate is promoted, and the requests of its topic until the decision."""
     canary = Canary(_CANDIDATE, _STABLE, CanarySettings())
     for number in range(1, _MOST):
         version = _CANDIDATE if rng.random() < share else _STABLE
@@ -34,28 +31,27 @@ def trial(rng: np.random.Generator, stable: float, gain: float, share: float) ->
         own = rng.beta(mean * concentration, (1.0 - mean) * concentration)
         rounds = max(1, int(rng.poisson(_ROUNDS)))
         outcome = DraftOutcome("", version, rounds, int(rng.binomial(rounds, own)))
-        verdict = canary.observe(outcome)
-        if verdict is not None:
-            return verdict is CanaryAction.PROMOTE, number
+        action = canary.observe(outcome)
+        if action is not None:
+            return action is CanaryAction.PROMOTE, number
     raise RuntimeError("undecided")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    rng = np.random.default_rng(options.seed)
-    sys.stdout.write("stable  gain   promoted  requests (median, 90 %)\n")
+    rng, rows = np.random.default_rng(options.seed), []
     for stable, gain in CASES:
         runs = [trial(rng, stable, gain, options.share) for _ in range(options.trials)]
-        promoted = np.mean([run[0] for run in runs])
-        middle, most = np.percentile([run[1] for run in runs], (50, 90))
-        sys.stdout.write(
-            f"{stable:.2f}   {gain:+.2f}   {promoted:7.1%}  {middle:6.0f} {most:6.0f}\n"
-        )
+        promoted = float(np.mean([run[0] for run in runs]))
+        median, p90 = np.percentile([run[1] for run in runs], (50, 90))
+        row = {"stable": stable, "gain": gain, "promoted": promoted}
+        rows.append(row | {"requests, median": median, "90 %": p90})
+    show("Canary", rows)
 
 
 if __name__ == "__main__":

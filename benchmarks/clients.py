@@ -1,8 +1,9 @@
-"""Clients over real HTTP that note all they see: tokens, text, pauses, how it ended."""
+"""HTTP clients that record tokens, text, pauses and outcomes; open- and closed-loop load."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -15,18 +16,22 @@ from paceline.deploy.demo.prompts import TOPICS, generate
 
 CHAT = "/v1/chat/completions"
 _SEED = 4711
+UNFINISHED = "not finished when the block ended"
 
 
 @dataclass(slots=True)
 class Reply:
-    """What one request brought.
+    """Reply to one request.
 
-    ``error`` is None where it came to its end, and ``broken`` True where the connection, not the
-    server's word, ended it; ``finish`` is OpenAI's reason. ``pauses_s`` are the waits for each
-    event of a stream, the first one's included, and the one that an error ended. ``first_tokens``
-    came with the first event that had any: a whole round of speculation. ``last_at`` is
-    when the last event came, or before the first when the request was sent: given, the first
-    wait is counted from there.
+    Attributes:
+        finish: OpenAI's finish reason.
+        error: None if the reply is whole.
+        broken: whether the connection ended it, not an answer of the server.
+        pauses_s: waits for each event of a stream, the first and one ended by an error included.
+        last_at: time of the last event, before the first that of sending (``time.monotonic``).
+        first_token_at: time of the first event with tokens.
+        first_tokens: tokens of that event: those of a whole round of speculation.
+        speculative: the server's metrics of speculative decoding.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -42,16 +47,16 @@ class Reply:
 
     @property
     def answer(self) -> tuple[tuple[int, ...], str, str | None]:
-        """What must be the same in two runs."""
+        """Tokens, text and finish reason, which must be equal in two runs."""
         return tuple(self.token_ids), self.text, self.finish
 
     @property
     def begun(self) -> bool:
-        """True where some of the answer is there."""
+        """Whether a token has come."""
         return bool(self.token_ids)
 
     def waited(self, now: float) -> None:
-        """Note the wait that is over at ``now``, a time of ``time.monotonic``."""
+        """Add the wait that ends at ``now`` (``time.monotonic``)."""
         self.pauses_s.append(now - (now if self.last_at is None else self.last_at))
 
 
@@ -75,7 +80,7 @@ def bodies(count: int, max_tokens: int, *, stream: bool = True) -> list[dict[str
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Reply:
-    """Send a chat request and fill in what comes; a failure is noted, never raised."""
+    """Send a chat request and fill in the reply; a failure is recorded, never raised."""
     if reply.last_at is None:
         reply.last_at = time.monotonic()
     try:
@@ -92,23 +97,19 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Re
 
 
 def refusal(status: int, text: str) -> Exception:
-    """What an HTTP status says: an answer of the server's, or that a connection ended.
+    """Error of an HTTP status: an answer of the server's, or a broken connection.
 
-    The front door puts every error into OpenAI's shape. A bare 5xx is the proxy's word for an
-    ingress replica that died before its answer had begun.
-
-    Args:
-        status: not 200.
-        text: the body.
+    The front door puts every error into OpenAI's shape. The proxy sends a bare 5xx if an ingress
+    replica died before its answer had begun.
     """
     try:
         ours = "error" in json.loads(text)
     except (ValueError, TypeError):
         ours = False
-    said = f"HTTP {status}: {text[:200]}"
+    message = f"HTTP {status}: {text[:200]}"
     if status >= httpx.codes.INTERNAL_SERVER_ERROR and not ours:
-        return httpx.RemoteProtocolError(said)
-    return ValueError(said)
+        return httpx.RemoteProtocolError(message)
+    return ValueError(message)
 
 
 async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
@@ -155,10 +156,9 @@ async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Repl
 
 
 class Load:
-    """Many requests at once; look at :attr:`replies` while they run."""
+    """Many requests, ``at_once`` at a time; :attr:`replies` fill while they run."""
 
     def __init__(self, url: str, requests: Sequence[dict[str, Any]], at_once: int = 1000) -> None:
-        """Prepare requests to the server at ``url``, so many of them under way at a time."""
         self.replies = [Reply() for _ in requests]
         self._url = url
         self._requests = requests
@@ -167,16 +167,16 @@ class Load:
 
     @property
     def begun(self) -> int:
-        """Requests of which something has come."""
+        """Requests with a token."""
         return sum(reply.begun for reply in self.replies)
 
     @property
     def open(self) -> int:
-        """Requests that have not come to their end."""
+        """Requests that have not ended."""
         return sum(reply.finish is None and reply.error is None for reply in self.replies)
 
     async def run(self) -> list[Reply]:
-        """Send them all; returns when the last one has ended."""
+        """Send them all; return when the last one has ended."""
         gate = asyncio.Semaphore(self._at_once)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as http:
@@ -190,11 +190,20 @@ class Load:
 
 
 class RetryingLoad:
-    """Many requests, some at a time; one whose connection breaks is sent again, as it was.
+    """Many requests, some at a time; one whose connection breaks is sent again.
 
-    An answer that the server gives, an HTTP status in OpenAI's shape or an error in a stream, is
-    the answer; a bare 5xx is a broken connection, see :func:`refusal`.
-    ``seen`` are all attempts, ``broken`` counts those that were followed by another.
+    An error that the server answers is final; a bare 5xx is a broken connection (:func:`refusal`).
+
+    Args:
+        url: scheme, host and port.
+        requests: bodies of chat requests.
+        at_once: requests in flight.
+        patience_s: time for retries, and timeout of a read.
+        back_off_s: delay before a retry.
+
+    Attributes:
+        seen: replies of all attempts.
+        broken: attempts that were followed by another.
     """
 
     def __init__(
@@ -205,15 +214,6 @@ class RetryingLoad:
         patience_s: float = 300.0,
         back_off_s: float = 0.2,
     ) -> None:
-        """Prepare requests to the server at ``url``.
-
-        Args:
-            url: scheme, host and port.
-            requests: bodies of chat requests.
-            at_once: how many are under way at a time.
-            patience_s: how long one is sent again, and how long a read may take.
-            back_off_s: rest before it is.
-        """
         self.seen: list[Reply] = []
         self.broken = 0
         self._url = url
@@ -224,7 +224,7 @@ class RetryingLoad:
 
     @property
     def begun(self) -> int:
-        """Attempts of which something has come."""
+        """Attempts with a token."""
         return sum(reply.begun for reply in self.seen)
 
     @property
@@ -260,10 +260,10 @@ class RetryingLoad:
 
 
 async def until(check: Callable[[], bool], what: str, seconds: float = 60.0) -> float:
-    """Wait for a condition; returns how long it took, seconds.
+    """Wait for a condition; return the seconds it took.
 
     Raises:
-        TimeoutError: names what did not come.
+        TimeoutError: names ``what``.
     """
     began = time.monotonic()
     while not await asyncio.to_thread(check):
@@ -271,3 +271,133 @@ async def until(check: Callable[[], bool], what: str, seconds: float = 60.0) -> 
             raise TimeoutError(f"waited {seconds:.0f} s for {what}")
         await asyncio.sleep(0.02)
     return time.monotonic() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Request that is due ``due_s`` after the block's begin."""
+
+    due_s: float
+    topic: str
+    prompt_tokens: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a request; seconds count from when it was due.
+
+    Attributes:
+        lag_s: delay of the client's sending.
+        ttft_s: time to the first token; None if there was none.
+        tpot_s: time per token after those of the first event; None if there were none.
+        pause_s: longest wait between two events.
+        answer: hash of the tokens.
+        rounds: speculative rounds, ``first_accepted`` of which accepted their first token.
+        error: None if the answer is whole.
+    """
+
+    due_s: float
+    topic: str
+    prompt_tokens: int
+    lag_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+    pause_s: float
+    tokens: int
+    answer: str
+    rounds: int
+    drafted: int
+    accepted: int
+    first_accepted: int
+    draft: str | None
+    routed: str | None
+    weight_version: int | None
+    error: str | None
+
+
+def outcome_of(planned: Planned, sent_s: float, began: float, reply: Reply) -> Outcome:
+    """Outcome of a reply.
+
+    Args:
+        planned: the request.
+        sent_s: time of sending, seconds after the block's begin.
+        began: the block's begin (``time.monotonic``).
+        reply: from :func:`ask`.
+    """
+    due = began + planned.due_s
+    first, last = reply.first_token_at, reply.last_at
+    count = len(reply.token_ids)
+    further = count - reply.first_tokens
+    stats = reply.speculative
+    rounds = int(stats.get("num_spec_steps", 0))
+    histogram = stats.get("acceptance_histogram") or [rounds]
+    ids = ",".join(map(str, reply.token_ids)).encode()
+    return Outcome(
+        due_s=planned.due_s,
+        topic=planned.topic,
+        prompt_tokens=planned.prompt_tokens,
+        lag_s=sent_s - planned.due_s,
+        ttft_s=None if first is None else first - due,
+        tpot_s=None if first is None or last is None or further < 1 else (last - first) / further,
+        e2e_s=(due if last is None else last) - due,
+        pause_s=max(reply.pauses_s[1:], default=0.0),
+        tokens=count,
+        answer=hashlib.sha256(ids).hexdigest()[:16],
+        rounds=rounds,
+        drafted=int(stats.get("num_draft_tokens", 0)),
+        accepted=int(stats.get("num_accepted_draft_tokens", 0)),
+        first_accepted=rounds - int(histogram[0]) if rounds else 0,
+        draft=stats.get("draft"),
+        routed=stats.get("topic"),
+        weight_version=stats.get("weight_version"),
+        error=reply.error,
+    )
+
+
+async def replay(
+    url: str, planned: Sequence[Planned], drain_s: float
+) -> tuple[float, list[Outcome]]:
+    """Send every request when it is due (open loop); requests open ``drain_s`` after the last fail.
+
+    Returns:
+        The begin (``time.monotonic``), and an outcome per request, in order.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    replies = [Reply() for _ in planned]
+    sent = [0.0] * len(planned)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+        began = time.monotonic()
+
+        async def one(index: int) -> None:
+            await asyncio.sleep(max(0.0, began + planned[index].due_s - time.monotonic()))
+            sent[index] = time.monotonic() - began
+            await ask(http, planned[index].body, replies[index])
+
+        tasks = [asyncio.create_task(one(index)) for index in range(len(planned))]
+        until = max((p.due_s for p in planned), default=0.0) + drain_s
+        _, late = await asyncio.wait(tasks, timeout=until - (time.monotonic() - began))
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+    for task, reply in zip(tasks, replies, strict=True):
+        if task in late:
+            reply.error = reply.error or UNFINISHED
+        elif (error := task.exception()) is not None:
+            reply.error = f"{type(error).__name__}: {error}"
+    return began, [
+        outcome_of(plan, sent_s, began, reply)
+        for plan, sent_s, reply in zip(planned, sent, replies, strict=True)
+    ]
+
+
+async def one_by_one(url: str, planned: Sequence[Planned]) -> list[Outcome]:
+    """Send each request when the one before has ended: the latency of an idle server."""
+    outcomes = []
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+        for plan in planned:
+            began, reply = time.monotonic(), Reply()
+            await ask(http, plan.body, reply)
+            outcomes.append(outcome_of(plan, plan.due_s, began - plan.due_s, reply))
+    return outcomes

@@ -1,16 +1,12 @@
 """Paceline's decoding against transformers' own: same prompts, target, drafts, dtype, threads.
 
-    make bench-decode ARGS="--quick"
-
-Figures go to out/bench/decode.json, a chart beside them. docs/performance.md says what is
-measured and how.
+make bench-decode ARGS="--quick"
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -19,39 +15,54 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import machine
 import peers
 import phases
 import torch
-from cells import Cell, make_blocks, run_cell, run_pairs, summary
+from decoding import Cell, Served, Variant, make_blocks, run_cell, run_pairs, summary
 from expert_cache import TARGET, experts_dir, facts_of, recipe_of
-from measure import geometric_mean, topic_rates
-from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode, training_texts
-from report import AUTO, GENERATE, OFF, differing_answers, draw, show
-from rich.console import Console
-from runs import Variant
-from served import Served, load_engine
+from harness import (
+    geometric_mean,
+    interval,
+    machine,
+    peak_rss_mib,
+    rss_mib,
+    say,
+    show,
+    topic_rates,
+    write,
+)
+from prompts import MAX_PROMPT_TOKENS, bench_texts, encode, training_texts
 from tqdm import tqdm
 from transformers.utils import logging
 
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import (
     load_causal_lm,
     load_tokenizer,
     resolve_device,
     resolve_dtype,
 )
+from paceline.actors.engine.settings import TargetSettings
 
+AUTO, OFF, GENERATE = "paceline auto", "paceline off", "generate"
 FIXED = (2, 4, 6)
 ASSISTED_CONSTANT = range(1, 9)
-_EXPERTS = Path(__file__).with_name("experts.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How much is run.
 
-    ``prompts`` is that of batch 1; larger batches have blocks of one prompt per row at least,
-    ``blocks`` of them per topic.
+    Attributes:
+        batches: prompts at once.
+        temperatures: 0 is greedy.
+        max_tokens: of an answer.
+        prompts: at batch 1, over all topics.
+        block: prompts per block, at least one per row.
+        blocks: per topic, at larger batches.
+        pairs: of auto and off per batch.
+        pilot: prompts per topic that choose assisted generation's k.
     """
 
     batches: tuple[int, ...]
@@ -63,94 +74,85 @@ class Plan:
     pairs: int
     pilot: int
 
-    def size(self, batch: int) -> int:
-        """Prompts per block."""
-        return max(self.block, batch)
-
-    def per_topic(self, batch: int, topics: int) -> int:
-        """Blocks per topic."""
-        return -(-self.prompts // (topics * self.block)) if batch == 1 else self.blocks
-
 
 class Bench:
     """Models, variants and prompts of one run."""
 
     def __init__(self, options: argparse.Namespace, plan: Plan) -> None:
-        """Load everything; memory is noted on the way."""
-        self.plan, self.memory = plan, {"start": machine.rss_mib()}
+        self.plan, self.memory = plan, {"start": rss_mib()}
         device = resolve_device("auto")
         self.dtype = resolve_dtype(options.dtype, device)
         folder = options.experts or experts_dir(options.out, options.data)
         self.prompts = encode(load_tokenizer(TARGET), bench_texts(options.data))
         paths = {topic: folder / topic for topic in self.prompts}
-        self.target = load_causal_lm(TARGET, self.dtype, device, attention="sdpa")
-        self.experts = {
-            topic: load_causal_lm(path, self.dtype, device, attention="sdpa")
-            for topic, path in paths.items()
-        }
-        self.memory["with transformers' models"] = machine.rss_mib()
-        limits: dict[str, Any] = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "threads": options.threads,
-            "rows": max(plan.batches),
-            "max_model_len": MAX_PROMPT_TOKENS + plan.max_tokens + 16,
-        }
-        # An engine for each: what fixed k's rounds show must not teach auto's controller.
-        fixed = load_engine(TARGET, paths, **limits, k=0)
-        self.memory["with an engine"] = machine.rss_mib()
-        auto = load_engine(TARGET, paths, **limits, k=None)
-        self.memory["with two engines"] = machine.rss_mib()
+
+        def load(path: Path) -> Any:
+            return load_causal_lm(path, self.dtype, device, attention="sdpa")
+
+        def engine(k: int | None) -> Engine:
+            settings = TargetSettings(
+                str(TARGET),
+                {topic: str(path) for topic, path in paths.items()},
+                dtype=str(self.dtype).removeprefix("torch."),
+                num_threads=options.threads,
+                max_num_seqs=max(plan.batches),
+                max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
+                num_speculative_tokens=k,
+                warm_up=True,
+                prefix_cache=False,  # prompts come back in every setting
+                seed=1,
+            )
+            return build_engine(settings)[0]
+
+        self.target = load(TARGET)
+        self.experts = {topic: load(path) for topic, path in paths.items()}
+        self.memory["with transformers' models"] = rss_mib()
+        # An engine for each: rounds of a fixed k must not teach auto's controller.
+        fixed, auto = engine(0), engine(None)
+        self.memory["with two engines"] = rss_mib()
         self.engines = {AUTO: auto, OFF: fixed}
         self.generate = peers.Generate(self.target)
-        self.continuous = peers.Continuous(
-            load_causal_lm(TARGET, self.dtype, device, attention="sdpa")
-        )
+        self.continuous = peers.Continuous(load(TARGET))
         self.auto, self.off = Served(AUTO, auto, None), Served(OFF, fixed, 0)
         self.fixed = [Served(f"paceline k={k}", fixed, k) for k in FIXED]
-        gc.freeze()  # what is loaded by now stays: the collections between runs can skip it
+        gc.freeze()  # collections between runs can skip what is loaded
 
-    def assisted(self, k: int) -> peers.Assisted:
-        """Assisted generation with a constant number of draft tokens."""
-        return peers.Assisted(f"assisted k={k}", self.target, self.experts, tokens=k)
-
-    def assisted_schedules(self) -> list[Variant]:
-        """Assisted generation's own two ways to choose the number."""
-        both = (self.target, self.experts)
-        return [
-            peers.Assisted("assisted heuristic", *both, tokens=5, schedule="heuristic"),
-            peers.Assisted("assisted default", *both, tokens=20, threshold=0.4),
-        ]
+    def assisted(self, name: str, **settings: Any) -> peers.Assisted:
+        """Assisted generation, see :class:`peers.Assisted`."""
+        return peers.Assisted(f"assisted {name}", self.target, self.experts, **settings)
 
     def pilot(self, temperature: float) -> tuple[int, dict[int, float]]:
-        """The best constant k of assisted generation on prompts that are not measured."""
-        rates = {}
+        """Best constant k of assisted generation on prompts that are not measured, and all."""
         spare = {topic: own[-self.plan.pilot :] for topic, own in self.prompts.items()}
-        cell = Cell(1, temperature)
-        variants = {k: self.assisted(k) for k in ASSISTED_CONSTANT}
+        variants = {k: self.assisted(f"k={k}", tokens=k) for k in ASSISTED_CONSTANT}
         blocks = make_blocks(spare, self.plan.pilot // 2, 1)
-        with tqdm(total=len(blocks) * len(variants), desc="pilot", leave=False) as bar:
-            out = run_cell(
-                cell, list(variants.values()), blocks, self.plan.max_tokens, lambda: bar.update()
-            )
-        for k, variant in variants.items():
-            rates[k] = geometric_mean(list(topic_rates(out.timings, variant.name).values()))
+        own = list(variants.values())
+        timings = run_cell(Cell(1, temperature), own, blocks, self.plan.max_tokens).timings
+        rates = {
+            k: geometric_mean(list(topic_rates(timings, variant.name).values()))
+            for k, variant in variants.items()
+        }
         return max(rates, key=lambda k: rates[k]), rates
 
     def measure(self, cell: Cell, best_k: int) -> dict[str, Any]:
         """One cell's figures; ``best_k`` is assisted generation's, at batch 1."""
-        variants: list[Variant] = [self.generate, self.off, self.auto, *self.fixed]
-        if cell.batch > 1:
-            variants.append(self.continuous)
-        assisted = [] if cell.batch > 1 else [self.assisted(best_k), *self.assisted_schedules()]
-        variants += assisted
-        size, topics = self.plan.size(cell.batch), len(self.prompts)
-        per_topic = self.plan.per_topic(cell.batch, topics)
+        plan = self.plan
+        assisted: list[Variant] = []
+        if cell.batch == 1:
+            assisted = [
+                self.assisted(f"k={best_k}", tokens=best_k),
+                self.assisted("heuristic", tokens=5, schedule="heuristic"),
+                self.assisted("default", tokens=20, threshold=0.4),
+            ]
+        others = assisted or [self.continuous]
+        variants: list[Variant] = [self.generate, self.off, self.auto, *self.fixed, *others]
+        size = max(plan.block, cell.batch)
+        single = -(-plan.prompts // (len(self.prompts) * plan.block))
+        per_topic = single if cell.batch == 1 else plan.blocks
         blocks = make_blocks(self.prompts, size, per_topic, mixed=cell.mixed)
-        with tqdm(total=len(blocks) * len(variants), desc=cell.label, leave=False) as bar:
-            outcome = run_cell(cell, variants, blocks, self.plan.max_tokens, lambda: bar.update())
+        outcome = run_cell(cell, variants, blocks, plan.max_tokens)
         pairs = [(AUTO, GENERATE), (OFF, GENERATE), (AUTO, OFF)]
-        pairs += [(AUTO, variant.name) for variant in assisted]
-        pairs += [(AUTO, self.continuous.name)] if cell.batch > 1 else []
+        pairs += [(AUTO, variant.name) for variant in others]
         figures = summary(cell, outcome, pairs, GENERATE)
         if assisted:
             found = figures["variants"]
@@ -158,38 +160,20 @@ class Bench:
             figures["best_assisted"] = best
         return figures
 
-    def pairs(self, cell: Cell) -> dict[str, Any]:
-        """Auto against off, many short pairs."""
-        count = self.plan.pairs
-        with tqdm(total=2 * (count + 1), desc=f"pairs, {cell.label}", leave=False) as bar:
-            return run_pairs(
-                self.auto,
-                self.off,
-                self.prompts,
-                cell,
-                count,
-                self.plan.max_tokens,
-                lambda: bar.update(),
-            )
-
     def phases(self) -> dict[str, Any]:
         """A round's time by phase at batch 1, greedy, with drafts of the controller and none."""
-        block: list[Prompt] = [p for own in self.prompts.values() for p in own[:2]]
+        block = [p for own in self.prompts.values() for p in own[:2]]
         found = {}
         for variant in (self.auto, self.off):
             with phases.watched(self.engines[variant.name]) as clock:
                 variant.run(block, 1, 0.0, self.plan.max_tokens)
             split = phases.shares(clock.seconds)
-            found[variant.name] = {
-                "seconds": clock.seconds,
-                "shares": split,
-                "overhead": phases.overhead(split),
-            }
+            found[variant.name] = {"shares": split, "overhead": phases.overhead(split)}
         return found
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="batches 1 and 8, fewer prompts")
     parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
@@ -197,8 +181,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--max-tokens", type=int, help="of an answer (64; quick: 48)")
-    parser.add_argument("--prompts", type=int, help="at batch 1, over all topics (64)")
-    parser.add_argument("--pairs", type=int, help="of auto and off per batch (20)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
@@ -206,22 +188,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """What the command line asks for."""
-    quick = options.quick
-    return Plan(
-        batches=tuple(options.batches or ((1, 8) if quick else (1, 4, 8, 16, 32))),
-        temperatures=tuple(options.temperatures),
-        max_tokens=options.max_tokens or (48 if quick else 64),
-        prompts=options.prompts or (16 if quick else 64),
-        block=2 if quick else 4,
-        blocks=1 if quick else 2,
-        pairs=options.pairs or (4 if quick else 20),
-        pilot=2 if quick else 4,
-    )
+    """Plan of these options."""
+    quick, temperatures = options.quick, tuple(options.temperatures)
+    batches = tuple(options.batches or ((1, 8) if quick else (1, 4, 8, 16, 32)))
+    if quick:
+        return Plan(batches, temperatures, options.max_tokens or 48, 16, 2, 1, 4, 2)
+    return Plan(batches, temperatures, options.max_tokens or 64, 64, 4, 2, 20, 4)
 
 
-def stands(folder: Path, topic: str, data: Path | None) -> bool:
-    """Whether an expert is there that its own settings would give again, of whatever length."""
+def is_usable(folder: Path, topic: str, data: Path | None) -> bool:
+    """Whether a folder holds an expert of today's prompts and base, trained for any time."""
     recipe = (facts_of(folder) or {}).get("recipe", {})
     settings = recipe.get("settings", {})
     if "answers" not in settings:
@@ -230,19 +206,19 @@ def stands(folder: Path, topic: str, data: Path | None) -> bool:
 
 
 def make_experts(options: argparse.Namespace) -> None:
-    """Have experts made that are missing or stale: training loads much that a bench must not."""
-    if options.experts is not None:
-        return
+    """Train missing or stale experts in another process: training loads much."""
     folder = experts_dir(options.out, options.data)
-    if all(stands(folder / topic, topic, options.data) for topic in bench_texts(options.data)):
+    if options.experts is not None or all(
+        is_usable(folder / topic, topic, options.data) for topic in bench_texts(options.data)
+    ):
         return
-    command = [sys.executable, str(_EXPERTS), "--out", str(options.out)]
-    command += ["--threads", str(options.threads)]
+    command = [sys.executable, str(Path(__file__).with_name("experts.py"))]
+    command += ["--out", str(options.out), "--threads", str(options.threads)]
     subprocess.run(command + (["--data", str(options.data)] if options.data else []), check=True)
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Everything, in order."""
+    """Measure everything, in order."""
     plan, cells = bench.plan, []
     pilots: dict[float, tuple[int, Mapping[int, float]]] = {}
     settings = [
@@ -259,51 +235,62 @@ def run(bench: Bench) -> dict[str, Any]:
     return {
         "assisted_pilot": {f"{t:g}": {"best_k": k, "rates": r} for t, (k, r) in pilots.items()},
         "cells": cells,
-        "pairs": [bench.pairs(Cell(b, t)) for t in plan.temperatures for b in plan.batches],
+        "pairs": [
+            run_pairs(bench.auto, bench.off, bench.prompts, Cell(b, t), plan.pairs, plan.max_tokens)
+            for t in plan.temperatures
+            for b in plan.batches
+        ],
         "phases": bench.phases(),
         "draft_failures": sum(engine.draft_failures for engine in bench.engines.values()),
     }
 
 
-def _fix_threads(threads: int) -> None:
-    """Start over where OpenMP read another number: threads that peers start go by it."""
-    if os.environ.get("OMP_NUM_THREADS") != str(threads):
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    torch.set_num_threads(threads)
+def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row per cell and variant, with its ratio to the first variant that it was paired with."""
+    return [
+        {"cell": f"{c['batch']}, {c['temperature']:g}{', mixed' if c['mixed'] else ''}"}
+        | {"variant": name}
+        | {key: facts[key] for key in ("tokens_per_s", "mean_acceptance_length")}
+        | {
+            "auto, off / it": "; ".join(
+                interval(c["ratios"][r]) for r in c["ratios"] if r.endswith(f"/ {name}")
+            )
+        }
+        | {"differ": facts.get("answers_that_differ")}
+        for c in cells
+        for name, facts in c["variants"].items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 1 where drafts failed or float32 answers differ."""
+    """Measure, print, write; 1 if drafts failed or float32 answers differ."""
     options = parse(argv)
-    plan = plan_of(options)
     make_experts(options)
-    _fix_threads(options.threads)
+    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):  # read once, by every pool
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    before = machine.facts()
-    bench = Bench(options, plan)
+    before, bench = machine(), Bench(options, plan_of(options))
     dtype = str(bench.dtype).removeprefix("torch.")
+    source = "self-written" if options.data is None else options.data.name
     figures: dict[str, Any] = {
         "machine": before,
-        "settings": asdict(plan)
-        | {
-            "quick": options.quick,
-            "dtype": dtype,
-            "threads": options.threads,
-            "source": "self-written" if options.data is None else options.data.name,
-        },
+        "settings": asdict(bench.plan)
+        | {"quick": options.quick, "dtype": dtype, "threads": options.threads, "source": source},
         **run(bench),
+        "memory_mib": bench.memory | {"peak": peak_rss_mib()},
+        "load_average_after": machine()["load_average"],
     }
-    figures["memory_mib"] = bench.memory | {"peak": machine.peak_rss_mib()}
-    figures["machine"]["load_average_after"] = machine.facts()["load_average"]
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "decode.json"
-    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    draw(path.with_suffix(".png"), figures)
-    show(Console(), figures)
-    wrong = dtype == "float32" and differing_answers(figures["cells"])[0] > 0
-    return int(wrong or figures["draft_failures"] > 0)
+    write(options.out / "decode.json", figures)
+    show("Decoding: batch, temperature", rows_of(figures["cells"]))
+    show("Speculation on (auto) over off, interleaved pairs", figures["pairs"])
+    for name, facts in figures["phases"].items():
+        say(f"{name}: {facts['overhead']:.1%} of a round outside forwards: {facts['shares']}")
+    differ = sum(row["differ"] or 0 for row in rows_of(figures["cells"]))
+    say(f"draft failures: {figures['draft_failures']}; answers unlike generate's: {differ}")
+    return int((dtype == "float32" and differ > 0) or figures["draft_failures"] > 0)
 
 
 if __name__ == "__main__":

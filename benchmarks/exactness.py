@@ -1,13 +1,13 @@
-"""How often does what runs beside it change a greedy answer, per dtype, and what does it cost?
+"""Count greedy answers that speculation or batching changes, per dtype, and time the numerics.
 
     .venv/bin/python benchmarks/exactness.py --dtypes float32 bfloat16 --prompts 104
 
 Runs the same prompts four ways (speculation off and on, one at a time and eight at once) and
-compares the tokens with those of plain decoding eight at once. Where an answer differs with
-speculation on, the target's two best logits at the first differing position are printed, computed
-in float32 over the whole text: a gap of the size of the dtype's rounding says that a forward over
-one row and one over several rounded a near-tie differently. Both values of ``target.numerics`` take
-turns, prompt group by prompt group: ``cost`` is the geometric mean of invariant's time over auto's.
+compares the tokens with those of plain decoding eight at once. If an answer differs with
+speculation on, the gap of the target's two best logits at the first differing position is printed,
+computed in float32: a gap of the dtype's rounding means that a near-tie was rounded differently.
+Both values of ``target.numerics`` take turns, prompt group by prompt group: ``cost`` is the
+geometric mean of invariant's time over auto's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import geometric_mean
+from decoding import drive
+from expert_cache import DRAFT, TARGET
+from harness import geometric_mean, write
+from prompts import chat_ids
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
@@ -30,73 +32,55 @@ from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.numerics import INVARIANT
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import Numerics, TargetSettings
-from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS, generate
 
-TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
 NUMERICS: tuple[Numerics, ...] = ("auto", "invariant")
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Requests at once, and tokens drafted per round."""
-
-    batch: int
-    k: int
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        return f"{'on' if self.k else 'off'}, batch {self.batch}"
-
-
-WAYS = (Way(8, 0), Way(1, 0), Way(1, 4), Way(8, 4))
+# Name -> (requests at once, tokens drafted per round); the first is the reference.
+WAYS = {
+    "off, batch 8": (8, 0),
+    "off, batch 1": (1, 0),
+    "on, batch 1": (1, 4),
+    "on, batch 8": (8, 4),
+}
+_PLAIN, _LAST = next(iter(WAYS)), list(WAYS)[-1]
 
 
 def answers(
-    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, way: Way
+    engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int, way: str
 ) -> tuple[list[list[int]], float]:
-    """Greedy answers to all prompts, so many at once as the way says, and the seconds it took."""
+    """Greedy answers to all prompts, and the seconds it took."""
+    batch, k = WAYS[way]
     found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    waiting = [
-        GenerationRequest(str(i), tuple(p), sampling, num_speculative_tokens=way.k, store=False)
+    requests = [
+        GenerationRequest(str(i), p, sampling, num_speculative_tokens=k, store=False)
         for i, p in enumerate(prompts)
     ]
     began = time.perf_counter()
-    for start in range(0, len(waiting), way.batch):
-        for request in waiting[start : start + way.batch]:
-            engine.add(request)
-        while engine.has_work:
-            for output in engine.step():
-                found[output.request_id].extend(output.chunk.token_ids)
+    for output in drive(engine, requests, batch):
+        found[output.request_id].extend(output.chunk.token_ids)
     return list(found.values()), time.perf_counter() - began
 
 
-def top_gap(model: Any, tokens: list[int]) -> float:
-    """Difference of the two best next-token logits after ``tokens``."""
-    with torch.inference_mode():
-        best = model(torch.tensor([tokens])).logits[0, -1].float().topk(2).values
-    return float(best[0] - best[1])
-
-
 def gaps(
-    prompts: Sequence[list[int]], left: list[list[int]], right: list[list[int]]
+    prompts: Sequence[tuple[int, ...]], left: list[list[int]], right: list[list[int]]
 ) -> list[float]:
-    """The target's two best logits apart, where two sets of answers part."""
+    """Difference of the target's two best logits at the first tokens that differ."""
     exact, found = load_causal_lm(TARGET, torch.float32, attention="sdpa"), []
     for prompt, a, b in zip(prompts, left, right, strict=True):
         if a != b:
             at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-            found.append(round(top_gap(exact, [*prompt, *a[:at]]), 4))
+            with torch.inference_mode():
+                logits = exact(torch.tensor([[*prompt, *a[:at]]])).logits[0, -1]
+            best = logits.float().topk(2).values
+            found.append(round(float(best[0] - best[1]), 4))
     return sorted(found)
 
 
-def load(dtype: str, threads: int) -> tuple[dict[Numerics, Engine], Any, dict[Numerics, str]]:
-    """An engine per numerics, the tokenizer, and what the numerics turned out to be."""
+def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[str, Any]]:
+    """Differing answers of one dtype, with each of the two numerics."""
     engines: dict[Numerics, Engine] = {}
-    turned_out: dict[Numerics, str] = {}
-    tokenizer = None
+    resolved: dict[Numerics, str] = {}
     for numerics in NUMERICS:
         settings = TargetSettings(
             str(TARGET),
@@ -108,86 +92,58 @@ def load(dtype: str, threads: int) -> tuple[dict[Numerics, Engine], Any, dict[Nu
             prefix_cache=False,
         )
         engines[numerics], tokenizer, facts = build_engine(settings)
-        turned_out[numerics] = facts["numerics"]
-    return engines, tokenizer, turned_out
-
-
-@dataclass(slots=True)
-class Ran:
-    """Answers and seconds of one engine, by way."""
-
-    answers: dict[Way, list[list[int]]] = field(default_factory=lambda: {w: [] for w in WAYS})
-    seconds: dict[Way, list[float]] = field(default_factory=lambda: {w: [] for w in WAYS})
-
-
-def run_all(
-    engines: dict[Numerics, Engine], prompts: list[list[int]], max_tokens: int
-) -> dict[Numerics, Ran]:
-    """Every engine every way, group by group of prompts, the engines taking turns."""
-    ran = {numerics: Ran() for numerics in engines}
+        resolved[numerics] = facts["numerics"]
+    texts = [text for topic in TOPICS for text in generate(topic, count // len(TOPICS), seed=5)]
+    prompts = [chat_ids(tokenizer, text) for text in texts]
+    ran: dict[tuple[str, str], list[list[int]]] = {(n, w): [] for n in NUMERICS for w in WAYS}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in ran}
     for start in range(0, len(prompts), 8):
         for way in WAYS:
             for numerics in NUMERICS if start // 8 % 2 else NUMERICS[::-1]:
                 part = prompts[start : start + 8]
                 found, took = answers(engines[numerics], part, max_tokens, way)
-                ran[numerics].answers[way] += found
-                ran[numerics].seconds[way].append(took)
-    return ran
-
-
-def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[str, Any]]:
-    """Count differing answers of one dtype, with each of the two numerics."""
-    engines, tokenizer, turned_out = load(dtype, threads)
-    texts = [text for topic in TOPICS for text in generate(topic, count // len(TOPICS), seed=5)]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in texts
-    ]
-    ran = run_all(engines, prompts, max_tokens)
+                ran[numerics, way] += found
+                seconds[numerics, way].append(took)
     results = []
-    for numerics, own in ran.items():
-        plain = own.answers[WAYS[0]]
+    for numerics in NUMERICS:
+        plain = ran[numerics, _PLAIN]
         differ = {
-            way.label: sum(a != b for a, b in zip(plain, own.answers[way], strict=True))
-            for way in WAYS[1:]
+            way: sum(a != b for a, b in zip(plain, ran[numerics, way], strict=True))
+            for way in WAYS
+            if way != _PLAIN
         }
-        cost = {
-            way.label: geometric_mean(
-                [x / y for x, y in zip(own.seconds[way], ran["auto"].seconds[way], strict=True)]
-            )
+        ratios = {
+            way: [x / y for x, y in zip(seconds[numerics, way], seconds["auto", way], strict=True)]
             for way in WAYS
         }
-        parted = gaps(prompts, plain, own.answers[WAYS[-1]])
         results.append(
             {
                 "dtype": dtype,
                 "numerics": numerics,
-                "turned_out": turned_out[numerics],
+                "resolved": resolved[numerics],
                 "answers": len(prompts),
                 "tokens": sum(map(len, plain)),
                 "differ": differ,
-                "cost": cost,
-                "top2_logit_gaps_at_first_difference": parted,
+                "cost": {way: geometric_mean(own) for way, own in ratios.items()},
+                "top2_logit_gaps_at_first_difference": gaps(prompts, plain, ran[numerics, _LAST]),
             }
         )
     return results
 
 
 def broken(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ``invariant`` promised and did not hold."""
+    """Answers that differ although the numerics are invariant."""
     return [
         f"{result['dtype']}, {way}: {count} of {result['answers']} answers differ"
         for result in results
-        if result["turned_out"] == INVARIANT
+        if result["resolved"] == INVARIANT
         for way, count in result["differ"].items()
         if count
     ]
 
 
 def main() -> int:
-    """Compare and print one JSON object per dtype and numerics; 1 where a promise is broken."""
+    """Compare and print one JSON object per dtype and numerics; 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=104)
@@ -203,8 +159,7 @@ def main() -> int:
     ]
     for result in results:
         sys.stdout.write(json.dumps(result) + "\n")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write(options.out, results)
     faults = broken(results)
     sys.stderr.write("".join(f"{fault}\n" for fault in faults))
     return int(bool(faults))

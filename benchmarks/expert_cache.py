@@ -1,4 +1,4 @@
-"""Trained experts as model folders, kept as long as all that decided their weights is the same."""
+"""Trained experts as model folders, kept while all that decides their weights is the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BASE_FILES = ("config.json", "tokenizer.json")
 
 
 def experts_dir(out: Path, data: Path | None) -> Path:
-    """Where experts lie: those taught by real rows are other ones."""
+    """Folder of the experts trained on generated prompts or on rows."""
     return out / ("experts" if data is None else "experts-rows")
 
 
@@ -30,10 +30,7 @@ def base_hashes() -> dict[str, str]:
     paths = [
         path
         for folder in (TARGET, DRAFT)
-        for path in [
-            *(folder / name for name in _BASE_FILES),
-            *sorted(folder.glob("*.safetensors")),
-        ]
+        for path in [*(folder / n for n in _BASE_FILES), *sorted(folder.glob("*.safetensors"))]
     ]
     return {f"{path.parent.name}/{path.name}": _sha256(path) for path in paths}
 
@@ -45,7 +42,7 @@ def recipe_of(texts: list[str], settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(folder: Path) -> dict[str, Any] | None:
-    """What :func:`save_expert` noted; None where there is no whole expert."""
+    """Facts that :func:`note_facts` wrote; None if there is no whole expert."""
     try:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         whole = facts["weights"] == _sha256(folder / _WEIGHTS)
@@ -55,7 +52,7 @@ def facts_of(folder: Path) -> dict[str, Any] | None:
 
 
 def is_current(folder: Path, recipe: Mapping[str, Any]) -> bool:
-    """Whether an expert of this very recipe lies in the folder, unharmed."""
+    """Whether the folder holds a whole expert of this recipe."""
     facts = facts_of(folder)
     return facts is not None and facts.get("recipe") == recipe
 
@@ -66,7 +63,7 @@ def save_expert(
     recipe: Mapping[str, Any],
     figures: Mapping[str, Any],
 ) -> None:
-    """Write a model folder; its facts come last, so that half a one is never taken for whole."""
+    """Write a model folder, its facts last: half an expert is never taken for a whole one."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for path in DRAFT.iterdir():
@@ -78,7 +75,7 @@ def save_expert(
 
 
 def note_facts(folder: Path, recipe: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """Say in a folder of whole weights what decided them and what they are good for."""
+    """Write recipe, figures and the weights' hash into a folder of whole weights."""
     facts = {"recipe": recipe, "figures": figures, "weights": _sha256(folder / _WEIGHTS)}
     (folder / _FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

@@ -1,9 +1,9 @@
-"""Make one trained draft per topic for the benchmarks; those that are there are kept.
+"""Train one draft per topic for the benchmarks; those that are there are kept.
 
     make experts ARGS="--seconds 60"
 
-The project's own engine answers the topic's prompts with plain decoding, its replay records are
-the lesson, and the project's own distiller teaches the general draft.
+The engine answers the topic's prompts with plain decoding; the distiller trains the general draft
+on the replay records.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from decoding import drive
 from expert_cache import DRAFT, TARGET, experts_dir, is_current, recipe_of, save_expert
+from harness import say
 from prompts import encode, training_texts
-from rich.console import Console
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -34,89 +35,84 @@ from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.expert_evaluation import score_records
 from paceline.actors.training.settings import DistillerSettings
 
-_ROWS, _MICRO_BATCH, _MAX_LENGTH = 16, 8, 512
+ROWS, MICRO_BATCH, MAX_LENGTH = 16, 8, 512
 _HELD_OUT, _SAMPLED, _TEMPERATURE = 0.15, 0.3, 0.8
-_LOOKS = 4  # times that the candidate is judged; the best one is kept
+_EVALUATIONS = 4  # the best weights are kept
 
 
 def answer(
     engine: Engine, topic: str, prompts: Sequence[tuple[int, ...]], max_tokens: int
 ) -> list[ReplayRecord]:
-    """Records of plainly decoded answers, ``_SAMPLED`` of them sampled, the others greedy."""
+    """Records of plainly decoded answers, a share of ``_SAMPLED`` sampled, the others greedy."""
+    requests = []
     for i, prompt in enumerate(prompts):
         sampled = int((i + 1) * _SAMPLED) > int(i * _SAMPLED)
         sampling = SamplingParams(max_tokens, temperature=_TEMPERATURE if sampled else 0.0)
-        engine.add(
-            GenerationRequest(f"{topic}-{i}", prompt, sampling, topic=topic, draft=DRAFT_OFF)
-        )
-    records = []
-    with tqdm(total=len(prompts), desc=f"{topic}: answers", leave=False) as bar:
-        while engine.has_work:
-            for output in engine.step():
-                if output.record is not None:
-                    records.append(output.record)
-                    bar.update()
-    return records
+        name = f"{topic}-{i}"
+        requests.append(GenerationRequest(name, prompt, sampling, topic=topic, draft=DRAFT_OFF))
+    outputs = drive(engine, requests, len(requests))
+    records = (output.record for output in outputs if output.record is not None)
+    return list(tqdm(records, total=len(prompts), desc=f"{topic}: answers", leave=False))
 
 
 class Lesson:
-    """One topic's training: the distiller, its records, and those that judge it."""
+    """One topic's training: distiller, training records, and held-out ones.
 
-    def __init__(self, topic: str, records: Sequence[ReplayRecord], learning_rate: float) -> None:
-        """Load the general draft as the candidate.
+    Raises:
+        ValueError: too few records.
+    """
 
-        Raises:
-            ValueError: too few records to learn from and to judge by.
-        """
-        settings = DistillerSettings(learning_rate=learning_rate)
-        self._distiller = Distiller(str(DRAFT), settings)
-        self._topic = topic
-        self._max_length = min(_MAX_LENGTH, self._distiller.max_length)
-        good = [r for r in records if usable(r, self._distiller.vocab_size)]
-        self.held_out = [r for r in good if is_held_out(r.prompt_token_ids, _HELD_OUT)]
+    def __init__(
+        self, records: Sequence[ReplayRecord], settings: DistillerSettings, held_out: float
+    ) -> None:
+        self.distiller = Distiller(str(DRAFT), settings)
+        self._max_length = min(MAX_LENGTH, self.distiller.max_length)
+        good = [r for r in records if usable(r, self.distiller.vocab_size)]
+        self.held_out = [r for r in good if is_held_out(r.prompt_token_ids, held_out)]
         kept = {r.request_id for r in self.held_out}
         self.train = [r for r in good if r.request_id not in kept]
+        self.seconds = 0.0
         if not self.train or not self.held_out:
-            raise ValueError(f"{topic}: {len(good)} usable records are too few")
+            raise ValueError(f"{len(good)} usable records are too few")
 
-    def judge(self, state: dict[str, torch.Tensor] | None) -> float:
-        """Mean acceptance on the held-out records of these weights (None: the general draft's)."""
-        draft = self._distiller.served(state)
-        scores = score_records(draft, self.held_out, max_length=self._max_length)
-        return float(scores.mean())
+    def evaluate(self, state: dict[str, torch.Tensor] | None) -> float:
+        """Mean held-out acceptance of these weights as served (None: the general draft's)."""
+        draft = self.distiller.served(state)
+        return float(score_records(draft, self.held_out, max_length=self._max_length).mean())
 
-    def learn(self, seconds: float) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Train for so long; the best weights of a few looks, and figures."""
-        before = self.judge(None)
-        best, after = self._distiller.state_dict(), -1.0
-        rng = np.random.default_rng(0)
-        spent, looks = 0.0, 0
-        with tqdm(total=round(seconds), desc=f"{self._topic}: distil", leave=False) as bar:
-            while looks < _LOOKS:
-                for batch in micro_batches(self.train, _MICRO_BATCH, rng):
-                    began = time.perf_counter()
-                    self._distiller.micro_step(make_batch(batch, self._max_length))
-                    spent += time.perf_counter() - began
-                    bar.update(min(round(spent), bar.total) - bar.n)
-                    if spent >= seconds * (looks + 1) / _LOOKS:
+    def learn(self, seconds: float, topic: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Train for so long; return the best weights of a few evaluations, and figures."""
+        before = self.evaluate(None)
+        best, after = self.distiller.state_dict(), -1.0
+        rng, evaluations = np.random.default_rng(0), 0
+        with tqdm(total=round(seconds), desc=f"{topic}: distil", leave=False) as bar:
+            while evaluations < _EVALUATIONS:
+                for batch in micro_batches(self.train, MICRO_BATCH, rng):
+                    self.step(batch, time.perf_counter)
+                    bar.update(min(round(self.seconds), bar.total) - bar.n)
+                    if self.seconds >= seconds * (evaluations + 1) / _EVALUATIONS:
+                        evaluations += 1
+                        state = self.distiller.state_dict()
+                        if (score := self.evaluate(state)) > after:
+                            best, after = state, score
                         break
-                else:
-                    continue
-                looks += 1
-                state = self._distiller.state_dict()
-                if (score := self.judge(state)) > after:
-                    best, after = state, score
         return best, {
             "held_out_acceptance_before": before,
             "held_out_acceptance_after": after,
             "records_train": len(self.train),
             "records_held_out": len(self.held_out),
-            "steps": self._distiller.steps,
+            "steps": self.distiller.steps,
         }
+
+    def step(self, batch: Sequence[ReplayRecord], clock: Any) -> None:
+        """One micro-step, its time added to ``seconds``."""
+        began = clock()
+        self.distiller.micro_step(make_batch(batch, self._max_length))
+        self.seconds += clock() - began
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder of *_train.jsonl.gz; default: generated")
     parser.add_argument("--answers", type=int, default=400, help="per topic")
@@ -129,35 +125,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make what is missing; say what training brought."""
-    options, console = parse(argv), Console()
+    """Train what is missing."""
+    options = parse(argv)
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
     names = ("answers", "seconds", "max_tokens", "learning_rate")
     settings = {name: getattr(options, name) for name in names}
     texts = training_texts(options.answers, options.data)
     recipes = {topic: recipe_of(own, settings) for topic, own in texts.items()}
-    folders = {topic: experts_dir(options.out, options.data) / topic for topic in texts}
-    missing = [topic for topic in texts if not is_current(folders[topic], recipes[topic])]
+    folder = experts_dir(options.out, options.data)
+    missing = [topic for topic in texts if not is_current(folder / topic, recipes[topic])]
     if not missing:
-        console.print(f"The experts in {experts_dir(options.out, options.data)} are up to date.")
+        say(f"The experts in {folder} are up to date.")
         return 0
     prepare_environment()
     forbid_compiling()
-    target = TargetSettings(str(TARGET), num_threads=options.threads, max_num_seqs=_ROWS, seed=1)
+    target = TargetSettings(str(TARGET), num_threads=options.threads, max_num_seqs=ROWS, seed=1)
     engine, tokenizer, _ = build_engine(target)
     prompts = encode(tokenizer, texts)
     for topic in missing:
         ids = [prompt.token_ids for prompt in prompts[topic]]
         records = answer(engine, topic, ids, options.max_tokens)
-        state, figures = Lesson(topic, records, options.learning_rate).learn(options.seconds)
-        save_expert(folders[topic], state, recipes[topic], figures)
-        console.print(
-            f"{topic}: acceptance on {figures['records_held_out']} held-out answers "
-            f"{figures['held_out_acceptance_before']:.3f} -> "
-            f"{figures['held_out_acceptance_after']:.3f} "
-            f"({figures['steps']} steps on {figures['records_train']} answers)"
-        )
+        lesson = Lesson(records, DistillerSettings(learning_rate=options.learning_rate), _HELD_OUT)
+        state, figures = lesson.learn(options.seconds, topic)
+        save_expert(folder / topic, state, recipes[topic], figures)
+        say(f"{topic}: {figures}")
     return 0
 
 

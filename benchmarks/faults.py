@@ -1,21 +1,19 @@
-"""What clients see when a part of a running application dies or hangs.
+"""Effect on clients when a part of a running application dies or hangs.
 
     make bench-faults ARGS="--quick"
 
-One fault at a time, under load over real HTTP, on two target replicas: how many requests were
-sent, broken (their connection ended; the client sent them again), lost (answered with an HTTP
-status of 400 or more, an error or half a stream), altered (another answer than undisturbed), the
-longest wait of a request for its next event, and the time until the part was back. Experts are
-processes only in a pool: theirs is a second pass. Exit status 1 where a request was lost or
-altered, a connection broke though the front door lived, or a part did not come back. Figures go to
-out/bench/faults.json; docs/operations.md says what they mean.
+One fault at a time, under load over HTTP, on two target replicas: requests sent, broken (their
+connection ended; the client sent them again), lost (answered with an HTTP status of 400 or more, an
+error or half a stream), changed (another answer than undisturbed), the longest wait of a request
+for its next event, and the time until the part was back. Experts are processes only in a pool:
+theirs is a second pass. Exit status 1 if a request was lost or changed, a connection broke though
+the front door lived, or a part did not come back.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -26,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import machine
 import processes
 import psutil
 from clients import Reply, RetryingLoad, bodies, until
+from harness import machine, say, show, write
 from ray import serve
-from rich.console import Console
-from rich.table import Table
 
 from paceline.deploy import app
 from paceline.deploy.config.config import PacelineConfig, load_config
@@ -44,7 +40,7 @@ _FRONT_DOOR = {"ingress", "proxy"}  # a connection ends with the process that ho
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to a process of every role, or each: ``kill`` (SIGKILL), ``stop`` (SIGSTOP)."""
+    """Signal to a process of every role, or to each: ``kill`` (SIGKILL), ``stop`` (SIGSTOP)."""
 
     roles: tuple[str, ...]
     how: str = "kill"
@@ -53,11 +49,11 @@ class Fault:
     @property
     def name(self) -> str:
         """For tables."""
-        whom = f"{'every ' if self.each else ''}{' + '.join(self.roles)}"
-        return f"{self.how} {whom}" if self.roles else "none"
+        victims = f"{'every ' if self.each else ''}{' + '.join(self.roles)}"
+        return f"{self.how} {victims}" if self.roles else "none"
 
     def victims(self) -> dict[str, list[psutil.Process]]:
-        """Whom it befalls now, by role: the oldest process, or each."""
+        """Processes that it hits now, by role: the oldest one, or each."""
         found = {role: processes.of(role) for role in self.roles}
         return found if self.each else {role: every[:1] for role, every in found.items()}
 
@@ -90,13 +86,13 @@ QUICK = tuple(Fault((role,)) for role in ("target", "router", "registry", "contr
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one fault did; seconds are wall time, None where it was not seen."""
+    """Figures of one fault; seconds are wall time, None if it did not come back."""
 
     fault: str
     sent: int
     broken: int
     lost: int
-    altered: int
+    changed: int
     longest_pause_s: float
     back_after_s: float | None
 
@@ -119,12 +115,9 @@ def is_back(role: str, victims: set[int], before: int, url: str) -> bool:
 
 
 def all_run(states: Mapping[str, Mapping[Any, int]], role: str, count: int) -> bool:
-    """Whether a role has so many replicas, all of which run.
+    """Whether a role has so many replicas in all its deployments, all of which run.
 
-    Args:
-        states: replicas by their state, per Serve deployment; every expert is one of its own.
-        role: ``target``, ``router``, ``ingress`` or ``expert``.
-        count: replicas in all deployments of the role.
+    ``states`` is Serve deployment to replicas by state; every expert has a deployment of its own.
     """
     found: Counter[Any] = Counter()
     for name, replicas in states.items():
@@ -172,57 +165,46 @@ def figures_of(
         sent=len(found),
         broken=load.broken,
         lost=len(found) - len(answered),
-        altered=sum(f.answer != e.answer for f, e in answered),
+        changed=sum(f.answer != e.answer for f, e in answered),
         longest_pause_s=round(load.longest_pause_s, 2),
         back_after_s=None if back_s is None else round(back_s, 1),
     )
 
 
-def wrongs_of(fault: Fault, figures: Figures) -> list[str]:
-    """What must not be, in words: an empty list where the fault did no more than it may."""
-    wrongs = [
+def failures_of(fault: Fault, figures: Figures) -> list[str]:
+    """Effects that the fault must not have; empty if there is none."""
+    failures = [
         f"{figures.fault}: {count} {what}"
-        for what, count in (("lost", figures.lost), ("altered", figures.altered))
+        for what, count in (("lost", figures.lost), ("changed", figures.changed))
         if count
     ]
     if figures.broken and not _FRONT_DOOR & {*fault.roles}:
-        wrongs.append(f"{figures.fault}: {figures.broken} broken, though the front door lived")
+        failures.append(f"{figures.fault}: {figures.broken} broken, though the front door lived")
     if fault.roles and figures.back_after_s is None:
-        wrongs.append(f"{figures.fault}: not back in {_BACK_S:.0f} s")
-    return wrongs
-
-
-def table_of(rows: list[Figures], title: str) -> Table:
-    """For the terminal."""
-    table = Table(title=title, title_justify="left")
-    headings = ("fault", "sent", "broken", "lost", "altered", "longest pause s", "back after s")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "fault" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in asdict(row).values()))
-    return table
+        failures.append(f"{figures.fault}: not back in {_BACK_S:.0f} s")
+    return failures
 
 
 async def run(
     url: str, faults: Sequence[Fault], count: int, tokens: int
 ) -> tuple[list[Figures], list[str]]:
-    """All faults in turn, each when the one before is over: figures, and what must not be."""
+    """All faults in turn, each when the one before is over: figures and failures."""
     at_once = min(count, 32)
     requests = bodies(count, tokens)
     load = RetryingLoad(url, requests, at_once, _BACK_S)
     quiet = await load.run()
     rows = [figures_of(Fault(()), quiet, load, None, quiet)]
-    wrongs = wrongs_of(Fault(()), rows[0])
+    failures = failures_of(Fault(()), rows[0])
     for fault in faults:
         if not all(map(processes.of, fault.roles)):
-            wrongs.append(f"{fault.name}: skipped, there is no such process")
-            print(wrongs[-1], file=sys.stderr, flush=True)  # noqa: T201
+            failures.append(f"{fault.name}: skipped, there is no such process")
+            say(failures[-1])
             continue
         found, load, back_s = await measure(url, fault, requests, at_once)
         rows.append(figures_of(fault, found, load, back_s, quiet))
-        wrongs += wrongs_of(fault, rows[-1])
-        print(rows[-1], file=sys.stderr, flush=True)  # noqa: T201
-    return rows, wrongs
+        failures += failures_of(fault, rows[-1])
+        say(rows[-1])
+    return rows, failures
 
 
 def config_of(options: argparse.Namespace, state_dir: str, *, pool: bool) -> PacelineConfig:
@@ -249,17 +231,17 @@ def config_of(options: argparse.Namespace, state_dir: str, *, pool: bool) -> Pac
 
 
 def passes_of(quick: bool) -> list[tuple[str, tuple[Fault, ...]]]:
-    """(placement of the drafts, faults) of every pass; says what a quick run leaves out."""
+    """(placement of the drafts, faults) of every pass; print those that a quick run skips."""
     if not quick:
         return [("colocated", FAULTS), ("pool", POOL_FAULTS)]
     left_out = [fault.name for fault in (*FAULTS, *POOL_FAULTS) if fault not in QUICK]
-    print(f"skipped by --quick: {', '.join(left_out)}", file=sys.stderr)  # noqa: T201
+    say(f"skipped by --quick: {', '.join(left_out)}")
     return [("colocated", QUICK)]
 
 
 def main() -> int:
-    """Run the faults; exit status 1 where one did what it must not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the faults; 1 if there is a failure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="five faults, short answers")
     parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--port", type=int, default=8017)
@@ -267,27 +249,24 @@ def main() -> int:
     options = parser.parse_args()
     count, tokens = options.requests or (24 if options.quick else 64), 48 if options.quick else 96
     found: dict[str, list[Figures]] = {}
-    wrongs: list[str] = []
+    failures: list[str] = []
     for placement, faults in passes_of(options.quick):
         with tempfile.TemporaryDirectory() as state_dir:
             config = config_of(options, state_dir, pool=placement == "pool")
             with app.start(config) as running:
                 found[placement], wrong = asyncio.run(run(running.base_url, faults, count, tokens))
-        wrongs += wrong
+        failures += wrong
     figures = {
-        "machine": machine.facts(),
+        "machine": machine(),
         "settings": {"dtype": options.dtype, "requests": count, "max_tokens": tokens},
         "faults": {placement: [asdict(row) for row in rows] for placement, rows in found.items()},
-        "wrongs": wrongs,
+        "failures": failures,
     }
-    _OUT.parent.mkdir(parents=True, exist_ok=True)
-    _OUT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    console = Console()
+    write(_OUT, figures)
     for placement, rows in found.items():
-        title = f"{count} requests per fault, {options.dtype}, drafts {placement}"
-        console.print(table_of(rows, title))
-    console.print("\n".join(wrongs) if wrongs else "Nothing is lost, altered or left dead.")
-    return int(bool(wrongs))
+        show(f"{count} requests per fault, {options.dtype}, drafts {placement}", map(asdict, rows))
+    say("\n".join(failures) if failures else "Nothing is lost, changed or left dead.")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

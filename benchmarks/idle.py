@@ -1,62 +1,330 @@
-"""What learning in idle time costs the clients, and how much of the idle time it uses.
+"""Cost of learning in idle time for the clients, and the share of idle time that it uses.
 
     make bench-idle ARGS="--requests 200"
 
-The embedded models over real HTTP under open-loop traffic with gaps (Poisson arrivals). Blocks with
-trainers on and off (a pause of the trainer scheduler) take turns, a pair with the same requests,
-so that each request's times are compared with its own. Idle are gaps of over 200 ms in which no
-request is under way; what the trainer computes in them is read from the kernel's count of its CPU
-time, every 5 ms, and so is how long it goes on after the arrival that ends a gap. The scheduler's
-figures stand beside that. Exit status 1 where a request failed or was altered, a topic is not warm,
-a draft failed or the trainer died: then the figures say nothing. Figures: out/bench/idle.json;
-docs/performance.md says what they mean.
+The embedded models over HTTP under open-loop traffic with gaps (Poisson arrivals). Blocks with
+trainers on and off (the trainer scheduler paused) take turns, a pair with the same requests, so
+that each request is compared with itself. Idle are gaps of over 200 ms without a request in flight;
+the trainer's use of them, and how long it continues after the arrival that ends a gap, are read
+from its CPU clock every 5 ms. Exit status 1 if a request failed or changed, a topic is not warm,
+a draft failed or the trainer died.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import random
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import machine
+import httpx
+import numpy as np
 import ray
-from clients import until
-from idle_figures import OFF, ON, Target, compared, idleness, targets
-from idle_gaps import CpuClock
-from idle_load import Block, plan, run
-from rich.console import Console
-from rich.table import Table
+from clients import Outcome, Planned, replay, until
+from harness import bootstrap, interval, machine, say, show, write
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import load_config
-from paceline.deploy.demo.prompts import TOPICS
+from paceline.deploy.demo.prompts import MAKERS, TOPICS
+
+ON, OFF = "on", "off"
+Span = tuple[float, float]  # seconds of time.monotonic
 
 _OUT = Path("out") / "bench" / "idle.json"
-_ANSWER_S = 30.0
+_TIMEOUT_S = 30.0
+_DRAIN_S = 120.0
 _SETTLE_S = 1.0
-_RESTS = 0.1  # of a core
 _WARM_UP_REQUESTS = 40
+_IDLE_S = 0.2
+_MS = 1e3
+_BEFORE_S = 0.04  # before an arrival, in which the trainer must compute for a yield
+_WINDOW_S = 0.015  # over which computing is told from waiting for a permit
+_COMPUTES, _RESTS, _AT_REST = 0.5, 0.2, 0.1  # CPU seconds per second
+_GIVE_UP_S = 2.0
+_LATELY = 100  # readings
 
 
-def asked(actor: Any, method: str) -> Any:
-    """An actor's answer."""
-    return ray.get(getattr(actor, method).remote(), timeout=_ANSWER_S)
+class CpuSeries:
+    """CPU seconds of a process over time, as the kernel counts them."""
+
+    def __init__(self, times: Sequence[float], seconds: Sequence[float]) -> None:
+        self.times = np.asarray(times, dtype=np.float64)
+        self._seconds = np.asarray(seconds, dtype=np.float64)
+
+    def spent(self, spans: Sequence[Span]) -> float:
+        """CPU seconds within spans of time, between readings in proportion."""
+        if not spans or not len(self.times):
+            return 0.0
+        begins, ends = np.interp(np.asarray(spans), self.times, self._seconds).T
+        return float(np.sum(ends - begins))
+
+    def share(self, begin: float, end: float) -> float:
+        """CPU seconds per second of one span."""
+        return self.spent([(begin, end)]) / (end - begin)
+
+
+class CpuClock:
+    """Thread that reads a process' CPU clock every few milliseconds, from the start on.
+
+    A reading is one system call of some microseconds, for a process of any number of threads.
+    """
+
+    def __init__(self, pid: int, every_s: float = 0.005) -> None:
+        self._times: list[float] = []
+        self._seconds: list[float] = []
+        self._clock = (~pid << 3) | 2  # clock_getcpuclockid(3)
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            try:
+                seconds = time.clock_gettime(self._clock)
+            except OSError:  # the process has ended
+                return
+            self._times.append(time.monotonic())
+            self._seconds.append(seconds)
+
+    def lately(self) -> float:
+        """CPU seconds per second over the last readings."""
+        times, seconds = self._times[-_LATELY:], self._seconds[-_LATELY:]
+        count = min(len(times), len(seconds))
+        return (seconds[count - 1] - seconds[0]) / max(times[count - 1] - times[0], 1e-9)
+
+    def stop(self) -> CpuSeries:
+        """End the thread; return the readings."""
+        self._ended.set()
+        self._thread.join()
+        return CpuSeries(self._times, self._seconds)
+
+
+def gaps(busy: Sequence[Span], least_s: float) -> list[Span]:
+    """Spans longer than ``least_s`` in which nothing was busy."""
+    found, until = [], None
+    for begin, end in sorted(busy):
+        if until is not None and begin - until > least_s:
+            found.append((until, begin))
+        until = end if until is None else max(until, end)
+    return found
+
+
+def starts(series: CpuSeries, idle: Sequence[Span]) -> list[float | None]:
+    """Seconds from each gap's begin until the trainer computes; None if it never does."""
+    return [_first(series, begin, end, lambda share: share > _COMPUTES) for begin, end in idle]
+
+
+def yields(series: CpuSeries, idle: Sequence[Span]) -> list[float]:
+    """Seconds from the arrival that ends a gap until the trainer has stopped.
+
+    Gaps at the end of which it did not compute are left out. More than two seconds count as two.
+    """
+    found = []
+    for begin, arrival in idle:
+        if series.share(max(begin, arrival - _BEFORE_S), arrival) <= _COMPUTES:
+            continue
+        took = _first(series, arrival, arrival + _GIVE_UP_S, lambda share: share < _RESTS)
+        found.append(_GIVE_UP_S if took is None else took)
+    return found
+
+
+def _first(
+    series: CpuSeries, begin: float, end: float, holds: Callable[[float], bool]
+) -> float | None:
+    """Seconds after ``begin`` of the first window within the span whose share holds."""
+    first, last = np.searchsorted(series.times, [begin, end])
+    for at in (begin, *series.times[first:last]):
+        if at + _WINDOW_S <= end and holds(series.share(at, at + _WINDOW_S)):
+            return at - begin
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Requests under one setting, in the order of arrival."""
+
+    pair: int
+    side: str
+    began: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def busy(self) -> list[tuple[float, float]]:
+        """Span of each request, from its sending to its last event."""
+        return [
+            (self.began + o.due_s + o.lag_s, self.began + o.due_s + o.e2e_s) for o in self.outcomes
+        ]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From the first sending to the last event."""
+        return min(sent for sent, _ in self.busy), max(end for _, end in self.busy)
+
+
+def plan(count: int, rate: float, max_tokens: int, seed: int, draft: str = "auto") -> list[Planned]:
+    """Chat requests over all topics, every other one sampled with a seed, the others greedy.
+
+    Args:
+        count: of requests.
+        rate: arrivals per second, with exponential gaps.
+        max_tokens: of an answer at most.
+        seed: of arrivals and prompts.
+        draft: ``speculative.draft`` of every request.
+    """
+    rng, planned, due_s = random.Random(seed), [], 0.0
+    for index in range(count):
+        topic = TOPICS[rng.randrange(len(TOPICS))]
+        sampling = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0}
+        body = {
+            "model": "paceline",
+            "messages": [{"role": "user", "content": MAKERS[topic](rng)}],
+            "max_tokens": max_tokens,
+            "stream": True,
+            "return_token_ids": True,
+            "speculative": {"draft": draft},
+            **sampling,
+        }
+        planned.append(Planned(due_s, topic, 0, body))
+        due_s += rng.expovariate(rate)
+    return planned
+
+
+async def run(url: str, planned: Sequence[Planned], pair: int, side: str) -> Block:
+    """Send every request when it is due; return when all have ended."""
+    began, outcomes = await replay(url, planned, _DRAIN_S)
+    return Block(pair, side, began, tuple(outcomes))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Figure with the bound that it must meet; None if it could not be measured."""
+
+    name: str
+    value: float | None
+    bound: str
+    met: bool | None
+
+
+def pairs(
+    blocks: Sequence[Block], figure: Callable[[Outcome], float | None]
+) -> tuple[list[float], list[float]]:
+    """A figure of every request that both sides answered: (with trainers, without)."""
+    found: list[tuple[float, float]] = []
+    for pair in sorted({block.pair for block in blocks}):
+        sides = {block.side: block.outcomes for block in blocks if block.pair == pair}
+        if sides.keys() != {ON, OFF}:
+            continue
+        for on, off in zip(sides[ON], sides[OFF], strict=True):
+            values = figure(on), figure(off)
+            if on.error is None and off.error is None and None not in values:
+                found.append(values)  # type: ignore[arg-type]
+    return [on for on, _ in found], [off for _, off in found]
+
+
+def compared(
+    blocks: Sequence[Block], figure: Callable[[Outcome], float | None], seed: int = 0
+) -> dict[str, Any]:
+    """Percentiles of both sides in milliseconds, their ratio and difference, with intervals."""
+    on, off = pairs(blocks, figure)
+    if not on:
+        return {"requests": 0}
+
+    def estimate(statistic: Callable[..., float]) -> dict[str, float | None]:
+        return asdict(bootstrap(statistic, on, off, seed=seed))
+
+    def at(q: int) -> dict[str, Any]:
+        def of(values: Any) -> float:
+            return float(_MS * np.percentile(values, q))
+
+        return {
+            ON: estimate(lambda a, _: of(a)),
+            OFF: estimate(lambda _, b: of(b)),
+            "ratio": estimate(lambda a, b: of(a) / of(b)),
+            "difference": estimate(lambda a, b: of(a) - of(b)),
+        }
+
+    return {"requests": len(on), "p50": at(50), "p99": at(99)}
+
+
+def idleness(blocks: Sequence[Block], series: CpuSeries) -> dict[str, Any]:
+    """Idle seconds of the blocks with trainers, and the trainer's use of them."""
+    own = [block for block in blocks if block.side == ON]
+    idle = [gap for block in own for gap in gaps(block.busy, _IDLE_S)]
+    all_s = sum(end - begin for begin, end in (block.span for block in own))
+    quiet = [gap for block in own for gap in gaps(block.busy, 0.0)]
+    idle_s, used_s = length(idle), series.spent(idle)
+    serving_s = all_s - length(quiet)
+    beside_s = series.spent([block.span for block in own]) - series.spent(quiet)
+    begun = [_MS * s for s in starts(series, idle) if s is not None]
+    stopped = [_MS * s for s in yields(series, idle)]
+    return {
+        "seconds": all_s,
+        "idle_s": idle_s,
+        "gaps": len(idle),
+        "used_s": used_s,
+        "used_share": used_s / idle_s if idle_s else None,
+        "gaps_unused": len(idle) - len(begun),
+        "start_ms": spread(begun),
+        "yield_ms": spread(stopped),
+        "serving_s": serving_s,
+        "trained_while_serving_share": beside_s / serving_s if serving_s else None,
+    }
+
+
+def length(spans: Sequence[Span]) -> float:
+    """Of all spans together."""
+    return sum(end - begin for begin, end in spans)
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int | None]:
+    """Count, median, 99th percentile and largest."""
+    if not values:
+        return {"count": 0, "p50": None, "p99": None, "max": None}
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"count": len(values), "p50": float(p50), "p99": float(p99), "max": float(max(values))}
+
+
+def targets(figures: dict[str, Any]) -> list[Target]:
+    """Targets, by the figures of :func:`compared` and :func:`idleness`."""
+    tpot, ttft, idle = figures["tpot"], figures["ttft"], figures["idle"]
+
+    def at(table: dict[str, Any], *keys: str) -> float | None:
+        for key in keys:
+            table = table.get(key) or {}
+        return table.get("value") if isinstance(table, dict) else table
+
+    def judged(name: str, value: float | None, bound: float, *, least: bool = False) -> Target:
+        met = None if value is None else (value >= bound if least else value <= bound)
+        return Target(name, value, f"{'>=' if least else '<='} {bound:g}", met)
+
+    return [
+        judged("time per output token, p50, on / off", at(tpot, "p50", "ratio"), 1.05),
+        judged("time per output token, p99, on / off", at(tpot, "p99", "ratio"), 1.15),
+        judged("time to first token, p99, on - off, ms", at(ttft, "p99", "difference"), 20.0),
+        judged("share of idle time used", idle["used_share"], 0.8, least=True),
+        judged("yield, p99, ms", idle["yield_ms"]["p99"], 50.0),
+    ]
+
+
+def call(actor: Any, method: str) -> Any:
+    """Call an actor's method and return its result."""
+    return ray.get(getattr(actor, method).remote(), timeout=_TIMEOUT_S)
 
 
 async def warmed_up(running: RunningApp, options: argparse.Namespace) -> list[str]:
-    """Traffic until each topic was decided on, for so many requests at least; those topics.
+    """Send traffic until the gate has decided on each topic; return those topics.
 
-    A topic's first round loads its engine for good: that is not what idle time is used for later.
-    And drafts that have learnt nothing yet learn so fast that the later block of a pair would be
-    served with better ones.
+    A topic's first round loads its engine for good. And new drafts learn so fast that the later
+    block of a pair would be served with better ones.
     """
     decided: set[str] = set()
     deadline, turn = time.monotonic() + options.warm_up_s, 0
@@ -66,41 +334,41 @@ async def warmed_up(running: RunningApp, options: argparse.Namespace) -> list[st
         turn += 1
         planned = plan(_WARM_UP_REQUESTS, options.rate, options.max_tokens, -turn)
         await run(running.base_url, planned, -1, ON)
-        history = ray.get(running.registry.history.remote(None), timeout=_ANSWER_S)
+        history = ray.get(running.registry.history.remote(None), timeout=_TIMEOUT_S)
         decided |= {entry["topic"] for entry in history if entry["topic"] in TOPICS}
     return sorted(decided)
 
 
 async def switched(running: RunningApp, clock: CpuClock, side: str) -> None:
     """Trainers on, or off and at rest."""
-    asked(running.scheduler, "resume" if side == ON else "pause")
+    call(running.scheduler, "resume" if side == ON else "pause")
     if side == OFF:
-        await until(lambda: clock.lately() < _RESTS, "the trainer's rest")
+        await until(lambda: clock.lately() < _AT_REST, "the trainer's rest")
     await asyncio.sleep(_SETTLE_S)
 
 
 async def measure(
-    running: RunningApp, clock: CpuClock, options: argparse.Namespace, say: Callable[[str], None]
+    running: RunningApp, clock: CpuClock, options: argparse.Namespace
 ) -> tuple[list[Block], list[dict[str, Any]]]:
     """All blocks, and the scheduler's figures before and after each one with trainers."""
-    blocks, boards = [], []
+    blocks, snapshots = [], []
     for pair in range(options.pairs):
         seed = options.seed + pair
         planned = plan(options.requests, options.rate, options.max_tokens, seed, options.draft)
         for side in (ON, OFF) if pair % 2 == 0 else (OFF, ON):
             await switched(running, clock, side)
-            before = asked(running.scheduler, "snapshot")
+            before = call(running.scheduler, "snapshot")
             blocks.append(await run(running.base_url, planned, pair, side))
             if side == ON:
-                boards.append({"before": before, "after": asked(running.scheduler, "snapshot")})
+                snapshots.append({"before": before, "after": call(running.scheduler, "snapshot")})
             say(f"pair {pair + 1} of {options.pairs}, trainers {side}: {blocks[-1].span}")
-    asked(running.scheduler, "resume")
-    return blocks, boards
+    call(running.scheduler, "resume")
+    return blocks, snapshots
 
 
-def board_figures(boards: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the scheduler counted while trainers were on; empty if it counts no idle time."""
-    counted = [b for b in boards if isinstance(b["after"].get("idle_s"), dict)]
+def scheduler_figures(snapshots: list[dict[str, Any]]) -> dict[str, Any]:
+    """The scheduler's counts while trainers were on; empty if it counts no idle time."""
+    counted = [b for b in snapshots if isinstance(b["after"].get("idle_s"), dict)]
     if not counted:
         return {}
     idle_s = {
@@ -124,10 +392,10 @@ def board_figures(boards: list[dict[str, Any]]) -> dict[str, Any]:
 def faults_of(
     blocks: list[Block], status: dict[str, Any], pid: int, decided: list[str]
 ) -> list[str]:
-    """Why the figures say nothing, in words; empty where they do."""
+    """Reasons why the figures say nothing; empty if there is none."""
     errors = [o.error for block in blocks for o in block.outcomes if o.error is not None]
     faults = [f"{len(errors)} requests failed, the first: {errors[0]}"] if errors else []
-    if (count := altered(blocks)) > 0:
+    if (count := changed(blocks)) > 0:
         faults.append(f"{count} answers differ between the sides of their pair")
     if lacking := sorted(set(TOPICS) - set(decided)):
         faults.append(f"not warm: nothing was decided on {', '.join(lacking)}")
@@ -139,11 +407,7 @@ def faults_of(
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the server, run all blocks, and reckon."""
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
-
+    """Start the server, run all blocks, and compute the figures."""
     with tempfile.TemporaryDirectory() as state_dir:
         overrides = {
             "port": options.port,
@@ -155,38 +419,33 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         with app.start(load_config(None, overrides)) as running:
             decided = asyncio.run(warmed_up(running, options))
             say(f"warm: {', '.join(decided) or 'no topic'} decided on")
-            pid = asked(running.trainer, "status")["pid"]
+            pid = call(running.trainer, "status")["pid"]
             clock = CpuClock(pid)
-            blocks, boards = asyncio.run(measure(running, clock, options, say))
+            blocks, snapshots = asyncio.run(measure(running, clock, options))
             series = clock.stop()
             status = {
-                "trainer": asked(running.trainer, "status"),
-                "target": _target(running.base_url),
+                "trainer": call(running.trainer, "status"),
+                "target": httpx.get(f"{running.base_url}/v1/paceline/status", timeout=30).json()[
+                    "target"
+                ],
             }
     figures: dict[str, Any] = {
-        "machine": machine.facts(),
+        "machine": machine(),
         "settings": vars(options) | {"decided_before": decided},
         "tpot": compared(blocks, lambda o: o.tpot_s),
         "ttft": compared(blocks, lambda o: o.ttft_s),
         "lag_ms_max": 1e3 * max(o.lag_s for block in blocks for o in block.outcomes),
-        "altered": altered(blocks),
+        "changed": changed(blocks),
         "acceptance_length": [[b.pair, b.side, acceptance_length(b)] for b in blocks],
         "idle": idleness(blocks, series),
-        "board": board_figures(boards),
+        "scheduler": scheduler_figures(snapshots),
         "trainer": status["trainer"],
         "faults": faults_of(blocks, status, pid, decided),
     }
     return figures | {"targets": [asdict(target) for target in targets(figures)]}
 
 
-def _target(url: str) -> dict[str, Any]:
-    import httpx
-
-    found: dict[str, Any] = httpx.get(f"{url}/v1/paceline/status", timeout=30).json()["target"]
-    return found
-
-
-def altered(blocks: list[Block]) -> int:
+def changed(blocks: list[Block]) -> int:
     """Answers that differ between the sides of a pair; all are greedy or seeded."""
     answers: dict[tuple[int, int], set[str]] = {}
     for block in blocks:
@@ -202,41 +461,9 @@ def acceptance_length(block: Block) -> float | None:
     return 1.0 + sum(o.accepted for o in block.outcomes) / rounds if rounds else None
 
 
-def table_of(figures: dict[str, Any]) -> Table:
-    """Times of both sides with their intervals."""
-    table = Table(title=f"Trainers on against off, {figures['tpot']['requests']} paired requests")
-    for heading in ("", "on", "off", "on / off", "on - off, ms"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, words in (("tpot", "time per output token"), ("ttft", "time to first token")):
-        for q in ("p50", "p99"):
-            cells = figures[name].get(q)
-            if cells:
-                shown = [_interval(cells[key]) for key in (ON, OFF, "ratio", "difference")]
-                table.add_row(f"{words}, {q}, ms", *shown)
-    return table
-
-
-def targets_of(figures: dict[str, Any]) -> Table:
-    """What is to be reached."""
-    table = Table(title="To reach")
-    for heading in ("", "measured", "bound", ""):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for row in (Target(**facts) for facts in figures["targets"]):
-        word = {True: "met", False: "[red]missed", None: "not measured"}[row.met]
-        table.add_row(row.name, "" if row.value is None else f"{row.value:.3f}", row.bound, word)
-    return table
-
-
-def _interval(facts: dict[str, float | None]) -> str:
-    value, low, high = facts["value"], facts["low"], facts["high"]
-    if value is None or low is None or high is None:
-        return "" if value is None else f"{value:.3g}"
-    return f"{value:.3g} ({low:.3g} to {high:.3g})"
-
-
 def main() -> int:
     """Measure, write and show."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000, help="per block")
     parser.add_argument("--pairs", type=int, default=2, help="of blocks, on and off")
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals per second")
@@ -249,19 +476,23 @@ def main() -> int:
     parser.add_argument("--max-occupancy", type=float, default=0.0, help="training.max_occupancy")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--port", type=int, default=8019)
-    parser.add_argument("--strict", action="store_true", help="1 also where a target is missed")
+    parser.add_argument("--strict", action="store_true", help="1 also if a target is missed")
     options = parser.parse_args()
     figures = measured(options)
-    _OUT.parent.mkdir(parents=True, exist_ok=True)
-    _OUT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    console = Console()
-    console.print(table_of(figures))
-    console.print(targets_of(figures))
-    # lists in these would be taken for markup
-    console.print(f"Tokens per round: {figures['acceptance_length']}", markup=False)
-    console.print(f"Idle: {figures['idle']}", markup=False)
-    console.print(f"The scheduler's own: {figures['board'] or 'it counts nothing of the kind'}")
-    console.print("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")
+    write(_OUT, figures)
+    rows = [
+        {"": f"{words}, {q}, ms"}
+        | {key: interval(found) for key, found in figures[name][q].items()}
+        for name, words in (("tpot", "time per output token"), ("ttft", "time to first token"))
+        for q in ("p50", "p99")
+        if q in figures[name]
+    ]
+    show(f"Trainers on against off, {figures['tpot']['requests']} paired requests", rows)
+    show("Targets", figures["targets"])
+    say(f"Tokens per round: {figures['acceptance_length']}")
+    say(f"Idle: {figures['idle']}")
+    say(f"The scheduler's own: {figures['scheduler']}")
+    say("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")
     missed = any(target["met"] is False for target in figures["targets"])
     return int(bool(figures["faults"]) or (options.strict and missed))
 

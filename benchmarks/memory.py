@@ -1,25 +1,22 @@
-"""How many requests of 512 tokens fit in 1 GiB of keys and values, beside a static cache.
+"""Requests of 512 tokens that fit in 1 GiB of KV cache, beside transformers' static cache.
 
     make bench-memory
 
 Requests are admitted into a real engine (embedded target, no drafts) until one has to wait, and
-answered to their ends. The static cache is transformers' own, really allocated for one request.
-Prints a table; all figures go to one JSON file.
+answered to their ends. The static cache is really allocated for one request.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
+from harness import machine, rss_mib, show, write
 from transformers import AutoConfig, StaticCache
 
 from paceline.actors.engine.build import build_engine
@@ -33,41 +30,36 @@ _SEED = 7
 
 
 def requests(count: int, tokens: int, output: int, vocab: int) -> list[GenerationRequest]:
-    """Different prompts of ``tokens - output`` random tokens, each with an answer of ``output``."""
+    """Prompts of ``tokens - output`` random tokens, each with an answer of ``output``."""
     rng = random.Random(_SEED)
     sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    prompts = [tuple(rng.randrange(5, vocab) for _ in range(tokens - output)) for _ in range(count)]
     return [
-        GenerationRequest(
-            f"r{i}",
-            tuple(rng.randrange(5, vocab) for _ in range(tokens - output)),
-            sampling,
-            draft="off",
-            store=False,
-        )
-        for i in range(count)
+        GenerationRequest(f"r{i}", prompt, sampling, draft="off", store=False)
+        for i, prompt in enumerate(prompts)
     ]
 
 
-def admitted(engine: Engine, asked: list[GenerationRequest]) -> dict[str, Any]:
-    """Run them all; how many ran at once before one had to wait, and what their blocks held.
+def admitted(engine: Engine, sent: list[GenerationRequest]) -> dict[str, Any]:
+    """Run them all; requests that ran at once before one had to wait, and their blocks.
 
     Raises:
-        RuntimeError: where all of them fit, so that none had to wait, or one had to begin anew.
+        RuntimeError: all of them fit, or one was preempted.
     """
-    before, began = machine.rss_mib(), time.perf_counter()
+    before, began = rss_mib(), time.perf_counter()
     total = engine.kv_blocks[0]
-    for request in asked:
+    for request in sent:
         engine.add(request)
     engine.step()
-    running, waiting = engine.num_running, engine.num_waiting
-    if not waiting:
-        raise RuntimeError(f"all {running} requests fit: ask for more")
+    running = engine.num_running
+    if not engine.num_waiting:
+        raise RuntimeError(f"all {running} requests fit: send more")
     held, ended, most = total - engine.kv_blocks[1], 0, before
     while engine.has_work:
         ended += sum(output.chunk.finish_reason is not None for output in engine.step())
-        most = max(most, machine.rss_mib())
-    if ended != len(asked) or engine.preemptions:
-        raise RuntimeError(f"{ended} of {len(asked)} ended, {engine.preemptions} began anew")
+        most = max(most, rss_mib())
+    if ended != len(sent) or engine.preemptions:
+        raise RuntimeError(f"{ended} of {len(sent)} ended, {engine.preemptions} preempted")
     return {
         "requests": running,
         "blocks": total,
@@ -79,9 +71,9 @@ def admitted(engine: Engine, asked: list[GenerationRequest]) -> dict[str, Any]:
 
 
 def unused(engine: Engine, count: int, longest: int, vocab: int) -> dict[str, float]:
-    """What running requests hold and do not use, mean over requests and rounds.
+    """Positions that running requests hold and do not use, mean over requests and rounds.
 
-    ``count`` requests of 32 to ``longest`` tokens, half of them answer, up to all at once.
+    ``count`` requests of 32 to ``longest`` tokens, half of them answer.
     """
     rng = random.Random(_SEED)
     scheduler, kv = engine._scheduler, engine._runner.kv
@@ -113,12 +105,12 @@ def static_bytes(config: Any, length: int, dtype: torch.dtype) -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     torch.set_num_threads(options.threads)
-    facts = machine.facts()
+    facts = machine()
     settings = TargetSettings(
         str(options.target),
         dtype=options.dtype,
         num_threads=options.threads,
-        max_num_seqs=options.rows,
+        max_num_seqs=1024,
         kv_cache_mb=options.mib,
         prefix_cache=False,
         seed=1,
@@ -127,42 +119,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, described["dtype"])
     config = AutoConfig.from_pretrained(options.target)
     context, vocab = described["max_model_len"], int(config.vocab_size)
-    budget = options.mib * _MIB
     sizes = {length: static_bytes(config, length, dtype) for length in (context, options.tokens)}
-    asked = requests(options.requests, options.tokens, options.output, vocab)
+    sent = requests(options.requests, options.tokens, options.output, vocab)
     return {
         "mib": options.mib,
         "tokens": options.tokens,
         "dtype": described["dtype"],
         "block_size": described["kv_block_size"],
-        "paceline": admitted(engine, asked),
+        "paceline": admitted(engine, sent),
         "unused": unused(engine, 32, options.tokens, vocab),
         "static": {
-            str(length): {"bytes": size, "requests": budget // size}
+            str(length): {"bytes": size, "requests": options.mib * _MIB // size}
             for length, size in sizes.items()
         },
         "context": context,
         "threads": options.threads,
         "machine": facts,
-        "load_average_after": machine.facts()["load_average"],
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """The figures for people."""
-    own, empty = found["paceline"], found["unused"]
-    rows = [("Paceline", own["requests"])]
-    for length, one in found["static"].items():
-        rows.append((f"static cache of {length} tokens", one["requests"]))
-    lines = [f"requests of {found['tokens']} tokens in {found['mib']} MiB, {found['dtype']}"]
-    lines += [f"  {name:<28}{count:>6}" for name, count in rows]
-    lines.append(f"blocks held: {own['blocks_held']} of {own['blocks']}")
-    lines.append(f"unused: {empty['positions']:.1f} positions a request, {empty['share']:.1%}")
-    lines.append(f"resident: {own['rss_mib_before']} MiB before, {own['rss_mib_most']} at most")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
+def main() -> None:
     """Measure, print and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=Path, default=MODELS_DIR / "target")
@@ -172,15 +148,17 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=512, help="of a request, answer included")
     parser.add_argument("--output", type=int, default=16, help="of them answer")
     parser.add_argument("--requests", type=int, default=200, help="more than fit")
-    parser.add_argument("--rows", type=int, default=1024, help="requests at once but for memory")
     parser.add_argument("--out", type=Path, default=Path("out/bench/memory.json"))
     options = parser.parse_args()
     found = measure(options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(table(found))
-    return 0
+    write(options.out, found)
+    rows = [{"cache": "Paceline", **found["paceline"], **found["unused"]}]
+    rows += [
+        {"cache": f"static, {length} tokens", "requests": one["requests"]}
+        for length, one in found["static"].items()
+    ]
+    show(f"Requests of {found['tokens']} tokens in {found['mib']} MiB, {found['dtype']}", rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from decoding import Drafted, Run
 from prompts import Prompt
-from runs import Drafted, Run
 from transformers import ContinuousBatchingConfig
 
 _PAGE = 32
@@ -45,7 +45,7 @@ class Generate:
     name = "generate"
 
     def __init__(self, target: Any) -> None:
-        """Take the target, with transformers' attention."""
+
         self._target = target
 
     @torch.inference_mode()
@@ -72,12 +72,11 @@ class Generate:
 
 
 class Continuous:
-    """Transformers' continuous batching: requests join and leave a running batch, as ours do."""
+    """Transformers' continuous batching; switches the target's attention to pages."""
 
     name = "generate continuous"
 
     def __init__(self, target: Any) -> None:
-        """Take a copy of the target of its own: attention over pages is switched on in it."""
         self._target = target
         with warnings.catch_warnings():  # it warns of the only name that does this now
             warnings.simplefilter("ignore", FutureWarning)
@@ -142,7 +141,16 @@ class Continuous:
 
 
 class Assisted:
-    """Assisted generation with the topic's expert, one prompt at a time: all that it can do."""
+    """Assisted generation with the topic's expert, one prompt at a time: its only batch size.
+
+    Args:
+        name: of the variant.
+        target: with transformers' attention.
+        experts: topic to its draft, likewise.
+        tokens: drafted per round, at the start if the schedule changes it.
+        schedule: ``num_assistant_tokens_schedule``.
+        threshold: ``assistant_confidence_threshold``; 0 always drafts all tokens.
+    """
 
     def __init__(
         self,
@@ -154,16 +162,6 @@ class Assisted:
         schedule: str = "constant",
         threshold: float = 0.0,
     ) -> None:
-        """Take the models.
-
-        Args:
-            name: of the variant.
-            target: with transformers' attention.
-            experts: topic to its draft, likewise.
-            tokens: drafted per round, at the start where the schedule changes it.
-            schedule: ``num_assistant_tokens_schedule``.
-            threshold: ``assistant_confidence_threshold``; 0 always drafts all tokens.
-        """
         self.name = name
         self._target = target
         self._experts = experts

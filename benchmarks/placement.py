@@ -2,9 +2,8 @@
 
     make bench-placement ARGS="--quick"
 
-Every expert of the pool is a process of its own, as Serve would place it, without Serve. All
-variants answer the same prompts, block by block in turns, and choose k by measured goodput, or
-draft ``--tokens``. Figures go to out/bench/placement.json.
+Every expert of the pool is a process of its own, as Serve places it, without Serve. All variants
+answer the same prompts, block by block in turns, with k by measured goodput or ``--tokens``.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import machine
+import numpy as np
 import torch
+from decoding import Block, Cell, Served, run_cell, summary
 from expert_cache import TARGET, experts_dir, facts_of
-from measure import Timing, geometric_mean, paired_ratio, rotation, topic_rates
+from harness import interval, machine, say, show, write
 from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
-from rich.console import Console
-from rich.table import Table
-from served import Served
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.model_loader import load_tokenizer
@@ -143,11 +140,8 @@ def round_trips(session: Session, count: int) -> dict[str, float]:
             times.append(1e6 * (time.perf_counter() - began))
     finally:
         connection.close()
-    times.sort()
-    return {
-        "p50_us": round(times[count // 2], 1),
-        "p99_us": round(times[min(count - 1, count * 99 // 100)], 1),
-    }
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
 
 
 def _await_pong(connection: Connection) -> None:
@@ -158,56 +152,33 @@ def _await_pong(connection: Connection) -> None:
             return
 
 
-def blocks_of(
-    prompts: Mapping[str, Sequence[Prompt]], plan: Plan, batch: int
-) -> list[tuple[str, Sequence[Prompt]]]:
-    """(topic, prompts) of every block, topics in turn."""
+def run_batch(
+    variants: Sequence[Served], prompts: Mapping[str, Sequence[Prompt]], plan: Plan, batch: int
+) -> dict[str, Any]:
+    """Figures of every variant at one batch size, with ratios to colocated."""
     size = max(4, batch)
-    return [
-        (topic, own[at * size : (at + 1) * size])
+    parts = [
+        (topic, tuple(own[at * size : (at + 1) * size]))
         for at in range(plan.blocks)
         for topic, own in prompts.items()
     ]
-
-
-def run_batch(
-    variants: Sequence[Served],
-    prompts: Mapping[str, Sequence[Prompt]],
-    plan: Plan,
-    batch: int,
-    console: Console,
-) -> dict[str, Any]:
-    """Tokens per second of every variant at one batch size, and ratios to colocated."""
-    blocks = blocks_of(prompts, plan, batch)
-    for variant in variants:  # warms up, and teaches the controller
-        variant.run(blocks[0][1], batch, 0.0, plan.max_tokens)
-    timings, accepted, differing = [], {v.name: 0 for v in variants}, 0
-    for number, (topic, own) in enumerate(blocks):
-        outputs = {}
-        for variant in rotation(variants, number):
-            run = variant.run(own, batch, 0.0, plan.max_tokens)
-            timings.append(Timing(variant.name, number, topic, run.num_tokens, run.seconds))
-            accepted[variant.name] += run.drafted.accepted
-            outputs[variant.name] = run.outputs
-        differing += sum(
-            any(outputs[v.name][i] != outputs[PLAIN][i] for v in variants) for i in range(len(own))
-        )
-    table = Table("batch " + str(batch), "tokens/s", "to colocated", "accepted tokens")
-    figures: dict[str, Any] = {"answers_that_differ": differing, "variants": {}}
-    for variant in variants:
-        rate = geometric_mean(list(topic_rates(timings, variant.name).values()))
-        ratio = asdict(paired_ratio(timings, variant.name, COLOCATED))
-        own = {"tokens_per_s": rate, "to_colocated": ratio, "accepted": accepted[variant.name]}
-        figures["variants"][variant.name] = own
-        table.add_row(
-            variant.name, f"{rate:.0f}", f"{ratio['ratio']:.2f}", str(accepted[variant.name])
-        )
-    console.print(table)
+    # The first block warms up, and teaches the controller.
+    blocks = [Block(0, *parts[0]), *(Block(i, *part) for i, part in enumerate(parts, start=1))]
+    outcome = run_cell(Cell(batch, 0.0), variants, blocks, plan.max_tokens)
+    pairs = [(variant.name, COLOCATED) for variant in variants]
+    figures = summary(Cell(batch, 0.0), outcome, pairs, PLAIN)
+    rows = [
+        {"variant": name, "tokens/s": own["tokens_per_s"]}
+        | {"to colocated": interval(figures["ratios"][f"{name} / {COLOCATED}"])}
+        | {"accepted": outcome.drafted[name].accepted, "differ": own["answers_that_differ"]}
+        for name, own in figures["variants"].items()
+    ]
+    show(f"Batch {batch}", rows)
     return figures
 
 
-def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str, Any]:
-    """Everything; returns the figures."""
+def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Measure everything."""
     texts = dict(list(bench_texts().items())[: plan.topics])
     prompts = encode(load_tokenizer(TARGET), texts)
     folder = experts_dir(options.out, None)
@@ -228,7 +199,7 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
         prefix_cache=False,
         seed=1,
     )
-    console.print(f"drafts: {'trained experts' if trained else 'the embedded general one'}")
+    say(f"drafts: {'trained experts' if trained else 'the embedded general one'}")
     plain, _, _ = build_engine(replace(settings, drafts={}, num_speculative_tokens=0))
     colocated, _, _ = build_engine(settings)
     torch.set_num_threads(options.threads)
@@ -237,19 +208,17 @@ def bench(options: argparse.Namespace, plan: Plan, console: Console) -> dict[str
             "unix": round_trips(next(iter(sessions.values()))["unix"], plan.pings),
             "tcp": round_trips(_by_tcp(next(iter(sessions.values()))["tcp"]), plan.pings),
         }
-        console.print(trips)
+        say(trips)
         proposers = {POOL: make_proposer(NeverAhead, settings)}
         proposers[AHEAD] = make_proposer(PoolProposer, settings)
         variants = [Served(PLAIN, plain, 0), Served(COLOCATED, colocated, None)]
         for name, proposer in proposers.items():
             engine, _, _ = build_engine(settings, attached(proposer, sessions, name))
             variants.append(Served(name, engine, None))
-        batches = {
-            str(batch): run_batch(variants, prompts, plan, batch, console) for batch in plan.batches
-        }
+        batches = {str(batch): run_batch(variants, prompts, plan, batch) for batch in plan.batches}
         experts = {name: proposer.describe() for name, proposer in proposers.items()}
     return {
-        "machine": machine.facts(),
+        "machine": machine(),
         "plan": asdict(plan),
         "tokens": options.tokens,
         "trained_experts": trained,
@@ -264,24 +233,16 @@ def _by_tcp(session: Session) -> Session:
 
 
 def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two topics, short answers")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2))
-    parser.add_argument("--tokens", type=int, help="draft so many; left out: by goodput")
+    parser.add_argument("--tokens", type=int, help="draft so many; default: by goodput")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
-    plan = (
-        Plan(topics=2, batches=(1, 8), blocks=1, max_tokens=24, pings=300)
-        if options.quick
-        else Plan(topics=4, batches=(1, 8), blocks=6, max_tokens=64, pings=5000)
-    )
-    figures = bench(options, plan, Console())
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "placement.json"
-    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"figures: {file}")
+    plan = Plan(2, (1, 8), 1, 24, 300) if options.quick else Plan(4, (1, 8), 6, 64, 5000)
+    write(options.out / "placement.json", bench(options, plan))
 
 
 if __name__ == "__main__":

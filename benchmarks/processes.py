@@ -1,4 +1,4 @@
-"""The processes of a running application, found by what they are, below this process."""
+"""Processes of a running application below this process, by role."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
 
 
 def ours() -> Iterator[tuple[str, psutil.Process]]:
-    """Every process below this one with what it is: a role, or its title's first word."""
+    """Every process below this one with its role, or its title's first word."""
     for process in psutil.Process().children(recursive=True):
         try:
             words = process.cmdline()
@@ -46,7 +46,7 @@ def _begins(title: str, prefix: str) -> bool:
 
 
 def seconds() -> dict[int, tuple[str, float]]:
-    """Role and processor seconds so far of all processes below this one, and of it (``client``)."""
+    """Role and processor seconds of all processes below this one, and of it (``client``)."""
     used = {os.getpid(): ("client", _used(psutil.Process()))}
     for role, process in ours():
         try:

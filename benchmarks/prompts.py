@@ -1,7 +1,6 @@
-"""The prompts of the benchmarks, and those that experts learn from: never one in both.
+"""Prompts of the benchmarks, and of experts' training: disjoint.
 
-By default both are from the project's own generator; with a folder of rows, the bench takes
-its test side and the experts its train side.
+Both come from the project's generator, or from the test and train sides of a folder of rows.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ from paceline.deploy.demo.prompts import TOPICS, endless, generate
 from paceline.deploy.recipes.data import read_rows, sample_rows
 
 MAX_PROMPT_TOKENS = 384
-RESERVED = 192  # per topic: what the bench may draw from, and no expert learns from
+RESERVED = 192  # per topic: prompts of the bench, which no expert learns from
 _BENCH_SEED, _TRAINING_SEED = 1009, 2003
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt by the target's chat template; ``number`` tells it from all others."""
+    """A prompt by the target's chat template; ``number`` is unique."""
 
     number: int
     topic: str
     token_ids: tuple[int, ...]
+    max_tokens: int | None = None  # of the answer, in place of the run's
 
 
 def bench_texts(data: Path | None = None) -> dict[str, list[str]]:
-    """Topic to at most ``RESERVED`` prompts of the bench, always in the same order.
+    """Topic to at most ``RESERVED`` prompts of the bench, in a fixed order.
 
     Raises:
         paceline.deploy.recipes.data.DataError: the folder holds no usable row.
@@ -40,7 +40,7 @@ def bench_texts(data: Path | None = None) -> dict[str, list[str]]:
 
 
 def training_texts(count: int, data: Path | None = None) -> dict[str, list[str]]:
-    """Topic to at most ``count`` prompts that experts learn from, none of the bench's.
+    """Topic to at most ``count`` training prompts, none of the bench's.
 
     Raises:
         paceline.deploy.recipes.data.DataError: the folder holds no usable row.
@@ -60,6 +60,14 @@ def training_texts(count: int, data: Path | None = None) -> dict[str, list[str]]
     }
 
 
+def chat_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a user's message by the chat template."""
+    message = [{"role": "user", "content": text}]
+    return tuple(
+        tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    )
+
+
 def encode(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, list[Prompt]]:
     """Prompts as token ids; those of more than ``MAX_PROMPT_TOKENS`` are left out."""
     prompts: dict[str, list[Prompt]] = {}
@@ -67,11 +75,9 @@ def encode(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, list[Prompt
     for topic, own in texts.items():
         prompts[topic] = []
         for text in own:
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-            )
+            ids = chat_ids(tokenizer, text)
             if len(ids) <= MAX_PROMPT_TOKENS:
-                prompts[topic].append(Prompt(number, topic, tuple(ids)))
+                prompts[topic].append(Prompt(number, topic, ids))
             number += 1
     return prompts
 

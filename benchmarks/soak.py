@@ -2,157 +2,388 @@
 
     make soak ARGS="--minutes 30"
 
-Streams and whole answers, chats and completions, greedy, seeded and sampled, clients that go away,
+Streams and whole answers, chats and completions, greedy, seeded and sampled, disconnecting clients,
 bad requests, and drafts that train on it and are swapped. Every minute: memory (RSS and PSS), open
-files and sockets of every process, how many there are and their PSS together, requests that run or
-wait in the engine, blocks of keys and values that they hold, bytes in Ray's object store. A series
-that rises over the last two thirds by more than its tolerance grows. Exit status 1 where one does,
-a request fails, a process has been restarted, or a block is held when no request is left. Figures:
-out/bench/soak.json.
+files and sockets of every process, their number and PSS together, running and waiting requests,
+their KV blocks, bytes in Ray's object store. A series that rises over the last two thirds by more
+than its tolerance grows. Exit status 1 if one does, a request fails, a process was restarted, or a
+block is held when no request is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import machine
-from growth import Tolerance, Verdict, judge
-from mixed import Mixed
-from readings import Reading, blocks_held, read
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+import processes
+import psutil
+from clients import CHAT, Reply, ask
+from harness import machine, say, show, write
+from scipy import stats  # type: ignore[import-untyped]
 
 from paceline.deploy import app
 from paceline.deploy.config.config import load_config
+from paceline.deploy.demo.prompts import TOPICS, endless
 
 _OUT = Path("out") / "bench" / "soak.json"
 _MIB = 2.0**20
-_TAUGHT_IN_S = 900.0
-# What may rise over the judged time, per series: a share of its level, or so much.
+_TRAINED_IN_S = 900.0
+_CLIENTS = 3
+_SHIFT_EVERY = 150  # requests of a client before it turns to other topics
+_BAD: tuple[tuple[str, dict[str, Any]], ...] = (
+    (CHAT, {"model": "paceline"}),
+    (CHAT, {"model": "paceline", "messages": [{"role": "user", "content": "x"}], "mood": 1}),
+    (CHAT, {"model": "unknown", "messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/completions", {"model": "paceline", "prompt": [10**8]}),
+    ("/v1/nothing", {}),
+)
+# Rise that is allowed over the judged time, per measure: the larger of a share and an amount.
 TOLERANCES = {
-    "rss": Tolerance(0.05, 24 * _MIB),
-    "pss": Tolerance(0.05, 24 * _MIB),
-    "files": Tolerance(0.05, 6),
-    "sockets": Tolerance(0.05, 4),
-    "threads": Tolerance(0.05, 4),
-    "processes": Tolerance(0.05, 2),
-    "object_store": Tolerance(0.05, 16 * _MIB),
+    "rss": (0.05, 24 * _MIB),
+    "pss": (0.05, 24 * _MIB),
+    "files": (0.05, 6),
+    "sockets": (0.05, 4),
+    "threads": (0.05, 4),
+    "processes": (0.05, 2),
+    "object_store": (0.05, 16 * _MIB),
 }
 
 
-def series_of(readings: list[Reading]) -> dict[str, list[float]]:
-    """One series per process and measure, named ``role/pid measure``; those there all the time."""
-    names = set.intersection(*(set(reading.values()) for reading in readings))
+class Mixed:
+    """A few clients, each sending one request after another with short rests between.
+
+    The rests let drafts train. ``sent`` counts by kind, ``failures`` by error.
+    """
+
+    def __init__(self, url: str, seed: int = 5) -> None:
+        self.sent: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self._url = url
+        self._seed = seed
+        self._stopped = asyncio.Event()
+
+    async def stop(self) -> None:
+        """End after the requests in flight."""
+        self._stopped.set()
+
+    async def run(self) -> None:
+        """Send until :meth:`stop`."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(_CLIENTS):
+                group.create_task(self._client(random.Random(self._seed + number), number))
+
+    async def _client(self, rng: random.Random, number: int) -> None:
+        prompts = {topic: endless(topic, self._seed + number) for topic in TOPICS}
+        kinds: dict[str, Callable[..., Awaitable[None]]] = {
+            "stream": self._chat,
+            "whole": self._chat,
+            "completions": self._completions,
+            "disconnects": self._disconnects,
+            "bad": self._bad,
+        }
+        weights = (5, 3, 1, 1, 1)
+        async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
+            for count in itertools.count():
+                if self._stopped.is_set():
+                    return
+                topic = TOPICS[(count // _SHIFT_EVERY + rng.randrange(2)) % len(TOPICS)]
+                (kind,) = rng.choices(list(kinds), weights)
+                self.sent[kind] += 1
+                try:
+                    await kinds[kind](http, kind, next(prompts[topic]), rng)
+                except Exception as error:  # whatever it is: half an hour must end in a report
+                    self.failures[f"{kind}: {type(error).__name__}: {error}"[:200]] += 1
+                await asyncio.sleep(rng.expovariate(2.0))
+
+    def _body(self, prompt: str, rng: random.Random) -> dict[str, Any]:
+        how = rng.choice(("greedy", "seeded", "sampled"))
+        sampling: dict[str, Any] = {"temperature": 0.0 if how == "greedy" else 0.9}
+        if how == "seeded":
+            sampling["seed"] = rng.randrange(2**31)
+        return {
+            "model": "paceline",
+            "max_tokens": rng.choice((8, 32, 64)),
+            "store": rng.random() < 0.9,
+            "messages": [{"role": "user", "content": prompt}],
+            "return_token_ids": True,
+        } | sampling
+
+    async def _chat(
+        self, http: httpx.AsyncClient, kind: str, prompt: str, rng: random.Random
+    ) -> None:
+        body = self._body(prompt, rng) | {"stream": kind == "stream"}
+        reply = await ask(http, body, Reply())
+        if reply.error is not None:
+            raise ValueError(reply.error)
+
+    async def _completions(
+        self, http: httpx.AsyncClient, _kind: str, prompt: str, rng: random.Random
+    ) -> None:
+        body = self._body(prompt, rng)
+        del body["messages"]
+        answer = await http.post("/v1/completions", json=body | {"prompt": [prompt, prompt[:20]]})
+        answer.raise_for_status()
+        if len(answer.json()["choices"]) != 2:
+            raise ValueError("not as many choices as prompts")
+
+    async def _disconnects(
+        self, http: httpx.AsyncClient, _kind: str, prompt: str, rng: random.Random
+    ) -> None:
+        body = self._body(prompt, rng) | {"stream": True, "max_tokens": 400, "ignore_eos": True}
+        async with http.stream("POST", CHAT, json=body) as response:
+            response.raise_for_status()
+            wanted = rng.randrange(1, 12)
+            async for _ in response.aiter_lines():
+                wanted -= 1
+                if not wanted:
+                    return
+        raise ValueError("the stream ended before its client disconnected")
+
+    async def _bad(
+        self, http: httpx.AsyncClient, _kind: str, _prompt: str, rng: random.Random
+    ) -> None:
+        path, body = rng.choice(_BAD)
+        answer = await http.post(path, json=body)
+        if answer.status_code not in (400, 404):
+            raise ValueError(f"HTTP {answer.status_code} to a bad request")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """Resources of one process: bytes resident and proportional, open files, sockets, threads."""
+
+    role: str
+    pid: int
+    rss: int
+    pss: int
+    files: int
+    sockets: int
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """Role and pid."""
+        return f"{self.role}/{self.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Resources of the application at ``at`` seconds.
+
+    Attributes:
+        object_store: bytes in use in Ray's object store.
+        versions: sum of all weight versions.
+        blocks_held: KV blocks of requests, without those that the prefix cache only remembers.
+    """
+
+    at: float
+    processes: tuple[ProcessUsage, ...]
+    object_store: int
+    running: int
+    waiting: int
+    versions: int
+    blocks_held: int
+
+    @property
+    def pss(self) -> int:
+        """Proportional bytes of all processes together."""
+        return sum(usage.pss for usage in self.processes)
+
+    def values(self) -> dict[str, float]:
+        """Every figure that must not grow, by its name; sums show a new process each time."""
+        found: dict[str, float] = {
+            "Ray's object_store": float(self.object_store),
+            "all processes": float(len(self.processes)),
+            "all pss": float(self.pss),
+        }
+        for usage in self.processes:
+            for measure in ("rss", "pss", "files", "sockets", "threads"):
+                found[f"{usage.name} {measure}"] = float(getattr(usage, measure))
+        return found
+
+
+async def read(url: str, at: float) -> Reading:
+    """Read the application at ``url``, whose processes are below this one."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        status = (await http.get("/v1/paceline/status")).json()
+    target, versions = status["target"], status.get("weight_versions", {})
+    usages = await asyncio.to_thread(lambda: [_usage(r, p) for r, p in processes.ours()])
+    return Reading(
+        at=at,
+        processes=tuple(usage for usage in usages if usage is not None),
+        object_store=await asyncio.to_thread(object_store_bytes),
+        running=target.get("running", -1),
+        waiting=target.get("waiting", -1),
+        versions=sum(count for count in versions.values() if isinstance(count, int)),
+        blocks_held=blocks_held(target),
+    )
+
+
+def blocks_held(target: dict[str, Any]) -> int:
+    """KV blocks of requests, from a target's status; -1 if it reports none."""
+    if "kv_blocks_total" not in target:
+        return -1
+    return int(target["kv_blocks_total"] - target["kv_blocks_available"])
+
+
+def _usage(role: str, process: psutil.Process) -> ProcessUsage | None:
+    def target(link: Path) -> str:
+        try:
+            return str(link.readlink())
+        except OSError:
+            return ""
+
+    try:
+        memory = process.memory_full_info()
+        files = [target(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+        sockets = sum(name.startswith("socket:") for name in files)
+        sizes = memory.rss, memory.pss, len(files), sockets, process.num_threads()
+        return ProcessUsage(role, process.pid, *sizes)
+    except (psutil.Error, OSError):  # it has just ended
+        return None
+
+
+def object_store_bytes() -> int:
+    """Bytes in use in the object store of this node; Ray has no public call for it."""
+    import ray
+    from ray._private.internal_api import node_stats
+
+    node = next(node for node in ray.nodes() if node["Alive"])
+    reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"])
+    return int(reply.store_stats.object_store_bytes_used)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Fitted rise of a series over the judged time, and the rise that is allowed."""
+
+    first: float
+    last: float
+    rise: float
+    allowed: float
+
+    @property
+    def grows(self) -> bool:
+        """Whether it rises by more than is allowed."""
+        return self.rise > self.allowed
+
+
+def growth_of(
+    times: Sequence[float], values: Sequence[float], tolerance: tuple[float, float]
+) -> Growth:
+    """Rise over the last two thirds of a series, by the median of all pairwise slopes.
+
+    The first third is warm-up. The median (Theil and Sen) is not moved by single peaks, nor by a
+    saw-tooth that does not climb.
+
+    Args:
+        times: seconds, rising, at least three.
+        values: one per time.
+        tolerance: share of the median, and amount; the larger one is allowed.
+
+    Raises:
+        ValueError: fewer than three measurements.
+    """
+    if len(times) < 3 or len(times) != len(values):
+        raise ValueError("a series needs three measurements, and a time for each")
+    start, (share, amount) = len(times) // 3, tolerance
+    slope = float(stats.theilslopes(values[start:], times[start:]).slope)
+    allowed = max(share * float(np.median(values[start:])), amount)
+    return Growth(values[0], values[-1], slope * (times[-1] - times[start]), allowed)
+
+
+def growths_of(readings: list[Reading]) -> dict[str, Growth]:
+    """Growth of every series ``role/pid measure`` that all readings have."""
     every = [reading.values() for reading in readings]
-    return {name: [values[name] for values in every] for name in sorted(names)}
-
-
-def verdicts_of(readings: list[Reading]) -> dict[str, Verdict]:
-    """Every series judged."""
     times = [reading.at for reading in readings]
     return {
-        name: judge(times, values, TOLERANCES[name.rsplit(" ", 1)[-1]])
-        for name, values in series_of(readings).items()
+        name: growth_of(times, [v[name] for v in every], TOLERANCES[name.rsplit(" ", 1)[-1]])
+        for name in sorted(set.intersection(*map(set, every)))
     }
 
 
-def faults_of(readings: list[Reading], verdicts: dict[str, Verdict], mixed: Mixed) -> list[str]:
-    """Why the soak failed, in words; empty where it did not."""
-    faults = [f"{name} grows" for name, verdict in verdicts.items() if verdict.grows]
-    first, last = ({p.name for p in r.processes if p.ours} for r in (readings[0], readings[-1]))
+def faults_of(readings: list[Reading], growths: dict[str, Growth], mixed: Mixed) -> list[str]:
+    """Reasons why the soak failed; empty if it did not."""
+    faults = [f"{name} grows" for name, growth in growths.items() if growth.grows]
+    # Ray's own workers come and go.
+    first, last = (
+        {p.name for p in r.processes if p.role in processes.TITLES}
+        for r in (readings[0], readings[-1])
+    )
     faults += [f"{name} is gone or was restarted" for name in sorted(first - last)]
     end = readings[-1]
     if end.running or end.waiting:
         faults.append(f"{end.running} requests run and {end.waiting} wait after the end")
     if end.blocks_held:
-        faults.append(f"{end.blocks_held} blocks of keys and values are held after the end")
-    faults += [f"{count} x {what}" for what, count in mixed.failures.items()]
-    return faults
+        faults.append(f"{end.blocks_held} KV blocks are held after the end")
+    return faults + [f"{count} x {what}" for what, count in mixed.failures.items()]
 
 
-async def drained(url: str) -> None:
-    """Return when the engine has nothing to do; after a while anyhow, the reading shows it."""
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        for _ in range(300):
-            target = (await http.get("/v1/paceline/status")).json()["target"]
-            busy = target.get("running", 1) or target.get("waiting", 1)
-            if not busy and not blocks_held(target):
-                return
-            await asyncio.sleep(0.1)
-
-
-async def all_taught(url: str, seconds: float) -> None:
-    """Return when every draft has been trained once, or after so long.
-
-    A topic's first round loads its engine for good: before that a trainer grows as it should.
-    """
+async def _poll(url: str, seconds: float, every_s: float, done: Callable[[Any], bool]) -> None:
+    """Return when the status is ``done``, or after so long."""
     deadline = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         while time.monotonic() < deadline:
-            status = (await http.get("/v1/paceline/status")).json()
-            versions = status.get("weight_versions", {"": 0})
-            if all(isinstance(v, int) and v > 0 for v in versions.values()):
+            if done((await http.get("/v1/paceline/status")).json()):
                 return
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(every_s)
 
 
-async def soak(url: str, minutes: float, every_s: float, warm_up_s: float) -> tuple[Any, Any]:
-    """Traffic all the time; readings once all is warm, the last one after the traffic."""
+def _is_trained(status: dict[str, Any]) -> bool:
+    """Whether every draft was trained once: a topic's first round loads its engine for good."""
+    versions = status.get("weight_versions", {"": 0})
+    return all(isinstance(v, int) and v > 0 for v in versions.values())
+
+
+def _is_drained(status: dict[str, Any]) -> bool:
+    target = status["target"]
+    return not (target.get("running", 1) or target.get("waiting", 1) or blocks_held(target))
+
+
+async def soak(
+    url: str, minutes: float, every_s: float, warm_up_s: float
+) -> tuple[list[Reading], Mixed]:
+    """Traffic all the time; readings after warm-up, the last one after the traffic."""
     mixed = Mixed(url)
     traffic = asyncio.create_task(mixed.run())
     try:
         await asyncio.sleep(warm_up_s)
-        await all_taught(url, _TAUGHT_IN_S)
+        await _poll(url, _TRAINED_IN_S, 5.0, _is_trained)
         began = time.monotonic()
         readings = [await read(url, 0.0)]
         while (at := time.monotonic() - began) < minutes * 60.0:
             await asyncio.sleep(min(every_s, minutes * 60.0 - at + 0.01))
-            readings.append(await read(url, time.monotonic() - began))
-            print(_line(readings[-1], mixed), file=sys.stderr, flush=True)  # noqa: T201
+            last = await read(url, time.monotonic() - began)
+            readings.append(last)
+            say(
+                f"{last.at:6.0f} s: {mixed.sent.total()} requests, {mixed.failures.total()} "
+                f"failures, PSS {last.pss / _MIB:.0f} MiB, versions {last.versions}"
+            )
             if traffic.done():
                 break
     finally:
         await mixed.stop()
         await traffic
-    await drained(url)
+    await _poll(url, 30.0, 0.1, _is_drained)
     readings.append(await read(url, time.monotonic() - began))
     return readings, mixed
 
 
-def _line(reading: Reading, mixed: Mixed) -> str:
-    return (
-        f"{reading.at:6.0f} s: {mixed.sent.total()} requests, {mixed.failures.total()} failures, "
-        f"PSS {reading.pss / _MIB:.0f} MiB, object store {reading.object_store / _MIB:.0f} MiB, "
-        f"versions {reading.versions}"
-    )
-
-
-def table_of(verdicts: dict[str, Verdict]) -> Table:
-    """Every series of our own processes, memory in MiB."""
-    table = Table(title="From the first reading after warm-up to the last", title_justify="left")
-    for heading in ("series", "first", "last", "rise", "allowed", ""):
-        table.add_column(heading, justify="left" if heading == "series" else "right")
-    for name, verdict in verdicts.items():
-        measure = name.rsplit(" ", 1)[-1]
-        unit = _MIB if measure in ("rss", "pss", "object_store") else 1.0
-        figures = (verdict.first, verdict.last, verdict.rise, verdict.allowed)
-        cells = [f"{figure / unit:.1f}" for figure in figures]
-        table.add_row(name, *cells, "[red]grows" if verdict.grows else "")
-    return table
-
-
 def main() -> int:
-    """Run the soak and say what grows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the soak; 1 if it failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every-s", type=float, default=60.0, help="between two readings")
     parser.add_argument("--warm-up-s", type=float, default=120.0, help="before the first")
@@ -165,26 +396,20 @@ def main() -> int:
             readings, mixed = asyncio.run(
                 soak(running.base_url, options.minutes, every_s, options.warm_up_s)
             )
-    verdicts = verdicts_of(readings)
-    faults = faults_of(readings, verdicts, mixed)
-    _write(options.minutes, readings, mixed, faults)
-    console = Console()
-    console.print(table_of(verdicts))
-    console.print(f"Requests: {dict(mixed.sent)}; weight versions: {readings[-1].versions}")
-    console.print("\n".join(faults) if faults else "Nothing grows.")
-    return int(bool(faults))
-
-
-def _write(minutes: float, readings: list[Reading], mixed: Mixed, faults: list[str]) -> None:
+    growths = growths_of(readings)
+    faults = faults_of(readings, growths, mixed)
     figures = {
-        "machine": machine.facts(),
-        "minutes": minutes,
-        "requests": Counter(mixed.sent),
-        "readings": [reading.facts() for reading in readings],
+        "machine": machine(),
+        "minutes": options.minutes,
+        "requests": mixed.sent,
+        "readings": list(map(asdict, readings)),
         "faults": faults,
     }
-    _OUT.parent.mkdir(parents=True, exist_ok=True)
-    _OUT.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write(_OUT, figures)
+    rows = [{"series": name, **asdict(g), "grows": g.grows} for name, g in growths.items()]
+    show("From the first reading after warm-up to the last, memory in bytes", rows)
+    say("\n".join(faults) if faults else "Nothing grows.")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

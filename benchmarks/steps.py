@@ -5,37 +5,32 @@
         --steps out/bench/steps.json
 
 Target steps by (rows, new tokens of each row), draft steps by (rows, experts), each the best of
-several runs, as one JSON object with the facts of the machine. The experts are copies of one
-draft: a step's time does not depend on what the weights say.
+several runs. The experts are copies of one draft: a step's time does not depend on the weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
+from expert_cache import DRAFT, TARGET
+from harness import machine, write
 
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.costs import grid_points, profile
 from paceline.actors.speculation.profiling import stepper
-from paceline.deploy.config.config import MODELS_DIR
-
-TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both tables and what belongs beside them."""
+    """Both tables and what the planner reads beside them."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     tokens = sorted({1, 2, (options.k + 2) // 2, options.k + 1})
-    before = machine.facts()
+    before = machine()
 
     def runner(path: Path, copies: int) -> ModelRunner:
         models = [load_causal_lm(path, dtype, device) for _ in range(copies)]
@@ -49,11 +44,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     draft = profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter, most)
     return {
         "context": options.context,
-        "precision": {
-            "weight": dtype.itemsize,
-            "kv": dtype.itemsize,
-            "activation": dtype.itemsize,
-        },
+        "precision": dict.fromkeys(("weight", "kv", "activation"), dtype.itemsize),
         "target": {f"{b},{t}": seconds for (b, t), seconds in target.items()},
         "draft": {f"{b},{e}": seconds for (b, e), seconds in draft.items()},
         "dtype": str(dtype).removeprefix("torch."),
@@ -61,11 +52,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "repeats": options.repeats,
         "machine": before,
-        "load_average_after": machine.facts()["load_average"],
+        "load_average_after": machine()["load_average"],
     }
 
 
-def main() -> int:
+def main() -> None:
     """Measure and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=Path, default=TARGET)
@@ -81,13 +72,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench/steps.json"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = measure(options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{options.out}: {len(found['target'])} target steps, ")
-    sys.stdout.write(f"{len(found['draft'])} draft steps\n")
-    return 0
+    write(options.out, measure(options))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

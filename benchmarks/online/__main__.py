@@ -1,4 +1,4 @@
-"""Learning on real prompts: streams, ceilings, shifts, cost. Resumable: what is there is kept.
+"""Learning on real prompts: streams, ceilings, shifts, cost. Units that are there are kept.
 
 make bench-online ARGS="--data ../shared/data --quick"
 make bench-online ARGS="--data hf"
@@ -8,40 +8,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
-import torch
-from transformers.utils import logging
+from harness import Store, interval, machine, show, write
 
-from online import ceiling
-from online.bench import QUICK, Bench, Sizes
-from online.ceiling import Offline, ceiling_unit
-from online.imagined import imagined_unit
-from online.learning import QUICK as QUICK_LEARNING
-from online.learning import Imagining, Learning
-from online.results import collect, write
-from online.rows import EXTRA, HUB
+from online import rows, units
+from online.bench import QUICK, Bench, Sizes, prepare
+from online.figures import (
+    acceptance_summary,
+    level_of,
+    seeds_summary,
+    served,
+    shift_summary,
+    topic_summary,
+    unpacked,
+)
+from online.learner import Learning, Synthetic
+from online.plots import draw_shifts, draw_streams, draw_synthetic
+from online.rows import EXTRA
 from online.serving import Serving
-from online.shifts import KINDS, ORDER, SYSTEMS, shift_unit
-from online.shifts import rehearsal_unit as shift_rehearsal_unit
-from online.store import Store
-from online.streams import rehearsal_unit, stream_unit
-from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
+from online.units import KINDS, ORDER, QUICK_OFFLINE, SAME, SYSTEMS, Offline
 from paceline.deploy.demo.prompts import TOPICS
+from paceline.deploy.recipes.data import DataError
 
-PARTS = ("streams", "imagined", "ceilings", "offline", "rehearsals", "shifts", "shift-rehearsals")
-_NOT_QUICK = ("imagined", "offline", "rehearsals", "shift-rehearsals")
-IMAGINED = (Imagining(4.0, 32),)
-QUICK_TOPICS = ("sql", "shell")
+PARTS = ("streams", "synthetic", "ceilings", "offline", "rehearsals", "shifts", "shift-rehearsals")
+_QUICK_PARTS = ("streams", "ceilings", "shifts")
+_QUICK_TOPICS = ("sql", "shell")
+# Of so few prompts a tenth would leave the gate too few.
+_QUICK_LEARNING = Learning(held_out_fraction=0.3)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(
         prog="bench-online", description=(__doc__ or "").splitlines()[0]
     )
@@ -53,38 +54,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=int, default=3, help="of training; 0 serves, others rehearse"
     )
+    for field in dataclasses.fields(Learning):
+        if field.name != "seed":
+            option = "--" + field.name.replace("_", "-")
+            parser.add_argument(option, type=type(field.default), help="see Learning")
     parser.add_argument(
-        "--ceiling-prompts", type=int, help="at most; default: the whole train side"
-    )
-    for name, default in dataclasses.asdict(Learning()).items():
-        if name != "seed":
-            option = "--" + name.replace("_", "-")
-            parser.add_argument(option, type=type(default), help="see Learning")
-    parser.add_argument(
-        "--imagined",
+        "--synthetic",
         nargs="+",
-        type=imagining,
-        default=IMAGINED,
+        type=synthetic_of,
+        default=[Synthetic(4.0, 32)],
         metavar="N:STEPS[:MB][:NAME=VALUE...]",
-        help="prompts that the target makes up per record, the micro-steps of a round then, the "
-        "capacity of replay, and what else Imagining has by its name",
+        help="synthetic prompts per record, micro-steps of a round, see Synthetic",
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="of all models; the units in docs/results are of float32",
-    )
+    parser.add_argument("--dtype", default="auto", help="units in docs/results are of float32")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument(
-        "--published", type=Path, help="folder of units to go on from, and to add to"
-    )
-    parser.add_argument("--docs", type=Path, help="also write the results as this Markdown file")
+    parser.add_argument("--published", type=Path, help="folder of units to continue from")
     return parser.parse_args(argv)
 
 
-def imagining(text: str) -> Imagining:
-    """Reads N:STEPS, N:STEPS:MB, and either with :NAME=VALUE for what else Imagining has.
+def synthetic_of(text: str) -> Synthetic:
+    """Parse N:STEPS, N:STEPS:MB, and either with :NAME=VALUE for other fields of Synthetic.
 
     Raises:
         ValueError: it is something else.
@@ -92,102 +82,183 @@ def imagining(text: str) -> Imagining:
     words = text.split(":")
     named = dict(word.split("=", 1) for word in words if "=" in word)
     per_record, micro_steps, *capacity = (word for word in words if "=" not in word)
-    kinds = get_type_hints(Imagining)
+    kinds = get_type_hints(Synthetic)
     if unknown := named.keys() - kinds:
-        raise ValueError(f"Imagining has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"Synthetic has no {', '.join(sorted(unknown))}")
     more = {name: kinds[name](value) for name, value in named.items()}
-    return Imagining(float(per_record), int(micro_steps), *map(int, capacity), **more)
+    return Synthetic(float(per_record), int(micro_steps), *map(int, capacity), **more)
 
 
 def learning_of(options: argparse.Namespace) -> Learning:
-    """How the trainer works, as far as it is told."""
+    """Learning of these options."""
     names = [field.name for field in dataclasses.fields(Learning) if field.name != "seed"]
-    told = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return dataclasses.replace(QUICK_LEARNING if options.quick else Learning(), **told)
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return replace(_QUICK_LEARNING if options.quick else Learning(), **given)
 
 
-def sizes_of(options: argparse.Namespace) -> Sizes:
-    """How much is measured."""
-    sizes = QUICK if options.quick else Sizes()
-    if options.ceiling_prompts is None:
-        return sizes
-    return dataclasses.replace(sizes, ceiling=options.ceiling_prompts)
-
-
-def command_of(argv: Sequence[str] | None) -> str:
-    """The command for people: where the rows lie is theirs to say.
-
-    What was chosen of topics and parts is left out: without it the command makes all that is there,
-    in as many calls as one likes.
-    """
-    words: list[str] = []
-    chosen = False
-    for word in sys.argv[1:] if argv is None else argv:
-        chosen = word in ("--topics", "--parts") or (chosen and not word.startswith("--"))
-        words += [] if chosen else [word]
-    for at, word in enumerate(words[1:], start=1):
-        if words[at - 1] == "--data" and word != HUB:
-            words[at] = "FOLDER"
-        if words[at - 1] == "--out":
-            words[at] = "OUT"
-    return f'make bench-online ARGS="{" ".join(words)}"' if words else "make bench-online"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Do what is missing, then write the figures."""
-    options = parse(argv)
-    torch.set_num_threads(options.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    prepare_environment()
-    forbid_compiling()
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:7.0f} s  {text}", flush=True)  # noqa: T201
-
-    serving = Serving(temperature=options.temperature)
-    store = Store(options.out / "online", options.published)
-    bench = Bench(
-        store,
-        options.data,
-        sizes_of(options),
-        serving,
-        threads=options.threads,
-        dtype=options.dtype,
-        say=say,
-    )
-    learning = learning_of(options)
-    offline = ceiling.QUICK if options.quick else Offline()
-    parts = options.parts or ([p for p in PARTS if p not in _NOT_QUICK] if options.quick else PARTS)
-    topics = options.topics or (QUICK_TOPICS if options.quick else ORDER)
-    for topic in topics:
+def run(bench: Bench, options: argparse.Namespace, learning: Learning, offline: Offline) -> None:
+    """Run the missing units of the wanted parts."""
+    parts = options.parts or (_QUICK_PARTS if options.quick else PARTS)
+    seeded = [replace(learning, seed=seed) for seed in range(1, options.seeds)]
+    for topic in options.topics or (_QUICK_TOPICS if options.quick else ORDER):
         if "streams" in parts:
-            stream_unit(bench, topic, learning)
-        if "imagined" in parts:
-            for amount in options.imagined:
-                imagined_unit(bench, topic, learning, amount)
+            units.stream(bench, topic, learning)
+        for amount in options.synthetic if "synthetic" in parts else ():
+            units.synthetic(bench, topic, learning, amount)
         if "ceilings" in parts:
-            ceiling_unit(bench, topic, offline)
+            units.ceiling(bench, topic, offline)
         if "offline" in parts:
-            ceiling_unit(bench, topic, offline, ceiling.SAME)
-        if "rehearsals" in parts:
-            for seed in range(1, options.seeds):
-                rehearsal_unit(bench, topic, dataclasses.replace(learning, seed=seed))
+            units.ceiling(bench, topic, offline, SAME)
+        for own in seeded if "rehearsals" in parts else ():
+            units.rehearsal(bench, topic, own)
     for kind in KINDS[:1] if options.quick else KINDS:
         for system in SYSTEMS:
             if "shifts" in parts:
-                shift_unit(bench, kind, system, learning)
-            if "shift-rehearsals" in parts:
-                for seed in range(1, options.seeds):
-                    seeded = dataclasses.replace(learning, seed=seed)
-                    shift_rehearsal_unit(bench, kind, system, seeded)
-    figures = collect(bench, learning, offline, options.imagined, command_of(argv))
-    path = options.out / "online.json"
-    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    write(figures, options.out, options.docs, options.published)
-    say(f"figures in {path}")
+                units.shift(bench, kind, system, learning)
+            for own in seeded if "shift-rehearsals" in parts else ():
+                units.shift(bench, kind, system, own, rehearsed=True)
+
+
+def _seeds(learning: Learning, find: Callable[[Learning], units.Unit]) -> list[dict[str, Any]]:
+    """Units of seeds 1, 2 and so on, up to the first that is missing."""
+    found: list[dict[str, Any]] = []
+    while (unit := find(replace(learning, seed=len(found) + 1))) is not None:
+        found.append(unit)
+    return found
+
+
+def collect(
+    bench: Bench, learning: Learning, offline: Offline, synthetic: Sequence[Synthetic]
+) -> dict[str, Any]:
+    """Figures of every unit that was run with these settings."""
+    topics: dict[str, Any] = {}
+    shifts: dict[str, Any] = {}
+    levels: dict[str, float] = {}
+    size = bench.sizes.window
+    for topic in (*ORDER, *EXTRA):
+        try:
+            stream = units.stream(bench, topic, learning, run=False)
+        except DataError:
+            continue
+        if stream is None:
+            continue
+        ceiling = units.ceiling(bench, topic, offline, run=False)
+        same = units.ceiling(bench, topic, offline, SAME, run=False)
+        seeds = _seeds(learning, lambda own, t=topic: units.rehearsal(bench, t, own, run=False))
+        topics[topic] = topic_summary(stream, ceiling, size) | {
+            "seeds": seeds_summary([stream, *seeds], ceiling),
+            "offline": None if same is None else acceptance_mean(same),
+            "synthetic": [
+                asdict(amount)
+                | acceptance_summary(unit, ceiling)
+                | {"test_served": served(unpacked(unit["test_online"])), **unit["imagined"]}
+                for amount in synthetic
+                if (unit := units.synthetic(bench, topic, learning, amount, run=False)) is not None
+            ],
+            "machine": stream["machine"],
+        }
+        if (level := level_of(stream, size, bench.sizes.phase)) is not None:
+            levels[topic] = level
+    for kind in KINDS:
+        for system in SYSTEMS:
+            try:
+                shift = units.shift(bench, kind, system, learning, run=False)
+            except DataError:
+                continue
+            if shift is not None:
+                seeds = _seeds(
+                    learning,
+                    lambda own, k=kind, s=system: units.shift(
+                        bench, k, s, own, rehearsed=True, run=False
+                    ),
+                )
+                own, *others = (
+                    shift_summary(unit, levels, size, abrupt=kind == "abrupt")
+                    for unit in (shift, *seeds)
+                )
+                shifts[f"{kind}, {system}"] = own | {"seeds": others}
+    settings = {
+        "data": rows.label(bench.data),
+        "serving": asdict(bench.serving),
+        "learning": asdict(learning),
+        "offline": asdict(offline),
+        "sizes": asdict(bench.sizes),
+        "threads": bench.threads,
+    }
+    return {"machine": machine(), "settings": settings, "topics": topics, "shifts": shifts}
+
+
+def acceptance_mean(unit: dict[str, Any]) -> float:
+    """Mean acceptance on the test of an offline draft."""
+    scores = unit["test"]["acceptance"]
+    return float(sum(scores) / len(scores))
+
+
+def report(figures: dict[str, Any]) -> None:
+    """Print the tables."""
+    names = ("frozen", "online", "ceiling", "gap_closed")
+    show(
+        "Acceptance on the test",
+        [
+            {"topic": topic, "amount": amount}
+            | {name: interval(own[name]) for name in names if name in own}
+            | {"reached": own.get("reached"), "checkpoints": list(own["checkpoints"].values())}
+            for topic, facts in figures["topics"].items()
+            for amount, own in [
+                ("", facts),
+                *((f"{s['per_record']:g} synthetic", s) for s in facts["synthetic"]),
+            ]
+        ],
+    )
+    show(
+        "Test served: mean acceptance length; seeds: gap closed; cost",
+        [
+            {"topic": topic}
+            | {n: interval(o["mean_acceptance_length"]) for n, o in facts["test_served"].items()}
+            | {"seeds": [s["gap_closed"] and round(s["gap_closed"], 2) for s in facts["seeds"]]}
+            | facts["cost"]
+            for topic, facts in figures["topics"].items()
+        ],
+    )
+    show(
+        "Shifts",
+        [
+            {"shift": name, "mean_at_the_end": interval(facts["mean_at_the_end"])}
+            | {key: facts[key] for key in ("most_lost", "recovery") if key in facts}
+            for name, facts in figures["shifts"].items()
+        ],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing, then write figures and pictures."""
+    options = parse(argv)
+    prepare(options.threads)
+    bench = Bench(
+        Store(options.out / "online", options.published),
+        options.data,
+        QUICK if options.quick else Sizes(),
+        Serving(temperature=options.temperature),
+        threads=options.threads,
+        dtype=options.dtype,
+    )
+    learning, offline = learning_of(options), QUICK_OFFLINE if options.quick else Offline()
+    run(bench, options, learning, offline)
+    figures = collect(bench, learning, offline, options.synthetic)
+    write(options.out / "online.json", figures)
+    draw(figures, options.out / "online")
+    report(figures)
     return 0
+
+
+def draw(figures: dict[str, Any], folder: Path) -> None:
+    """Draw online.png, imagined.png and shift.png, as far as there are figures."""
+    if figures["topics"]:
+        draw_streams(folder / "online.png", figures["topics"])
+    if any(facts["synthetic"] for facts in figures["topics"].values()):
+        draw_synthetic(folder / "imagined.png", figures["topics"])
+    if figures["shifts"]:
+        draw_shifts(folder / "shift.png", figures["shifts"])
 
 
 if __name__ == "__main__":

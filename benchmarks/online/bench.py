@@ -1,4 +1,4 @@
-"""What every unit of work stands on: prompts, cached answers, engines, a judge, the store."""
+"""What every unit of work needs: prompts, kept answers, engines, an evaluator, the store."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from typing import Any
 
 import torch
 from expert_cache import DRAFT, TARGET, base_hashes
+from harness import Store, digest, say
+from transformers.utils import logging
 
 from online import rows
-from online.answers import answers_of
-from online.figures import Counts
-from online.judging import Judge
+from online.learner import Evaluator, trainer_facts
 from online.rows import Question, Questions
-from online.serving import FROZEN, ROWS, Served, Serving, make_engine
-from online.store import Store, digest
-from online.world import trainer_facts
+from online.serving import FROZEN, ROWS, Answer, Serving, answers_of
+from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_tokenizer, resolve_dtype
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.router.policy import GENERAL
+from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
+
+
+def prepare(threads: int) -> None:
+    """Make this process ready to serve and train on so many threads."""
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prepare_environment()
+    forbid_compiling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +41,9 @@ class Sizes:
         stream: prompts of a topic's stream.
         test: prompts of its test.
         phase: prompts of a phase of a shift.
-        ceiling: prompts that the offline ceiling learns from at most; None takes the whole
-            train side.
+        ceiling: prompts of the offline ceiling at most; None takes the whole train side.
         window: requests per window.
-        checkpoints: requests after which the served draft is judged on the test.
+        checkpoints: requests after which the served draft is evaluated on the test.
     """
 
     stream: int = 1_000
@@ -44,13 +54,22 @@ class Sizes:
     checkpoints: tuple[int, ...] = (0, 100, 200, 400, 700, 1_000)
 
 
-# Of the ten minutes that --quick may take. A phase has some ten prompts to hold out, with
-# `learning.QUICK`: an expert with less than four is not taught.
+# Ten minutes at most. A phase has some ten held-out prompts: an expert with less than four is
+# not trained.
 QUICK = Sizes(stream=96, test=24, phase=32, ceiling=160, window=16, checkpoints=(0, 48, 96))
 
 
 class Bench:
-    """Gives units of work what they need, each thing made once and only when asked for."""
+    """Prompts, answers, engines and evaluator of units of work, each made once and when needed.
+
+    Args:
+        store: of results; answers lie in a folder beside them.
+        data: see :func:`online.rows.load`.
+        sizes: see Sizes.
+        serving: see Serving.
+        threads: of torch.
+        dtype: of all models; keys name it unless it is float32, that of all published units.
+    """
 
     def __init__(
         self,
@@ -61,56 +80,44 @@ class Bench:
         *,
         threads: int = 1,
         dtype: str = "auto",
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Nothing is loaded yet.
-
-        Args:
-            store: of results; answers lie in a folder beside them.
-            data: see :func:`online.rows.load`.
-            sizes: see Sizes.
-            serving: how prompts are answered.
-            threads: of torch.
-            dtype: of all models; keys name what it comes to, but for float32, which all
-                published units are of.
-            say: told of progress.
-        """
-        self.store = store
-        self.data = data
-        self.sizes = sizes
-        self.serving = serving
-        self.threads = threads
-        self.dtype = dtype
+        self.store, self.data, self.sizes, self.serving = store, data, sizes, serving
+        self.threads, self.dtype = threads, dtype
         computed = resolve_dtype(dtype, torch.device("cpu"))
         self._named = {} if computed is torch.float32 else {"dtype": str(computed)}
-        self.say = say
         self._questions: dict[str, Questions] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's."""
+        """The target's tokenizer."""
         return load_tokenizer(str(TARGET))
 
     @cached_property
     def frozen_engine(self) -> Engine:
-        """With the general draft, whose initial weights never change."""
-        return self.engine()
+        """Engine with the general draft, whose initial weights never change."""
+        return self.engine([GENERAL])
 
     @cached_property
-    def judge(self) -> Judge:
-        """Over the general draft's architecture."""
-        return Judge(DRAFT, dtype=self.dtype)
+    def evaluator(self) -> Evaluator:
+        """Evaluator of the general draft's architecture."""
+        return Evaluator(DRAFT, dtype=self.dtype)
 
     def engine(
-        self, experts: Sequence[str] | None = None, *, rows: int = ROWS, dtype: str = "auto"
+        self, experts: Sequence[str], *, rows: int = ROWS, dtype: str | None = None, **more: Any
     ) -> Engine:
-        """A new one; every expert starts as the general draft. ``dtype`` auto is the bench's."""
-        drafts = None if experts is None else dict.fromkeys(experts, str(DRAFT))
-        own = self.dtype if dtype == "auto" else dtype
-        return make_engine(self.serving, drafts, self.threads, rows=rows, dtype=own)[0]
+        """A new engine; every expert starts as the general draft. ``more`` are its settings."""
+        settings = {
+            "max_num_seqs": rows,
+            "num_speculative_tokens": self.serving.num_speculative_tokens,
+            "seed": self.serving.seed,
+            "dtype": dtype or self.dtype,
+            "num_threads": self.threads,
+        }
+        drafts = dict.fromkeys(experts, str(DRAFT))
+        return build_engine(TargetSettings(str(TARGET), drafts=drafts, **(settings | more)))[0]
 
     def questions(self, topic: str) -> Questions:
-        """A topic's stream, as long as anything needs it, and its test."""
+        """A topic's whole train side, and its test."""
         if topic not in self._questions:
             self._questions[topic] = rows.load(
                 self.data, topic, self.tokenizer, train=None, test=self.sizes.test
@@ -123,32 +130,22 @@ class Bench:
 
     def answers(
         self, topic: str, side: str, questions: Sequence[Question], draft: str = FROZEN
-    ) -> list[Served]:
-        """The target's answers with a frozen draft (or none), from disk or made now."""
-        done = 0
-
-        def progress(_: int) -> None:
-            nonlocal done
-            done += 1
-            if done % 100 == 0:
-                self.say(f"{topic}: {done} answers of the {side} side")
-
-        name = "-".join([rows.label(self.data), topic, side, *self._named.values()])
+    ) -> list[Answer]:
+        """Answers of the target with a frozen draft (or none), from disk or computed now."""
         return answers_of(
             self.store.folder / "answers",
-            name,
+            "-".join([rows.label(self.data), topic, side, *self._named.values()]),
             questions,
             self.serving,
             lambda: self.frozen_engine,
-            progress,
             draft=draft,
         )
 
-    def frozen(self, topic: str, count: int | None = None) -> list[Served]:
+    def frozen(self, topic: str, count: int | None = None) -> list[Answer]:
         """The frozen twin of a topic's stream."""
         return self.answers(topic, "train", self.stream(topic, count))
 
-    def test(self, topic: str) -> list[Served]:
+    def test(self, topic: str) -> list[Answer]:
         """A topic's test answered with the frozen draft."""
         return self.answers(topic, "test", self.questions(topic).test)
 
@@ -167,20 +164,19 @@ class Bench:
             **more,
         }
 
+    def find_or_run(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        run: Callable[[], dict[str, Any]] | None,
+    ) -> dict[str, Any] | None:
+        """A unit from disk, else of ``run`` if there is one."""
+        named = name.replace("*", rows.label(self.data)).replace(" ", "-")
+        if run is None:
+            return self.store.find(named, settings)
 
-def counts_of(served: Sequence[Served]) -> list[Counts]:
-    """In the prompts' order."""
-    return [
-        Counts(s.rounds, s.drafted, s.accepted, s.tokens, s.seconds)
-        for s in sorted(served, key=lambda s: s.number)
-    ]
+        def told() -> dict[str, Any]:
+            say(f"{named} ...")
+            return run()
 
-
-def packed(counts: Sequence[Counts]) -> list[list[float]]:
-    """As JSON holds it; :func:`unpacked` reads it."""
-    return [[c.rounds, c.drafted, c.accepted, c.tokens, round(c.seconds, 5)] for c in counts]
-
-
-def unpacked(rows: Sequence[Sequence[float]]) -> list[Counts]:
-    """What :func:`packed` wrote."""
-    return [Counts(int(r), int(d), int(a), int(t), s) for r, d, a, t, s in rows]
+        return self.store.unit(named, settings, told)

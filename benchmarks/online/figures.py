@@ -1,24 +1,25 @@
-"""The benchmarks' arithmetic: windows, how much of a gap was closed, recovery, transfer. Pure."""
+"""Figures of units of work: windows, share of a gap closed, recovery, forgetting, cost. Pure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from harness import Interval, Sample, bootstrap
+
+from online.serving import Answer
 
 LEAST_GAP = 0.15  # from frozen to ceiling, below which a share of it says little
 SHARE = 0.9  # of such a gap that is to be closed
-WITHIN = 0.02  # of the ceiling, where the gap is small
-
-Sample = Sequence[float] | NDArray[np.float64]
+WITHIN = 0.02  # of the ceiling, if the gap is small
+Unit = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What speculation did for one request; ``seconds`` are of the processor."""
+    """Speculation of one request; ``seconds`` are of the processor."""
 
     rounds: int
     drafted: int
@@ -29,7 +30,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Requests ``first`` to ``end - 1`` together; figures are None where nothing was drafted."""
+    """Requests ``first`` to ``end - 1`` together; figures are None if nothing was drafted."""
 
     first: int
     end: int
@@ -37,13 +38,17 @@ class Window:
     mean_acceptance_length: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A figure with the ends of its interval, None where it is not defined."""
+def packed(answers: Iterable[Answer]) -> list[list[float]]:
+    """Counts of answers in the prompts' order, as JSON."""
+    return [
+        [a.rounds, a.drafted, a.accepted, a.tokens, round(a.seconds, 5)]
+        for a in sorted(answers, key=lambda a: a.number)
+    ]
 
-    value: float | None
-    low: float | None
-    high: float | None
+
+def unpacked(rows: Sequence[Sequence[float]]) -> list[Counts]:
+    """Counts of :func:`packed`."""
+    return [Counts(int(r), int(d), int(a), int(t), s) for r, d, a, t, s in rows]
 
 
 def windows(counts: Sequence[Counts], size: int) -> list[Window]:
@@ -53,87 +58,27 @@ def windows(counts: Sequence[Counts], size: int) -> list[Window]:
 
 def window(counts: Sequence[Counts], first: int = 0) -> Window:
     """Requests as one window: sums over requests, then ratios."""
-    rounds = sum(c.rounds for c in counts)
-    drafted = sum(c.drafted for c in counts)
-    accepted = sum(c.accepted for c in counts)
-    return Window(
-        first=first,
-        end=first + len(counts),
-        acceptance_rate=accepted / drafted if drafted else None,
-        mean_acceptance_length=1.0 + accepted / rounds if rounds else None,
+    rounds, drafted, accepted = (
+        sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")
     )
-
-
-def gap_closed(frozen: Sample, online: Sample, ceiling: Sample) -> float | None:
-    """(online - frozen) / (ceiling - frozen) of means; None where there is no gap to close."""
-    gap = float(np.mean(ceiling)) - float(np.mean(frozen))
-    return (float(np.mean(online)) - float(np.mean(frozen))) / gap if gap > 0 else None
-
-
-def bootstrap(
-    statistic: Callable[..., float | None],
-    *samples: Sample,
-    seed: int = 0,
-    resamples: int = 2_000,
-    confidence: float = 0.95,
-) -> Interval:
-    """A statistic of paired samples with its percentile interval over resampled prompts.
-
-    Args:
-        statistic: of as many arrays as there are samples; None where it is not defined.
-        samples: of equal lengths, entry i of each being prompt i's.
-        seed: of the resampling.
-        resamples: how many.
-        confidence: of the interval.
-
-    Raises:
-        ValueError: where the samples do not pair up.
-    """
-    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
-    count = len(arrays[0])
-    if count == 0 or any(array.shape != (count,) for array in arrays):
-        raise ValueError("bootstrap: samples must be of one length, at least 1")
-    rng = np.random.default_rng(seed)
-    drawn = [
-        value
-        for picks in rng.integers(count, size=(resamples, count))
-        if (value := statistic(*(array[picks] for array in arrays))) is not None
-    ]
-    value = statistic(*arrays)
-    if value is None or len(drawn) < resamples // 2:
-        return Interval(value, None, None)
-    tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    return Interval(value, float(low), float(high))
-
-
-def bootstrap_mean_of_means(
-    samples: Sequence[Sample], *, seed: int = 0, resamples: int = 2_000, confidence: float = 0.95
-) -> Interval:
-    """The mean of the samples' means with its percentile interval, each resampled by itself.
-
-    Args:
-        samples: of any lengths, at least 1 each; every sample counts alike.
-        seed: of the resampling.
-        resamples: how many.
-        confidence: of the interval.
-    """
-    rng = np.random.default_rng(seed)
-    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
-    drawn = [a[rng.integers(len(a), size=(resamples, len(a)))].mean(1) for a in arrays]
-    tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(np.mean(drawn, axis=0), [tail, 1.0 - tail])
-    return Interval(float(np.mean([a.mean() for a in arrays])), float(low), float(high))
-
-
-def difference(upper: Sample, lower: Sample) -> float:
-    """Of means."""
-    return float(np.mean(upper)) - float(np.mean(lower))
+    rate = accepted / drafted if drafted else None
+    return Window(first, first + len(counts), rate, 1.0 + accepted / rounds if rounds else None)
 
 
 def mean(sample: Sample) -> float:
-    """Of a sample."""
+    """Mean of a sample."""
     return float(np.mean(sample))
+
+
+def difference(upper: Sample, lower: Sample) -> float:
+    """Difference of means."""
+    return mean(upper) - mean(lower)
+
+
+def gap_closed(frozen: Sample, online: Sample, ceiling: Sample) -> float | None:
+    """(online - frozen) / (ceiling - frozen) of means; None if there is no gap to close."""
+    gap = difference(ceiling, frozen)
+    return difference(online, frozen) / gap if gap > 0 else None
 
 
 def reached(frozen: Sample, online: Sample, ceiling: Sample) -> bool:
@@ -150,49 +95,191 @@ def recovered(parts: Sequence[Window], level: float, within: float = WITHIN) -> 
     Args:
         parts: a phase's windows in order.
         level: acceptance rate to come back to.
-        within: how much below it still counts.
+        within: distance below it that still counts.
     """
-    start = parts[0].first if parts else 0
     for part in parts:
         if part.acceptance_rate is not None and part.acceptance_rate >= level - within:
-            return part.end - start
+            return part.end - parts[0].first
     return None
 
 
-def transfers(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> dict[str, float]:
-    """What later phases did to every earlier topic; negative is forgetting.
+def backward_transfer(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> float:
+    """Mean effect of later phases on earlier topics; negative is forgetting.
 
-    Acceptance after the last phase less that after the topic's own phase, of all topics but the
-    last: the terms of Lopez-Paz and Ranzato, arXiv 1706.08840, equation 3.
+    Acceptance after the last phase less that after the topic's own phase, over all topics but the
+    last: Lopez-Paz and Ranzato, arXiv 1706.08840, equation 3.
 
     Args:
         matrix: phase to topic to acceptance after that phase.
         order: of the phases, each named like its topic, two at least.
     """
     last = matrix[order[-1]]
-    return {topic: last[topic] - matrix[topic][topic] for topic in order[:-1]}
+    return mean([last[topic] - matrix[topic][topic] for topic in order[:-1]])
 
 
-def backward_transfer(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> float:
-    """The mean of :func:`transfers`, with the same arguments."""
-    found = transfers(matrix, order)
-    return math.fsum(found.values()) / len(found)
+def most_lost(matrix: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The topic that fell deepest, at any phase, below its best before, and by how much."""
+    worst: dict[str, Any] = {"topic": None, "lost": 0.0}
+    best: dict[str, float] = {}
+    for scores in matrix.values():
+        for topic, score in scores.items():
+            best[topic] = max(score, best.get(topic, score))
+            if best[topic] - score > worst["lost"]:
+                worst = {"topic": topic, "lost": best[topic] - score}
+    return worst
 
 
 def pays_after(frozen: Sequence[Counts], online: Sequence[Counts], training_s: float) -> int | None:
     """First request at which online, training included, has been as fast as frozen; None if never.
 
-    Training is taken to be spread evenly over the stream.
-
     Args:
-        frozen: of the same prompts, in order.
-        online: of the same prompts, in order.
-        training_s: seconds of the whole stream.
+        frozen: counts by prompt.
+        online: counts by prompt, of the same ones.
+        training_s: seconds of the whole stream, taken to be spread evenly over it.
     """
     share = training_s / len(online)
     lead = np.cumsum([f.seconds - o.seconds - share for f, o in zip(frozen, online, strict=True)])
     behind = np.flatnonzero(lead < 0)
-    if len(behind) == 0:
-        return 1
-    first = int(behind[-1]) + 2
+    first = int(behind[-1]) + 2 if len(behind) else 1
     return first if first <= len(online) else None
+
+
+def _rounded(found: Interval) -> dict[str, float | None]:
+    return {k: None if v is None else round(v, 4) for k, v in asdict(found).items()}
+
+
+def _checkpoints(unit: Unit) -> dict[int, list[float]]:
+    found = {int(at): own["acceptance"] for at, own in unit["checkpoints"].items()}
+    return dict(sorted(found.items()))
+
+
+def topic_summary(stream: Unit, ceiling: Unit | None, size: int) -> dict[str, Any]:
+    """Figures of a topic's stream, in windows of ``size`` requests."""
+    found = acceptance_summary(stream, ceiling)
+    parts = {"frozen": stream["test_frozen"], "online": stream["test_online"]}
+    if ceiling is not None:
+        parts["ceiling"] = ceiling["test_counts"]
+    return found | {
+        "requests": len(stream["online"]),
+        "windows": {
+            name: [asdict(w) for w in windows(unpacked(stream[name]), size)]
+            for name in ("frozen", "online")
+        },
+        "test_served": {name: served(unpacked(rows)) for name, rows in parts.items()},
+        "cost": cost(stream),
+    }
+
+
+def acceptance_summary(unit: Unit, ceiling: Unit | None) -> dict[str, Any]:
+    """Acceptance on the test: frozen, online, ceiling, share of the gap closed, checkpoints."""
+    scores = _checkpoints(unit)
+    frozen, online = scores[0], scores[max(scores)]
+    found: dict[str, Any] = {
+        "frozen": _rounded(bootstrap(mean, frozen)),
+        "online": _rounded(bootstrap(mean, online)),
+        "gain": _rounded(bootstrap(difference, online, frozen)),
+        "checkpoints": {at: round(mean(own), 4) for at, own in scores.items()},
+    }
+    if ceiling is not None:
+        best = ceiling["test"]["acceptance"]
+        found |= {
+            "ceiling": _rounded(bootstrap(mean, best)),
+            "gap_closed": _rounded(bootstrap(gap_closed, frozen, online, best)),
+            "reached": reached(frozen, online, best),
+        }
+    return found
+
+
+def seeds_summary(runs: Sequence[Unit], ceiling: Unit | None) -> list[dict[str, Any]]:
+    """Acceptance at the stream's end and the gap closed, per training seed."""
+    found = []
+    for run in runs:
+        scores = _checkpoints(run)
+        frozen, online = scores[0], scores[max(scores)]
+        best = None if ceiling is None else ceiling["test"]["acceptance"]
+        closed = None if best is None else gap_closed(frozen, online, best)
+        found.append({"acceptance": mean(online), "gap_closed": closed})
+    return found
+
+
+def served(counts: Sequence[Counts]) -> dict[str, Any]:
+    """Acceptance rate and mean acceptance length of requests, resampled by request."""
+    columns = np.array([[c.accepted, c.drafted, c.rounds] for c in counts], dtype=np.float64).T
+
+    def rate(accepted: Any, drafted: Any, _: Any) -> float | None:
+        return float(accepted.sum() / drafted.sum()) if drafted.sum() else None
+
+    def length(accepted: Any, _: Any, rounds: Any) -> float | None:
+        return float(1.0 + accepted.sum() / rounds.sum()) if rounds.sum() else None
+
+    return {
+        "acceptance_rate": _rounded(bootstrap(rate, *columns)),
+        "mean_acceptance_length": _rounded(bootstrap(length, *columns)),
+    }
+
+
+def cost(stream: Unit) -> dict[str, Any]:
+    """Training's seconds per point (0.01) of test acceptance, and speed over the frozen twin.
+
+    Seconds are those of serving and training in the same process on the same threads.
+    """
+    frozen, online = unpacked(stream["frozen"]), unpacked(stream["online"])
+    scores, facts = _checkpoints(stream), stream["learning"]
+    points = 100.0 * difference(scores[max(scores)], scores[0])
+
+    def rate(counts: Sequence[Counts], more_s: float = 0.0) -> float:
+        return sum(c.tokens for c in counts) / (sum(c.seconds for c in counts) + more_s)
+
+    names = ("micro_steps", "published", "rejected", "positions")
+    return {name: facts[name] for name in names} | {
+        "points": points,
+        "training_s": facts["seconds"],
+        "seconds_per_point": facts["seconds"] / points if points > 0 else None,
+        "speedup": rate(online, facts["seconds"]) / rate(frozen),
+        "speedup_without_training": rate(online) / rate(frozen),
+        "pays_after": pays_after(frozen, online, facts["seconds"]),
+    }
+
+
+def shift_summary(
+    shift: Unit, levels: Mapping[str, float], size: int, *, abrupt: bool
+) -> dict[str, Any]:
+    """Acceptance matrix, most lost topic, and requests until recovery by phase.
+
+    Args:
+        shift: unit of a shift; a rehearsed one has no recovery.
+        levels: topic to the acceptance rate that its own stream had after as many requests.
+        size: requests per window.
+        abrupt: whether every phase is one topic; only then are there transfer and recovery.
+    """
+    order = shift["order"]
+    names = ["before", *(order if abrupt else [f"quarter {i + 1}" for i in range(len(order))])]
+    matrix = {
+        name: {topic: mean(scores[topic]) for topic in order}
+        for name, scores in zip(names, shift["scores"], strict=True)
+    }
+    last = [shift["scores"][-1][topic] for topic in order]
+    at_the_end = bootstrap(lambda *s: mean([mean(own) for own in s]), *last, paired=False)
+    found: dict[str, Any] = {
+        "matrix": matrix,
+        "mean_at_the_end": _rounded(at_the_end),
+        "micro_steps": shift["learning"]["micro_steps"],
+    }
+    if not abrupt:
+        return found
+    found["backward_transfer"] = backward_transfer(matrix, order)
+    found["most_lost"] = most_lost(matrix)
+    if "phases" in shift:
+        parts = [windows(unpacked(phase["counts"]), size) for phase in shift["phases"]]
+        found["recovery"] = {
+            topic: recovered(part, levels[topic])
+            for topic, part in zip(order, parts, strict=True)
+            if topic in levels
+        }
+    return found
+
+
+def level_of(stream: Unit, size: int, requests: int) -> float | None:
+    """Acceptance rate of a topic's own stream: four windows up to so many requests."""
+    own = unpacked(stream["online"])[max(0, requests - 4 * size) : requests]
+    return window(own).acceptance_rate

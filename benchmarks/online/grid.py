@@ -1,20 +1,17 @@
-"""Losses x sampling x weighting, each learnt from one logged replay in short runs.
+"""Losses x sampling x weighting, each trained on one logged replay in short runs.
 
-    PYTHONPATH=benchmarks python -m online.grid --quick
-    PYTHONPATH=benchmarks python -m online.grid --data FOLDER --topics sql shell
+    make bench-grid ARGS="--data FOLDER --topics sql shell"
 
-The real engine answers prompts with the frozen general draft on, and logs what its verifier saw,
-behind rejected tokens too. Every cell of the grid is then the same number of steps of the real
-distiller from the same weights, on the same records in the same order; a seed is another order.
-Each ends as a file, and a run that was broken off goes on behind the last of them.
+The engine answers prompts with the frozen general draft and logs what its verifier saw, branches
+behind rejected tokens too. Every cell of the grid is the same number of steps of the real distiller
+from the same weights, on the same records in the same order; a seed is another order.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,15 +20,15 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from expert_cache import DRAFT, base_hashes
-from transformers.utils import logging
+from harness import Store, digest, interval, machine, say, show, t_interval, write
 
-from online.fragments import command_of
-from online.grid_replay import Replay, Sizes, logged_replay
-from online.grid_tables import markdown, summary
-from online.rows import label
-from online.store import Store
+from online.bench import Bench, Sizes, prepare
+from online.rows import Question, label, load, mark_of
+from online.serving import FROZEN, Serving, serve
+from paceline.actors.replay.record import ReplayRecord, decode, encode
+from paceline.actors.replay.shard import Journal
+from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.batches import make_batch, micro_batches
-from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.expert_evaluation import score_records
 from paceline.actors.training.settings import (
@@ -43,7 +40,21 @@ from paceline.actors.training.settings import (
 )
 
 _MICRO_BATCH, _MAX_LENGTH, _DRAFT_TOP_K = 8, 512, 64
-_QUICK = Sizes(train=160, test=48, max_tokens=64)
+_TEMPERATURE = 0.8
+_KINDS = ("greedy", "sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySizes:
+    """Records; every second prompt is sampled, the others are greedy."""
+
+    train: int = 600
+    test: int = 200
+    max_tokens: int = 96
+    num_speculative_tokens: int = 4
+
+
+_QUICK = ReplaySizes(train=160, test=48, max_tokens=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +67,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For people and files."""
+        """For files and tables."""
         return f"{self.loss}-{self.sampling}-{self.weighting}"
 
 
-REFERENCE = Cell()  # what the product does
+REFERENCE = Cell()  # the product's default
 QUICK_CELLS = (
     REFERENCE,
     Cell(weighting="first_rejection"),
@@ -76,24 +87,81 @@ QUICK_CELLS = (
 def every_cell() -> tuple[Cell, ...]:
     """The whole grid, the reference first.
 
-    Rejected positions alone are the same whichever text is learnt from, but for behind rejected
-    tokens, where nothing is rejected: they come once per loss.
+    Rejected positions alone are the same for every sampling, except behind rejected tokens, where
+    nothing is rejected: they come once per loss.
     """
-    cells = [
-        Cell(*point)
-        for point in product(get_args(Loss), get_args(Sampling), get_args(Weighting))
-        if point[1] == "target" or point[2] != "rejected_only"
-    ]
+    points = product(get_args(Loss), get_args(Sampling), get_args(Weighting))
+    cells = [Cell(*p) for p in points if p[1] == "target" or p[2] != "rejected_only"]
     return (REFERENCE, *(cell for cell in cells if cell != REFERENCE))
 
 
-class School:
-    """One draft under one distiller, taught anew for every cell."""
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Training records, and test records of other prompts."""
+
+    train: tuple[ReplayRecord, ...]
+    test: tuple[ReplayRecord, ...]
+
+    @property
+    def prompts(self) -> str:
+        """Mark of the prompts in settings."""
+        return mark_of(
+            Question(record.request_id, record.topic, tuple(record.prompt_token_ids.tolist()))
+            for record in (*self.train, *self.test)
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Counts, and bytes of the records with and without branches."""
+        accepted = np.concatenate([record.accepted for record in self.train])
+        behind = [r.branch_token_ids for r in self.train if r.branch_token_ids is not None]
+        plain = [len(encode(without_branches(record))) for record in self.train]
+        whole = [len(encode(record)) for record in self.train]
+        return {
+            "records_train": len(self.train),
+            "records_test": len(self.test),
+            "positions": len(accepted),
+            "positions_rejected": int((accepted == 0).sum()),
+            "positions_behind_rejected": sum(map(len, behind)),
+            "bytes_per_record": round(float(np.mean(plain))),
+            "bytes_per_record_with_branches": round(float(np.mean(whole))),
+        }
+
+
+def without_branches(record: ReplayRecord) -> ReplayRecord:
+    """The record without what is behind rejected tokens."""
+    names = [name for name in ReplayRecord.__slots__ if name.startswith("branch_")]
+    return replace(record, **dict.fromkeys(names, None))
+
+
+def logged_replay(bench: Bench, topic: str, sizes: ReplaySizes) -> Replay:
+    """The topic's replay from disk, else answered now and kept.
+
+    Raises:
+        paceline.deploy.recipes.data.DataError: the source lacks the topic, or is not there.
+        RuntimeError: the draft failed.
+    """
+    facts = {"data": label(bench.data), "sizes": asdict(sizes), "models": base_hashes()}
+    folder = bench.store.folder
+    paths = {p: folder / f"grid-{topic}-{p}-{digest(facts)}.records" for p in ("train", "test")}
+    if not all(path.is_file() and path.stat().st_size for path in paths.values()):
+        engine = bench.engine([GENERAL], replay_branches=True)
+        questions = load(bench.data, topic, bench.tokenizer, train=sizes.train, test=sizes.test)
+        for part, path in paths.items():
+            records: list[ReplayRecord] = []
+            for first, temperature in enumerate((0.0, _TEMPERATURE)):
+                own = getattr(questions, part)[first::2]
+                serving = replace(bench.serving, temperature=temperature)
+                records += [a.record for a in serve(engine, own, [FROZEN] * len(own), serving)]
+            Journal(path).rewrite(encode(record) for record in records)
+    kept = {p: tuple(decode(entry) for entry in Journal(path).read()) for p, path in paths.items()}
+    return Replay(**kept)
+
+
+class CellTrainer:
+    """One draft under one distiller, trained anew for every cell."""
 
     def __init__(self, replay: Replay, learning_rate: float, steps: int) -> None:
-        """Load the general draft."""
-        self._replay = replay
-        self._steps = steps
+        self._replay, self._steps = replay, steps
         self._settings = DistillerSettings(
             learning_rate=learning_rate, objective=ObjectiveSettings(sampling="mixed")
         )
@@ -101,14 +169,14 @@ class School:
         self._max_length = min(_MAX_LENGTH, self._distiller.max_length)
 
     def facts(self) -> dict[str, Any]:
-        """What decides a cell beside its point of the grid, as JSON holds it."""
+        """Settings of all cells, as JSON."""
         return asdict(self._settings)
 
-    def judge(self, state: dict[str, torch.Tensor] | None) -> dict[str, list[float]]:
-        """Acceptance on each held-out record as it was decoded, greedy and sampled ones apart."""
+    def evaluate(self, state: dict[str, torch.Tensor] | None) -> dict[str, list[float]]:
+        """Acceptance on each test record as it was decoded, greedy and sampled ones apart."""
         draft = self._distiller.served(state)
         scores = {}
-        for kind in ("greedy", "sampled"):
+        for kind in _KINDS:
             records = [r for r in self._replay.test if r.greedy == (kind == "greedy")]
             found = score_records(
                 draft, records, max_length=self._max_length, draft_top_k=_DRAFT_TOP_K
@@ -116,63 +184,100 @@ class School:
             scores[kind] = [round(float(score), 5) for score in found]
         return scores
 
-    def teach(self, cell: Cell, seed: int) -> dict[str, Any]:
-        """A run from the initial weights, and what it brought."""
+    def train(self, cell: Cell, seed: int) -> dict[str, Any]:
+        """Train from the initial weights; scores and cost."""
         goal = ObjectiveSettings(**asdict(cell))
         self._distiller.settings = replace(self._settings, objective=goal)
         self._distiller.reset(None)
         rng = np.random.default_rng(seed)
-        seconds, tokens, losses = 0.0, 0, []
+        seconds, positions, losses = 0.0, 0, []
         while self._distiller.steps < self._steps:
             for records in micro_batches(self._replay.train, _MICRO_BATCH, rng):
-                began = time.process_time()  # not the neighbours' time
+                began = time.process_time()
                 batch = make_batch(records, self._max_length, branches=goal.needs_branches)
                 losses.append(self._distiller.micro_step(batch).loss)
                 seconds += time.process_time() - began
-                tokens += batch.num_positions
+                positions += batch.num_positions
                 if self._distiller.steps >= self._steps:
                     break
-        return self.judge(self._distiller.state_dict()) | {
+        return self.evaluate(self._distiller.state_dict()) | {
             "steps": self._distiller.steps,
-            "positions": tokens,
+            "positions": positions,
             "training_s": round(seconds, 1),
             "loss_first": round(float(np.mean(losses[:5])), 5),
             "loss_last": round(float(np.mean(losses[-5:])), 5),
         }
 
 
-def run_topic(topic: str, options: argparse.Namespace, store: Store) -> dict[str, Any]:
-    """All cells of a topic; returns its figures."""
-    sizes = options.sizes
-    replay = logged_replay(store.folder, options.data, topic, sizes, options.threads)
-    print(f"{topic}: {replay.facts()}", flush=True)  # noqa: T201
-    school = School(replay, options.learning_rate, options.steps)
+def summary(
+    before: Mapping[str, Sequence[float]],
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    reference: str,
+) -> dict[str, Any]:
+    """Figures of a topic.
+
+    Chance may explain a gain over the reference by the order of the records (over seeds) and by
+    the test records (each averaged over the seeds); it is ``clearly`` better or worse if neither
+    does.
+
+    Args:
+        before: scores of the test records before training, by kind.
+        runs: cell to its runs, one per seed in the same order, each with scores by kind.
+        reference: the cell that others are compared with.
+    """
+    cells = {}
+    for name, own in runs.items():
+        cell: dict[str, Any] = {
+            key: float(np.mean([run[key] for run in own])) for key in ("training_s", "positions")
+        }
+        for kind in _KINDS:
+            scores, base = (np.array([r[kind] for r in rs]) for rs in (own, runs[reference]))
+            gains = scores - base[: len(scores)]
+            over = t_interval(gains.mean(1)), t_interval(gains.mean(0))
+            better = all(gain.low is not None and gain.low > 0.0 for gain in over)
+            worse = all(gain.high is not None and gain.high < 0.0 for gain in over)
+            cell[kind] = {
+                "acceptance": asdict(t_interval(scores.mean(1))),
+                "gain_over_seeds": asdict(over[0]),
+                "gain_over_records": asdict(over[1]),
+                "clearly": "better" if better else "worse" if worse else None,
+            }
+        cells[name] = cell
+    untrained = {kind: float(np.mean(before[kind])) for kind in _KINDS}
+    return {"untrained": untrained, "reference": reference, "cells": cells}
+
+
+def run_topic(bench: Bench, topic: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of all cells of a topic."""
+    replay = logged_replay(bench, topic, options.sizes)
+    say(f"{topic}: {replay.facts()}")
+    trainer = CellTrainer(replay, options.learning_rate, options.steps)
     common = {
         "topic": topic,
         "data": label(options.data),
-        "prompts": replay.prompts,  # any folder has that label
-        "sizes": asdict(sizes),
+        "prompts": replay.prompts,
+        "sizes": asdict(options.sizes),
         "steps": options.steps,
-        "distiller": school.facts(),
+        "distiller": trainer.facts(),
         "models": base_hashes(),
     }
-    before = store.unit(f"grid-{topic}-untaught", common, lambda: school.judge(None))
+    store = bench.store
+    before = store.unit(f"grid-{topic}-untaught", common, lambda: trainer.evaluate(None))
     runs: dict[str, list[dict[str, Any]]] = {}
-    # seed by seed: what a broken run leaves is a whole grid of fewer seeds
+    # Seed by seed: an interrupted run leaves a whole grid of fewer seeds.
     for seed, cell in product(range(options.seeds), options.cells):
         key = common | asdict(cell) | {"seed": seed}
         unit = store.unit(
-            f"grid-{topic}-{cell.name}-{seed}", key, lambda c=cell, s=seed: school.teach(c, s)
+            f"grid-{topic}-{cell.name}-{seed}", key, lambda c=cell, s=seed: trainer.train(c, s)
         )
         runs.setdefault(cell.name, []).append(unit)
-        greedy, sampled = (float(np.mean(unit[kind])) for kind in ("greedy", "sampled"))
-        line = f"{cell.name} seed {seed}: greedy {greedy:.4f}, sampled {sampled:.4f}"
-        print(f"{topic}: {line}, {unit['training_s']:.0f} s", flush=True)  # noqa: T201
+        greedy, sampled = (np.mean(unit[kind]) for kind in _KINDS)
+        say(f"{topic}: {cell.name} seed {seed}: greedy {greedy:.4f}, sampled {sampled:.4f}")
     return {"replay": replay.facts(), **summary(before, runs, REFERENCE.name)}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
     parser.add_argument("--topics", nargs="+", default=["sql"])
@@ -185,11 +290,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument(
-        "--published", type=Path, help="folder of units to go on from, and to add to"
-    )
+    parser.add_argument("--published", type=Path, help="folder of units to continue from")
     options = parser.parse_args(argv)
-    options.sizes = _QUICK if options.quick else Sizes()
+    options.sizes = _QUICK if options.quick else ReplaySizes()
     grid = {cell.name: cell for cell in every_cell()}
     wanted = options.cells or [c.name for c in (QUICK_CELLS if options.quick else grid.values())]
     if unknown := sorted(set(wanted) - set(grid)):
@@ -200,26 +303,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what is missing, then write figures and tables."""
+    """Run what is missing, then write figures and tables."""
     options = parse(argv)
-    torch.set_num_threads(options.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    prepare_environment()
-    forbid_compiling()
+    prepare(options.threads)
+    sizes = options.sizes
+    serving = Serving(
+        max_tokens=sizes.max_tokens, num_speculative_tokens=sizes.num_speculative_tokens
+    )
     store = Store(options.out / "online", options.published)
-    figures = {
-        "steps": options.steps,
-        "seeds": options.seeds,
-        "learning_rate": options.learning_rate,
+    bench = Bench(store, options.data, Sizes(), serving, threads=options.threads)
+    names = ("steps", "seeds", "learning_rate")
+    figures = {name: getattr(options, name) for name in names} | {
+        "machine": machine(),
         "data": label(options.data),
-        "topics": {topic: run_topic(topic, options, store) for topic in options.topics},
+        "topics": {topic: run_topic(bench, topic, options) for topic in options.topics},
     }
-    path = store.folder / "grid.json"
-    path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    text = markdown(figures, command_of("bench-grid", argv))
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)  # noqa: T201
+    write(store.folder / "grid.json", figures)
+    for topic, facts in figures["topics"].items():
+        rows = [
+            {"loss, sampling, weighting": name, "training_s": cell["training_s"]}
+            | {kind: interval(cell[kind]["acceptance"]) for kind in _KINDS}
+            | {f"{k} gain": interval(cell[k]["gain_over_records"]) for k in _KINDS}
+            | {f"{k} clearly": cell[k]["clearly"] for k in _KINDS}
+            for name, cell in facts["cells"].items()
+        ]
+        show(f"{topic}: acceptance, untrained {facts['untrained']}", rows)
     return 0
 
 

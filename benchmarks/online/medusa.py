@@ -1,19 +1,17 @@
-"""Medusa heads against drafts: one engine, one target, the same answers learnt from.
+"""Medusa heads against drafts: one engine, one target, the same training answers.
 
-    PYTHONPATH=benchmarks python -m online.medusa --quick --data FOLDER
+    make bench-medusa ARGS="--quick --data FOLDER"
 
-The general draft as it comes, one draft and a draft per topic, one set of heads and a set per
-topic: all but the first have learnt from the same answers in as many passes. On one thread,
-seconds are the processor's: other processes then disturb little. Figures go to
-out/bench/online/medusa.json, tables beside them; what was taught is kept.
+The general draft, one draft and a draft per topic, one set of heads and a set per topic: all but
+the first are trained on the same answers in as many passes. On one thread, seconds are the
+processor's. Trained drafts and heads are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,39 +20,53 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import machine
+import numpy as np
 import torch
-from cells import Block, Cell, Outcome, make_blocks, run_cell, summary
-from expert_cache import DRAFT, TARGET, facts_of
+from decoding import Cell, Served, Variant, make_blocks, run_cell, summary
+from expert_cache import (
+    DRAFT,
+    TARGET,
+    facts_of,
+    is_current,
+    note_facts,
+    recipe_of,
+    save_expert,
+)
+from harness import Store, interval, machine, say, show, write
 from prompts import Prompt
-from rich.console import Console
-from runs import Variant
-from served import Served
-from tqdm import tqdm
+from torch import Tensor
 from transformers.utils import logging
 
-from online.bench import QUICK, Bench, Sizes
-from online.fragments import command_of, published_section, take_published
-from online.medusa_tables import section
+from online.bench import QUICK, Bench, Sizes, prepare
+from online.learner import MAX_LENGTH
 from online.rows import label
 from online.serving import Serving
-from online.store import Store
-from online.taught import ALL, School, Teaching
+from online.units import sides_of
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.engine.settings import TargetSettings
-from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
+from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_heads
+from paceline.actors.training.batches import make_batch, micro_batches
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.medusa import (
+    HeadTrainingSettings,
+    head_accuracy,
+    make_dataset,
+    train_heads,
+)
+from paceline.actors.training.settings import DistillerSettings
 from paceline.deploy.demo.prompts import TOPICS
 
-PLAIN = "plain"
+ALL, PLAIN = "all", "plain"
 GENERAL, ONE_DRAFT, EXPERTS = "general", "one draft", "draft per topic"
 ONE_SET, SETS = "one set of heads", "heads per topic"
-MAX_TOKENS_LIMIT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is run: prompts of a block, blocks per topic, tokens of an answer, numbers k."""
+    """Prompts of a block, blocks per topic, tokens of an answer, numbers k, temperatures."""
 
     block: int
     blocks: int
@@ -63,70 +75,212 @@ class Plan:
     temperatures: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Training of drafts and heads.
+
+    Attributes:
+        answers: of the target per topic, at most.
+        passes: over the answers, for drafts and heads alike.
+        num_heads: Medusa heads.
+        own_output: whether every head has an output matrix of its own, as in the paper.
+        learning_rates: of a draft: all passes but the last third, and that third.
+        head_learning_rate: of the heads, falling to zero.
+        micro_batch: records of a draft's step.
+        held_out_fraction: of the prompts, for evaluation.
+        seed: of the order.
+    """
+
+    answers: int = 1_000
+    passes: int = 6
+    num_heads: int = 4
+    own_output: bool = True
+    learning_rates: tuple[float, float] = (1.5e-3, 3e-4)
+    head_learning_rate: float = 5e-3
+    micro_batch: int = 16
+    held_out_fraction: float = 0.1
+    seed: int = 0
+
+
+class Drafts:
+    """Drafts and heads as folders, trained if they are missing."""
+
+    def __init__(self, bench: Bench, topics: Sequence[str], training: Training) -> None:
+        self._bench, self._topics, self._training = bench, list(topics), training
+
+    def folder(self, kind: str, topic: str) -> Path:
+        """Folder of a ``draft`` or of ``heads``; ``topic`` may be ``ALL``."""
+        name = f"{label(self._bench.data)}-{kind}-{topic}-{self._training.answers}"
+        return self._bench.store.folder / "taught" / name
+
+    def recipe(self, kind: str, topic: str) -> dict[str, Any]:
+        """All that decides the weights."""
+        training = self._training
+        keys = [q.key for t in self._own(topic) for q in self._bench.stream(t, training.answers)]
+        settings = {"kind": kind, **asdict(training), "serving": asdict(self._bench.serving)}
+        settings["learning_rates"] = list(training.learning_rates)
+        return recipe_of(keys, settings)
+
+    def wanted(self) -> list[tuple[str, str]]:
+        """(kind, topic) of all drafts and heads."""
+        return [(kind, t) for kind in ("draft", "heads") for t in (*self._topics, ALL)]
+
+    def missing(self) -> list[tuple[str, str]]:
+        """(kind, topic) of those that were not trained with these settings."""
+        every = self.wanted()
+        return [(k, t) for k, t in every if not is_current(self.folder(k, t), self.recipe(k, t))]
+
+    def train(self) -> None:
+        """Train what is missing; the process must have been made ready for DeepSpeed."""
+        for kind, topic in self.missing():
+            answers = [
+                a for t in self._own(topic) for a in self._bench.frozen(t, self._training.answers)
+            ]
+            records = [answer.record for answer in answers]
+            held_out, train = sides_of(records, self._training.held_out_fraction)
+            make = self._draft if kind == "draft" else self._heads
+            say(f"{kind} for {topic}: {make(topic, train, held_out)}")
+
+    def _own(self, topic: str) -> list[str]:
+        return self._topics if topic == ALL else [topic]
+
+    def _draft(
+        self, topic: str, train: Sequence[ReplayRecord], held_out: Sequence[ReplayRecord]
+    ) -> dict[str, Any]:
+        evaluator = self._bench.evaluator
+        began = time.process_time()
+        state = _distilled(train, self._training)
+        seconds = round(time.process_time() - began, 1)
+        before, after = (
+            float(evaluator.score(s, held_out).acceptance.mean()) for s in (None, state)
+        )
+        figures = {"held_out_acceptance_before": before, "held_out_acceptance": after}
+        figures |= {"records": len(train), "seconds": seconds}
+        save_expert(self.folder("draft", topic), state, self.recipe("draft", topic), figures)
+        return figures
+
+    def _heads(
+        self, topic: str, train: Sequence[ReplayRecord], held_out: Sequence[ReplayRecord]
+    ) -> dict[str, Any]:
+        training = self._training
+        dtype = resolve_dtype("auto", resolve_device("auto"))
+        target = load_causal_lm(TARGET, dtype, attention="sdpa")
+        began = time.process_time()
+        dataset, test = (
+            make_dataset(
+                target,
+                [(r.prompt_token_ids.tolist(), r.output_token_ids.tolist()) for r in side],
+                training.num_heads,
+                MAX_LENGTH,
+            )
+            for side in (train, held_out)
+        )
+        output = target.get_output_embeddings().weight
+        sizes = output.shape[1], output.shape[0]
+        config = HeadsConfig(training.num_heads, *sizes, training.own_output)
+        heads = MedusaHeads(config, output)
+        settings: dict[str, Any] = {
+            "learning_rate": training.head_learning_rate,
+            "dtype": dtype,
+            "seed": training.seed,
+        }
+        positions = HeadTrainingSettings(steps=1, **settings).positions
+        steps = -(-len(dataset.labels) // positions) * training.passes
+        train_heads(heads, dataset, HeadTrainingSettings(steps=steps, **settings))
+        figures = {
+            "held_out_accuracy": [round(share, 4) for share in head_accuracy(heads, test)],
+            "records": len(train),
+            "positions": len(dataset.labels),
+            "steps": steps,
+            "parameters": sum(p.numel() for p in heads.parameters()),
+            "seconds": round(time.process_time() - began, 1),
+        }
+        folder = self.folder("heads", topic)
+        shutil.rmtree(folder, ignore_errors=True)
+        save_heads(folder, config, {k: v.to(dtype) for k, v in heads.state_dict().items()})
+        note_facts(folder, self.recipe("heads", topic), figures)
+        return figures
+
+
+def _distilled(train: Sequence[ReplayRecord], training: Training) -> Mapping[str, Tensor]:
+    """The general draft's weights after all passes over the records."""
+    rng = np.random.default_rng(training.seed)
+    last = max(1, training.passes // 3)
+    state: dict[str, Tensor] | None = None
+    for rate, passes in zip(training.learning_rates, (training.passes - last, last), strict=True):
+        distiller = Distiller(str(DRAFT), DistillerSettings(learning_rate=rate))
+        distiller.reset(state)
+        for _ in range(passes):
+            for batch in micro_batches(train, training.micro_batch, rng):
+                distiller.micro_step(make_batch(batch, MAX_LENGTH))
+        state = distiller.state_dict()
+    assert state is not None
+    return state
+
+
 def draft_names(kind: str) -> Callable[[str], str]:
-    """The engine's name of a kind's draft for a topic."""
-    named = {GENERAL: lambda _: GENERAL, ONE_DRAFT: lambda _: "one-draft"}
-    named |= {ONE_SET: lambda _: "one-set", SETS: lambda topic: f"heads-{topic}"}
+    """Topic to the engine's name of a kind's draft."""
+    named: dict[str, Callable[[str], str]] = {
+        GENERAL: lambda _: GENERAL,
+        ONE_DRAFT: lambda _: "one-draft",
+        ONE_SET: lambda _: "one-set",
+        SETS: lambda topic: f"heads-{topic}",
+    }
     return named.get(kind, lambda topic: topic)
 
 
-def load(school: School, topics: Sequence[str], threads: int, kinds: str, k: int | None) -> Engine:
-    """An engine for one request at a time, with drafts, heads or both."""
-    drafts = {GENERAL: DRAFT, "one-draft": school.folder("draft", ALL)}
-    drafts |= {topic: school.folder("draft", topic) for topic in topics}
-    heads = {"one-set": school.folder("heads", ALL)}
-    heads |= {f"heads-{topic}": school.folder("heads", topic) for topic in topics}
-    settings = TargetSettings(
-        str(TARGET),
-        {name: str(path) for name, path in drafts.items()} if "drafts" in kinds else {},
-        {name: str(path) for name, path in heads.items()} if "heads" in kinds else {},
-        num_threads=threads,
-        max_num_seqs=1,
-        max_model_len=MAX_TOKENS_LIMIT,
-        num_speculative_tokens=k,
-        prefix_cache=False,  # a prompt comes back for every variant
-        seed=1,
-    )
-    return build_engine(settings)[0]
-
-
 def make_variants(
-    school: School, topics: Sequence[str], threads: int, ks: Sequence[int]
+    trained: Drafts, topics: Sequence[str], threads: int, ks: Sequence[int]
 ) -> tuple[list[Variant], list[Engine]]:
     """Plain decoding first; fixed k in one engine, the controllers each in one of its own."""
-    both = load(school, topics, threads, "drafts heads", 0)
+    drafts = {GENERAL: str(DRAFT), "one-draft": str(trained.folder("draft", ALL))}
+    drafts |= {topic: str(trained.folder("draft", topic)) for topic in topics}
+    heads = {"one-set": str(trained.folder("heads", ALL))}
+    heads |= {f"heads-{topic}": str(trained.folder("heads", topic)) for topic in topics}
+
+    def engine(drafts: dict[str, str], heads: dict[str, str], k: int | None) -> Engine:
+        settings = TargetSettings(
+            str(TARGET),
+            drafts,
+            heads,
+            num_threads=threads,
+            max_num_seqs=1,
+            max_model_len=512,
+            num_speculative_tokens=k,
+            prefix_cache=False,  # a prompt comes back for every variant
+            seed=1,
+        )
+        return build_engine(settings)[0]
+
+    both = engine(drafts, heads, 0)
     clock = time.process_time if threads == 1 else time.perf_counter
     variants: list[Variant] = [Served(PLAIN, both, 0, draft_names(GENERAL), clock)]
     for kind in (GENERAL, ONE_DRAFT, EXPERTS, ONE_SET, SETS):
         variants += [Served(f"{kind}, k={k}", both, k, draft_names(kind), clock) for k in ks]
-    drafts, heads = (load(school, topics, threads, kinds, None) for kinds in ("drafts", "heads"))
-    for kind, engine in ((EXPERTS, drafts), (SETS, heads)):
-        variants.append(Served(f"{kind}, auto", engine, None, draft_names(kind), clock))
-    return variants, [both, drafts, heads]
+    own = {EXPERTS: engine(drafts, {}, None), SETS: engine({}, heads, None)}
+    for kind, auto in own.items():
+        variants.append(Served(f"{kind}, auto", auto, None, draft_names(kind), clock))
+    return variants, [both, *own.values()]
 
 
 def prompts_of(bench: Bench, topics: Sequence[str]) -> dict[str, list[Prompt]]:
-    """The tests' prompts, which nothing was taught on."""
+    """Prompts of the tests."""
     found: dict[str, list[Prompt]] = {}
     for topic in topics:
-        at = sum(map(len, found.values()))
-        found[topic] = [
-            Prompt(at + i, topic, q.token_ids) for i, q in enumerate(bench.questions(topic).test)
-        ]
+        at, test = sum(map(len, found.values())), bench.questions(topic).test
+        found[topic] = [Prompt(at + i, topic, q.token_ids) for i, q in enumerate(test)]
     return found
 
 
 def measure(
-    cell: Cell, variants: Sequence[Variant], blocks: Sequence[Block], max_tokens: int
+    cell: Cell, variants: Sequence[Variant], blocks: Sequence[Any], max_tokens: int
 ) -> dict[str, Any]:
     """A cell's figures, with acceptance by topic and by drafted position."""
-    with tqdm(total=len(blocks) * len(variants), desc=cell.label) as bar:
-        outcome: Outcome = run_cell(cell, variants, blocks, max_tokens, lambda: bar.update())
+    outcome = run_cell(cell, variants, blocks, max_tokens)
     pairs = [(variant.name, PLAIN) for variant in variants if variant.name != PLAIN]
     figures = summary(cell, outcome, pairs, PLAIN)
     for name, facts in figures["variants"].items():
         facts["position_rates"] = outcome.drafted[name].position_rates()
-        facts["rounds"] = outcome.drafted[name].rounds
         facts["mean_acceptance_length_by_topic"] = {
             topic: drafted.mean_acceptance_length
             for (variant, topic), drafted in outcome.by_topic.items()
@@ -136,102 +290,75 @@ def measure(
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer answers, passes and prompts")
     parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
     parser.add_argument("--topics", nargs="+", default=list(TOPICS))
-    parser.add_argument("--answers", type=int, help="taught on, per topic (1000; quick: 200)")
+    parser.add_argument("--answers", type=int, help="for training, per topic (1000; quick: 200)")
     parser.add_argument("--passes", type=int, help="over them (6; quick: 4)")
     parser.add_argument("--shared-output", action="store_true", help="heads use the target's")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/bench"), help="results go to online/ in it"
-    )
-    take_published(parser, "medusa", "heads and drafts")
-    parser.add_argument("--teach", action="store_true", help="only teach what is missing")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser.add_argument("--published", type=Path, help="ignored: drafts are too large to publish")
+    parser.add_argument("--train", action="store_true", help="only train what is missing")
     return parser.parse_args(argv)
 
 
-def bench_of(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bench, Teaching]:
-    """Where answers come from, and what is done with them."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is missing, measure, write; 1 if drafts failed."""
+    options = parse(argv)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     sizes = QUICK if options.quick else Sizes()
-    teaching = Teaching(
+    training = Training(
         answers=options.answers or sizes.stream,
-        passes=options.passes or (4 if options.quick else Teaching().passes),
+        passes=options.passes or (4 if options.quick else 6),
         own_output=not options.shared_output,
     )
     store = Store(options.out / "online")
-    return Bench(store, options.data, sizes, Serving(), threads=options.threads, say=say), teaching
-
-
-def plan_of(options: argparse.Namespace) -> Plan:
-    """What is measured."""
-    temperatures = tuple(options.temperatures)
-    if options.quick:
-        return Plan(2, 2, 48, (2, 4), temperatures)
-    return Plan(4, 6, 64, (1, 2, 3, 4), temperatures)
-
-
-def teach(school: School, threads: int) -> None:
-    """Teach in this process."""
-    torch.set_num_threads(threads)
-    prepare_environment()
-    forbid_compiling()
-    school.teach()
-
-
-def facts_taught(school: School, topics: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """What is known of everything that was taught."""
-    found = {}
-    for kind in ("draft", "heads"):
-        for topic in (*topics, ALL):
-            facts = facts_of(school.folder(kind, topic))
-            assert facts is not None
-            found[f"{kind} {topic}"] = facts["figures"]
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Teach what is missing, measure, write; 1 where drafts failed."""
-    options, console = parse(argv), Console()
-    if (kept := published_section("medusa", options.published)) is not None:
-        console.print(f"{kept} is there: nothing is run", soft_wrap=True)
+    bench = Bench(store, options.data, sizes, Serving(), threads=options.threads)
+    trained = Drafts(bench, options.topics, training)
+    if options.train:
+        prepare(options.threads)
+        trained.train()
         return 0
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    bench, teaching = bench_of(options, console.print)
-    school = School(bench, options.topics, teaching)
-    if options.teach:
-        teach(school, options.threads)
-        return 0
-    if school.missing():  # training loads much that a bench must not
+    if trained.missing():  # training loads much that a bench must not
         arguments = list(sys.argv[1:] if argv is None else argv)
-        subprocess.run([sys.executable, "-m", "online.medusa", *arguments, "--teach"], check=True)
+        subprocess.run([sys.executable, "-m", "online.medusa", *arguments, "--train"], check=True)
     torch.set_num_threads(options.threads)
-    before, plan = machine.facts(), plan_of(options)
-    prompts = prompts_of(bench, options.topics)
-    variants, engines = make_variants(school, options.topics, options.threads, plan.ks)
+    temperatures = tuple(options.temperatures)
+    plan = Plan(4, 6, 64, (1, 2, 3, 4), temperatures)
+    if options.quick:
+        plan = Plan(2, 2, 48, (2, 4), temperatures)
+    before, prompts = machine(), prompts_of(bench, options.topics)
+    variants, engines = make_variants(trained, options.topics, options.threads, plan.ks)
     gc.freeze()
     blocks = make_blocks(prompts, plan.block, plan.blocks)
+    named = {f"{k} {t}": facts_of(trained.folder(k, t)) for k, t in trained.wanted()}
+    cells = [measure(Cell(1, t), variants, blocks, plan.max_tokens) for t in temperatures]
+    failures = sum(engine.draft_failures for engine in engines)
     figures: dict[str, Any] = {
         "machine": before,
         "settings": asdict(plan)
-        | {"teaching": asdict(teaching), "source": label(options.data), "threads": options.threads},
-        "taught": facts_taught(school, options.topics),
-        "cells": [
-            measure(Cell(1, t), variants, blocks, plan.max_tokens) for t in plan.temperatures
-        ],
-        "draft_failures": sum(engine.draft_failures for engine in engines),
+        | {"training": asdict(training), "source": label(options.data), "threads": options.threads},
+        "trained": {name: facts["figures"] for name, facts in named.items() if facts},
+        "cells": cells,
+        "draft_failures": failures,
+        "load_average_after": machine()["load_average"],
     }
-    figures["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
-    path = options.out / "online" / "medusa.json"
-    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    text = section(figures, command_of("bench-medusa", argv))
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    console.print(text, markup=False, soft_wrap=True)
-    return int(figures["draft_failures"] > 0)
+    write(options.out / "online" / "medusa.json", figures)
+    show("Trained", [{"": name, **facts} for name, facts in figures["trained"].items()])
+    for cell in cells:
+        names = ("tokens_per_s", "mean_acceptance_length", "answers_that_differ")
+        rows = [
+            {"variant": name, **{key: facts.get(key) for key in names}}
+            | {"over plain": interval(cell["ratios"].get(f"{name} / {PLAIN}", {}))}
+            for name, facts in cell["variants"].items()
+        ]
+        show(f"Temperature {cell['temperature']:g}; draft failures: {failures}", rows)
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Pictures of the figures: acceptance over each stream, and the matrices of the shifts."""
+"""Pictures of docs/results.md: acceptance over streams and on tests, and matrices of shifts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline.deploy.demo.plot import FAINT, FROZEN, INK, ONLINE
 
-_CEILING = "#3b5b92"
-_IMAGINED = "#b8860b"
+_CEILING, _SYNTHETIC = "#3b5b92", "#b8860b"
 _STYLE: dict[str, Any] = {
     "font.size": 10,
     "text.color": INK,
@@ -22,108 +22,78 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def draw_streams(path: Path, figures: dict[str, Any]) -> None:
-    """A panel per topic: acceptance rate by window, online and frozen, and the ceiling's."""
-    _draw_panels(path, figures["topics"], _stream)
-
-
-def draw_imagined(path: Path, figures: dict[str, Any]) -> None:
-    """A panel per topic that was imagined for: acceptance on the test after so many requests.
-
-    Of several amounts of imagining the largest.
-    """
-    topics = {name: facts for name, facts in figures["topics"].items() if facts.get("imagined")}
-    _draw_panels(path, topics, _imagined)
-
-
-def _draw_panels(
-    path: Path, topics: dict[str, Any], panel: Callable[[Any, str, dict[str, Any]], None]
-) -> None:
+@contextmanager
+def _panels(path: Path, titles: Sequence[str], columns: int, **options: Any) -> Iterator[list[Any]]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = (len(topics) + 1) // 2
+    lines = -(-len(titles) // columns)
     with pyplot.rc_context(_STYLE):
-        figure, grid = pyplot.subplots(
-            lines, min(2, len(topics)), figsize=(12, 3.6 * lines), squeeze=False, dpi=130
-        )
-        for axes, (topic, facts) in zip(grid.flat, topics.items(), strict=False):
-            panel(axes, topic, facts)
-        for axes in list(grid.flat)[len(topics) :]:
+        figure, grid = pyplot.subplots(lines, columns, squeeze=False, dpi=130, **options)
+        for axes, title in zip(grid.flat, titles, strict=False):
+            axes.set_title(title, loc="left", weight="bold")
+        for axes in list(grid.flat)[len(titles) :]:
             axes.set_axis_off()
-        grid.flat[0].legend(frameon=False, fontsize=8)
+        yield list(grid.flat)
         figure.tight_layout()
         figure.savefig(path)
         pyplot.close(figure)
 
 
-def _frame(axes: Any, topic: str, measure: str) -> None:
+def _frame(axes: Any, measure: str) -> None:
     axes.set_ylim(bottom=0)
-    axes.set_title(topic, loc="left", weight="bold")
     axes.set_xlabel("requests")
     axes.set_ylabel(measure)
     axes.grid(axis="y")
-
-
-def _stream(axes: Any, topic: str, facts: dict[str, Any]) -> None:
-    for name, colour in (("frozen", FROZEN), ("online", ONLINE)):
-        parts = [w for w in facts["windows"][name] if w["acceptance_rate"] is not None]
-        middles = [(w["first"] + w["end"]) / 2 for w in parts]
-        axes.plot(middles, [w["acceptance_rate"] for w in parts], color=colour, label=name)
-    if "ceiling" in facts["live_test"]:
-        level = facts["live_test"]["ceiling"]["acceptance_rate"]["value"]
-        axes.axhline(level, color=_CEILING, linestyle="--", label="offline ceiling, on the test")
-    _frame(axes, topic, "acceptance rate")
-
-
-def _imagined(axes: Any, topic: str, facts: dict[str, Any]) -> None:
-    most = max(facts["imagined"], key=lambda own: (own["per_record"], own["micro_steps"]))
-    alone = {int(at): found["value"] for at, found in facts["curve"].items()}
-    taught = {int(at): value for at, value in most["curve"].items()}
-    stages = most["acceptance"]
-    axes.axhline(stages["frozen"]["value"], color=FROZEN, label="frozen")
-    axes.plot(*zip(*sorted(alone.items()), strict=True), color=ONLINE, label="online")
-    label = f"online, {most['per_record']:g} prompts imagined for each"
-    axes.plot(*zip(*sorted(taught.items()), strict=True), color=_IMAGINED, marker="o", label=label)
-    if "ceiling" in stages:
-        level = stages["ceiling"]["value"]
-        axes.axhline(level, color=_CEILING, linestyle="--", label="offline ceiling")
-    _frame(axes, topic, "acceptance on the test")
     axes.legend(frameon=False, fontsize=8)
 
 
-def draw_shifts(path: Path, figures: dict[str, Any]) -> None:
+def draw_streams(path: Path, topics: Mapping[str, Any]) -> None:
+    """A panel per topic: acceptance rate by window, online and frozen, and the ceiling's."""
+    with _panels(path, list(topics), min(2, len(topics)), figsize=(12, 7.2)) as panels:
+        for axes, facts in zip(panels, topics.values(), strict=False):
+            for name, colour in (("frozen", FROZEN), ("online", ONLINE)):
+                parts = [w for w in facts["windows"][name] if w["acceptance_rate"] is not None]
+                middles = [(w["first"] + w["end"]) / 2 for w in parts]
+                axes.plot(middles, [w["acceptance_rate"] for w in parts], color=colour, label=name)
+            if "ceiling" in facts["test_served"]:
+                level = facts["test_served"]["ceiling"]["acceptance_rate"]["value"]
+                label = "offline ceiling, on the test"
+                axes.axhline(level, color=_CEILING, linestyle="--", label=label)
+            _frame(axes, "acceptance rate")
+
+
+def draw_synthetic(path: Path, topics: Mapping[str, Any]) -> None:
+    """A panel per topic: acceptance on the test, with the most synthetic prompts and without."""
+    own = {name: facts for name, facts in topics.items() if facts["synthetic"]}
+    with _panels(path, list(own), min(2, len(own)), figsize=(12, 7.2)) as panels:
+        for axes, facts in zip(panels, own.values(), strict=False):
+            most = max(facts["synthetic"], key=lambda s: (s["per_record"], s["micro_steps"]))
+            label = f"online, {most['per_record']:g} synthetic prompts for each"
+            axes.axhline(facts["frozen"]["value"], color=FROZEN, label="frozen")
+            curve = facts["checkpoints"]
+            axes.plot(list(curve), list(curve.values()), color=ONLINE, label="online")
+            curve = most["checkpoints"]
+            axes.plot(list(curve), list(curve.values()), "o-", color=_SYNTHETIC, label=label)
+            if "ceiling" in facts:
+                level = facts["ceiling"]["value"]
+                axes.axhline(level, color=_CEILING, linestyle="--", label="offline ceiling")
+            _frame(axes, "acceptance on the test")
+
+
+def draw_shifts(path: Path, shifts: Mapping[str, Any]) -> None:
     """A matrix per kind and system: acceptance on every test after every phase."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cells = [
-        (f"{kind}, {system}", facts["matrix"])
-        for kind, systems in figures["shifts"].items()
-        for system, facts in systems.items()
-    ]
-    with pyplot.rc_context(_STYLE):
-        figure, grid = pyplot.subplots(
-            1, len(cells), figsize=(3.6 * len(cells), 3.8), squeeze=False, dpi=130
-        )
-        for axes, (title, matrix) in zip(grid.flat, cells, strict=True):
-            _matrix(axes, title, matrix)
-        figure.tight_layout()
-        figure.savefig(path)
-        pyplot.close(figure)
-
-
-def _matrix(axes: Any, title: str, matrix: dict[str, dict[str, float]]) -> None:
-    topics = list(next(iter(matrix.values())))
-    values = [[found[topic] for topic in topics] for found in matrix.values()]
-    axes.imshow(values, vmin=0.0, vmax=1.0, cmap="YlGn", aspect="auto")
-    axes.set_xticks(range(len(topics)), topics)
-    axes.set_yticks(range(len(values)), list(matrix))
-    axes.set_title(title, loc="left", fontsize=10)
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=9)
+    found = {name: facts["matrix"] for name, facts in shifts.items()}
+    size = (3.6 * len(found), 3.8)
+    with _panels(path, list(found), len(found), figsize=size) as panels:
+        for axes, matrix in zip(panels, found.values(), strict=True):
+            topics = list(next(iter(matrix.values())))
+            values = [[scores[topic] for topic in topics] for scores in matrix.values()]
+            axes.imshow(values, vmin=0.0, vmax=1.0, cmap="YlGn", aspect="auto")
+            axes.set_xticks(range(len(topics)), topics)
+            axes.set_yticks(range(len(values)), list(matrix))
+            for row, line in enumerate(values):
+                for column, value in enumerate(line):
+                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=9)

@@ -1,7 +1,7 @@
-"""Prompts of a topic in two parts that share none: the stream's and the test's.
+"""Disjoint prompts of a topic's stream and test.
 
 They come from a folder of rows (``--data FOLDER``), from the Hugging Face hub (``--data hf``),
-or, by default, from the project's own generator, which anybody can run.
+or, by default, from the project's generator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from prompts import MAX_PROMPT_TOKENS
+from prompts import MAX_PROMPT_TOKENS, chat_ids
 
 from paceline.deploy.demo.prompts import TOPICS, endless
 from paceline.deploy.recipes.data import DataError, topic_of
@@ -38,7 +38,7 @@ _FILES = {
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """Where a topic's prompts lie on the hub: dataset, configuration, column, splits, form."""
+    """A topic's prompts on the hub: dataset, configuration, column, splits, form."""
 
     name: str
     config: str | None
@@ -68,7 +68,7 @@ HUB_SETS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt by the target's chat template; ``key`` tells it from all others of a data set."""
+    """A prompt by the target's chat template; ``key`` is unique in a data set."""
 
     key: str
     topic: str
@@ -84,7 +84,7 @@ class Questions:
 
 
 def mark_of(questions: Iterable[Question]) -> str:
-    """What stands for these prompts in settings: their keys and every token of them."""
+    """Hash of the prompts' keys and tokens, for settings."""
     found = hashlib.sha256()
     for question in questions:
         found.update(f"{question.key}:{question.token_ids}\n".encode())
@@ -92,7 +92,7 @@ def mark_of(questions: Iterable[Question]) -> str:
 
 
 def label(data: str | None) -> str:
-    """What stands for a source in settings and file names: no path of this machine."""
+    """Name of a source in settings and files: no path of this machine."""
     return "generated" if data is None else "hub" if data == HUB else "rows"
 
 
@@ -133,13 +133,7 @@ def _fitting(
 
     def fresh() -> Iterator[Question]:
         for key, text in pairs:
-            ids = tuple(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}],
-                    add_generation_prompt=True,
-                    return_dict=False,
-                )
-            )
+            ids = chat_ids(tokenizer, text)
             if len(ids) <= MAX_PROMPT_TOKENS and ids not in seen:
                 seen.add(ids)
                 yield Question(key, topic, ids)

@@ -1,37 +1,33 @@
-"""The real engine without Ray: prompts in, what speculation did for each of them out."""
+"""Answers of the real engine without Ray, with what speculation did for each; kept on disk."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from expert_cache import DRAFT, TARGET
+import msgpack
+from expert_cache import base_hashes
+from harness import digest
 
 from online.rows import Question
-from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import GenerationRequest, SamplingParams, SpeculativeStats
-from paceline.actors.engine.settings import TargetSettings
-from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.replay.record import ReplayRecord, decode, encode
+from paceline.actors.replay.shard import Journal
 from paceline.actors.router.policy import GENERAL
 
 ROWS = 8  # requests at once
 FROZEN = GENERAL + "@0"
+_PART = 128  # prompts that one engine answers before another may follow
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How prompts are answered.
-
-    Attributes:
-        max_tokens: of an answer.
-        temperature: 0 is greedy.
-        num_speculative_tokens: drafted per round, always the same, so that windows compare.
-        seed: of sampling.
-    """
+    """Sampling and speculation: ``temperature`` 0 is greedy, k is constant so windows compare."""
 
     max_tokens: int = 96
     temperature: float = 0.0
@@ -40,20 +36,19 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Answer:
     """One answered prompt.
 
     Attributes:
         number: of the prompt in its stream.
         key: of the prompt.
-        rounds: speculative ones.
+        rounds: speculative rounds.
         drafted: tokens.
         accepted: drafted tokens that were accepted.
         tokens: of the answer.
-        seconds: of the processor, of the engine's since an answer ended before, shared by those
-            that end together; they add up to the whole. On one thread they are wall seconds of a
-            machine that has the time.
-        record: what it leaves for replay.
+        seconds: processor seconds of the engine since the answer that ended before, shared by
+            those that end together.
+        record: for replay.
     """
 
     number: int
@@ -66,36 +61,6 @@ class Served:
     record: ReplayRecord
 
 
-def make_engine(
-    serving: Serving,
-    drafts: Mapping[str, str] | None = None,
-    threads: int = 1,
-    *,
-    rows: int = ROWS,
-    dtype: str = "auto",
-) -> tuple[Engine, Any]:
-    """The engine over the embedded target, with its tokenizer.
-
-    Args:
-        serving: see Serving.
-        drafts: expert to the folder of its initial weights; default: ``general`` alone.
-        threads: of torch.
-        rows: requests at once.
-        dtype: of target and drafts.
-    """
-    settings = TargetSettings(
-        str(TARGET),
-        drafts=dict(drafts or {GENERAL: str(DRAFT)}),
-        num_threads=threads,
-        max_num_seqs=rows,
-        dtype=dtype,
-        num_speculative_tokens=serving.num_speculative_tokens,
-        seed=serving.seed,
-    )
-    engine, tokenizer, _ = build_engine(settings)
-    return engine, tokenizer
-
-
 def serve(
     engine: Engine,
     questions: Sequence[Question],
@@ -104,63 +69,96 @@ def serve(
     *,
     topics: Sequence[str] | None = None,
     first: int = 0,
-) -> Iterator[Served]:
-    """Answer prompts, ``ROWS`` at once, and hand out each as it ends.
+) -> Iterator[Answer]:
+    """Answer prompts, ``ROWS`` at once, and yield each as it ends.
 
-    The engine stands still while the caller works on one, and that time is not counted.
+    The engine stands still between two steps of the iterator, and that time is not counted.
 
     Args:
-        engine: from :func:`make_engine`, idle.
+        engine: idle.
         questions: the prompts, in order of arrival.
         drafts: the draft of each.
         serving: see Serving.
-        topics: the topic that each record bears; default: the prompt's own.
+        topics: topic of each record; default: the prompt's own.
         first: number of the first prompt.
 
     Raises:
-        RuntimeError: where a draft failed: what was measured then is not what was meant.
+        RuntimeError: a request or a draft failed.
     """
     waiting = deque(enumerate(zip(questions, drafts, strict=True), start=first))
-    numbers: dict[str, tuple[int, Question]] = {}
+    numbers: dict[str, int] = {}
     sampling = SamplingParams(serving.max_tokens, temperature=serving.temperature)
     spent = 0.0
     while waiting or engine.has_work:
         while waiting and engine.num_running + engine.num_waiting < ROWS:
             number, (question, draft) = waiting.popleft()
             topic = topics[number - first] if topics else question.topic
-            name = question.key
-            numbers[name] = number, question
-            engine.add(
-                GenerationRequest(name, question.token_ids, sampling, topic=topic, draft=draft)
-            )
+            name, ids = question.key, question.token_ids
+            numbers[name] = number
+            engine.add(GenerationRequest(name, ids, sampling, topic=topic, draft=draft))
         began = time.process_time()
         outputs = engine.step()
         spent += time.process_time() - began
         ended = [output for output in outputs if output.chunk.finish_reason is not None]
         for output in ended:
-            if output.record is None:
-                raise RuntimeError(f"{output.request_id} ended with {output.chunk.finish_reason}")
-            stats, share = output.chunk.speculative, spent / len(ended)
-            yield _served(*numbers.pop(output.request_id), stats, output.record, share)
+            name, record = output.request_id, output.record
+            if record is None:
+                raise RuntimeError(f"{name} ended with {output.chunk.finish_reason}")
+            stats = output.chunk.speculative or SpeculativeStats("", 0)
+            counts = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
+            tokens = len(record.output_token_ids)
+            yield Answer(numbers.pop(name), name, *counts, tokens, spent / len(ended), record)
         spent = 0.0 if ended else spent
     if engine.draft_failures:
         raise RuntimeError(f"drafts failed in {engine.draft_failures} rounds")
 
 
-def _served(
-    number: int,
-    question: Question,
-    stats: SpeculativeStats | None,
-    record: ReplayRecord,
-    seconds: float,
-) -> Served:
-    return Served(
-        number=number,
-        key=question.key,
-        rounds=stats.num_spec_steps if stats else 0,
-        drafted=stats.num_draft_tokens if stats else 0,
-        accepted=stats.num_accepted_draft_tokens if stats else 0,
-        tokens=len(record.output_token_ids),
-        seconds=seconds,
-        record=record,
-    )
+def answers_of(
+    folder: Path,
+    name: str,
+    questions: Sequence[Question],
+    serving: Serving,
+    engine: Callable[[], Engine],
+    *,
+    draft: str = FROZEN,
+) -> list[Answer]:
+    """Answers with one draft, in the prompts' order; missing ones are computed and kept.
+
+    Their seconds do not compare with those of other runs: every part ends with few rows at work.
+
+    Args:
+        folder: of all answers.
+        name: of these.
+        questions: the prompts; a longer list than last time only adds to it.
+        serving: see Serving.
+        engine: gives an idle engine; called only if something is missing.
+        draft: the frozen general one, or ``off``.
+    """
+    facts = {"serving": asdict(serving), "draft": draft, "models": base_hashes()}
+    journal = Journal(folder / f"{name}-{digest(facts | {'seconds': 'processor'})}.records")
+    kept: dict[str, bytes] = {str(msgpack.unpackb(data)["key"]): data for data in journal.read()}
+    journal.rewrite(kept.values())  # a torn end would hide what is appended behind it
+
+    def is_kept(question: Question) -> bool:
+        data = kept.get(question.key)
+        ids = None if data is None else _unpack(data, 0).record.prompt_token_ids.tolist()
+        return ids == [*question.token_ids]
+
+    missing = [question for question in questions if not is_kept(question)]
+    for at in range(0, len(missing), _PART):
+        part = missing[at : at + _PART]
+        for answer in serve(engine(), part, [draft] * len(part), serving):
+            kept[answer.key] = data = _pack(answer)
+            journal.append(data)
+    return [_unpack(kept[q.key], number) for number, q in enumerate(questions)]
+
+
+def _pack(answer: Answer) -> bytes:
+    fields = {n: getattr(answer, n) for n in Answer.__slots__ if n not in ("number", "record")}
+    packed: bytes = msgpack.packb(fields | {"record": encode(answer.record)})
+    return packed
+
+
+def _unpack(data: bytes, number: int) -> Answer:
+    fields: dict[str, Any] = msgpack.unpackb(data)
+    return Answer(number=number, **(fields | {"record": decode(fields["record"])}))

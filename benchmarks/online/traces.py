@@ -1,7 +1,4 @@
-"""Request traces: arrivals and lengths of real traffic, scaled to one server and one model.
-
-Everything but the reading of a file is a pure function.
-"""
+"""Request traces: arrivals and lengths of real traffic, scaled to one server and one model."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-GENERATED = "generated bursts"  # no log of anything: its name must say so in every table
+GENERATED = "generated bursts"
+OUTPUT_TOKENS = 256  # of an answer at most, of the embedded target's context of 1024
 FILES = {"azure code": "azure2023_code.jsonl.gz", "azure conv": "azure2023_conv.jsonl.gz"}
 _MINUTE_S = 60.0
 _LEAD = 0.25  # of a window's requests come before the busiest minute
@@ -46,14 +44,9 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def generated(count: int, seed: int, rate: float = 2.0) -> list[Arrival]:
-    """A made-up trace: Poisson arrivals, three times as many a second in the bursts.
+    """A generated trace: Poisson arrivals at ``rate`` per second, three times as many in bursts.
 
     A burst of 15 s begins every minute. Lengths are log-normal, with the medians of chat traffic.
-
-    Args:
-        count: of requests.
-        seed: of everything.
-        rate: requests a second outside the bursts.
     """
     rng = random.Random(f"trace:{seed}")
     found, now = [], 0.0
@@ -76,16 +69,10 @@ def busiest_minute(arrivals: Sequence[Arrival]) -> int:
 
 
 def window(arrivals: Sequence[Arrival], count: int, number: int = 0) -> list[Arrival]:
-    """So many requests in a row around the trace's busiest minute, from time 0.
+    """``count`` requests in a row around the trace's busiest minute, from time 0.
 
-    Window 0 begins a quarter of its requests before that minute, so that what comes before the
-    burst is in it. Windows 1, 2, ... follow without a gap or an overlap, and go on at the
-    trace's start where its end is reached.
-
-    Args:
-        arrivals: the trace.
-        count: requests of a window.
-        number: of the window.
+    Window 0 begins a quarter of its requests before that minute. Windows 1, 2, ... follow without
+    a gap or an overlap, and wrap around at the trace's end.
 
     Raises:
         ValueError: the trace is shorter than one window.
@@ -100,9 +87,7 @@ def window(arrivals: Sequence[Arrival], count: int, number: int = 0) -> list[Arr
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same arrivals on a stretched time axis: ``rate`` requests a second on average.
-
-    Bursts and pauses keep their shape; the n arrivals last ``(n - 1) / rate`` seconds.
+    """The same arrivals on a stretched time axis: ``rate`` requests per second on average.
 
     Raises:
         ValueError: all arrive at once, or the rate is not positive.
@@ -122,10 +107,7 @@ def gap_cv(arrivals: Sequence[Arrival]) -> float:
 
 
 def output_scale(arrivals: Sequence[Arrival], room: int) -> float:
-    """What the trace's answers are multiplied by: their 99th percentile fills ``room`` tokens.
-
-    Never more than 1: short answers stay as short as they are.
-    """
+    """Factor of the trace's answers, 1 at most: their 99th percentile fills ``room`` tokens."""
     longest = float(np.percentile([arrival.output_tokens for arrival in arrivals], 99))
     return min(1.0, room / max(longest, 1.0))
 
@@ -138,16 +120,14 @@ def answer_tokens(arrivals: Sequence[Arrival], scale: float, room: int) -> list[
 def pair_by_rank(wanted: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Give the longest request the longest prompt, the second the second, and so on.
 
-    Where the trace's prompts are longer than any that the model takes, their order is what is
-    left of them: when long prompts come, and how they come together, is the trace's; how long
-    they are is the prompts'.
+    The trace's prompts are longer than any that the model takes: their order is kept.
 
     Args:
         wanted: tokens of every request's prompt in the trace.
         lengths: tokens of as many prompts.
 
     Returns:
-        for every request the index of its prompt; each is used once.
+        For every request the index of its prompt; each is used once.
 
     Raises:
         ValueError: there are not as many prompts as requests.
@@ -156,7 +136,5 @@ def pair_by_rank(wanted: Sequence[int], lengths: Sequence[int]) -> list[int]:
         raise ValueError(f"{len(wanted)} requests and {len(lengths)} prompts")
     by_request = sorted(range(len(wanted)), key=lambda i: (wanted[i], i))
     by_prompt = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    paired = [0] * len(wanted)
-    for request, prompt in zip(by_request, by_prompt, strict=True):
-        paired[request] = prompt
-    return paired
+    paired = dict(zip(by_request, by_prompt, strict=True))
+    return [paired[i] for i in range(len(wanted))]

@@ -20,11 +20,11 @@ from faults import (
     Fault,
     Figures,
     all_run,
+    failures_of,
     figures_of,
     passes_of,
-    wrongs_of,
 )
-from mixed import Mixed
+from soak import Mixed
 
 Answer = Callable[["Scripted", asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -154,9 +154,9 @@ def test_a_pause_lasts_from_the_last_event_before_a_break_to_the_first_after_it(
     assert load.broken >= 2, "no connection was refused"
     assert BREAKS_AFTER_S + 2 * BACK_OFF_S <= load.longest_pause_s <= took
     found = figures(load, reply, Fault(("ingress",)))
-    assert (found.lost, found.altered, found.broken) == (0, 0, load.broken)
-    assert wrongs_of(Fault(("ingress",)), found) == []
-    (wrong,) = wrongs_of(Fault(("target",)), found)
+    assert (found.lost, found.changed, found.broken) == (0, 0, load.broken)
+    assert failures_of(Fault(("ingress",)), found) == []
+    (wrong,) = failures_of(Fault(("target",)), found)
     assert "broken, though the front door lived" in wrong
 
 
@@ -168,8 +168,8 @@ def test_what_the_server_answers_is_not_asked_for_again_and_counts_as_lost(answe
     assert reply.error is not None
     assert (server.asked, load.broken) == (1, 0)
     found = figures(load, reply, Fault(("target",)))
-    assert (found.lost, found.altered, found.broken) == (1, 0, 0)
-    assert wrongs_of(Fault(("target",)), found) == ["kill target: 1 lost"]
+    assert (found.lost, found.changed, found.broken) == (1, 0, 0)
+    assert failures_of(Fault(("target",)), found) == ["kill target: 1 lost"]
 
 
 def test_a_bare_500_is_a_connection_that_the_proxy_lost() -> None:
@@ -177,8 +177,8 @@ def test_a_bare_500_is_a_connection_that_the_proxy_lost() -> None:
     server, load, reply = asyncio.run(asked(is_lost_by_the_proxy, whole))
     assert (server.asked, load.broken, reply.error) == (2, 1, None)
     found = figures(load, reply, Fault(("ingress",)))
-    assert wrongs_of(Fault(("ingress",)), found) == []
-    (wrong,) = wrongs_of(Fault(("target",)), found)
+    assert failures_of(Fault(("ingress",)), found) == []
+    (wrong,) = failures_of(Fault(("target",)), found)
     # named after the fault that the figures are of
     assert wrong == "kill ingress: 1 broken, though the front door lived"
 
@@ -186,14 +186,14 @@ def test_a_bare_500_is_a_connection_that_the_proxy_lost() -> None:
 def test_a_fault_may_cost_a_pause_and_nothing_else() -> None:
     fault = Fault(("router", "proxy"))
     fine = Figures(fault.name, 8, 3, 0, 0, 2.0, 4.0)
-    assert wrongs_of(fault, fine) == []
-    (wrong,) = wrongs_of(fault, replace(fine, altered=2))
-    assert wrong == "kill router + proxy: 2 altered"
-    (wrong,) = wrongs_of(fault, replace(fine, back_after_s=None))
+    assert failures_of(fault, fine) == []
+    (wrong,) = failures_of(fault, replace(fine, changed=2))
+    assert wrong == "kill router + proxy: 2 changed"
+    (wrong,) = failures_of(fault, replace(fine, back_after_s=None))
     assert "not back" in wrong
     undisturbed = Figures("none", 8, 0, 0, 0, 2.0, None)
-    assert wrongs_of(Fault(()), undisturbed) == []
-    assert len(wrongs_of(Fault(()), replace(undisturbed, broken=1))) == 1
+    assert failures_of(Fault(()), undisturbed) == []
+    assert len(failures_of(Fault(()), replace(undisturbed, broken=1))) == 1
 
 
 def test_a_role_is_back_when_every_replica_of_all_its_deployments_runs() -> None:
@@ -225,7 +225,7 @@ def test_a_stream_that_ends_before_its_client_goes_away_is_a_failure_of_the_soak
             return 11
 
         def choices(self, population: Any, *_: Any, **__: Any) -> list[Any]:
-            return [kind for kind in population if kind == "goes away"]
+            return [kind for kind in population if kind == "disconnects"]
 
         def expovariate(self, lambd: float = 1.0) -> float:
             return 0.001 / lambd
@@ -242,5 +242,5 @@ def test_a_stream_that_ends_before_its_client_goes_away_is_a_failure_of_the_soak
 
     mixed = asyncio.run(main())
     ((what, count),) = mixed.failures.items()
-    assert what == "goes away: ValueError: the stream ended before its client went away"
-    assert count == mixed.sent["goes away"]
+    assert what == "disconnects: ValueError: the stream ended before its client disconnected"
+    assert count == mixed.sent["disconnects"]

@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from online.grid import QUICK_CELLS, REFERENCE, every_cell, parse
-from online.grid_replay import Replay, without_branches
-from online.grid_tables import interval, markdown, summary
+from harness import Interval, t_interval
+from online.grid import (
+    QUICK_CELLS,
+    REFERENCE,
+    Replay,
+    every_cell,
+    parse,
+    summary,
+    without_branches,
+)
 from replay_samples import make_record, with_branches
 from scipy import stats
 
@@ -52,12 +59,12 @@ def test_cells_are_chosen_by_name_beside_the_reference(capsys: pytest.CaptureFix
 
 def test_interval_is_students() -> None:
     values = [0.1, 0.3, 0.2, 0.6]
-    found = interval(values)
+    found = t_interval(values)
     low, high = stats.t.interval(
         0.95, len(values) - 1, loc=stats.tmean(values), scale=stats.sem(values)
     )
-    assert found == pytest.approx({"mean": 0.3, "low": low, "high": high})
-    assert interval([0.4]) == {"mean": 0.4, "low": None, "high": None}
+    assert (found.value, found.low, found.high) == pytest.approx((0.3, low, high))
+    assert t_interval([0.4]) == Interval(0.4, None, None)
 
 
 def test_clearly_better_means_by_seeds_and_by_records() -> None:
@@ -78,42 +85,19 @@ def test_clearly_better_means_by_seeds_and_by_records() -> None:
         "by_one_record": None,
         "by_one_seed": None,
     }
-    assert cells["better"]["sampled"]["gain_over_records"]["mean"] == pytest.approx(0.11)
-    assert cells["better"]["sampled"]["acceptance"]["mean"] == pytest.approx(0.61)
+    assert cells["better"]["sampled"]["gain_over_records"]["value"] == pytest.approx(0.11)
+    assert cells["better"]["sampled"]["acceptance"]["value"] == pytest.approx(0.61)
 
 
 def test_a_run_that_was_broken_off_is_compared_over_the_seeds_that_it_has() -> None:
     every = {"base": runs(0.0, 0.0), "other": runs(0.1, 0.1)[:1]}
     cell = summary({"greedy": [0.1], "sampled": [0.1]}, every, "base")["cells"]["other"]
     assert cell["greedy"]["gain_over_seeds"] == {
-        "mean": pytest.approx(0.1),
+        "value": pytest.approx(0.1),
         "low": None,
         "high": None,
     }
     assert cell["greedy"]["clearly"] is None
-
-
-def test_the_table_has_the_best_first() -> None:
-    every = {"base-target-uniform": runs(0.0, 0.01), "jsd-mixed-uniform": runs(0.2, 0.25)}
-    before = {"greedy": [0.1], "sampled": [0.2]}
-    record = with_branches(make_record(), [(1, (5, 6))])
-    facts = {"replay": Replay((record,), (record,)).facts()}
-    figures = {
-        "topics": {"sql": facts | summary(before, every, "base-target-uniform")},
-        "steps": 40,
-        "seeds": 3,
-        "data": "generated",
-        "learning_rate": 0.0015,
-    }
-    text = markdown(figures, "make bench-grid")
-    assert text.startswith("## ")
-    assert "make bench-grid" in text
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows[1:]] == [
-        "| jsd, mixed, uniform",
-        "| base, target, uniform",
-    ]
-    assert "0.525" in rows[1]
 
 
 def test_bytes_with_and_without_branches_are_those_on_the_wire() -> None:

@@ -9,12 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import Reply
-from idle import altered, board_figures, faults_of
-from idle_figures import OFF, ON, compared, idleness, pairs, spread, targets
-from idle_gaps import CpuClock, CpuSeries, gaps, starts, yields
-from idle_load import Block, plan
-from online.open_loop import Outcome, Planned, outcome_of
+from clients import Outcome, Planned, Reply, outcome_of
+from idle import (
+    OFF,
+    ON,
+    Block,
+    CpuClock,
+    CpuSeries,
+    changed,
+    compared,
+    faults_of,
+    gaps,
+    idleness,
+    pairs,
+    plan,
+    scheduler_figures,
+    spread,
+    starts,
+    targets,
+    yields,
+)
 
 from paceline.deploy.demo.prompts import TOPICS
 
@@ -109,12 +123,12 @@ def test_both_sides_of_a_pair_get_the_same_requests_and_others_do_not() -> None:
     assert 10 < dues[-1] < 50  # 49 gaps of half a second
 
 
-def test_failures_and_altered_answers_are_named() -> None:
+def test_failures_and_changed_answers_are_named() -> None:
     blocks = [
         Block(0, ON, 0.0, (outcome(0, 1.0, answer="a"), outcome(1, 1.0, error="gone"))),
         Block(0, OFF, 9.0, (outcome(0, 1.0, answer="b"), outcome(1, 1.0, answer="c"))),
     ]
-    assert altered(blocks) == 1
+    assert changed(blocks) == 1
     status = {"target": {"draft_failures": 2}, "trainer": {"pid": 8}}
     faults = faults_of(blocks, status, pid=7, decided=TOPICS[1:])
     assert faults[0] == "1 requests failed, the first: gone"
@@ -128,11 +142,11 @@ def test_failures_and_altered_answers_are_named() -> None:
     assert faults_of([], status, pid=7, decided=[*TOPICS]) == []
 
 
-def test_the_boards_figures_are_differences_where_it_counts() -> None:
+def test_the_schedulers_figures_are_differences_where_it_counts() -> None:
     before = {"idle_s": {"used": 1.0, "waiting": 1.0, "unwanted": 0.0}, "leases_ended": {"died": 1}}
     after = {"idle_s": {"used": 9.0, "waiting": 3.0, "unwanted": 0.0}, "leases_ended": {"died": 3}}
-    found = board_figures([{"before": before, "after": after}])
+    found = scheduler_figures([{"before": before, "after": after}])
     assert found["idle_s"] == {"used": 8.0, "waiting": 2.0, "unwanted": 0.0}
     assert found["used_share"] == 0.8
     assert found["leases_ended"] == {"died": 2}
-    assert board_figures([{"before": {"asked": 1}, "after": {"asked": 2}}]) == {}
+    assert scheduler_figures([{"before": {"asked": 1}, "after": {"asked": 2}}]) == {}

@@ -6,25 +6,24 @@ import math
 import random
 from pathlib import Path
 
-import cells
 import decode
+import decoding
 import exactness
 import expert_cache
-import measure
+import harness
 import peers
 import phases
 import prompts
 import pytest
-import served
 import torch
 from engines import make_engine
 from tiny_models import tiny_llama
 
 
-def timings(rates: dict[str, list[tuple[str, float]]]) -> list[measure.Timing]:
+def timings(rates: dict[str, list[tuple[str, float]]]) -> list[harness.Timing]:
     """Blocks of 100 tokens, by variant and (topic, tokens per second)."""
     return [
-        measure.Timing(variant, block, topic, 100, 100.0 / rate)
+        harness.Timing(variant, block, topic, 100, 100.0 / rate)
         for variant, blocks in rates.items()
         for block, (topic, rate) in enumerate(blocks)
     ]
@@ -37,7 +36,7 @@ def test_a_ratio_is_the_geometric_mean_over_topics_of_unequal_blocks() -> None:
             "slow": [("sql", 10.0), ("sql", 10.0), ("sql", 10.0), ("math", 5.0), ("math", 5.0)],
         }
     )
-    ratio = measure.paired_ratio(found, "fast", "slow")
+    ratio = harness.paired_ratio(found, "fast", "slow")
     assert ratio.ratio == pytest.approx(4.0)  # sqrt(8 * 2), though sql has more blocks
     assert ratio.low == pytest.approx(4.0)
     assert ratio.high == pytest.approx(4.0)
@@ -52,7 +51,7 @@ def test_the_interval_is_students_for_one_topic() -> None:
             "b": [("sql", 1.0) for _ in logs],
         }
     )
-    ratio = measure.paired_ratio(found, "a", "b")
+    ratio = harness.paired_ratio(found, "a", "b")
     reach = 4.302653 * 0.1 / math.sqrt(3)  # t(0.975, 2) times the standard error
     assert ratio.ratio == pytest.approx(math.exp(0.2))
     assert ratio.low == pytest.approx(math.exp(0.2 - reach))
@@ -69,7 +68,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
             topic, gain = ("sql", 0.9) if block % 2 else ("math", 0.1)
             a.append((topic, math.exp(gain + disturbance + rng.gauss(0.0, 0.1))))
             b.append((topic, math.exp(disturbance + rng.gauss(0.0, 0.1))))
-        ratio = measure.paired_ratio(timings({"a": a, "b": b}), "a", "b")
+        ratio = harness.paired_ratio(timings({"a": a, "b": b}), "a", "b")
         assert ratio.low is not None
         assert ratio.high is not None
         assert ratio.high / ratio.low < 1.8
@@ -81,31 +80,31 @@ def test_single_blocks_per_topic_and_a_single_block() -> None:
     spread = timings(
         {"a": [("sql", 2.0), ("math", 4.0)], "b": [("sql", 1.0), ("math", 1.0)]},
     )
-    ratio = measure.paired_ratio(spread, "a", "b")
+    ratio = harness.paired_ratio(spread, "a", "b")
     assert ratio.low is not None
     assert ratio.low < ratio.ratio == pytest.approx(math.sqrt(8.0))
     alone = timings({"a": [("sql", 2.0)], "b": [("sql", 1.0)]})
-    assert measure.paired_ratio(alone, "a", "b") == measure.Ratio(pytest.approx(2.0), None, None, 1)
+    assert harness.paired_ratio(alone, "a", "b") == harness.Ratio(pytest.approx(2.0), None, None, 1)
 
 
 def test_unpaired_blocks_are_refused() -> None:
     found = timings({"a": [("sql", 1.0), ("sql", 1.0)], "b": [("sql", 1.0)]})
     with pytest.raises(ValueError, match="same blocks"):
-        measure.paired_ratio(found, "a", "b")
+        harness.paired_ratio(found, "a", "b")
     with pytest.raises(ValueError, match="twice"):
-        measure.paired_ratio(found + found, "a", "b")
+        harness.paired_ratio(found + found, "a", "b")
 
 
 def test_every_variant_runs_at_every_place_of_the_order() -> None:
-    orders = [measure.rotation("abc", turn) for turn in range(3)]
+    orders = [harness.rotation("abc", turn) for turn in range(3)]
     assert sorted(map("".join, zip(*orders, strict=True))) == ["abc", "bca", "cab"]
 
 
 def test_differing_names_the_prompts() -> None:
     expected = {1: [1, 2], 2: [3], 3: [4, 5]}
-    assert measure.differing({1: [1, 2], 2: [3, 3], 3: [4]}, expected) == [2, 3]
+    assert harness.differing({1: [1, 2], 2: [3, 3], 3: [4]}, expected) == [2, 3]
     with pytest.raises(ValueError, match="different prompts"):
-        measure.differing({1: [1, 2]}, expected)
+        harness.differing({1: [1, 2]}, expected)
 
 
 def some_prompts(per_topic: int) -> dict[str, list[prompts.Prompt]]:
@@ -119,16 +118,16 @@ def some_prompts(per_topic: int) -> dict[str, list[prompts.Prompt]]:
 
 
 def test_blocks_share_no_prompt_and_topics_take_turns() -> None:
-    blocks = cells.make_blocks(some_prompts(9), 3, 2)
+    blocks = decoding.make_blocks(some_prompts(9), 3, 2)
     assert [block.topic for block in blocks] == ["a", "a", "b", "a", "b"]
     assert [block.number for block in blocks] == [0, 1, 2, 3, 4]
     numbers = [p.number for block in blocks for p in block.prompts]
     assert len(numbers) == len(set(numbers)) == 15
     assert all(p.topic == block.topic for block in blocks for p in block.prompts)
-    mixed = cells.make_blocks(some_prompts(9), 4, 2, mixed=True)
+    mixed = decoding.make_blocks(some_prompts(9), 4, 2, mixed=True)
     assert [{p.topic for p in block.prompts} for block in mixed] == [{"a", "b"}] * 3
     with pytest.raises(ValueError, match="fewer"):
-        cells.make_blocks(some_prompts(8), 3, 2)
+        decoding.make_blocks(some_prompts(8), 3, 2)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -138,20 +137,18 @@ def test_all_variants_give_the_same_greedy_answers(batch: int) -> None:
     target.generation_config.pad_token_id = 0
     target.generation_config.eos_token_id = 2
     engine = make_engine()
-    variants: list[cells.Variant] = [
+    variants: list[decoding.Variant] = [
         peers.Generate(target),
-        served.Served("off", engine, 0),
-        served.Served("on", engine, 3),
+        decoding.Served("off", engine, 0),
+        decoding.Served("on", engine, 3),
     ]
     if batch == 1:
         drafts = {"a": tiny_llama(2, layers=1, vocab=300), "b": tiny_llama(3, layers=1, vocab=300)}
         variants.append(peers.Assisted("assisted", target, drafts, tokens=2))
-    cell = cells.Cell(batch, 0.0)
-    done: list[None] = []
-    blocks = cells.make_blocks(some_prompts(8), 4, 1)
-    outcome = cells.run_cell(cell, variants, blocks, 12, lambda: done.append(None))
-    figures = cells.summary(cell, outcome, [("on", "off")], "generate")
-    assert len(done) == len(blocks) * len(variants)
+    cell = decoding.Cell(batch, 0.0)
+    blocks = decoding.make_blocks(some_prompts(8), 4, 1)
+    outcome = decoding.run_cell(cell, variants, blocks, 12)
+    figures = decoding.summary(cell, outcome, [("on", "off")], "generate")
     for facts in figures["variants"].values():
         assert (facts["answers"], facts["answers_that_differ"]) == (8, 0)
     assert figures["variants"]["on"]["mean_acceptance_length"] >= 1.0
@@ -170,7 +167,7 @@ def test_no_more_requests_are_in_flight_than_the_batch(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(engine, "step", watching)
     own = some_prompts(8)["a"]
-    run = served.Served("on", engine, None).run(own, 3, 0.0, 10)
+    run = decoding.Served("on", engine, None).run(own, 3, 0.0, 10)
     assert max(seen) == 3
     assert [len(tokens) for tokens in run.outputs] == [10] * len(own)
 
@@ -190,7 +187,7 @@ def test_phases_of_a_real_engine_add_up_and_nothing_stays_wrapped() -> None:
     engine = make_engine()
     before = type(engine).step
     with phases.watched(engine) as clock:
-        served.Served("on", engine, 3).run(some_prompts(2)["a"], 1, 0.0, 10)
+        decoding.Served("on", engine, 3).run(some_prompts(2)["a"], 1, 0.0, 10)
     assert type(engine).step is before
     split = phases.shares(clock.seconds)
     assert all(share > 0.0 for share in split.values())
@@ -231,9 +228,9 @@ def test_the_bench_takes_an_expert_of_any_settings_but_no_other_prompts_or_weigh
 
     def stands(of: dict[str, object]) -> bool:
         expert_cache.save_expert(tmp_path / "sql", {"w": torch.ones(3)}, of, {"steps": 1})
-        return decode.stands(tmp_path / "sql", "sql", None)
+        return decode.is_usable(tmp_path / "sql", "sql", None)
 
-    assert not decode.stands(tmp_path / "sql", "sql", None)
+    assert not decode.is_usable(tmp_path / "sql", "sql", None)
     assert stands(recipe)
     assert stands(expert_cache.recipe_of(texts, {"answers": 3, "seconds": 45.0}))
     assert not stands(recipe | {"prompts": "0"})
@@ -244,7 +241,7 @@ def test_the_bench_takes_an_expert_of_any_settings_but_no_other_prompts_or_weigh
 def test_a_broken_promise_of_invariance_is_a_fault() -> None:
     def result(numerics: str, differ: int) -> dict[str, object]:
         ways = {"off, 8 at once": 0, "on, 8 at once": differ}
-        return {"dtype": "bfloat16", "turned_out": numerics, "answers": 104, "differ": ways}
+        return {"dtype": "bfloat16", "resolved": numerics, "answers": 104, "differ": ways}
 
     assert exactness.broken([result("invariant", 0), result("varying", 7)]) == []
     [fault] = exactness.broken([result("invariant", 1)])

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from cells import Cell, make_blocks
+from decoding import Cell, Drafted, Served, make_blocks
 from engines import TOKENIZER
 from online.medusa import PLAIN, draft_names, measure
-from online.medusa_tables import section
 from prompts import Prompt
-from runs import Drafted
-from served import Served
 from unit.speculation.test_medusa import SIZES, K, medusa_engine, random_state
 
 WORDS = TOKENIZER.encode("SELECT name, age FROM people WHERE age > 30", add_special_tokens=False)
@@ -45,13 +42,6 @@ def test_every_variant_answers_alike_and_is_told_apart_by_topic() -> None:
         lengths = facts["mean_acceptance_length_by_topic"]
         assert lengths.keys() == {"sql", "shell"}
         assert all((length is None) == (k == 0) for length in lengths.values())
-    settings = {"teaching": {"answers": 9, "passes": 2}, "block": 2, "blocks": 3}
-    settings |= {"max_tokens": 8, "threads": 1}
-    text = section({"taught": {}, "cells": [figures], "settings": settings}, "make bench-medusa")
-    assert "6 test prompts a topic" in text
-    assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| heads")] == [
-        "| heads, k=2"
-    ] * 2
 
 
 def test_every_kind_has_a_draft_of_its_own_for_a_topic() -> None:

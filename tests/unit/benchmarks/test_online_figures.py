@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import pytest
-from online import figures, learning, markdown, shift_tables, summary, world
-from online.__main__ import command_of
-from online.bench import Sizes, packed, unpacked
-from online.ceiling import Plateau
-from online.figures import Counts, Window
-from online.fragments import command_of as fragment_command
-from online.rows import HUB, label
-from online.serving import Serving
+from harness import bootstrap
+from online import figures, learner
+from online.figures import Counts, Window, unpacked
+from online.learner import Learning
+from online.units import Plateau
 
 
 def counts(*accepted: int, drafted: int = 10, seconds: float = 1.0) -> list[Counts]:
@@ -47,7 +44,7 @@ def test_the_bootstrap_covers_the_mean_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for seed in range(200):
-        found = figures.bootstrap(figures.mean, rng.normal(0.3, 0.2, 60), seed=seed, resamples=300)
+        found = bootstrap(figures.mean, rng.normal(0.3, 0.2, 60), seed=seed, resamples=300)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= 0.3 <= found.high
@@ -56,11 +53,11 @@ def test_the_bootstrap_covers_the_mean_as_often_as_it_says() -> None:
 
 def test_the_bootstrap_keeps_prompts_together() -> None:
     frozen = np.linspace(0.1, 0.9, 50)
-    found = figures.bootstrap(figures.difference, frozen + 0.1, frozen)
+    found = bootstrap(figures.difference, frozen + 0.1, frozen)
     assert found.low == pytest.approx(0.1)
     assert found.high == pytest.approx(0.1)
     with pytest.raises(ValueError, match="one length"):
-        figures.bootstrap(figures.difference, frozen, frozen[1:])
+        bootstrap(figures.difference, frozen, frozen[1:])
 
 
 def test_recovery_counts_requests_to_the_end_of_the_first_good_window() -> None:
@@ -88,6 +85,10 @@ def test_learning_pays_once_it_has_caught_up_for_good() -> None:
     assert figures.pays_after(frozen, online, training_s=0.0) == 1
 
 
+def packed(some: list[Counts]) -> list[list[float]]:
+    return [[*astuple(one)] for one in some]
+
+
 def test_counts_survive_json() -> None:
     some = counts(1, 2)
     assert unpacked(json.loads(json.dumps(packed(some)))) == some
@@ -95,12 +96,12 @@ def test_counts_survive_json() -> None:
 
 def test_a_plateau_is_over_after_looks_in_a_row_that_gain_nothing() -> None:
     plateau = Plateau(2, 0.01, 0.5)
-    assert plateau.look(0.52)
-    assert not plateau.look(0.525)
+    assert plateau.update(0.52)
+    assert not plateau.update(0.525)
     assert not plateau.over
-    assert plateau.look(0.54)
-    assert not plateau.look(0.5)
-    assert not plateau.look(0.549)
+    assert plateau.update(0.54)
+    assert not plateau.update(0.5)
+    assert not plateau.update(0.549)
     assert plateau.over
     assert plateau.best == 0.54
 
@@ -132,48 +133,31 @@ CEILING = {
 }
 
 
-SAME = CEILING | {"test": {"acceptance": [0.92, 0.92], "overlap": [0.55, 0.55]}}
-
-
-def test_a_topic_is_summed_up_and_put_on_the_page() -> None:
-    found = summary.topic_summary(stream(0.9), CEILING, 2, SAME)
-    found["seeds"] = summary.seeds_summary([stream(0.9), stream(0.7)], CEILING)
-    assert found["acceptance"]["gap_closed"]["value"] == pytest.approx(0.75 / 0.8, abs=1e-3)
-    assert found["acceptance"]["reached"]
-    assert not summary.topic_summary(stream(0.8), CEILING, 2)["acceptance"]["reached"]
-    assert found["visible_after"] == 4
+def test_a_topic_is_summed_up() -> None:
+    found = figures.topic_summary(stream(0.9), CEILING, 2)
+    seeds = figures.seeds_summary([stream(0.9), stream(0.7)], CEILING)
+    assert found["gap_closed"]["value"] == pytest.approx(0.75 / 0.8, abs=1e-3)
+    assert found["reached"]
+    assert not figures.topic_summary(stream(0.8), CEILING, 2)["reached"]
+    assert found["checkpoints"] == {0: pytest.approx(0.15), 4: 0.9}
     assert found["cost"]["points"] == pytest.approx(75.0)
-    assert found["cost"]["tokens_per_point"]["value"] == pytest.approx(4.0)
+    assert found["cost"]["seconds_per_point"] == pytest.approx(1.0 / 75.0)
     assert found["cost"]["speedup"] == pytest.approx(4.0 / (2.0 + 1.0))
-    assert found["live_test"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
-    page = "\n".join(markdown._topics({"topics": {"sql": found}}, []))
-    assert (
-        "| sql | 0.150 (0.100 to 0.200) | 0.900 (0.900 to 0.900) | 0.920 (0.920 to 0.920) | 0.950"
-        in page
-    )
-    assert found["acceptance"]["below_same_prompts"]["value"] == pytest.approx(0.02)
-    assert "reached |" in page
-    assert "| sql | 0.900, 0.700 | 0.94, 0.69 |" in page
+    assert found["test_served"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
+    assert [own["acceptance"] for own in seeds] == pytest.approx([0.9, 0.7])
+    assert [own["gap_closed"] for own in seeds] == pytest.approx([0.75 / 0.8, 0.55 / 0.8])
 
 
-def test_the_page_says_nothing_of_a_source_that_is_not_in_the_figures() -> None:
-    settings = {"learning": asdict(learning.Learning()), "serving": asdict(Serving())}
-    settings |= {"sizes": asdict(Sizes()), "threads": 1}
-    host = {"cpu": "one", "cores": 2, "torch": "2", "load_average": [0.5]}
-    found = {"command": "make it", "machine": host, "topics": {}, "shifts": {}}
-    pages = {
-        source: markdown.page(found | {"settings": settings | {"data": label(source)}}, [], [])
-        for source in (None, HUB, "/anybody's/folder")
-    }
-    assert len(set(pages.values())) == 1
+def test_checkpoints_come_in_the_order_of_their_requests() -> None:
+    unit = stream(0.9)
+    unit["checkpoints"] |= {"1000": unit["checkpoints"]["4"], "200": unit["checkpoints"]["0"]}
+    assert list(figures.acceptance_summary(unit, None)["checkpoints"]) == [0, 4, 200, 1000]
 
 
 def test_without_a_ceiling_there_is_no_verdict() -> None:
-    found = summary.topic_summary(stream(0.9), None, 2)
-    assert "reached" not in found["acceptance"]
-    assert "ceiling" not in found["live_test"]
-    page = "\n".join(markdown._topics({"topics": {"sql": found | {"seeds": []}}}, []))
-    assert "| 0.900 (0.900 to 0.900) | - | - |" in page
+    found = figures.topic_summary(stream(0.9), None, 2)
+    assert "reached" not in found
+    assert "ceiling" not in found["test_served"]
 
 
 def test_a_shift_gives_matrix_transfer_and_recovery() -> None:
@@ -186,54 +170,35 @@ def test_a_shift_gives_matrix_transfer_and_recovery() -> None:
         ],
         "learning": {"seconds": 1.0, "micro_steps": 96, "decisions": []},
     }
-    found = summary.shift_summary(shift, {"a": 0.9, "b": 0.8}, 2, abrupt=True)
+    found = figures.shift_summary(shift, {"a": 0.9, "b": 0.8}, 2, abrupt=True)
     assert found["matrix"]["before"] == {"a": 0.1, "b": 0.1}
     assert found["matrix"]["b"] == {"a": 0.6, "b": 0.8}
     assert found["backward_transfer"] == pytest.approx(-0.3)
     assert found["recovery"] == {"a": 4, "b": None}
-    mixed = summary.shift_summary(shift, {}, 2, abrupt=False)
+    mixed = figures.shift_summary(shift, {}, 2, abrupt=False)
     assert list(mixed["matrix"]) == ["before", "quarter 1", "quarter 2"]
     assert "backward_transfer" not in mixed
     assert found["most_lost"] == {"topic": "a", "lost": pytest.approx(0.3)}
-    assert "| experts | 96 | 0.700 (0.700 to 0.700) |" in shift_tables._recovery({"experts": found})
-    assert "| a 0.300 |" in shift_tables._recovery({"experts": found})
+    assert found["mean_at_the_end"]["value"] == pytest.approx(0.7)
     kept = {"before": {"a": 0.1}, "a": {"a": 0.5}}
-    assert summary.most_lost(kept) == {"topic": None, "lost": 0.0}
+    assert figures.most_lost(kept) == {"topic": None, "lost": 0.0}
 
 
 def test_the_level_to_come_back_to_is_that_after_as_many_requests() -> None:
     served = {"online": packed(counts(0, 0, 4, 4, 9, 9))}
     for requests, of in ((4, (0, 0, 4, 4)), (6, (4, 4, 9, 9))):
         expected = figures.window(counts(*of)).acceptance_rate
-        assert summary.level_of(served, 1, requests) == pytest.approx(expected)
+        assert figures.level_of(served, 1, requests) == pytest.approx(expected)
 
 
 def test_units_of_shifts_never_rest_and_every_trainer_setting_is_in_a_key() -> None:
-    assert learning.tireless(learning.Learning(seed=3)) == learning.Learning(
-        seed=3, max_rejections=learning.NEVER
-    )
-    facts = world.trainer_facts()
+    assert Learning(seed=3).tireless() == Learning(seed=3, max_rejections=learner.NEVER)
+    facts = learner.trainer_facts()
     assert json.loads(json.dumps(facts, allow_nan=False))["gate"]
     assert not {"draft_paths", "optimizer_dir"} & facts.keys()
 
 
 def test_results_of_other_rules_are_not_taken_for_todays(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = world.trainer_facts()
-    monkeypatch.setattr(world, "RULES", world.RULES + 1)
-    assert world.trainer_facts() != before
-
-
-def test_the_command_on_the_page_makes_all_of_it_and_names_no_machine() -> None:
-    words = "--data /here --topics sql math --published docs/results --out /there --parts streams"
-    assert command_of(words.split()) == (
-        'make bench-online ARGS="--data FOLDER --published docs/results --out OUT"'
-    )
-    assert command_of(["--parts", "shifts"]) == "make bench-online"
-    words = "--data /rows --quick --out /somewhere"
-    assert fragment_command("bench-grid", words.split()) == (
-        'make bench-grid ARGS="--data FOLDER --quick --out OUT"'
-    )
-    assert fragment_command("bench-traffic", ["--data=/rows", "--traces", "azure conv"]) == (
-        "make bench-traffic ARGS=\"--data FOLDER --traces 'azure conv'\""
-    )
-    assert fragment_command("bench-grid", ["--data", "hf"]) == 'make bench-grid ARGS="--data hf"'
+    before = learner.trainer_facts()
+    monkeypatch.setattr(learner, "RULES", learner.RULES + 1)
+    assert learner.trainer_facts() != before

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from online.__main__ import learning_of, parse, sizes_of
-from online.bench import Bench
-from online.learning import Learning, tireless
+from harness import Store
+from online.__main__ import learning_of, parse
+from online.bench import QUICK, Bench
+from online.learner import Learner, Learning
 from online.serving import Serving
-from online.shifts import ORDER, phases_of
-from online.store import Store
-from online.world import Learner
+from online.units import ORDER, phases_of
 from tiny_models import tiny_llama
 from training_records import training_record
 
@@ -22,8 +21,8 @@ from training_records import training_record
 def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
     """The quick run's own prompts and rounds, a tiny draft, and made-up answers."""
     options = parse(["--quick"])
-    learning = replace(tireless(learning_of(options)), micro_steps=1)
-    bench = Bench(Store(tmp_path / "store"), None, sizes_of(options), Serving())
+    learning = replace(learning_of(options).tireless(), micro_steps=1)
+    bench = Bench(Store(tmp_path / "store"), None, QUICK, Serving())
     draft = tmp_path / "draft"
     tiny_llama(2, vocab=len(bench.tokenizer), layers=1).save_pretrained(draft)
     learner = Learner(tmp_path / "weights", ORDER, learning, lambda *_: None, draft=draft)
@@ -31,7 +30,7 @@ def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
         for number, question in enumerate(questions):
             prompt = np.array(question.token_ids, dtype=np.int32)
             named = {"request_id": question.key, "topic": topic, "prompt_token_ids": prompt}
-            learner.take(replace(training_record(number), **named))  # type: ignore[arg-type]
+            learner.add(replace(training_record(number), **named))  # type: ignore[arg-type]
         assert learner._loop.counted[topic].micro_steps > 0, topic
 
 

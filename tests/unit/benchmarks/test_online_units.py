@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from engines import engine_of, make_engine, served
+from harness import Store
 from online import rows
-from online.__main__ import imagining
-from online.answers import answers_of
-from online.learning import Imagining, Learning
+from online.__main__ import synthetic_of
+from online.learner import Learner, Learning, Synthetic, trainer_facts
 from online.rows import Question
-from online.serving import Serving, serve
-from online.store import Store
-from online.world import Learner, trainer_facts
+from online.serving import Serving, answers_of, serve
 from tiny_models import tiny_llama
 from training_records import training_record
 
@@ -187,7 +185,7 @@ def learn(folder: Path, draft: Path) -> tuple[Learner, Any]:
     )
     learner = Learner(folder, ["a"], learning, engine.updates.put, draft=draft)
     for number in range(60):
-        learner.take(replace(training_record(number, created=time.time()), topic="a"))
+        learner.add(replace(training_record(number, created=time.time()), topic="a"))
     return learner, engine
 
 
@@ -210,11 +208,11 @@ def test_learning_goes_by_count_and_reaches_the_engine(tmp_path: Path, draft_fol
 
 def test_what_benches_have_learnt_to_vary_leaves_the_keys_of_published_results() -> None:
     """A new key for an old run would have it made again, in hours."""
-    assert imagining("4:32").facts() == {}
-    assert imagining("8:128:256").facts() == {"capacity_mb": 256}
+    assert synthetic_of("4:32").facts() == {}
+    assert synthetic_of("8:128:256").facts() == {"capacity_mb": 256}
     assert "rate_hold_steps" not in trainer_facts()["distiller"]
-    more = imagining("12:160:256:held_out_fraction=0.2:rate_hold_steps=2500:min_gain=0.002")
-    assert more == Imagining(12.0, 160, 256, 0.2, 2500, min_gain=0.002)
+    more = synthetic_of("12:160:256:held_out_fraction=0.2:rate_hold_steps=2500:min_gain=0.002")
+    assert more == Synthetic(12.0, 160, 256, 0.2, 2500, min_gain=0.002)
     assert more.facts() == {
         "capacity_mb": 256,
         "held_out_fraction": 0.2,
@@ -224,7 +222,7 @@ def test_what_benches_have_learnt_to_vary_leaves_the_keys_of_published_results()
     assert more.of(Learning()).held_out_fraction == 0.2
     for wrong in ("4", "4:32:many", "4:32:rate=3"):
         with pytest.raises(ValueError, match=r"."):
-            imagining(wrong)
+            synthetic_of(wrong)
 
 
 def test_every_published_result_is_found_by_todays_settings() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from engines import engine_of, request, run, served, tokens_of
-from online import policies, route_prompts, routes, routes_figures, routes_section
-from online.policies import Case, Tally
-from online.route_prompts import Asked
+from online import routes
+from online.routes import Case, Group, Tally
 from online.rows import Question
-from online.serving import Served
+from online.serving import Answer
 from tiny_models import tiny_llama
 from training_records import training_record
 
@@ -28,15 +27,15 @@ def case(key: str, topic: str, tallies: dict[str, Tally], sure: float = 0.9) -> 
 
 def test_rounds_are_replayed_from_agreement() -> None:
     yes, no = True, False
-    assert policies.replayed([], 4, 9) == Tally(0, 0, 0, 0.0)
-    assert policies.replayed([yes], 4, 9) == Tally(1, 4, 1, 1.0)
+    assert routes.replayed([], 4, 9) == Tally(0, 0, 0, 0.0)
+    assert routes.replayed([yes], 4, 9) == Tally(1, 4, 1, 1.0)
     # a round of 4 accepts 2 and corrects, one of 2 accepts both: a third would be the 7th token
-    found = policies.replayed([yes, yes, no, yes, yes, no], 4, 6)
+    found = routes.replayed([yes, yes, no, yes, yes, no], 4, 6)
     assert found == Tally(rounds=2, drafted=4 + 2, accepted=4, gain=pytest.approx(4 / 6))
     # the last token that is allowed is not drafted for
-    assert policies.replayed([no, no], 4, 2) == Tally(1, 1, 0, 0.0)
+    assert routes.replayed([no, no], 4, 2) == Tally(1, 1, 0, 0.0)
     # an answer that ended by itself: nothing is accepted beyond its end
-    assert policies.replayed([yes, yes], 4, 90) == Tally(1, 4, 2, 1.0)
+    assert routes.replayed([yes, yes], 4, 90) == Tally(1, 4, 2, 1.0)
 
 
 def noisy(model: Any) -> Any:
@@ -65,40 +64,40 @@ def test_replayed_rounds_are_those_of_the_engine() -> None:
         assert stats is not None
         logits = stock(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         agrees = [a == b for a, b in zip(logits.argmax(-1).tolist(), tokens, strict=True)]
-        found = policies.replayed(agrees, 3, 20)
+        found = routes.replayed(agrees, 3, 20)
         counts = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
         assert (found.rounds, found.drafted, found.accepted) == counts
         total += found.accepted
     assert total > 3  # else nothing has been compared
 
 
-def test_oracles_rules_and_chance_pick_what_they_say() -> None:
+def test_oracles_and_rules_pick_what_they_say() -> None:
     experts = ("general", "math", "sql")
     tallies = {"general": BAD, "math": BAD, "sql": GOOD}
     wrong = case("x", "math", tallies)  # the classifier errs: sql would be best
     unsure = case("y", "math", tallies, sure=0.4)
-    assert policies.Rule(experts, 0.5).pick(wrong) == "math"
-    assert policies.Rule(experts, 0.5).pick(unsure) == "general"
-    assert policies.Label(experts).pick(wrong) == "math"
-    assert policies.Label(("general", "sql")).pick(wrong) == "general"
-    assert policies.Hindsight().pick(wrong) == "sql"
-    assert policies.Hindsight(worst=True).pick(wrong) == "general"  # of equal ones the first
-    assert policies.Always("sql").pick(wrong) == "sql"
-    chance = policies.Chance(experts, 0)
-    picks = [chance.pick(case(str(i), "sql", tallies)) for i in range(600)]
-    assert picks == [chance.pick(case(str(i), "sql", tallies)) for i in range(600)]
-    assert all(150 < picks.count(expert) < 250 for expert in experts)
+    found = routes.policies_of(experts, 0.5, 0.0)
+    picks = {name: (policy(wrong), policy(unsure)) for name, policy in found.items()}
+    assert picks == {
+        "rule": ("math", "general"),
+        "measured": ("math", "general"),
+        "general": ("general", "general"),
+        "label": ("math", "math"),
+        "best": ("sql", "sql"),
+    }
+    assert routes.policies_of(("general", "sql"), 0.5, 0.0)["label"](wrong) == "general"
+    assert routes.best(case("z", "sql", dict.fromkeys(experts, BAD))) == "general"  # the first
 
 
 def test_the_measured_policy_leaves_an_expert_that_is_worse_than_general() -> None:
     tallies = {"general": GOOD, "math": BAD, "sql": BAD}
     stream = [case(str(i), "sql", tallies) for i in range(60)]
-    policy = policies.Measured(("general", "math", "sql"), 0.5, sample_share=0.5, seed=0)
-    picks = policies.picks_of(policy, stream)
+    policy = routes.Measured(("general", "math", "sql"), 0.5, sample_share=0.5)
+    picks = [policy(one) for one in stream]
     assert picks[0] == "sql"
     assert set(picks[-20:]) == {"general"}
-    blind = policies.Measured(("general", "math", "sql"), 0.5, sample_share=0.0, seed=0)
-    assert set(policies.picks_of(blind, stream)) == {"sql"}
+    blind = routes.Measured(("general", "math", "sql"), 0.5, sample_share=0.0)
+    assert {blind(one) for one in stream} == {"sql"}
 
 
 def test_translations_of_an_item_have_its_id_in_common() -> None:
@@ -107,18 +106,18 @@ def test_translations_of_an_item_have_its_id_in_common() -> None:
         {"id": "tldr-de-common/pass", "lang": "de"},
         {"id": "tldr-de-common/de-tool", "lang": "de"},
     ]
-    first, second, other = map(route_prompts.item_of, rows)
+    first, second, other = map(routes.item_of, rows)
     assert first == second != other
 
 
 def test_only_prompts_that_no_expert_learns_from_are_sampled() -> None:
     records = [training_record(i) for i in range(2000)]
-    served = [Served(i, r.request_id, 1, 4, 2, 12, 0.1, r) for i, r in enumerate(records)]
-    stream = Asked(served, ["sql"] * 2000, [{"sql": float(i)} for i in range(2000)])
+    answers = [Answer(i, r.request_id, 1, 4, 2, 12, 0.1, r) for i, r in enumerate(records)]
+    stream = Group(answers, ["sql"] * 2000, [{"sql": float(i)} for i in range(2000)])
     found = routes.sample(stream, 0.4)
-    assert all(is_held_out(s.record.prompt_token_ids, 0.4) for s in found.served)
-    assert [p["sql"] for p in found.probabilities] == [s.number for s in found.served]
-    assert 0.5 < len(found.served) / (2000 * routes.ROUTER.sample_share) < 2.0
+    assert all(is_held_out(s.record.prompt_token_ids, 0.4) for s in found.answers)
+    assert [p["sql"] for p in found.probabilities] == [s.number for s in found.answers]
+    assert 0.5 < len(found.answers) / (2000 * routes.SAMPLE_SHARE) < 2.0
 
 
 def test_what_was_sampled_from_the_stream_is_not_sampled_again() -> None:
@@ -128,7 +127,7 @@ def test_what_was_sampled_from_the_stream_is_not_sampled_again() -> None:
         "single": {"groups": {"topic sql": judged({"general": BAD, "frozen": BAD}, 3)}},
         "experts": {"groups": group, "sampled": judged(tallies, 40)},
     }
-    _, counts = routes_figures.chosen(arms, {"min_confidence": 0.5, "sample_share": 0.0}, 0)
+    _, counts = routes.chosen(arms, 0.5, 0.0, 0)
     assert counts["rule"]["topic sql"] == {"sql": 3}
     assert counts["measured"]["topic sql"] == {"general": 3}
 
@@ -138,10 +137,10 @@ def test_translations_of_an_item_are_resampled_together() -> None:
         f"lang {language} tldr": {"keys": [f"tldr-{language}-common/{i}" for i in range(6)]}
         for language in ("de", "en", "fr")
     }
-    items = routes_figures.items_of(groups)
+    items = routes.items_of(groups)
     easy = [Tally(4, 16, 4 * (i % 2), 0.0) for i in range(6)]  # an item is alike in all languages
     found = {0: {"single": dict.fromkeys(groups, easy)}}
-    rows = {row["group"]: row for row in routes_figures.rows_of(found, items)}
+    rows = {row["group"]: row for row in routes.rows_of(found, items)}
     whole, german = rows["languages"], rows["lang de"]
     assert (whole["prompts"], whole["items"]) == (12, 6)  # English is apart
     assert (german["prompts"], german["items"]) == (6, 6)
@@ -161,25 +160,9 @@ def test_languages_are_asked_what_english_has_too() -> None:
     }
     found = {
         language: [question.key for question in own]
-        for language, own in route_prompts.parallel(fitting, 2).items()
+        for language, own in routes.parallel(fitting, 2).items()
     }
     assert found == {"en": ["en/a", "en/b", "en/c"], "de": ["de/b", "de/a"], "ru": ["ru/c"]}
-
-
-def test_a_language_is_compared_with_english_on_the_same_items() -> None:
-    keys = {"de": [1, 2], "en": [0, 1, 2]}
-    groups = {
-        f"lang {language} tldr": {"keys": [f"tldr-{language}-common/{i}" for i in own]}
-        for language, own in keys.items()
-    }
-    items = routes_figures.items_of(groups)
-    tallies = {"lang de tldr": [BAD, BAD], "lang en tldr": [BAD, GOOD, GOOD]}
-    by_seed = {0: {"single": tallies, "measured": tallies}}
-    (pair,) = routes_figures.languages_of(by_seed, items)
-    assert (pair["language"], pair["part"], pair["items"]) == ("de", "tldr", 2)
-    assert pair["single"]["own"] == pytest.approx(1.2)
-    assert pair["single"]["english"] == pytest.approx(4.0)  # without the item that German lacks
-    assert pair["measured"]["lost"]["value"] == pytest.approx(2.8)
 
 
 def judged(tallies: dict[str, Tally], count: int) -> dict[str, Any]:
@@ -197,17 +180,16 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
     experts = {"general": BAD, "math": BAD, "code": BAD, "shell": BAD, "sql": GOOD}
     single = {"general": BAD, "frozen": BAD}
     arms = {
-        "single": {"groups": {"topic sql": judged(single, 5)}, "along": [judged(single, 3)]},
+        "single": {"groups": {"topic sql": judged(single, 5)}},
         "experts": {
             "groups": {"topic sql": judged(experts, 5)},
-            "along": [judged(experts, 3)],
             "sampled": judged(experts, 2),
         },
     }
-    router = {"min_confidence": {"sql": 0.75, "math": 0.75}, "sample_share": 1.0}
-    judged_by = {seed: routes_figures.chosen(arms, router, seed) for seed in (0, 1)}
-    items = routes_figures.items_of(arms["single"]["groups"])
-    rows = routes_figures.rows_of({seed: found for seed, (found, _) in judged_by.items()}, items)
+    least = {"sql": 0.75, "math": 0.75}
+    judged_by = {seed: routes.chosen(arms, least, 1.0, seed) for seed in (0, 1)}
+    items = routes.items_of(arms["single"]["groups"])
+    rows = routes.rows_of({seed: found for seed, (found, _) in judged_by.items()}, items)
     assert judged_by[0][1]["rule"] == {"topic sql": {"sql": 5}}
     found = {(row["group"], row["policy"]): row for row in rows}
     assert {group for group, _ in found} == {"mixed", "topic sql"}
@@ -217,24 +199,4 @@ def test_the_report_sums_over_seeds_and_compares_with_the_single_draft() -> None
     assert rule["over_single"]["value"] == pytest.approx(4.0 - 1.2)
     assert rule["over_single"]["low"] == pytest.approx(4.0 - 1.2)  # all prompts alike
     assert len(rule["by_seed"]) == 2
-    assert found["mixed", "worst"]["mean_acceptance_length"]["value"] == pytest.approx(1.2)
-    sure = routes_figures.confidence_of({0: arms, 1: arms}, items)
-    assert sure["0.5"] == {"mixed": pytest.approx(4.0)}
-    assert sure["0.95"] == {"mixed": pytest.approx(1.2)}  # 0.9 is not sure enough
-    figures = {
-        "settings": {"counts": {"stream": 3}, "router": router},
-        "seeds": [0, 1],
-        "training": {},
-        "rows": rows,
-        "languages": [],
-        "confidence": sure,
-        "choices": {0: judged_by[0][1]},
-        "check": None,
-    }
-    page = routes_section.routes(figures, "make bench-routes")
-    assert "| mixed (5) | experts, topic known | 4.00 (4.00 to 4.00) |" in page
-    assert "`make bench-routes`" in page
-    assert "(0.75 here)" in page
-    along = routes_figures.along_of(arms, router)
-    assert along["label"] == [pytest.approx(4.0)]
-    assert along["frozen"] == [pytest.approx(1.2)]
+    assert found["mixed", "general"]["mean_acceptance_length"]["value"] == pytest.approx(1.2)

@@ -7,24 +7,22 @@ from dataclasses import replace
 
 import pytest
 from engines import make_engine, request, run
-from growth import Tolerance, judge
 from hypothesis import given
 from hypothesis import strategies as st
-from readings import Held, Reading, blocks_held
-from soak import faults_of, verdicts_of
+from soak import ProcessUsage, Reading, blocks_held, faults_of, growth_of, growths_of
 
 MINUTES = [60.0 * i for i in range(31)]
-TOLERANCE = Tolerance(0.05, 10.0)
+TOLERANCE = (0.05, 10.0)
 
 
 def test_a_leak_is_found_also_a_slow_one() -> None:
-    assert judge(MINUTES, [1000 + 3.0 * i for i in range(31)], TOLERANCE).grows
-    assert judge(MINUTES, [10 + 1.0 * i for i in range(31)], TOLERANCE).grows
+    assert growth_of(MINUTES, [1000 + 3.0 * i for i in range(31)], TOLERANCE).grows
+    assert growth_of(MINUTES, [10 + 1.0 * i for i in range(31)], TOLERANCE).grows
 
 
 def test_what_fills_and_stays_is_no_leak() -> None:
     filling = [1000 * (1 - math.exp(-i / 3)) for i in range(31)]
-    assert not judge(MINUTES, filling, TOLERANCE).grows
+    assert not growth_of(MINUTES, filling, TOLERANCE).grows
 
 
 @given(st.lists(st.floats(0, 500), min_size=31, max_size=31), st.integers(1, 4))
@@ -32,24 +30,24 @@ def test_peaks_and_saw_teeth_are_no_leak(peaks: list[float], every: int) -> None
     swinging = [
         1000 + (peak if i % 5 == 0 else 0) + 40 * (i % every) for i, peak in enumerate(peaks)
     ]
-    assert not judge(MINUTES, swinging, TOLERANCE).grows
+    assert not growth_of(MINUTES, swinging, TOLERANCE).grows
 
 
 @given(st.floats(1.0, 100.0))
 def test_a_leak_under_saw_teeth_is_found(step: float) -> None:
     climbing = [1000 + 10 * step * i + 20 * (i % 3) for i in range(31)]
-    verdict = judge(MINUTES, climbing, TOLERANCE)
-    assert verdict.rise == pytest.approx(10 * step * 20, rel=0.1, abs=50)
-    assert verdict.grows
+    growth = growth_of(MINUTES, climbing, TOLERANCE)
+    assert growth.rise == pytest.approx(10 * step * 20, rel=0.1, abs=50)
+    assert growth.grows
 
 
 def test_two_measurements_are_no_series() -> None:
     with pytest.raises(ValueError, match="three"):
-        judge([0.0, 1.0], [1.0, 2.0], TOLERANCE)
+        growth_of([0.0, 1.0], [1.0, 2.0], TOLERANCE)
 
 
-def held(pid: int, memory: int) -> Held:
-    return Held("target", pid, rss=memory, pss=memory, files=20, sockets=5, threads=9)
+def held(pid: int, memory: int) -> ProcessUsage:
+    return ProcessUsage("target", pid, rss=memory, pss=memory, files=20, sockets=5, threads=9)
 
 
 def reading(at: float, pss: int, pid: int = 7, running: int = 0) -> Reading:
@@ -69,12 +67,12 @@ class Quiet:
 
 def test_the_soak_says_what_is_wrong() -> None:
     flat = [reading(60.0 * i, 10**9) for i in range(10)]
-    assert faults_of(flat, verdicts_of(flat), Quiet()) == []  # type: ignore[arg-type]
+    assert faults_of(flat, growths_of(flat), Quiet()) == []  # type: ignore[arg-type]
     climbing = [reading(60.0 * i, 10**9 + i * 10**8) for i in range(10)]
-    faults = faults_of(climbing, verdicts_of(climbing), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(climbing, growths_of(climbing), Quiet())  # type: ignore[arg-type]
     assert faults == ["all pss grows", "target/7 pss grows", "target/7 rss grows"]
     restarted = [*flat[:5], *(reading(60.0 * i, 10**9, pid=8, running=1) for i in range(5, 10))]
-    faults = faults_of(restarted, verdicts_of(restarted), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(restarted, growths_of(restarted), Quiet())  # type: ignore[arg-type]
     assert faults[0] == "target/7 is gone or was restarted"
     assert "1 requests run" in faults[1]
 
@@ -82,8 +80,8 @@ def test_the_soak_says_what_is_wrong() -> None:
 def test_blocks_that_nobody_gives_back_are_found() -> None:
     flat = [reading(60.0 * i, 10**9) for i in range(10)]
     leaking = [*flat[:-1], replace(flat[-1], blocks_held=3)]
-    faults = faults_of(leaking, verdicts_of(leaking), Quiet())  # type: ignore[arg-type]
-    assert faults == ["3 blocks of keys and values are held after the end"]
+    faults = faults_of(leaking, growths_of(leaking), Quiet())  # type: ignore[arg-type]
+    assert faults == ["3 KV blocks are held after the end"]
     assert blocks_held({"kv_blocks_total": 24, "kv_blocks_available": 21}) == 3
     assert blocks_held({"error": "ActorDiedError"}) == -1
 
@@ -109,5 +107,5 @@ def test_processes_that_come_and_stay_are_found_though_none_of_them_grows() -> N
         replace(reading(60.0 * i, 10**9), processes=tuple(held(7 + j, 10**8) for j in range(i + 1)))
         for i in range(10)
     ]
-    faults = faults_of(breeding, verdicts_of(breeding), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(breeding, growths_of(breeding), Quiet())  # type: ignore[arg-type]
     assert faults == ["all processes grows", "all pss grows"]
