@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from expert_cache import TARGET
 from experts import MAX_LENGTH, MICRO_BATCH, ROWS, Lesson, answer
-from harness import digest, machine, rss_mib, show, write
+from harness import arguments, digest, machine, rss_mib, show, write
 from prompts import encode, training_texts
 from transformers.utils import logging
 
@@ -142,16 +142,14 @@ def row_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "quick", "dtype")
     parser.add_argument("--data", type=Path, help="folder of *_train.jsonl.gz; default: generated")
-    parser.add_argument("--quick", action="store_true", help="fewer answers, steps and topics")
     parser.add_argument("--topics", nargs="+", default=["math", "code", "sql", "shell"])
     parser.add_argument("--variants", nargs="+", default=list(_VARIANTS))
     parser.add_argument("--answers", type=int, default=400, help="per topic")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a variant")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/bench/adapters"))
     parser.add_argument("--only", help=argparse.SUPPRESS)

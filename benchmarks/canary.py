@@ -5,11 +5,10 @@ python benchmarks/canary.py    # requests are drawn, nothing is served
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import numpy as np
-from harness import show
+from harness import arguments, show
 
 from paceline.actors.weights.canary import Canary, CanaryAction, CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -39,7 +38,7 @@ def trial(rng: np.random.Generator, stable: float, gain: float, share: float) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)

@@ -156,41 +156,7 @@ async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Repl
 
 
 class Load:
-    """Many requests, ``at_once`` at a time; :attr:`replies` fill while they run."""
-
-    def __init__(self, url: str, requests: Sequence[dict[str, Any]], at_once: int = 1000) -> None:
-        self.replies = [Reply() for _ in requests]
-        self._url = url
-        self._requests = requests
-        self._at_once = at_once
-        self._done = False
-
-    @property
-    def begun(self) -> int:
-        """Requests with a token."""
-        return sum(reply.begun for reply in self.replies)
-
-    @property
-    def open(self) -> int:
-        """Requests that have not ended."""
-        return sum(reply.finish is None and reply.error is None for reply in self.replies)
-
-    async def run(self) -> list[Reply]:
-        """Send them all; return when the last one has ended."""
-        gate = asyncio.Semaphore(self._at_once)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as http:
-
-            async def one(body: dict[str, Any], reply: Reply) -> None:
-                async with gate:
-                    await ask(http, body, reply)
-
-            await asyncio.gather(*map(one, self._requests, self.replies))
-        return self.replies
-
-
-class RetryingLoad:
-    """Many requests, some at a time; one whose connection breaks is sent again.
+    """Many requests, ``at_once`` at a time; one whose connection breaks may be sent again.
 
     An error that the server answers is final; a bare 5xx is a broken connection (:func:`refusal`).
 
@@ -198,11 +164,11 @@ class RetryingLoad:
         url: scheme, host and port.
         requests: bodies of chat requests.
         at_once: requests in flight.
-        patience_s: time for retries, and timeout of a read.
+        retry_s: time for retries of a request.
         back_off_s: delay before a retry.
 
     Attributes:
-        seen: replies of all attempts.
+        seen: replies of all attempts, which fill while they run.
         broken: attempts that were followed by another.
     """
 
@@ -210,17 +176,15 @@ class RetryingLoad:
         self,
         url: str,
         requests: Sequence[dict[str, Any]],
-        at_once: int,
-        patience_s: float = 300.0,
+        at_once: int = 1000,
+        *,
+        retry_s: float = 0.0,
         back_off_s: float = 0.2,
     ) -> None:
         self.seen: list[Reply] = []
         self.broken = 0
-        self._url = url
-        self._requests = requests
-        self._at_once = at_once
-        self._patience_s = patience_s
-        self._back_off_s = back_off_s
+        self._url, self._requests, self._at_once = url, requests, at_once
+        self._retry_s, self._back_off_s = retry_s, back_off_s
 
     @property
     def begun(self) -> int:
@@ -233,11 +197,10 @@ class RetryingLoad:
         return max((pause for reply in self.seen for pause in reply.pauses_s), default=0.0)
 
     async def run(self) -> list[Reply]:
-        """The last reply to each request, in order."""
+        """Send them all; return the last reply to each, in order."""
         gate = asyncio.Semaphore(self._at_once)
         limits = httpx.Limits(max_connections=None)
-        timeout = self._patience_s
-        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as http:
 
             async def one(body: dict[str, Any]) -> Reply:
                 async with gate:
@@ -246,13 +209,12 @@ class RetryingLoad:
             return list(await asyncio.gather(*map(one, self._requests)))
 
     async def _one(self, http: httpx.AsyncClient, body: dict[str, Any]) -> Reply:
-        deadline = time.monotonic() + self._patience_s
-        last_at = None
+        deadline, last_at = time.monotonic() + self._retry_s, None
         while True:
             reply = Reply(last_at=last_at)
             self.seen.append(reply)
             await ask(http, body, reply)
-            if not reply.broken or time.monotonic() > deadline:
+            if not reply.broken or time.monotonic() >= deadline:
                 return reply
             self.broken += 1
             last_at = reply.last_at

@@ -21,6 +21,7 @@ import torch
 from decoding import Cell, Served, Variant, make_blocks, run_cell, run_pairs, summary
 from expert_cache import TARGET, experts_dir, facts_of, recipe_of
 from harness import (
+    arguments,
     geometric_mean,
     interval,
     machine,
@@ -174,16 +175,13 @@ class Bench:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="batches 1 and 8, fewer prompts")
+    parser = arguments(__doc__, "quick", "dtype", "out")
     parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
     parser.add_argument("--experts", type=Path, help="folder of a draft per topic")
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--max-tokens", type=int, help="of an answer (64; quick: 48)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     return parser.parse_args(argv)
 
 

@@ -19,7 +19,6 @@ from paceline.actors.engine.request import (
     FAILED,
     GenerationRequest,
     SamplingParams,
-    SpeculativeStats,
 )
 from paceline.actors.replay.record import ReplayRecord
 
@@ -73,12 +72,11 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a block: per prompt output tokens and statistics; seconds; sums; records."""
+    """One run of a block: output tokens per prompt, seconds, what drafts did, records."""
 
     outputs: list[list[int]]
     seconds: float
     drafted: Drafted = field(default_factory=Drafted)
-    stats: list[SpeculativeStats] = field(default_factory=list)
     records: list[ReplayRecord] = field(default_factory=list)
 
     @property
@@ -124,7 +122,7 @@ class Served:
         name: of the variant.
         engine: may be shared by variants that do not run at the same time.
         k: tokens drafted per round; None leaves it to the engine.
-        draft_of: topic to the draft of its prompts.
+        draft_of: prompt to its draft.
         clock: seconds of a run; on one thread processor seconds depend less on neighbours.
     """
 
@@ -133,7 +131,7 @@ class Served:
         name: str,
         engine: Engine,
         k: int | None,
-        draft_of: Callable[[str], str] = lambda topic: topic,
+        draft_of: Callable[[Prompt], str] = lambda prompt: prompt.topic,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -146,27 +144,24 @@ class Served:
         batch: int,
         temperature: float,
         max_tokens: int,
-        drafts: Sequence[str] | None = None,
         *,
         store: bool = False,
     ) -> Run:
-        """See Variant; ``drafts`` per prompt replace ``draft_of``, ``store`` keeps the records."""
+        """See Variant; ``store`` keeps the records."""
         run = next(self._ids)
-        named = drafts or [self._draft_of(prompt.topic) for prompt in prompts]
         requests = {
             f"{self.name}/{run}/{i}": GenerationRequest(
                 f"{self.name}/{run}/{i}",
                 prompt.token_ids,
                 SamplingParams(prompt.max_tokens or max_tokens, temperature=temperature),
                 topic=prompt.topic,
-                draft=draft,
+                draft=self._draft_of(prompt),
                 num_speculative_tokens=self._k,
                 store=store,
             )
-            for i, (prompt, draft) in enumerate(zip(prompts, named, strict=True))
+            for i, prompt in enumerate(prompts)
         }
         outputs: dict[str, list[int]] = {name: [] for name in requests}
-        stats = dict.fromkeys(requests, SpeculativeStats("", 0))
         drafted, records = Drafted(drafted=0), []
         began = self._clock()
         for output in drive(self._engine, requests.values(), batch):
@@ -175,11 +170,11 @@ class Served:
             if output.record is not None:
                 records.append(output.record)
             if output.chunk.finish_reason is not None and output.chunk.speculative is not None:
-                stats[output.request_id] = own = output.chunk.speculative
+                own = output.chunk.speculative
                 sums = own.num_spec_steps, own.num_accepted_draft_tokens, own.num_draft_tokens
                 drafted.add(Drafted(*sums))
         seconds = self._clock() - began
-        return Run(list(outputs.values()), seconds, drafted, list(stats.values()), records)
+        return Run(list(outputs.values()), seconds, drafted, records)
 
 
 @dataclass(frozen=True, slots=True)

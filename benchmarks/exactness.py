@@ -2,85 +2,53 @@
 
     .venv/bin/python benchmarks/exactness.py --dtypes float32 bfloat16 --prompts 104
 
-Runs the same prompts four ways (speculation off and on, one at a time and eight at once) and
-compares the tokens with those of plain decoding eight at once. If an answer differs with
-speculation on, the gap of the target's two best logits at the first differing position is printed,
-computed in float32: a gap of the dtype's rounding means that a near-tie was rounded differently.
-Both values of ``target.numerics`` take turns, prompt group by prompt group: ``cost`` is the
-geometric mean of invariant's time over auto's.
+The same prompts run four ways (speculation off and on, one at a time and eight at once); the tokens
+are compared with those of plain decoding eight at once. If an answer differs with speculation on,
+the gap of the target's two best logits at the first differing position is printed, computed in
+float32: a gap of the dtype's rounding means that a near-tie was rounded differently. Both values
+of ``target.numerics`` take turns: ``cost`` is invariant's time over auto's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from decoding import drive
+from decoding import Block, Cell, Served, run_cell
 from expert_cache import DRAFT, TARGET
-from harness import geometric_mean, write
-from prompts import chat_ids
+from harness import arguments, differing, paired_ratio, write
+from prompts import Prompt, chat_ids
 
 from paceline.actors.engine.build import build_engine
-from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.numerics import INVARIANT
-from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import Numerics, TargetSettings
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 NUMERICS: tuple[Numerics, ...] = ("auto", "invariant")
-# Name -> (requests at once, tokens drafted per round); the first is the reference.
-WAYS = {
-    "off, batch 8": (8, 0),
-    "off, batch 1": (1, 0),
-    "on, batch 1": (1, 4),
-    "on, batch 8": (8, 4),
-}
-_PLAIN, _LAST = next(iter(WAYS)), list(WAYS)[-1]
+Answers = dict[int, list[int]]
 
 
-def answers(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int, way: str
-) -> tuple[list[list[int]], float]:
-    """Greedy answers to all prompts, and the seconds it took."""
-    batch, k = WAYS[way]
-    found: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    requests = [
-        GenerationRequest(str(i), p, sampling, num_speculative_tokens=k, store=False)
-        for i, p in enumerate(prompts)
-    ]
-    began = time.perf_counter()
-    for output in drive(engine, requests, batch):
-        found[output.request_id].extend(output.chunk.token_ids)
-    return list(found.values()), time.perf_counter() - began
-
-
-def gaps(
-    prompts: Sequence[tuple[int, ...]], left: list[list[int]], right: list[list[int]]
-) -> list[float]:
+def gaps(prompts: Sequence[Prompt], left: Answers, right: Answers) -> list[float]:
     """Difference of the target's two best logits at the first tokens that differ."""
     exact, found = load_causal_lm(TARGET, torch.float32, attention="sdpa"), []
-    for prompt, a, b in zip(prompts, left, right, strict=True):
-        if a != b:
-            at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-            with torch.inference_mode():
-                logits = exact(torch.tensor([[*prompt, *a[:at]]])).logits[0, -1]
-            best = logits.float().topk(2).values
-            found.append(round(float(best[0] - best[1]), 4))
+    for number in differing(left, right):
+        a, b = left[number], right[number]
+        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        with torch.inference_mode():
+            logits = exact(torch.tensor([[*prompts[number].token_ids, *a[:at]]])).logits[0, -1]
+        best = logits.float().topk(2).values
+        found.append(round(float(best[0] - best[1]), 4))
     return sorted(found)
 
 
 def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[str, Any]]:
     """Differing answers of one dtype, with each of the two numerics."""
-    engines: dict[Numerics, Engine] = {}
-    resolved: dict[Numerics, str] = {}
+    variants, resolved = [], {}
     for numerics in NUMERICS:
         settings = TargetSettings(
             str(TARGET),
@@ -91,30 +59,31 @@ def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[
             numerics=numerics,
             prefix_cache=False,
         )
-        engines[numerics], tokenizer, facts = build_engine(settings)
+        engine, tokenizer, facts = build_engine(settings)
         resolved[numerics] = facts["numerics"]
+        for name, k in ((f"{numerics}, off", 0), (f"{numerics}, on", 4)):
+            variants.append(Served(name, engine, k, lambda _: "general"))
     texts = [text for topic in TOPICS for text in generate(topic, count // len(TOPICS), seed=5)]
-    prompts = [chat_ids(tokenizer, text) for text in texts]
-    ran: dict[tuple[str, str], list[list[int]]] = {(n, w): [] for n in NUMERICS for w in WAYS}
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in ran}
-    for start in range(0, len(prompts), 8):
-        for way in WAYS:
-            for numerics in NUMERICS if start // 8 % 2 else NUMERICS[::-1]:
-                part = prompts[start : start + 8]
-                found, took = answers(engines[numerics], part, max_tokens, way)
-                ran[numerics, way] += found
-                seconds[numerics, way].append(took)
+    prompts = [Prompt(i, "all", chat_ids(tokenizer, text)) for i, text in enumerate(texts)]
+    blocks = [
+        Block(1 + at // 8, "all", tuple(prompts[at : at + 8])) for at in range(0, len(prompts), 8)
+    ]
+    cells = {b: run_cell(Cell(b, 0.0), variants, blocks, max_tokens) for b in (8, 1)}
     results = []
     for numerics in NUMERICS:
-        plain = ran[numerics, _PLAIN]
-        differ = {
-            way: sum(a != b for a, b in zip(plain, ran[numerics, way], strict=True))
-            for way in WAYS
-            if way != _PLAIN
+        answers = {
+            f"{state}, batch {batch}": cells[batch].answers[f"{numerics}, {state}"]
+            for state in ("off", "on")
+            for batch in (8, 1)
         }
-        ratios = {
-            way: [x / y for x, y in zip(seconds[numerics, way], seconds["auto", way], strict=True)]
-            for way in WAYS
+        plain = answers["off, batch 8"]
+        cost = {
+            way: paired_ratio(
+                cells[int(way.split()[-1])].timings,
+                f"auto, {way.split(',')[0]}",
+                f"{numerics}, {way.split(',')[0]}",
+            ).ratio
+            for way in (answers if numerics != "auto" else ())
         }
         results.append(
             {
@@ -122,10 +91,10 @@ def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[
                 "numerics": numerics,
                 "resolved": resolved[numerics],
                 "answers": len(prompts),
-                "tokens": sum(map(len, plain)),
-                "differ": differ,
-                "cost": {way: geometric_mean(own) for way, own in ratios.items()},
-                "top2_logit_gaps_at_first_difference": gaps(prompts, plain, ran[numerics, _LAST]),
+                "tokens": sum(map(len, plain.values())),
+                "differ": {way: len(differing(own, plain)) for way, own in answers.items()},
+                "cost": cost,
+                "top2_logit_gaps_at_first_difference": gaps(prompts, plain, answers["on, batch 8"]),
             }
         )
     return results
@@ -144,7 +113,7 @@ def broken(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Compare and print one JSON object per dtype and numerics; 1 if a promise is broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=104)
     parser.add_argument("--max-tokens", type=int, default=64)

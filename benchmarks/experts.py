@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from decoding import drive
 from expert_cache import DRAFT, TARGET, experts_dir, is_current, recipe_of, save_expert
-from harness import say
+from harness import arguments, say
 from prompts import encode, training_texts
 from tqdm import tqdm
 from transformers.utils import logging
@@ -113,14 +113,13 @@ class Lesson:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "out")
     parser.add_argument("--data", type=Path, help="folder of *_train.jsonl.gz; default: generated")
     parser.add_argument("--answers", type=int, default=400, help="per topic")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training per topic")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     return parser.parse_args(argv)
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 import processes
 import psutil
-from clients import Reply, RetryingLoad, bodies, until
-from harness import machine, say, show, write
+from clients import Load, Reply, bodies, until
+from harness import arguments, machine, say, show, write
 from ray import serve
 
 from paceline.deploy import app
@@ -128,9 +128,9 @@ def all_run(states: Mapping[str, Mapping[Any, int]], role: str, count: int) -> b
 
 async def measure(
     url: str, fault: Fault, requests: list[dict[str, Any]], at_once: int
-) -> tuple[list[Reply], RetryingLoad, float | None]:
+) -> tuple[list[Reply], Load, float | None]:
     """Run the requests with the fault in their midst; answers, client and seconds until back."""
-    load = RetryingLoad(url, requests, at_once, _BACK_S)
+    load = Load(url, requests, at_once, retry_s=_BACK_S)
     before = {role: len(processes.of(role)) for role in fault.roles}
     answers = asyncio.create_task(load.run())
     await until(lambda: load.begun >= at_once // 2, "the first tokens", _BACK_S)
@@ -156,7 +156,7 @@ async def measure(
 
 
 def figures_of(
-    fault: Fault, found: list[Reply], load: RetryingLoad, back_s: float | None, quiet: list[Reply]
+    fault: Fault, found: list[Reply], load: Load, back_s: float | None, quiet: list[Reply]
 ) -> Figures:
     """Compare with the undisturbed answers."""
     answered = [(f, e) for f, e in zip(found, quiet, strict=True) if f.error is None]
@@ -191,7 +191,7 @@ async def run(
     """All faults in turn, each when the one before is over: figures and failures."""
     at_once = min(count, 32)
     requests = bodies(count, tokens)
-    load = RetryingLoad(url, requests, at_once, _BACK_S)
+    load = Load(url, requests, at_once, retry_s=_BACK_S)
     quiet = await load.run()
     rows = [figures_of(Fault(()), quiet, load, None, quiet)]
     failures = failures_of(Fault(()), rows[0])
@@ -241,8 +241,7 @@ def passes_of(quick: bool) -> list[tuple[str, tuple[Fault, ...]]]:
 
 def main() -> int:
     """Run the faults; 1 if there is a failure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="five faults, short answers")
+    parser = arguments(__doc__, "quick")
     parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--port", type=int, default=8017)
     parser.add_argument("--requests", type=int, default=None, help="per fault")

@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from decoding import drive
 from expert_cache import DRAFT, TARGET, experts_dir
-from harness import machine, show, write
+from harness import arguments, machine, show, write
 from prompts import chat_ids
 
 from paceline.actors.engine.build import build_engine
@@ -75,13 +74,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write ``graphs.json``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "dtype", "threads", "out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--prompts", type=int, default=8, help="of a topic")
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args(argv)
     facts, rows = machine(), measure(options)
     write(options.out / "graphs.json", {"machine": facts, "lines": rows})

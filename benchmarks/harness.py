@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -319,3 +320,21 @@ def interval(found: Mapping[str, Any]) -> str:
     """A ratio or figure of a JSON file with its interval."""
     value = found.get("value", found.get("ratio"))
     return str(Interval(value, found.get("low"), found.get("high")))
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "quick": {"action": "store_true", "help": "much less of everything"},
+    "data": {"help": "folder of rows, or hf; default: generated prompts"},
+    "threads": {"type": int, "default": 1},
+    "dtype": {"default": "auto"},
+    "out": {"type": Path, "default": Path("out/bench"), "help": "folder of results"},
+    "published": {"type": Path, "help": "folder of units to continue from"},
+}
+
+
+def arguments(doc: str | None, *names: str) -> argparse.ArgumentParser:
+    """Parser of a module's docstring with these common options."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name in names:
+        parser.add_argument(f"--{name}", **_OPTIONS[name])
+    return parser

@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 import ray
 from clients import Outcome, Planned, replay, until
-from harness import bootstrap, interval, machine, say, show, write
+from harness import arguments, bootstrap, interval, machine, say, show, write
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
@@ -118,11 +118,6 @@ def gaps(busy: Sequence[Span], least_s: float) -> list[Span]:
     return found
 
 
-def starts(series: CpuSeries, idle: Sequence[Span]) -> list[float | None]:
-    """Seconds from each gap's begin until the trainer computes; None if it never does."""
-    return [_first(series, begin, end, lambda share: share > _COMPUTES) for begin, end in idle]
-
-
 def yields(series: CpuSeries, idle: Sequence[Span]) -> list[float]:
     """Seconds from the arrival that ends a gap until the trainer has stopped.
 
@@ -132,20 +127,11 @@ def yields(series: CpuSeries, idle: Sequence[Span]) -> list[float]:
     for begin, arrival in idle:
         if series.share(max(begin, arrival - _BEFORE_S), arrival) <= _COMPUTES:
             continue
-        took = _first(series, arrival, arrival + _GIVE_UP_S, lambda share: share < _RESTS)
-        found.append(_GIVE_UP_S if took is None else took)
+        first, last = np.searchsorted(series.times, [arrival, arrival + _GIVE_UP_S - _WINDOW_S])
+        windows = (arrival, *series.times[first:last])
+        rests = (at - arrival for at in windows if series.share(at, at + _WINDOW_S) < _RESTS)
+        found.append(next(rests, _GIVE_UP_S))
     return found
-
-
-def _first(
-    series: CpuSeries, begin: float, end: float, holds: Callable[[float], bool]
-) -> float | None:
-    """Seconds after ``begin`` of the first window within the span whose share holds."""
-    first, last = np.searchsorted(series.times, [begin, end])
-    for at in (begin, *series.times[first:last]):
-        if at + _WINDOW_S <= end and holds(series.share(at, at + _WINDOW_S)):
-            return at - begin
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +156,7 @@ class Block:
         return min(sent for sent, _ in self.busy), max(end for _, end in self.busy)
 
 
-def plan(count: int, rate: float, max_tokens: int, seed: int, draft: str = "auto") -> list[Planned]:
+def plan(count: int, rate: float, max_tokens: int, seed: int) -> list[Planned]:
     """Chat requests over all topics, every other one sampled with a seed, the others greedy.
 
     Args:
@@ -178,7 +164,6 @@ def plan(count: int, rate: float, max_tokens: int, seed: int, draft: str = "auto
         rate: arrivals per second, with exponential gaps.
         max_tokens: of an answer at most.
         seed: of arrivals and prompts.
-        draft: ``speculative.draft`` of every request.
     """
     rng, planned, due_s = random.Random(seed), [], 0.0
     for index in range(count):
@@ -190,7 +175,6 @@ def plan(count: int, rate: float, max_tokens: int, seed: int, draft: str = "auto
             "max_tokens": max_tokens,
             "stream": True,
             "return_token_ids": True,
-            "speculative": {"draft": draft},
             **sampling,
         }
         planned.append(Planned(due_s, topic, 0, body))
@@ -264,7 +248,6 @@ def idleness(blocks: Sequence[Block], series: CpuSeries) -> dict[str, Any]:
     idle_s, used_s = length(idle), series.spent(idle)
     serving_s = all_s - length(quiet)
     beside_s = series.spent([block.span for block in own]) - series.spent(quiet)
-    begun = [_MS * s for s in starts(series, idle) if s is not None]
     stopped = [_MS * s for s in yields(series, idle)]
     return {
         "seconds": all_s,
@@ -272,8 +255,6 @@ def idleness(blocks: Sequence[Block], series: CpuSeries) -> dict[str, Any]:
         "gaps": len(idle),
         "used_s": used_s,
         "used_share": used_s / idle_s if idle_s else None,
-        "gaps_unused": len(idle) - len(begun),
-        "start_ms": spread(begun),
         "yield_ms": spread(stopped),
         "serving_s": serving_s,
         "trained_while_serving_share": beside_s / serving_s if serving_s else None,
@@ -347,46 +328,18 @@ async def switched(running: RunningApp, clock: CpuClock, side: str) -> None:
     await asyncio.sleep(_SETTLE_S)
 
 
-async def measure(
-    running: RunningApp, clock: CpuClock, options: argparse.Namespace
-) -> tuple[list[Block], list[dict[str, Any]]]:
-    """All blocks, and the scheduler's figures before and after each one with trainers."""
-    blocks, snapshots = [], []
+async def measure(running: RunningApp, clock: CpuClock, options: argparse.Namespace) -> list[Block]:
+    """Run all blocks."""
+    blocks = []
     for pair in range(options.pairs):
         seed = options.seed + pair
-        planned = plan(options.requests, options.rate, options.max_tokens, seed, options.draft)
+        planned = plan(options.requests, options.rate, options.max_tokens, seed)
         for side in (ON, OFF) if pair % 2 == 0 else (OFF, ON):
             await switched(running, clock, side)
-            before = call(running.scheduler, "snapshot")
             blocks.append(await run(running.base_url, planned, pair, side))
-            if side == ON:
-                snapshots.append({"before": before, "after": call(running.scheduler, "snapshot")})
             say(f"pair {pair + 1} of {options.pairs}, trainers {side}: {blocks[-1].span}")
     call(running.scheduler, "resume")
-    return blocks, snapshots
-
-
-def scheduler_figures(snapshots: list[dict[str, Any]]) -> dict[str, Any]:
-    """The scheduler's counts while trainers were on; empty if it counts no idle time."""
-    counted = [b for b in snapshots if isinstance(b["after"].get("idle_s"), dict)]
-    if not counted:
-        return {}
-    idle_s = {
-        use: sum(b["after"]["idle_s"][use] - b["before"]["idle_s"].get(use, 0.0) for b in counted)
-        for use in counted[0]["after"]["idle_s"]
-    }
-    total = sum(idle_s.values())
-    ended = {
-        how: sum(
-            b["after"]["leases_ended"][how] - b["before"]["leases_ended"][how] for b in counted
-        )
-        for how in counted[0]["after"]["leases_ended"]
-    }
-    return {
-        "idle_s": idle_s,
-        "used_share": idle_s.get("used", 0.0) / total if total else None,
-        "leases_ended": ended,
-    }
+    return blocks
 
 
 def faults_of(
@@ -421,7 +374,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             say(f"warm: {', '.join(decided) or 'no topic'} decided on")
             pid = call(running.trainer, "status")["pid"]
             clock = CpuClock(pid)
-            blocks, snapshots = asyncio.run(measure(running, clock, options))
+            blocks = asyncio.run(measure(running, clock, options))
             series = clock.stop()
             status = {
                 "trainer": call(running.trainer, "status"),
@@ -436,9 +389,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "ttft": compared(blocks, lambda o: o.ttft_s),
         "lag_ms_max": 1e3 * max(o.lag_s for block in blocks for o in block.outcomes),
         "changed": changed(blocks),
-        "acceptance_length": [[b.pair, b.side, acceptance_length(b)] for b in blocks],
         "idle": idleness(blocks, series),
-        "scheduler": scheduler_figures(snapshots),
         "trainer": status["trainer"],
         "faults": faults_of(blocks, status, pid, decided),
     }
@@ -455,24 +406,15 @@ def changed(blocks: list[Block]) -> int:
     return sum(len(found) > 1 for found in answers.values())
 
 
-def acceptance_length(block: Block) -> float | None:
-    """Tokens per speculative round: blocks whose drafts differ much compare badly."""
-    rounds = sum(o.rounds for o in block.outcomes)
-    return 1.0 + sum(o.accepted for o in block.outcomes) / rounds if rounds else None
-
-
 def main() -> int:
     """Measure, write and show."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="per block")
     parser.add_argument("--pairs", type=int, default=2, help="of blocks, on and off")
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals per second")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--warm-up-s", type=float, default=900.0, help="at most")
     parser.add_argument("--warm-up-requests", type=int, default=400, help="at least")
-    parser.add_argument(
-        "--draft", default="auto", help="off: plain decoding, whose speed no learning changes"
-    )
     parser.add_argument("--max-occupancy", type=float, default=0.0, help="training.max_occupancy")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--port", type=int, default=8019)
@@ -489,9 +431,7 @@ def main() -> int:
     ]
     show(f"Trainers on against off, {figures['tpot']['requests']} paired requests", rows)
     show("Targets", figures["targets"])
-    say(f"Tokens per round: {figures['acceptance_length']}")
     say(f"Idle: {figures['idle']}")
-    say(f"The scheduler's own: {figures['scheduler']}")
     say("\n".join(figures["faults"]) if figures["faults"] else "No request failed.")
     missed = any(target["met"] is False for target in figures["targets"])
     return int(bool(figures["faults"]) or (options.strict and missed))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import machine, rss_mib, show, write
+from harness import arguments, machine, rss_mib, show, write
 from transformers import AutoConfig, StaticCache
 
 from paceline.actors.engine.build import build_engine
@@ -140,10 +140,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "dtype", "threads")
     parser.add_argument("--target", type=Path, default=MODELS_DIR / "target")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512, help="of a request, answer included")
     parser.add_argument("--output", type=int, default=16, help="of them answer")

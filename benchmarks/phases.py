@@ -1,4 +1,4 @@
-"""Where a round's time goes, seen from outside: the engine's parts are wrapped, then restored."""
+"""Time of a round by phase, measured by wrapping the engine's parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class PhaseClock:
     """Seconds per phase, each without those that it calls."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start at nothing; ``clock`` gives seconds."""
         self.seconds: dict[str, float] = {}
         self._clock = clock
         self._running: list[str] = []

@@ -12,27 +12,24 @@ import argparse
 import json
 import multiprocessing
 import os
-import select
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from decoding import Block, Cell, Served, run_cell, summary
 from expert_cache import TARGET, experts_dir, facts_of
-from harness import interval, machine, say, show, write
+from harness import arguments, interval, machine, say, show, write
 from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pool.build import build_server
-from paceline.actors.speculation.pool.connection import Connection, connect
-from paceline.actors.speculation.pool.messages import Ping, Session
+from paceline.actors.speculation.pool.connection import connect
+from paceline.actors.speculation.pool.messages import Session
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.actors.speculation.proposer import DraftRow
@@ -51,7 +48,6 @@ class Plan:
     batches: tuple[int, ...]
     blocks: int
     max_tokens: int
-    pings: int
 
 
 class NeverAhead(PoolProposer):
@@ -68,7 +64,7 @@ class NeverAhead(PoolProposer):
 def serve_expert(settings: ExpertSettings, pipe: Any) -> None:
     """The expert's process: sends its sessions, and serves until the parent is gone."""
     server = build_server(settings, "127.0.0.1")
-    pipe.send([server.open_session(name) for name in (POOL, AHEAD, "unix", "tcp")])
+    pipe.send([server.open_session(name) for name in (POOL, AHEAD)])
     pipe.poll(None)  # the parent closes its end
     server.close()
 
@@ -128,30 +124,6 @@ def make_proposer(cls: type[PoolProposer], settings: TargetSettings) -> PoolProp
     )
 
 
-def round_trips(session: Session, count: int) -> dict[str, float]:
-    """Microseconds from ping to pong, p50 and p99."""
-    connection, _ = connect(session, _CONNECT_S)
-    times = []
-    try:
-        for number in range(count):
-            began = time.perf_counter()
-            connection.send(Ping(number))
-            _await_pong(connection)
-            times.append(1e6 * (time.perf_counter() - began))
-    finally:
-        connection.close()
-    p50, p99 = np.percentile(times, [50, 99])
-    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
-
-
-def _await_pong(connection: Connection) -> None:
-    while True:
-        if not select.select([connection], [], [], _CONNECT_S)[0]:
-            raise RuntimeError("an expert does not answer a ping")
-        if connection.receive():
-            return
-
-
 def run_batch(
     variants: Sequence[Served], prompts: Mapping[str, Sequence[Prompt]], plan: Plan, batch: int
 ) -> dict[str, Any]:
@@ -204,11 +176,6 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     colocated, _, _ = build_engine(settings)
     torch.set_num_threads(options.threads)
     with pool_of(settings) as sessions:
-        trips = {
-            "unix": round_trips(next(iter(sessions.values()))["unix"], plan.pings),
-            "tcp": round_trips(_by_tcp(next(iter(sessions.values()))["tcp"]), plan.pings),
-        }
-        say(trips)
         proposers = {POOL: make_proposer(NeverAhead, settings)}
         proposers[AHEAD] = make_proposer(PoolProposer, settings)
         variants = [Served(PLAIN, plain, 0), Served(COLOCATED, colocated, None)]
@@ -222,26 +189,18 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "plan": asdict(plan),
         "tokens": options.tokens,
         "trained_experts": trained,
-        "round_trips": trips,
         "batches": batches,
         "experts": experts,
     }
 
 
-def _by_tcp(session: Session) -> Session:
-    return Session(session.name, session.key, b"\0nowhere", session.host, session.port)
-
-
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two topics, short answers")
-    parser.add_argument("--dtype", default="auto")
+    parser = arguments(__doc__, "quick", "dtype", "out")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--tokens", type=int, help="draft so many; default: by goodput")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
-    plan = Plan(2, (1, 8), 1, 24, 300) if options.quick else Plan(4, (1, 8), 6, 64, 5000)
+    plan = Plan(2, (1, 8), 1, 24) if options.quick else Plan(4, (1, 8), 6, 64)
     write(options.out / "placement.json", bench(options, plan))
 
 

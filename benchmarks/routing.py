@@ -14,30 +14,17 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from decoding import Run, Served
+from decoding import MIXED, Block, Cell, Served, run_cell, summary
 from expert_cache import DRAFT, TARGET, experts_dir, facts_of
-from harness import (
-    Timing,
-    bootstrap,
-    geometric_mean,
-    interval,
-    machine,
-    paired_ratio,
-    rotation,
-    show,
-    topic_rates,
-    write,
-)
+from harness import arguments, interval, machine, say, show, topic_rates, write
 from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
 from transformers.utils import logging
 
 from paceline.actors.engine.build import build_engine
-from paceline.actors.engine.request import SpeculativeStats
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.record import encode as encode_record
@@ -82,16 +69,6 @@ class _StaticClient:
         return 0, None
 
 
-def mean_length(stats: Sequence[SpeculativeStats]) -> dict[str, float | None]:
-    """Tokens per speculative round over all requests, with a 95 % bootstrap over requests."""
-    columns = [[s.num_spec_steps, s.num_accepted_draft_tokens] for s in stats]
-    found = bootstrap(
-        lambda steps, taken: float(1.0 + taken.sum() / steps.sum()) if steps.sum() else None,
-        *np.array(columns, dtype=np.float64).T,
-    )
-    return asdict(found)
-
-
 def router_cost(classifier: TopicClassifier, texts: Sequence[str]) -> dict[str, float]:
     """Milliseconds of one forward of the router, p50 and p99."""
     for text in texts[:5]:
@@ -126,37 +103,19 @@ def hedge_weights(
     return table["weights"], table | {"seconds": time.perf_counter() - began}
 
 
-def matrix(
-    served: Served, prompts: Mapping[str, Sequence[Prompt]], experts: Sequence[str], plan: Plan
-) -> dict[str, dict[str, Any]]:
-    """Topic to expert to acceptance and speed, experts in turn on the same prompts."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, (topic, own) in enumerate(prompts.items()):
-        served.run(own[: plan.batch], plan.batch, 0.0, plan.max_tokens, [GENERAL] * plan.batch)
-        found[topic] = {}
-        for expert in rotation([*experts, PLAIN], number):
-            run = served.run(own, plan.batch, 0.0, plan.max_tokens, [expert] * len(own))
-            found[topic][expert] = {
-                "mean_acceptance_length": mean_length(run.stats),
-                "acceptance_rate": run.drafted.acceptance_rate,
-                "tokens_per_s": run.num_tokens / run.seconds,
-            }
-    return found
-
-
 def policies(
     prompts: Sequence[Prompt],
     texts: Sequence[str],
     classifier: TopicClassifier,
     weights: Mapping[str, Mapping[str, float]],
     lengths: Mapping[str, Mapping[str, float]],
-) -> dict[str, list[str]]:
-    """Policy to the draft of every prompt; ``lengths`` is topic to expert to acceptance length."""
+) -> dict[str, dict[int, str]]:
+    """Policy to prompt to draft; ``lengths`` is topic to expert to mean acceptance length."""
     least, experts = router_confidence(PacelineConfig()), list(next(iter(lengths.values())))
     probabilities = [classifier.classify(texts[p.number]) for p in prompts]
     rng = np.random.default_rng(0)
     worst = {topic: min(own, key=lambda e: (own[e], e)) for topic, own in lengths.items()}
-    return {
+    drafts = {
         "oracle": [p.topic for p in prompts],
         "router": [route(p, experts, least).draft for p in probabilities],
         "router and Hedge": [route(p, experts, least, weights).draft for p in probabilities],
@@ -165,35 +124,8 @@ def policies(
         "anti-oracle": [worst[p.topic] for p in prompts],
         PLAIN: [PLAIN] * len(prompts),
     }
-
-
-def stream(
-    served: Served, prompts: Sequence[Prompt], drafts: Mapping[str, Sequence[str]], plan: Plan
-) -> dict[str, Any]:
-    """Every policy on every block of the mixed stream, in turning order."""
-    size = len(prompts) // plan.blocks
-    timings: list[Timing] = []
-    runs: dict[str, list[Run]] = {name: [] for name in drafts}
-    for number in range(plan.blocks):
-        part = slice(number * size, (number + 1) * size)
-        for name in rotation(list(drafts), number):
-            run = served.run(prompts[part], plan.batch, 0.0, plan.max_tokens, drafts[name][part])
-            runs[name].append(run)
-            timings.append(Timing(name, number, "mixed", run.num_tokens, run.seconds))
-    return {
-        name: {
-            "tokens_per_s": geometric_mean(list(topic_rates(timings, name).values())),
-            "speed_to_general": asdict(paired_ratio(timings, name, GENERAL)),
-            "mean_acceptance_length": mean_length([s for run in own for s in run.stats]),
-            "right": float(np.mean([d == p.topic for d, p in zip(drafts[name], prompts)])),  # noqa: B905
-            "answers_that_differ": sum(
-                a != b
-                for run, plain in zip(own, runs[PLAIN], strict=True)
-                for a, b in zip(run.outputs, plain.outputs, strict=True)
-            ),
-        }
-        for name, own in runs.items()
-    }
+    numbers = [p.number for p in prompts]
+    return {name: dict(zip(numbers, own, strict=True)) for name, own in drafts.items()}
 
 
 def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
@@ -215,24 +147,37 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     )
     torch.set_num_threads(options.threads)
     engine, tokenizer, _ = build_engine(settings)
-    served = Served("", engine, None)
-    every = encode(tokenizer, texts)
+    every, cell = encode(tokenizer, texts), Cell(plan.batch, 0.0)
     primer = [p for own in every.values() for p in own[: plan.primer]]
     measured = {t: own[plan.primer : plan.primer + plan.per_topic] for t, own in every.items()}
     flat = [text for own in texts.values() for text in own]
     classifier = TopicClassifier(str(MODELS_DIR / "router"))
     cost = router_cost(classifier, [flat[p.number] for own in measured.values() for p in own])
-    general = [GENERAL] * len(primer)
-    primed = served.run(primer, plan.batch, 0.0, plan.max_tokens, general, store=True)
-    weights, table = hedge_weights(drafts, primed.records)
-    found = matrix(served, measured, list(drafts), plan)
+    experts = [Served(name, engine, None, lambda _, n=name: n) for name in (*drafts, PLAIN)]
+    records = experts[0].run(primer, plan.batch, 0.0, plan.max_tokens, store=True).records
+    weights, table = hedge_weights(drafts, records)
+    topics = [Block(i + 1, t, tuple(own)) for i, (t, own) in enumerate(measured.items())]
+    warm_up = Block(0, GENERAL, tuple(primer))
+    outcome = run_cell(cell, experts, [warm_up, *topics], plan.max_tokens)
     lengths = {
-        topic: {e: own[e]["mean_acceptance_length"]["value"] or 1.0 for e in drafts}
-        for topic, own in found.items()
+        topic: {e: outcome.by_topic[e, topic].mean_acceptance_length or 1.0 for e in drafts}
+        for topic in measured
     }
     mixed = [p for group in zip(*measured.values(), strict=False) for p in group]
     chosen = policies(mixed, flat, classifier, weights, lengths)
-    alone = served.run(mixed[:8], 1, 0.0, plan.max_tokens, chosen["oracle"][:8]).seconds / 8
+    variants = [
+        Served(name, engine, None, lambda p, own=own: own[p.number]) for name, own in chosen.items()
+    ]
+    alone = variants[0].run(mixed[:8], 1, 0.0, plan.max_tokens).seconds / 8
+    size = len(mixed) // plan.blocks
+    parts = [mixed[i * size : (i + 1) * size] for i in range(plan.blocks)]
+    blocks = [Block(i, MIXED, tuple(part)) for i, part in enumerate(parts, start=1)]
+    routed = run_cell(cell, variants, blocks, plan.max_tokens)
+    figures = summary(cell, routed, [(name, GENERAL) for name in chosen], PLAIN)
+    for name, own in chosen.items():
+        figures["variants"][name]["right"] = float(
+            np.mean([own[p.number] == p.topic for p in mixed])
+        )
     share = cost["p50_ms"] / 1e3 / (alone + cost["p50_ms"] / 1e3)
     return {
         "machine": machine(),
@@ -240,37 +185,33 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "router": cost | {"share_of_a_request": share},
         "request_alone_s": alone,
         "scorer": table,
-        "matrix": found,
-        "policies": stream(served, mixed, chosen, plan),
+        "mean_acceptance_length": lengths,
+        "tokens_per_s": {e.name: topic_rates(outcome.timings, e.name) for e in experts},
+        "policies": figures,
         "draft_failures": engine.draft_failures,
     }
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few prompts, short answers")
-    parser.add_argument("--dtype", default="auto")
+    parser = arguments(__doc__, "quick", "dtype", "out")
     parser.add_argument("--tokens", type=int, default=4, help="drafted per round")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2))
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     logging.disable_progress_bar()
     figures = bench(options, Plan(6, 12, 3, 48) if options.quick else Plan(12, 48, 12, 96))
     write(options.out / "routing.json", figures)
     show("Router", [figures["router"]])
-    lengths = [
-        {"prompts": topic}
-        | {expert: interval(own[expert]["mean_acceptance_length"]) for expert in sorted(own)}
-        for topic, own in figures["matrix"].items()
-    ]
-    show("Mean acceptance length by expert", lengths)
+    lengths = figures["mean_acceptance_length"]
+    show("Acceptance length by expert", [{"prompts": t, **own} for t, own in lengths.items()])
+    names = ("tokens_per_s", "mean_acceptance_length", "right", "answers_that_differ")
     rows = [
-        {"policy": name, **own}
-        | {key: interval(own[key]) for key in ("speed_to_general", "mean_acceptance_length")}
-        for name, own in figures["policies"].items()
+        {"policy": policy, **{name: own[name] for name in names}}
+        | {"over general": interval(figures["policies"]["ratios"][f"{policy} / {GENERAL}"])}
+        for policy, own in figures["policies"]["variants"].items()
     ]
-    show(f"Policies; draft failures: {figures['draft_failures']}", rows)
+    show("Policies", rows)
+    say(f"draft failures: {figures['draft_failures']}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ block is held when no request is left.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -30,7 +29,7 @@ import numpy as np
 import processes
 import psutil
 from clients import CHAT, Reply, ask
-from harness import machine, say, show, write
+from harness import arguments, machine, say, show, write
 from scipy import stats  # type: ignore[import-untyped]
 
 from paceline.deploy import app
@@ -383,7 +382,7 @@ async def soak(
 
 def main() -> int:
     """Run the soak; 1 if it failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every-s", type=float, default=60.0, help="between two readings")
     parser.add_argument("--warm-up-s", type=float, default=120.0, help="before the first")

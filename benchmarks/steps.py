@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from expert_cache import DRAFT, TARGET
-from harness import machine, write
+from harness import arguments, machine, write
 
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.engine.model_runner import ModelRunner
@@ -58,10 +58,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "dtype")
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--draft", type=Path, default=DRAFT)
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, default=16, help="most requests at once")

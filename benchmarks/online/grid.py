@@ -14,13 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from expert_cache import DRAFT, base_hashes
-from harness import Store, digest, interval, machine, say, show, t_interval, write
+from harness import Store, arguments, digest, interval, machine, say, show, t_interval, write
 
 from online.bench import Bench, Sizes, prepare
 from online.rows import Question, label, load, mark_of
@@ -278,19 +277,14 @@ def run_topic(bench: Bench, topic: str, options: argparse.Namespace) -> dict[str
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
+    parser = arguments(__doc__, "data", "quick", "threads", "out", "published")
     parser.add_argument("--topics", nargs="+", default=["sql"])
-    parser.add_argument("--quick", action="store_true", help="fewer cells, prompts and steps")
     parser.add_argument(
         "--cells", nargs="+", metavar="LOSS-SAMPLING-WEIGHTING", help="these beside the reference"
     )
     parser.add_argument("--steps", type=int, help="of a run; 200, with --quick 40")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--published", type=Path, help="folder of units to continue from")
     options = parser.parse_args(argv)
     options.sizes = _QUICK if options.quick else ReplaySizes()
     grid = {cell.name: cell for cell in every_cell()}

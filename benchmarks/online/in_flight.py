@@ -8,7 +8,6 @@ requests with a trace's lengths go to each in turn. Seconds are the processor's.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding import MIXED, Block, Cell, Served, run_cell, summary
-from harness import Store, interval, machine, say, show, write
+from harness import Store, arguments, interval, machine, say, show, write
 from prompts import Prompt
 
 from online.bench import Bench, Sizes, prepare
@@ -118,7 +117,7 @@ def measure(engines: dict[str, Engine], blocks: Sequence[Block], in_flight: int)
             name,
             engine,
             None,
-            (lambda _: "off") if name == PLAIN else (lambda topic: topic),
+            (lambda _: "off") if name == PLAIN else (lambda prompt: prompt.topic),
             time.process_time,
         )
         for name, engine in engines.items()
@@ -132,11 +131,7 @@ def measure(engines: dict[str, Engine], blocks: Sequence[Block], in_flight: int)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, measure and write; 1 if an answer differed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer requests and numbers of them")
-    parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser = arguments(__doc__, "quick", "data", "threads", "out")
     options = parser.parse_args(argv)
     prepare(options.threads)
     plan, out = QUICK if options.quick else Plan(), options.out / "online"

@@ -32,7 +32,7 @@ from expert_cache import (
     recipe_of,
     save_expert,
 )
-from harness import Store, interval, machine, say, show, write
+from harness import Store, arguments, interval, machine, say, show, write
 from prompts import Prompt
 from torch import Tensor
 from transformers.utils import logging
@@ -218,15 +218,15 @@ def _distilled(train: Sequence[ReplayRecord], training: Training) -> Mapping[str
     return state
 
 
-def draft_names(kind: str) -> Callable[[str], str]:
-    """Topic to the engine's name of a kind's draft."""
-    named: dict[str, Callable[[str], str]] = {
+def draft_names(kind: str) -> Callable[[Prompt], str]:
+    """Prompt to the engine's name of a kind's draft."""
+    named: dict[str, Callable[[Prompt], str]] = {
         GENERAL: lambda _: GENERAL,
         ONE_DRAFT: lambda _: "one-draft",
         ONE_SET: lambda _: "one-set",
-        SETS: lambda topic: f"heads-{topic}",
+        SETS: lambda prompt: f"heads-{prompt.topic}",
     }
-    return named.get(kind, lambda topic: topic)
+    return named.get(kind, lambda prompt: prompt.topic)
 
 
 def make_variants(
@@ -291,16 +291,12 @@ def measure(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer answers, passes and prompts")
-    parser.add_argument("--data", help="folder of rows, or hf; default: generated prompts")
+    parser = arguments(__doc__, "quick", "data", "threads", "out")
     parser.add_argument("--topics", nargs="+", default=list(TOPICS))
     parser.add_argument("--answers", type=int, help="for training, per topic (1000; quick: 200)")
     parser.add_argument("--passes", type=int, help="over them (6; quick: 4)")
     parser.add_argument("--shared-output", action="store_true", help="heads use the target's")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--published", type=Path, help="ignored: drafts are too large to publish")
     parser.add_argument("--train", action="store_true", help="only train what is missing")
     return parser.parse_args(argv)

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from expert_cache import DRAFT
-from harness import Store, bootstrap, interval, machine, say, show, write
+from harness import Store, arguments, bootstrap, interval, machine, say, show, write
 from numpy.typing import NDArray
 from prompts import MAX_PROMPT_TOKENS, chat_ids
 
@@ -573,15 +573,10 @@ def report(store: Store, common: Mapping[str, Any], rule: MinConfidence, out: Pa
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
     learning = Learning()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed, short stream, few prompts")
-    parser.add_argument("--data", help="folder of rows; default: generated prompts, topics alone")
+    parser = arguments(__doc__, "quick", "data", "threads", "out", "published")
     parser.add_argument("--seeds", type=int, nargs="+", default=None)
     parser.add_argument("--micro-steps", type=int, default=None, help="of a round")
     parser.add_argument("--learning-rate", type=float, default=learning.learning_rate)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--published", type=Path, help="folder of units to continue from")
     options = parser.parse_args(argv)
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     options.micro_steps = options.micro_steps or (24 if options.quick else learning.micro_steps)

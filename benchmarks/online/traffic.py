@@ -41,6 +41,7 @@ from expert_cache import TARGET, base_hashes
 from harness import (
     Store,
     Timing,
+    arguments,
     geometric_mean,
     machine,
     paired_ratio,
@@ -604,16 +605,12 @@ def answers_that_differ(units: Sequence[Unit]) -> dict[str, dict[str, int]]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one short window, two loads")
-    parser.add_argument("--data", help="folder of rows and traces; default: generated ones")
+    parser = arguments(__doc__, "quick", "data", "dtype", "out")
     parser.add_argument("--traces", nargs="+", choices=list(FILES), default=None)
     parser.add_argument("--seconds", type=float, help="of a block's arrivals; 180, with --quick 40")
     parser.add_argument("--repeats", type=int, help="windows of each trace; 3, with --quick 1")
     parser.add_argument("--lesson", type=float, help="seconds; 600, with --quick none")
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--port", type=int, default=8019)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--published", type=Path, help="ignored: blocks are too large to publish")
     options = parser.parse_args(argv)
     options.traces = options.traces or (["azure conv"] if options.quick else list(FILES))

@@ -12,7 +12,7 @@ import processes
 import pytest
 import ray
 import torch
-from clients import Load, Reply, RetryingLoad, bodies, until
+from clients import Load, Reply, bodies, until
 from free_ports import find_port
 from replies import answered
 
@@ -133,11 +133,11 @@ def test_one_front_door_dies_and_the_other_lets_requests_in(
     running: RunningApp, undisturbed: list[Any]
 ) -> None:
     async def one_dies() -> tuple[list[Reply], list[Reply], int]:
-        load = RetryingLoad(running.base_url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE, BACK_S)
+        load = Load(running.base_url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE, retry_s=BACK_S)
         answers = asyncio.create_task(load.run())
         await until(lambda: load.begun >= AT_ONCE // 2, "the first tokens", 120)
         processes.of("ingress")[0].kill()
-        late = RetryingLoad(running.base_url, bodies(2, 4), 2, BACK_S)
+        late = Load(running.base_url, bodies(2, 4), 2, retry_s=BACK_S)
         met = await late.run()
         return await answers, met, len(processes.of("ingress"))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from clients import Reply, RetryingLoad, bodies
+from clients import Load, Reply, bodies
 from faults import (
     FAULTS,
     POOL_FAULTS,
@@ -133,14 +133,14 @@ async def listening(*answers: Answer) -> AsyncIterator[Scripted]:
         server.server.close()
 
 
-async def asked(*answers: Answer) -> tuple[Scripted, RetryingLoad, Reply]:
+async def asked(*answers: Answer) -> tuple[Scripted, Load, Reply]:
     async with listening(*answers) as server:
-        load = RetryingLoad(server.url, bodies(1, 2), 1, patience_s=20, back_off_s=BACK_OFF_S)
+        load = Load(server.url, bodies(1, 2), 1, retry_s=20, back_off_s=BACK_OFF_S)
         (reply,) = await load.run()
     return server, load, reply
 
 
-def figures(load: RetryingLoad, reply: Reply, fault: Fault) -> Figures:
+def figures(load: Load, reply: Reply, fault: Fault) -> Figures:
     quiet = Reply([1, 2], "1 2 ", "length")
     return figures_of(fault, [reply], load, 3.0, [quiet])
 

@@ -23,9 +23,7 @@ from idle import (
     idleness,
     pairs,
     plan,
-    scheduler_figures,
     spread,
-    starts,
     targets,
     yields,
 )
@@ -55,14 +53,10 @@ def test_gaps_are_where_nothing_is_under_way_for_long() -> None:
     assert gaps([], 0.2) == []
 
 
-def test_use_start_and_yield_are_read_from_the_cpu_time() -> None:
+def test_use_and_yield_are_read_from_the_cpu_time() -> None:
     idle = [(1.0, 3.0), (5.0, 6.0), (8.0, 9.0)]
     series = trainer((1.1, 3.03), (5.5, 5.9))  # it has stopped by itself before the second arrival
     assert series.spent(idle) == pytest.approx(1.9 + 0.4)
-    begun = starts(series, idle)
-    assert begun[0] == pytest.approx(0.1, abs=0.011)
-    assert begun[1] == pytest.approx(0.5, abs=0.011)
-    assert begun[2] is None
     assert yields(series, idle) == [pytest.approx(0.03, abs=0.011)]
 
 
@@ -140,13 +134,3 @@ def test_failures_and_changed_answers_are_named() -> None:
     ]
     status = {"target": {}, "trainer": {"pid": 7}}
     assert faults_of([], status, pid=7, decided=[*TOPICS]) == []
-
-
-def test_the_schedulers_figures_are_differences_where_it_counts() -> None:
-    before = {"idle_s": {"used": 1.0, "waiting": 1.0, "unwanted": 0.0}, "leases_ended": {"died": 1}}
-    after = {"idle_s": {"used": 9.0, "waiting": 3.0, "unwanted": 0.0}, "leases_ended": {"died": 3}}
-    found = scheduler_figures([{"before": before, "after": after}])
-    assert found["idle_s"] == {"used": 8.0, "waiting": 2.0, "unwanted": 0.0}
-    assert found["used_share"] == 0.8
-    assert found["leases_ended"] == {"died": 2}
-    assert scheduler_figures([{"before": {"asked": 1}, "after": {"asked": 2}}]) == {}

@@ -46,7 +46,7 @@ def test_every_variant_answers_alike_and_is_told_apart_by_topic() -> None:
 
 def test_every_kind_has_a_draft_of_its_own_for_a_topic() -> None:
     kinds = ("general", "one draft", "draft per topic", "one set of heads", "heads per topic")
-    names = {kind: draft_names(kind)("sql") for kind in kinds}
+    names = {kind: draft_names(kind)(Prompt(0, "sql", ())) for kind in kinds}
     assert len(set(names.values())) == len(kinds)
     assert names["draft per topic"] == "sql"
-    assert draft_names("one set of heads")("math") == names["one set of heads"]
+    assert draft_names("one set of heads")(Prompt(0, "math", ())) == names["one set of heads"]
