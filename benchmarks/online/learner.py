@@ -161,10 +161,10 @@ class LocalClient:
     def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
         return Assignment(select_topic(wanted))
 
-    def pause(self) -> None:
+    def release_permit(self) -> None:
         pass
 
-    def release(self, progress: TopicProgress | None) -> None:
+    def release_topic(self, progress: TopicProgress | None) -> None:
         pass
 
     def acquire_permit(self) -> bool:
