@@ -16,7 +16,7 @@ from rich.text import Text
 from paceline.deploy.cli.tables import acceptances, outcome_label
 from paceline.deploy.demo.stats import (
     Arm,
-    Failure,
+    FailedRequest,
     RequestLog,
     Throughput,
     Totals,
@@ -165,7 +165,7 @@ def _recent_rate(log: RequestLog, topic: str, arm: Arm, count: int) -> str:
     return "-" if rate is None else f"{rate:.2f}"
 
 
-def failure_lines(failures: Sequence[Failure], most: int = 5) -> list[str]:
+def failure_lines(failures: Sequence[FailedRequest], most: int = 5) -> list[str]:
     """Text of the first failures."""
     lines = [f"{f.at:6.1f} s  {f.topic}/{f.arm}: {f.reason}" for f in failures[:most]]
     return lines + ([f"… and {len(failures) - most} more"] if len(failures) > most else [])

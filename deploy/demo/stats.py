@@ -50,7 +50,7 @@ class RequestResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedRequest:
     """A request that failed."""
 
     topic: str
@@ -104,7 +104,7 @@ class RequestLog:
     """Results and failures, in the order of the answers."""
 
     results: list[RequestResult] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedRequest] = field(default_factory=list)
 
     def select(
         self, topic: str | None = None, arm: Arm | None = None, part: Stage | None = None

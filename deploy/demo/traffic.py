@@ -15,7 +15,7 @@ from paceline.deploy.demo.report import LiveState
 from paceline.deploy.demo.stats import (
     ARMS,
     Arm,
-    Failure,
+    FailedRequest,
     RequestLog,
     RequestResult,
     Stage,
@@ -79,7 +79,7 @@ class Client:
             result = self._result(request, sent, response.json())
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
             reason = f"{type(error).__name__}: {error}"
-            failure = Failure(request.topic, request.arm, self._clock(), reason)
+            failure = FailedRequest(request.topic, request.arm, self._clock(), reason)
             self._log.failures.append(failure)
             return None
         self._log.results.append(result)

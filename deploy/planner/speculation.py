@@ -151,7 +151,7 @@ def last_crossing(pays: Callable[[int], bool], limit: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BatchComparison:
     """Work and time of the target for n new tokens of one request, and for one of each of n."""
 
     tokens: int
@@ -161,12 +161,12 @@ class Comparison:
     many_requests_s: float
 
 
-def compare(scenario: Scenario, tokens: int) -> Comparison:
+def compare(scenario: Scenario, tokens: int) -> BatchComparison:
     """Compare ``tokens`` tokens of one request with one token of each of ``tokens`` requests.
 
     Weights, products and activations are equal; keys and values are read once or n times.
     """
-    return Comparison(
+    return BatchComparison(
         tokens=tokens,
         one_request=scenario.target_work(1, tokens),
         many_requests=scenario.target_work(tokens, 1),
@@ -231,7 +231,7 @@ class Plan:
     break_even_batch: int | None
     limit: int
     fits: int | None
-    comparison: Comparison
+    comparison: BatchComparison
     fit: Fit | None = None
 
 

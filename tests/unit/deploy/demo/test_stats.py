@@ -9,7 +9,7 @@ from paceline.deploy.demo import plot, report
 from paceline.deploy.demo.report import LiveState, decision_text, progress_line, render
 from paceline.deploy.demo.stats import (
     Arm,
-    Failure,
+    FailedRequest,
     RequestLog,
     RequestResult,
     Stage,
@@ -139,7 +139,7 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
 
 def test_goals_of_a_run() -> None:
     log, slow = _full_log(), Throughput()
-    log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
+    log.failures.append(FailedRequest("sql", "online", 2.0, "HTTP 500"))
     log.results = [s for s in log.results if (s.topic, s.arm, s.part) != ("sql", "online", "last")]
     log.results.append(request_result(0, 13, "sql", "online", "last"))
     for arm, seconds in (("plain", 2.0), ("frozen", 3.0), ("online", 2.5)):
@@ -201,7 +201,7 @@ def test_displays_render_with_and_without_results() -> None:
     from rich.console import Console
 
     log, state = _full_log(), LiveState("mix", 61.0, 330.0, 9.0, 3.6, {"sql": 2})
-    log.failures.append(Failure("sql", "online", 2.0, "HTTP 500"))
+    log.failures.append(FailedRequest("sql", "online", 2.0, "HTTP 500"))
     console = Console(width=130)
     with console.capture() as captured:
         console.print(render(("math", "sql", "shell"), log, state))
