@@ -68,15 +68,7 @@ def train(
     seconds: float | None,
     seed: int,
 ) -> dict[str, Any]:
-    """Held-out acceptance of a topic's draft after so many steps, and after so many seconds.
-
-    Args:
-        records: of the topic.
-        settings: of the variant.
-        steps: optimizer steps of the first evaluation.
-        seconds: processor seconds of the second; None takes those of the first.
-        seed: of the order of the batches.
-    """
+    """Held-out acceptance of a topic's draft after so many steps, and after so many seconds."""
     lesson = Lesson(records, settings, _HELD_OUT)
     distiller, rng = lesson.distiller, np.random.default_rng(seed)
     found: dict[str, Any] = {"before": lesson.evaluate(None)}
@@ -141,7 +133,6 @@ def row_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = arguments(__doc__, "quick", "dtype")
     parser.add_argument("--data", type=Path, help="folder of *_train.jsonl.gz; default: generated")
     parser.add_argument("--topics", nargs="+", default=["math", "code", "sql", "shell"])

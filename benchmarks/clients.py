@@ -280,14 +280,7 @@ class Outcome:
 
 
 def outcome_of(planned: Planned, sent_s: float, began: float, reply: Reply) -> Outcome:
-    """Outcome of a reply.
-
-    Args:
-        planned: the request.
-        sent_s: time of sending, seconds after the block's begin.
-        began: the block's begin (``time.monotonic``).
-        reply: from :func:`ask`.
-    """
+    """Outcome of a reply sent ``sent_s`` after the block's begin (``time.monotonic``)."""
     due = began + planned.due_s
     first, last = reply.first_token_at, reply.last_at
     count = len(reply.token_ids)

@@ -118,14 +118,14 @@ class Bench:
         self.fixed = [Served(f"paceline k={k}", fixed, k) for k in FIXED]
         gc.freeze()  # collections between runs can skip what is loaded
 
-    def assisted(self, name: str, **settings: Any) -> peers.Assisted:
-        """Assisted generation, see :class:`peers.Assisted`."""
-        return peers.Assisted(f"assisted {name}", self.target, self.experts, **settings)
+    def assisted(self, k: int) -> peers.Assisted:
+        """Assisted generation with a constant number of draft tokens."""
+        return peers.Assisted(f"assisted k={k}", self.target, self.experts, tokens=k)
 
     def pilot(self, temperature: float) -> tuple[int, dict[int, float]]:
         """Best constant k of assisted generation on prompts that are not measured, and all."""
         spare = {topic: own[-self.plan.pilot :] for topic, own in self.prompts.items()}
-        variants = {k: self.assisted(f"k={k}", tokens=k) for k in ASSISTED_CONSTANT}
+        variants = {k: self.assisted(k) for k in ASSISTED_CONSTANT}
         blocks = make_blocks(spare, self.plan.pilot // 2, 1)
         own = list(variants.values())
         timings = run_cell(Cell(1, temperature), own, blocks, self.plan.max_tokens).timings
@@ -140,11 +140,7 @@ class Bench:
         plan = self.plan
         assisted: list[Variant] = []
         if cell.batch == 1:
-            assisted = [
-                self.assisted(f"k={best_k}", tokens=best_k),
-                self.assisted("heuristic", tokens=5, schedule="heuristic"),
-                self.assisted("default", tokens=20, threshold=0.4),
-            ]
+            assisted = [self.assisted(best_k)]
         others = assisted or [self.continuous]
         variants: list[Variant] = [self.generate, self.off, self.auto, *self.fixed, *others]
         size = max(plan.block, cell.batch)
@@ -154,12 +150,7 @@ class Bench:
         outcome = run_cell(cell, variants, blocks, plan.max_tokens)
         pairs = [(AUTO, GENERATE), (OFF, GENERATE), (AUTO, OFF)]
         pairs += [(AUTO, variant.name) for variant in others]
-        figures = summary(cell, outcome, pairs, GENERATE)
-        if assisted:
-            found = figures["variants"]
-            best = max(assisted, key=lambda v: float(found[v.name]["tokens_per_s"])).name
-            figures["best_assisted"] = best
-        return figures
+        return summary(cell, outcome, pairs, GENERATE)
 
     def phases(self) -> dict[str, Any]:
         """A round's time by phase at batch 1, greedy, with drafts of the controller and none."""
@@ -174,7 +165,6 @@ class Bench:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = arguments(__doc__, "quick", "dtype", "out")
     parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
     parser.add_argument("--experts", type=Path, help="folder of a draft per topic")

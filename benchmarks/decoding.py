@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -34,19 +34,16 @@ class Drafted:
         rounds: speculative rounds.
         accepted: accepted tokens.
         drafted: drafted tokens; None if the variant does not report them.
-        by_round: number of rounds by their (drafted, accepted), if reported.
     """
 
     rounds: int = 0
     accepted: int = 0
     drafted: int | None = None
-    by_round: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def add(self, other: Drafted) -> None:
         """Add another run's sums."""
         self.rounds += other.rounds
         self.accepted += other.accepted
-        self.by_round.update(other.by_round)
         if other.drafted is not None:
             self.drafted = (self.drafted or 0) + other.drafted
 
@@ -59,15 +56,6 @@ class Drafted:
     def acceptance_rate(self) -> float | None:
         """Accepted over drafted tokens."""
         return self.accepted / self.drafted if self.drafted else None
-
-    def position_rates(self) -> list[float]:
-        """Per drafted position, the share accepted of those whose predecessors were accepted."""
-        rates: list[float] = []
-        for at in range(max((drafted for drafted, _ in self.by_round), default=0)):
-            tried = {r: n for r, n in self.by_round.items() if r[0] > at and r[1] >= at}
-            taken = sum(n for (_, accepted), n in tried.items() if accepted > at)
-            rates.append(taken / sum(tried.values()) if tried else 0.0)
-        return rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +154,6 @@ class Served:
         began = self._clock()
         for output in drive(self._engine, requests.values(), batch):
             outputs[output.request_id].extend(output.chunk.token_ids)
-            drafted.by_round.update(output.chunk.rounds)
             if output.record is not None:
                 records.append(output.record)
             if output.chunk.finish_reason is not None and output.chunk.speculative is not None:
@@ -226,12 +213,6 @@ def make_blocks(
 ) -> list[Block]:
     """A warm-up block, then blocks of distinct prompts, the topics taking turns.
 
-    Args:
-        prompts: by topic.
-        size: prompts per block.
-        per_topic: blocks per topic; in all, if they are mixed.
-        mixed: whether every block takes from all topics in turn.
-
     Raises:
         ValueError: there are too few prompts.
     """
@@ -269,14 +250,7 @@ def run_cell(
 def summary(
     cell: Cell, outcome: Outcome, pairs: Sequence[tuple[str, str]], reference: str
 ) -> dict[str, Any]:
-    """Figures of a cell.
-
-    Args:
-        cell: its setting.
-        outcome: of :func:`run_cell`.
-        pairs: (faster, slower) variants whose ratio is wanted.
-        reference: the variant whose greedy answers the others' must equal.
-    """
+    """Figures of a cell."""
     variants: dict[str, Any] = {}
     for name in sorted({timing.variant for timing in outcome.timings}):
         rates, drafted = topic_rates(outcome.timings, name), outcome.drafted[name]

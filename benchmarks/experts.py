@@ -112,7 +112,6 @@ class Lesson:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = arguments(__doc__, "out")
     parser.add_argument("--data", type=Path, help="folder of *_train.jsonl.gz; default: generated")
     parser.add_argument("--answers", type=int, default=400, help="per topic")

@@ -157,14 +157,7 @@ class Block:
 
 
 def plan(count: int, rate: float, max_tokens: int, seed: int) -> list[Planned]:
-    """Chat requests over all topics, every other one sampled with a seed, the others greedy.
-
-    Args:
-        count: of requests.
-        rate: arrivals per second, with exponential gaps.
-        max_tokens: of an answer at most.
-        seed: of arrivals and prompts.
-    """
+    """Chat requests over all topics, every other one sampled with a seed, the others greedy."""
     rng, planned, due_s = random.Random(seed), [], 0.0
     for index in range(count):
         topic = TOPICS[rng.randrange(len(TOPICS))]

@@ -147,9 +147,7 @@ class Assisted:
         name: of the variant.
         target: with transformers' attention.
         experts: topic to its draft, likewise.
-        tokens: drafted per round, at the start if the schedule changes it.
-        schedule: ``num_assistant_tokens_schedule``.
-        threshold: ``assistant_confidence_threshold``; 0 always drafts all tokens.
+        tokens: drafted per round.
     """
 
     def __init__(
@@ -159,19 +157,16 @@ class Assisted:
         experts: Mapping[str, Any],
         *,
         tokens: int,
-        schedule: str = "constant",
-        threshold: float = 0.0,
     ) -> None:
         self.name = name
         self._target = target
         self._experts = experts
         self._configs: dict[str, Any] = {}
         for topic, expert in experts.items():
-            # A schedule's state lives in the config: one of its own per variant and expert.
             config = copy.deepcopy(expert.generation_config)
             config.num_assistant_tokens = tokens
-            config.num_assistant_tokens_schedule = schedule
-            config.assistant_confidence_threshold = threshold
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0
             self._configs[topic] = config
 
     @torch.inference_mode()

@@ -287,11 +287,6 @@ def growth_of(
     The first third is warm-up. The median (Theil and Sen) is not moved by single peaks, nor by a
     saw-tooth that does not climb.
 
-    Args:
-        times: seconds, rising, at least three.
-        values: one per time.
-        tolerance: share of the median, and amount; the larger one is allowed.
-
     Raises:
         ValueError: fewer than three measurements.
     """

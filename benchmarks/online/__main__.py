@@ -7,13 +7,12 @@ make bench-online ARGS="--data hf"
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from harness import Store, interval, machine, show, write
+from harness import Store, arguments, interval, machine, show, write
 
 from online import rows, units
 from online.bench import QUICK, Bench, Sizes, prepare
@@ -28,7 +27,6 @@ from online.figures import (
 )
 from online.learner import Learning, Synthetic
 from online.plots import draw_shifts, draw_streams, draw_synthetic
-from online.rows import EXTRA
 from online.serving import Serving
 from online.units import KINDS, ORDER, QUICK_OFFLINE, SAME, SYSTEMS, Offline
 from paceline.deploy.demo.prompts import TOPICS
@@ -38,26 +36,17 @@ PARTS = ("streams", "synthetic", "ceilings", "offline", "rehearsals", "shifts", 
 _QUICK_PARTS = ("streams", "ceilings", "shifts")
 _QUICK_TOPICS = ("sql", "shell")
 # Of so few prompts a tenth would leave the gate too few.
-_QUICK_LEARNING = Learning(held_out_fraction=0.3)
+QUICK_LEARNING = Learning(held_out_fraction=0.3)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench-online", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--data", help="folder of *.jsonl.gz rows, or hf; default: generated")
-    parser.add_argument("--quick", action="store_true", help="two topics, 96 and 24 prompts")
-    parser.add_argument("--topics", nargs="+", choices=[*TOPICS, *EXTRA])
+    parser = arguments(__doc__, "quick", "data", "threads", "out", "published")
+    parser.add_argument("--topics", nargs="+", choices=TOPICS)
     parser.add_argument("--parts", nargs="+", choices=PARTS)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--seeds", type=int, default=3, help="of training; 0 serves, others rehearse"
     )
-    for field in dataclasses.fields(Learning):
-        if field.name != "seed":
-            option = "--" + field.name.replace("_", "-")
-            parser.add_argument(option, type=type(field.default), help="see Learning")
     parser.add_argument(
         "--synthetic",
         nargs="+",
@@ -66,10 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N:STEPS[:MB][:NAME=VALUE...]",
         help="synthetic prompts per record, micro-steps of a round, see Synthetic",
     )
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto", help="units in docs/results are of float32")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--published", type=Path, help="folder of units to continue from")
     return parser.parse_args(argv)
 
 
@@ -87,13 +73,6 @@ def synthetic_of(text: str) -> Synthetic:
         raise ValueError(f"Synthetic has no {', '.join(sorted(unknown))}")
     more = {name: kinds[name](value) for name, value in named.items()}
     return Synthetic(float(per_record), int(micro_steps), *map(int, capacity), **more)
-
-
-def learning_of(options: argparse.Namespace) -> Learning:
-    """Learning of these options."""
-    names = [field.name for field in dataclasses.fields(Learning) if field.name != "seed"]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return replace(_QUICK_LEARNING if options.quick else Learning(), **given)
 
 
 def run(bench: Bench, options: argparse.Namespace, learning: Learning, offline: Offline) -> None:
@@ -135,7 +114,7 @@ def collect(
     shifts: dict[str, Any] = {}
     levels: dict[str, float] = {}
     size = bench.sizes.window
-    for topic in (*ORDER, *EXTRA):
+    for topic in ORDER:
         try:
             stream = units.stream(bench, topic, learning, run=False)
         except DataError:
@@ -242,7 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads=options.threads,
         dtype=options.dtype,
     )
-    learning, offline = learning_of(options), QUICK_OFFLINE if options.quick else Offline()
+    learning, offline = Learning(), Offline()
+    if options.quick:
+        learning, offline = QUICK_LEARNING, QUICK_OFFLINE
     run(bench, options, learning, offline)
     figures = collect(bench, learning, offline, options.synthetic)
     write(options.out / "online.json", figures)

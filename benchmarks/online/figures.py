@@ -90,31 +90,11 @@ def reached(frozen: Sample, online: Sample, ceiling: Sample) -> bool:
 
 
 def recovered(parts: Sequence[Window], level: float, within: float = WITHIN) -> int | None:
-    """Requests until the end of the first window within ``within`` of a level; None if never.
-
-    Args:
-        parts: a phase's windows in order.
-        level: acceptance rate to come back to.
-        within: distance below it that still counts.
-    """
+    """Requests until the end of the first window within ``within`` of a level; None if never."""
     for part in parts:
         if part.acceptance_rate is not None and part.acceptance_rate >= level - within:
             return part.end - parts[0].first
     return None
-
-
-def backward_transfer(matrix: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> float:
-    """Mean effect of later phases on earlier topics; negative is forgetting.
-
-    Acceptance after the last phase less that after the topic's own phase, over all topics but the
-    last: Lopez-Paz and Ranzato, arXiv 1706.08840, equation 3.
-
-    Args:
-        matrix: phase to topic to acceptance after that phase.
-        order: of the phases, each named like its topic, two at least.
-    """
-    last = matrix[order[-1]]
-    return mean([last[topic] - matrix[topic][topic] for topic in order[:-1]])
 
 
 def most_lost(matrix: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -130,13 +110,7 @@ def most_lost(matrix: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 
 def pays_after(frozen: Sequence[Counts], online: Sequence[Counts], training_s: float) -> int | None:
-    """First request at which online, training included, has been as fast as frozen; None if never.
-
-    Args:
-        frozen: counts by prompt.
-        online: counts by prompt, of the same ones.
-        training_s: seconds of the whole stream, taken to be spread evenly over it.
-    """
+    """First request at which online, training spread evenly over it, is as fast; None if never."""
     share = training_s / len(online)
     lead = np.cumsum([f.seconds - o.seconds - share for f, o in zip(frozen, online, strict=True)])
     behind = np.flatnonzero(lead < 0)
@@ -244,14 +218,7 @@ def cost(stream: Unit) -> dict[str, Any]:
 def shift_summary(
     shift: Unit, levels: Mapping[str, float], size: int, *, abrupt: bool
 ) -> dict[str, Any]:
-    """Acceptance matrix, most lost topic, and requests until recovery by phase.
-
-    Args:
-        shift: unit of a shift; a rehearsed one has no recovery.
-        levels: topic to the acceptance rate that its own stream had after as many requests.
-        size: requests per window.
-        abrupt: whether every phase is one topic; only then are there transfer and recovery.
-    """
+    """Acceptance matrix, most lost topic, and requests until recovery by phase."""
     order = shift["order"]
     names = ["before", *(order if abrupt else [f"quarter {i + 1}" for i in range(len(order))])]
     matrix = {
@@ -267,7 +234,6 @@ def shift_summary(
     }
     if not abrupt:
         return found
-    found["backward_transfer"] = backward_transfer(matrix, order)
     found["most_lost"] = most_lost(matrix)
     if "phases" in shift:
         parts = [windows(unpacked(phase["counts"]), size) for phase in shift["phases"]]

@@ -109,28 +109,6 @@ class Replay:
             for record in (*self.train, *self.test)
         )
 
-    def facts(self) -> dict[str, Any]:
-        """Counts, and bytes of the records with and without branches."""
-        accepted = np.concatenate([record.accepted for record in self.train])
-        behind = [r.branch_token_ids for r in self.train if r.branch_token_ids is not None]
-        plain = [len(encode(without_branches(record))) for record in self.train]
-        whole = [len(encode(record)) for record in self.train]
-        return {
-            "records_train": len(self.train),
-            "records_test": len(self.test),
-            "positions": len(accepted),
-            "positions_rejected": int((accepted == 0).sum()),
-            "positions_behind_rejected": sum(map(len, behind)),
-            "bytes_per_record": round(float(np.mean(plain))),
-            "bytes_per_record_with_branches": round(float(np.mean(whole))),
-        }
-
-
-def without_branches(record: ReplayRecord) -> ReplayRecord:
-    """The record without what is behind rejected tokens."""
-    names = [name for name in ReplayRecord.__slots__ if name.startswith("branch_")]
-    return replace(record, **dict.fromkeys(names, None))
-
 
 def logged_replay(bench: Bench, topic: str, sizes: ReplaySizes) -> Replay:
     """The topic's replay from disk, else answered now and kept.
@@ -218,11 +196,6 @@ def summary(
     Chance may explain a gain over the reference by the order of the records (over seeds) and by
     the test records (each averaged over the seeds); it is ``clearly`` better or worse if neither
     does.
-
-    Args:
-        before: scores of the test records before training, by kind.
-        runs: cell to its runs, one per seed in the same order, each with scores by kind.
-        reference: the cell that others are compared with.
     """
     cells = {}
     for name, own in runs.items():
@@ -249,7 +222,6 @@ def summary(
 def run_topic(bench: Bench, topic: str, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of all cells of a topic."""
     replay = logged_replay(bench, topic, options.sizes)
-    say(f"{topic}: {replay.facts()}")
     trainer = CellTrainer(replay, options.learning_rate, options.steps)
     common = {
         "topic": topic,
@@ -272,11 +244,10 @@ def run_topic(bench: Bench, topic: str, options: argparse.Namespace) -> dict[str
         runs.setdefault(cell.name, []).append(unit)
         greedy, sampled = (np.mean(unit[kind]) for kind in _KINDS)
         say(f"{topic}: {cell.name} seed {seed}: greedy {greedy:.4f}, sampled {sampled:.4f}")
-    return {"replay": replay.facts(), **summary(before, runs, REFERENCE.name)}
+    return summary(before, runs, REFERENCE.name)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = arguments(__doc__, "data", "quick", "threads", "out", "published")
     parser.add_argument("--topics", nargs="+", default=["sql"])
     parser.add_argument(

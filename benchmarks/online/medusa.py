@@ -275,22 +275,13 @@ def prompts_of(bench: Bench, topics: Sequence[str]) -> dict[str, list[Prompt]]:
 def measure(
     cell: Cell, variants: Sequence[Variant], blocks: Sequence[Any], max_tokens: int
 ) -> dict[str, Any]:
-    """A cell's figures, with acceptance by topic and by drafted position."""
+    """A cell's figures, with ratios to plain decoding."""
     outcome = run_cell(cell, variants, blocks, max_tokens)
     pairs = [(variant.name, PLAIN) for variant in variants if variant.name != PLAIN]
-    figures = summary(cell, outcome, pairs, PLAIN)
-    for name, facts in figures["variants"].items():
-        facts["position_rates"] = outcome.drafted[name].position_rates()
-        facts["mean_acceptance_length_by_topic"] = {
-            topic: drafted.mean_acceptance_length
-            for (variant, topic), drafted in outcome.by_topic.items()
-            if variant == name
-        }
-    return figures
+    return summary(cell, outcome, pairs, PLAIN)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = arguments(__doc__, "quick", "data", "threads", "out")
     parser.add_argument("--topics", nargs="+", default=list(TOPICS))
     parser.add_argument("--answers", type=int, help="for training, per topic (1000; quick: 200)")

@@ -80,11 +80,6 @@ def replayed(agrees: Sequence[bool], k: int, max_tokens: int) -> Tally:
 
     A draft's tokens are the target's as long as they are accepted, so teacher-forced agreement
     decides every round.
-
-    Args:
-        agrees: per output token whether the draft's best one is the target's.
-        k: tokens drafted per round.
-        max_tokens: limit of the request: a round does not draft beyond it.
     """
     at, rounds, drafted, accepted = 0, 0, 0, 0
     while at < len(agrees):
@@ -214,12 +209,7 @@ class RoutePrompts:
 def parallel(
     fitting: Mapping[str, Mapping[str, Question]], count: int
 ) -> dict[str, list[Question]]:
-    """Prompts of each language that English has too, and these in English.
-
-    Args:
-        fitting: language to item to prompt, in an order that all languages share.
-        count: of a language's prompts at most; English has all that any other has.
-    """
+    """Prompts of each language that English has too, and these in English."""
     english = fitting[ENGLISH]
     others = {
         language: [item for item in own if item in english][:count]
@@ -464,12 +454,7 @@ def items_of(groups: Mapping[str, Unit]) -> dict[str, list[str]]:
 def rows_of(
     by_seed: Mapping[int, Mapping[str, Groups]], items: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """One row per group and policy, summed over seeds; intervals by bootstrap over items.
-
-    Args:
-        by_seed: seed to the tallies of :func:`chosen`.
-        items: see :func:`items_of`.
-    """
+    """One row per group and policy, summed over seeds; intervals by bootstrap over items."""
     first = next(iter(by_seed.values()))
     rows = []
     for group, members in together(list(first[SINGLE])).items():
@@ -528,14 +513,7 @@ def _gain(*columns: Any) -> float | None:
 
 
 def report(store: Store, common: Mapping[str, Any], rule: MinConfidence, out: Path) -> None:
-    """Print the table and write ``routes.json`` from all arms with these settings.
-
-    Args:
-        store: of the arms.
-        common: settings that they share.
-        rule: the served rule's minimum confidence.
-        out: the folder.
-    """
+    """Print the table and write ``routes.json`` from all arms with these settings."""
     wanted = json.loads(json.dumps(common))
     arms: dict[int, dict[str, Unit]] = {}
     for unit in store.every("routes-arm-"):
@@ -571,7 +549,6 @@ def report(store: Store, common: Mapping[str, Any], rule: MinConfidence, out: Pa
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     learning = Learning()
     parser = arguments(__doc__, "quick", "data", "threads", "out", "published")
     parser.add_argument("--seeds", type=int, nargs="+", default=None)

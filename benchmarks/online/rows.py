@@ -21,19 +21,10 @@ from paceline.deploy.demo.prompts import TOPICS, endless
 from paceline.deploy.recipes.data import DataError, topic_of
 
 HUB = "hf"
-EXTRA = ("finance", "chat")  # known to the folder and the hub alone
 _SEED = 4001
 _GENERATED = 8_000  # of a topic's stream at most
 
-# Topic -> the files that hold its rows, and whether any row of them belongs to it.
-_FILES = {
-    "math": ("math", False),
-    "sql": ("sql", False),
-    "code": ("code", False),
-    "shell": ("lang_en", False),
-    "finance": ("finance", True),
-    "chat": ("chat", True),
-}
+_FILES = {"math": "math", "sql": "sql", "code": "code", "shell": "lang_en"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +52,6 @@ HUB_SETS = {
     ),
     "code": HubSet("google-research-datasets/mbpp", "full", "text", "train", "test"),
     "shell": HubSet("neulab/tldr", "data", "nl", "train", "test"),
-    "finance": HubSet("next-tat/TAT-QA", None, "question", "train", "validation"),
-    "chat": HubSet("tatsu-lab/alpaca", None, "instruction", "train", "train"),
 }
 
 
@@ -100,13 +89,6 @@ def load(
     data: str | None, topic: str, tokenizer: Any, *, train: int | None, test: int
 ) -> Questions:
     """A topic's prompts.
-
-    Args:
-        data: folder of rows, ``hf``, or None for the generator.
-        topic: one of the four, or of ``EXTRA``.
-        tokenizer: the target's, with its chat template.
-        train: prompts of the stream at most; None takes all there are.
-        test: prompts of the test at most.
 
     Raises:
         paceline.deploy.recipes.data.DataError: the source lacks the topic, or is not there.
@@ -162,14 +144,13 @@ def _generated(topic: str, split: str) -> Iterator[tuple[str, str]]:
 
 
 def _folder(folder: Path, topic: str, split: str) -> Iterator[tuple[str, str]]:
-    name, any_row = _FILES[topic]
-    path = folder / f"{name}_{split}.jsonl.gz"
+    path = folder / f"{_FILES[topic]}_{split}.jsonl.gz"
     if not path.is_file():
         raise DataError(f"--data: no {path.name} in that folder")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            if any_row or topic_of(str(row["id"]), str(row["topic"])) == topic:
+            if topic_of(str(row["id"]), str(row["topic"])) == topic:
                 yield str(row["id"]), str(row["prompt"])
 
 
@@ -183,11 +164,8 @@ def _hub(topic: str, split: str) -> Iterator[tuple[str, str]]:
         rows = load_dataset(source.name, source.config, split=getattr(source, split))
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise DataError(f"{source.name} cannot be loaded from the hub: {error}") from error
-    # one split serves both parts where the set has no other: every fifth row is the test's
-    shared = source.train == source.test
     for number, row in enumerate(rows):
-        if not shared or (number % 5 == 0) == (split == "test"):
-            yield f"{source.name}-{split}-{number:06d}", source.form.format(row[source.column])
+        yield f"{source.name}-{split}-{number:06d}", source.form.format(row[source.column])
 
 
 def interleaved(parts: Sequence[Sequence[Question]]) -> list[Question]:

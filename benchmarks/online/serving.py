@@ -73,14 +73,7 @@ def serve(
     """Answer prompts, ``ROWS`` at once, and yield each as it ends.
 
     The engine stands still between two steps of the iterator, and that time is not counted.
-
-    Args:
-        engine: idle.
-        questions: the prompts, in order of arrival.
-        drafts: the draft of each.
-        serving: see Serving.
-        topics: topic of each record; default: the prompt's own.
-        first: number of the first prompt.
+    ``topics`` replace the prompts' own in records; ``first`` is the number of the first prompt.
 
     Raises:
         RuntimeError: a request or a draft failed.
@@ -124,15 +117,8 @@ def answers_of(
 ) -> list[Answer]:
     """Answers with one draft, in the prompts' order; missing ones are computed and kept.
 
-    Their seconds do not compare with those of other runs: every part ends with few rows at work.
-
-    Args:
-        folder: of all answers.
-        name: of these.
-        questions: the prompts; a longer list than last time only adds to it.
-        serving: see Serving.
-        engine: gives an idle engine; called only if something is missing.
-        draft: the frozen general one, or ``off``.
+    ``engine`` gives an idle engine, and is called only if something is missing. A longer list than
+    last time only adds to it. Seconds do not compare with those of other runs: every part ends with few rows at work.
     """
     facts = {"serving": asdict(serving), "draft": draft, "models": base_hashes()}
     journal = Journal(folder / f"{name}-{digest(facts | {'seconds': 'processor'})}.records")

@@ -122,10 +122,6 @@ def pair_by_rank(wanted: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
     The trace's prompts are longer than any that the model takes: their order is kept.
 
-    Args:
-        wanted: tokens of every request's prompt in the trace.
-        lengths: tokens of as many prompts.
-
     Returns:
         For every request the index of its prompt; each is used once.
 

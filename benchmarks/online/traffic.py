@@ -169,15 +169,7 @@ def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
 def planned(
     arrivals: Sequence[Arrival], scale: float, prompts: Prompts, start: int, variant: str
 ) -> list[Planned]:
-    """Requests of a block: due times, prompts and lengths of answers.
-
-    Args:
-        arrivals: of the block.
-        scale: of answers, see :func:`online.traces.output_scale`.
-        prompts: the pool.
-        start: see :meth:`Prompts.part`.
-        variant: one of ``VARIANTS``.
-    """
+    """Requests of a block: due times, prompts and lengths of answers."""
     part = prompts.part(len(arrivals), start)
     lengths = [len(prompts.questions[i].token_ids) for i in part]
     paired = pair_by_rank([arrival.input_tokens for arrival in arrivals], lengths)
@@ -193,9 +185,7 @@ def planned(
 def busy_rate(ended_s: Sequence[float], at_once: int) -> float:
     """Answers per second until the last request was sent and the load fades out.
 
-    Args:
-        ended_s: end of every answer, seconds after the first request was sent.
-        at_once: requests in flight.
+    ``ended_s`` are seconds after the first request was sent, with ``at_once`` in flight.
 
     Raises:
         ValueError: all were sent at once.
@@ -604,7 +594,6 @@ def answers_that_differ(units: Sequence[Unit]) -> dict[str, dict[str, int]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Command line."""
     parser = arguments(__doc__, "quick", "data", "dtype", "out")
     parser.add_argument("--traces", nargs="+", choices=list(FILES), default=None)
     parser.add_argument("--seconds", type=float, help="of a block's arrivals; 180, with --quick 40")

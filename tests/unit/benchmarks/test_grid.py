@@ -9,16 +9,12 @@ from harness import Interval, t_interval
 from online.grid import (
     QUICK_CELLS,
     REFERENCE,
-    Replay,
     every_cell,
     parse,
     summary,
-    without_branches,
 )
-from replay_samples import make_record, with_branches
 from scipy import stats
 
-from paceline.actors.replay.record import encode
 from paceline.actors.training.settings import ObjectiveSettings
 
 
@@ -98,12 +94,3 @@ def test_a_run_that_was_broken_off_is_compared_over_the_seeds_that_it_has() -> N
         "high": None,
     }
     assert cell["greedy"]["clearly"] is None
-
-
-def test_bytes_with_and_without_branches_are_those_on_the_wire() -> None:
-    record = with_branches(make_record(length=6), [(1, (5, 6)), (4, (7,))])
-    facts = Replay((record,), ()).facts()
-    assert facts["bytes_per_record_with_branches"] == len(encode(record))
-    assert facts["bytes_per_record"] == len(encode(without_branches(record)))
-    assert facts["positions_behind_rejected"] == 3
-    assert facts["positions_rejected"] == 2

@@ -68,15 +68,6 @@ def test_recovery_counts_requests_to_the_end_of_the_first_good_window() -> None:
     assert figures.recovered([], 0.20) is None
 
 
-def test_backward_transfer_is_what_the_last_phase_left_of_the_earlier_ones() -> None:
-    matrix = {
-        "a": {"a": 0.9, "b": 0.1, "c": 0.1},
-        "b": {"a": 0.7, "b": 0.8, "c": 0.1},
-        "c": {"a": 0.5, "b": 0.7, "c": 0.6},
-    }
-    assert figures.backward_transfer(matrix, ["a", "b", "c"]) == pytest.approx(-0.25)
-
-
 def test_learning_pays_once_it_has_caught_up_for_good() -> None:
     frozen = counts(0, 0, 0, 0, seconds=2.0)
     online = [Counts(5, 10, 0, 20, s) for s in (2.0, 1.5, 0.5, 0.5)]
@@ -173,11 +164,10 @@ def test_a_shift_gives_matrix_transfer_and_recovery() -> None:
     found = figures.shift_summary(shift, {"a": 0.9, "b": 0.8}, 2, abrupt=True)
     assert found["matrix"]["before"] == {"a": 0.1, "b": 0.1}
     assert found["matrix"]["b"] == {"a": 0.6, "b": 0.8}
-    assert found["backward_transfer"] == pytest.approx(-0.3)
     assert found["recovery"] == {"a": 4, "b": None}
     mixed = figures.shift_summary(shift, {}, 2, abrupt=False)
     assert list(mixed["matrix"]) == ["before", "quarter 1", "quarter 2"]
-    assert "backward_transfer" not in mixed
+    assert "most_lost" not in mixed
     assert found["most_lost"] == {"topic": "a", "lost": pytest.approx(0.3)}
     assert found["mean_at_the_end"]["value"] == pytest.approx(0.7)
     kept = {"before": {"a": 0.1}, "a": {"a": 0.5}}

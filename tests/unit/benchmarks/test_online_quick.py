@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import Store
-from online.__main__ import learning_of, parse
+from online.__main__ import QUICK_LEARNING
 from online.bench import QUICK, Bench
-from online.learner import Learner, Learning
+from online.learner import Learner
 from online.serving import Serving
 from online.units import ORDER, phases_of
 from tiny_models import tiny_llama
@@ -20,8 +20,7 @@ from training_records import training_record
 @pytest.mark.usefixtures("deepspeed")
 def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
     """The quick run's own prompts and rounds, a tiny draft, and made-up answers."""
-    options = parse(["--quick"])
-    learning = replace(learning_of(options).tireless(), micro_steps=1)
+    learning = replace(QUICK_LEARNING.tireless(), micro_steps=1)
     bench = Bench(Store(tmp_path / "store"), None, QUICK, Serving())
     draft = tmp_path / "draft"
     tiny_llama(2, vocab=len(bench.tokenizer), layers=1).save_pretrained(draft)
@@ -32,11 +31,3 @@ def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
             named = {"request_id": question.key, "topic": topic, "prompt_token_ids": prompt}
             learner.add(replace(training_record(number), **named))  # type: ignore[arg-type]
         assert learner._loop.counted[topic].micro_steps > 0, topic
-
-
-def test_a_quick_run_holds_out_more_unless_it_is_told() -> None:
-    assert learning_of(parse([])) == Learning()
-    assert learning_of(parse(["--quick"])).held_out_fraction > Learning().held_out_fraction
-    told = parse(["--quick", "--held-out-fraction", "0.15", "--micro-steps", "5"])
-    assert learning_of(told).held_out_fraction == 0.15
-    assert learning_of(told).micro_steps == 5
