@@ -175,8 +175,8 @@ class Bench:
         if run is None:
             return self.store.find(named, settings)
 
-        def told() -> dict[str, Any]:
+        found = self.store.find(named, settings)
+        if found is None:
             say(f"{named} ...")
-            return run()
-
-        return self.store.unit(named, settings, told)
+            found = self.store.put(named, settings, run())
+        return found

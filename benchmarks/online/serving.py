@@ -118,7 +118,8 @@ def answers_of(
     """Answers with one draft, in the prompts' order; missing ones are computed and kept.
 
     ``engine`` gives an idle engine, and is called only if something is missing. A longer list than
-    last time only adds to it. Seconds do not compare with those of other runs: every part ends with few rows at work.
+    last time only adds to it. Seconds do not compare with those of other runs: every part ends
+    with few rows at work.
     """
     facts = {"serving": asdict(serving), "draft": draft, "models": base_hashes()}
     journal = Journal(folder / f"{name}-{digest(facts | {'seconds': 'processor'})}.records")
