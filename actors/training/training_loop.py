@@ -391,7 +391,7 @@ class TrainingLoop:
         """Note that a topic has reached a plateau; ``before`` are fruitless rounds before this."""
         now, enough = self._fruitless(topic), self._settings.schedule.max_rejections
         if before < enough <= now:
-            why = f"{now} rounds in a row left little to hope for: it rests"
+            why = f"{now} rounds in a row without an expected gain: training pauses"
             self._client.note(topic, {"outcome": "plateau", "reason": why})
 
     def _count_rejection(self, candidate: Candidate) -> None:

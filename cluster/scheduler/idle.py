@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-_ROUTING_S = 0.25  # from the front door to a replica's report; a longer queue is in the report
+_ROUTING_S = 0.25  # from the ingress to a replica's report; a longer queue is in the report
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class TrainerScheduler:
             self._policy.report_load(replica_id, running, waiting, self._clock())
 
     def announce_request(self) -> None:
-        """Take note of a request before it is routed; called by the front door."""
+        """Take note of a request before it is routed; called by the ingress."""
         with self._lock:
             self._policy.announce_request(self._clock())
 

@@ -84,7 +84,7 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
 
 
 def _has_spare_cores(config: PacelineConfig, cores: int) -> bool:
-    """Whether training takes no core from the target, the front door, the router and Ray."""
+    """Whether training takes no core from the target, the ingress, the router and Ray."""
     if config.placement.trainer_is_apart:
         return True
     threads = config.target.num_threads or default_threads(cores)

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"`((?:actors|cluster|deploy)/[\w/]+\.py)(?::([\w.]+))?`")
+NAMED = re.compile(r"`((?:actors|benchmarks|cluster|deploy|tests)/[\w/]+\.py)(?::([\w.]+))?`")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def defined(path: Path) -> set[str]:
@@ -31,7 +36,7 @@ def named(document: Path) -> list[tuple[str, str | None]]:
     return NAMED.findall(document.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_what_documents_name_exists(document: Path) -> None:
     for file, name in named(document):
         assert (ROOT / file).is_file(), f"{document.name}: there is no {file}"
