@@ -89,7 +89,7 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Re
         else:
             await _read_whole(http, body, reply)
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        # a connection that ends after the server has said what is wrong adds nothing
+        # an error that the server sent goes before the end of its connection
         reply.broken = isinstance(error, httpx.TransportError) and reply.error is None
         reply.error = f"{type(error).__name__}: {error}"
         reply.waited(time.monotonic())

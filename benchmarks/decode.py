@@ -18,7 +18,7 @@ from typing import Any
 import peers
 import phases
 import torch
-from decoding import Cell, Served, Variant, make_blocks, run_cell, run_pairs, summary
+from decoding import Cell, Served, Variant, load_engine, make_blocks, run_cell, run_pairs, summary
 from expert_cache import TARGET, experts_dir, facts_of, recipe_of
 from harness import (
     arguments,
@@ -36,7 +36,6 @@ from prompts import MAX_PROMPT_TOKENS, bench_texts, encode, training_texts
 from tqdm import tqdm
 from transformers.utils import logging
 
-from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import (
     load_causal_lm,
@@ -44,7 +43,6 @@ from paceline.actors.engine.model_loader import (
     resolve_device,
     resolve_dtype,
 )
-from paceline.actors.engine.settings import TargetSettings
 
 AUTO, OFF, GENERATE = "paceline auto", "paceline off", "generate"
 FIXED = (2, 4, 6)
@@ -91,19 +89,15 @@ class Bench:
             return load_causal_lm(path, self.dtype, device, attention="sdpa")
 
         def engine(k: int | None) -> Engine:
-            settings = TargetSettings(
-                str(TARGET),
+            return load_engine(
                 {topic: str(path) for topic, path in paths.items()},
+                threads=options.threads,
+                k=k,
                 dtype=str(self.dtype).removeprefix("torch."),
-                num_threads=options.threads,
                 max_num_seqs=max(plan.batches),
                 max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
-                num_speculative_tokens=k,
                 warm_up=True,
-                prefix_cache=False,  # prompts come back in every setting
-                seed=1,
-            )
-            return build_engine(settings)[0]
+            )[0]
 
         self.target = load(TARGET)
         self.experts = {topic: load(path) for topic, path in paths.items()}

@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from expert_cache import TARGET
 from harness import Timing, differing, geometric_mean, paired_ratio, rotation, topic_rates
 from prompts import Prompt
 from tqdm import tqdm
 
+from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.request import (
     FAILED,
     GenerationRequest,
     SamplingParams,
 )
+from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord
 
 MIXED = "mixed"
@@ -101,6 +104,18 @@ def drive(
             if output.chunk.finish_reason in FAILED:
                 raise RuntimeError(f"request {output.request_id} ended with an error")
             yield output
+
+
+def load_engine(
+    drafts: Mapping[str, str], *, threads: int, k: int | None = None, **settings: Any
+) -> tuple[Engine, Any, dict[str, Any]]:
+    """Engine of the embedded target, its tokenizer and facts; ``settings`` as TargetSettings.
+
+    Without a prefix cache, since prompts come back for every variant.
+    """
+    common: dict[str, Any] = {"num_threads": threads, "num_speculative_tokens": k}
+    common |= {"prefix_cache": False, "seed": 1}
+    return build_engine(TargetSettings(str(TARGET), dict(drafts), **(common | settings)))
 
 
 class Served:

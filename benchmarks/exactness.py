@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoding import Block, Cell, Served, run_cell
+from decoding import Block, Cell, Served, load_engine, run_cell
 from expert_cache import DRAFT, TARGET
 from harness import arguments, differing, paired_ratio, write
 from prompts import Prompt, chat_ids
 
-from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.numerics import INVARIANT
-from paceline.actors.engine.settings import Numerics, TargetSettings
+from paceline.actors.engine.settings import Numerics
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 NUMERICS: tuple[Numerics, ...] = ("auto", "invariant")
@@ -50,16 +49,9 @@ def compare(dtype: str, count: int, max_tokens: int, threads: int) -> list[dict[
     """Differing answers of one dtype, with each of the two numerics."""
     variants, resolved = [], {}
     for numerics in NUMERICS:
-        settings = TargetSettings(
-            str(TARGET),
-            {"general": str(DRAFT)},
-            dtype=dtype,
-            num_threads=threads,
-            max_num_seqs=8,
-            numerics=numerics,
-            prefix_cache=False,
+        engine, tokenizer, facts = load_engine(
+            {"general": str(DRAFT)}, threads=threads, dtype=dtype, max_num_seqs=8, numerics=numerics
         )
-        engine, tokenizer, facts = build_engine(settings)
         resolved[numerics] = facts["numerics"]
         for name, k in ((f"{numerics}, off", 0), (f"{numerics}, on", 4)):
             variants.append(Served(name, engine, k, lambda _: "general"))

@@ -107,7 +107,7 @@ def is_back(role: str, victims: set[int], before: int, url: str) -> bool:
             deployments = serve.status().applications[app.APPLICATION].deployments
             return all_run({n: d.replica_states for n, d in deployments.items()}, role, before)
         status = httpx.get(f"{url}/v1/paceline/status", timeout=5).json()
-    except Exception:  # not back: whatever it says
+    except Exception:  # not back
         return False
     learners = {"registry": "weight_versions", "trainer": "trainer", "board": "board"}
     parts = [status[learners[role]]] if role in learners else list(status["shards"].values())

@@ -13,15 +13,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from decoding import drive
-from expert_cache import DRAFT, TARGET, experts_dir
+from decoding import drive, load_engine
+from expert_cache import DRAFT, experts_dir
 from harness import arguments, machine, show, write
 from prompts import chat_ids
 
-from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
-from paceline.actors.engine.settings import TargetSettings
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 MAX_TOKENS = 64
@@ -49,18 +47,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for graphs in (False, True):
         for k in (0, 2, 4, None):
-            settings = TargetSettings(
-                str(TARGET),
+            engine, tokenizer, facts = load_engine(
                 drafts,
+                threads=options.threads,
+                k=k,
                 dtype=options.dtype,
-                num_threads=options.threads,
-                num_speculative_tokens=k,
-                prefix_cache=False,
                 cuda_graphs=graphs,
                 warm_up=True,
-                seed=1,
             )
-            engine, tokenizer, facts = build_engine(settings)
             for batch in options.batches:
                 passes = [
                     rate(engine, tokenizer, options.prompts, batch)

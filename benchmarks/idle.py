@@ -46,7 +46,7 @@ _WARM_UP_REQUESTS = 40
 _IDLE_S = 0.2
 _MS = 1e3
 _BEFORE_S = 0.04  # before an arrival, in which the trainer must compute for a yield
-_WINDOW_S = 0.015  # over which computing is told from waiting for a permit
+_WINDOW_S = 0.015  # that tells computing from waiting for a permit
 _COMPUTES, _RESTS, _AT_REST = 0.5, 0.2, 0.1  # CPU seconds per second
 _GIVE_UP_S = 2.0
 _LATELY = 100  # readings
@@ -276,16 +276,16 @@ def targets(figures: dict[str, Any]) -> list[Target]:
             table = table.get(key) or {}
         return table.get("value") if isinstance(table, dict) else table
 
-    def judged(name: str, value: float | None, bound: float, *, least: bool = False) -> Target:
+    def target(name: str, value: float | None, bound: float, *, least: bool = False) -> Target:
         met = None if value is None else (value >= bound if least else value <= bound)
         return Target(name, value, f"{'>=' if least else '<='} {bound:g}", met)
 
     return [
-        judged("time per output token, p50, on / off", at(tpot, "p50", "ratio"), 1.05),
-        judged("time per output token, p99, on / off", at(tpot, "p99", "ratio"), 1.15),
-        judged("time to first token, p99, on - off, ms", at(ttft, "p99", "difference"), 20.0),
-        judged("share of idle time used", idle["used_share"], 0.8, least=True),
-        judged("yield, p99, ms", idle["yield_ms"]["p99"], 50.0),
+        target("time per output token, p50, on / off", at(tpot, "p50", "ratio"), 1.05),
+        target("time per output token, p99, on / off", at(tpot, "p99", "ratio"), 1.15),
+        target("time to first token, p99, on - off, ms", at(ttft, "p99", "difference"), 20.0),
+        target("share of idle time used", idle["used_share"], 0.8, least=True),
+        target("yield, p99, ms", idle["yield_ms"]["p99"], 50.0),
     ]
 
 

@@ -88,7 +88,7 @@ class Continuous:
         """See Variant. Its thread and pages are made before and ended after what is timed.
 
         Raises:
-            RuntimeError: where a request fails.
+            RuntimeError: a request failed.
         """
         longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
         # Its default takes most of the machine's memory.

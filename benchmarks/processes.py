@@ -10,7 +10,7 @@ import psutil
 # Ray writes what a process is into its title: ray::Class or ray::Class.method for an actor.
 TITLES = {
     "target": "ray::ServeReplica:paceline:target",
-    "expert": "ray::ServeReplica:paceline:expert-",  # where drafts have deployments of their own
+    "expert": "ray::ServeReplica:paceline:expert-",  # if drafts have deployments of their own
     "router": "ray::ServeReplica:paceline:router",
     "ingress": "ray::ServeReplica:paceline:ingress",
     "proxy": "ray::ProxyActor",

@@ -18,14 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from decoding import MIXED, Block, Cell, Served, run_cell, summary
-from expert_cache import DRAFT, TARGET, experts_dir, facts_of
+from decoding import MIXED, Block, Cell, Served, load_engine, run_cell, summary
+from expert_cache import DRAFT, experts_dir, facts_of
 from harness import arguments, interval, machine, say, show, topic_rates, write
 from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
 from transformers.utils import logging
 
-from paceline.actors.engine.build import build_engine
-from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.record import encode as encode_record
 from paceline.actors.router.classifier import TopicClassifier
@@ -134,19 +132,15 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     if missing := [topic for topic in texts if facts_of(folder / topic) is None]:
         raise SystemExit(f"no trained expert for {', '.join(missing)}: run make experts first")
     drafts = {GENERAL: str(DRAFT)} | {topic: str(folder / topic) for topic in texts}
-    settings = TargetSettings(
-        str(TARGET),
-        drafts,
-        dtype=options.dtype,
-        num_threads=options.threads,
-        max_num_seqs=plan.batch,
-        num_speculative_tokens=options.tokens,
-        max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
-        prefix_cache=False,  # prompts come back in every setting
-        seed=1,
-    )
     torch.set_num_threads(options.threads)
-    engine, tokenizer, _ = build_engine(settings)
+    engine, tokenizer, _ = load_engine(
+        drafts,
+        threads=options.threads,
+        k=options.tokens,
+        dtype=options.dtype,
+        max_num_seqs=plan.batch,
+        max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
+    )
     every, cell = encode(tokenizer, texts), Cell(plan.batch, 0.0)
     primer = [p for own in every.values() for p in own[: plan.primer]]
     measured = {t: own[plan.primer : plan.primer + plan.per_topic] for t, own in every.items()}

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decoding import Cell, Served, Variant, make_blocks, run_cell, summary
+from decoding import Cell, Served, Variant, load_engine, make_blocks, run_cell, summary
 from expert_cache import (
     DRAFT,
     TARGET,
@@ -42,10 +42,8 @@ from online.learner import MAX_LENGTH
 from online.rows import label
 from online.serving import Serving
 from online.units import sides_of
-from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
-from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_heads
 from paceline.actors.training.batches import make_batch, micro_batches
@@ -239,18 +237,8 @@ def make_variants(
     heads |= {f"heads-{topic}": str(trained.folder("heads", topic)) for topic in topics}
 
     def engine(drafts: dict[str, str], heads: dict[str, str], k: int | None) -> Engine:
-        settings = TargetSettings(
-            str(TARGET),
-            drafts,
-            heads,
-            num_threads=threads,
-            max_num_seqs=1,
-            max_model_len=512,
-            num_speculative_tokens=k,
-            prefix_cache=False,  # a prompt comes back for every variant
-            seed=1,
-        )
-        return build_engine(settings)[0]
+        own: dict[str, Any] = {"heads": heads, "max_num_seqs": 1, "max_model_len": 512}
+        return load_engine(drafts, threads=threads, k=k, **own)[0]
 
     both = engine(drafts, heads, 0)
     clock = time.process_time if threads == 1 else time.perf_counter

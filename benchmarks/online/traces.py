@@ -32,8 +32,8 @@ def read_trace(path: Path) -> list[Arrival]:
     """All rows of a gzip'd trace (``arrival_s``, ``input_tokens``, ``output_tokens``), in order.
 
     Raises:
-        OSError: where it cannot be read.
-        ValueError: where it holds no row.
+        OSError: it cannot be read.
+        ValueError: it holds no row.
     """
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]

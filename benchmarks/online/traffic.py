@@ -98,7 +98,7 @@ class Plan:
         warm_up: requests before the clock runs.
         probe: requests that measure the capacity.
         drain_s: time for answers after the last arrival.
-        lesson_s: of traffic that ``online`` has learnt from before the first block.
+        lesson_s: of traffic that ``online`` is trained on before the first block.
         lesson_load: of that time, as a fraction of the capacity.
     """
 
