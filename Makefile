@@ -27,7 +27,7 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
-	bench-in-flight bench-idle bench-proof test test-full test-cluster test-gpu check format links \
+	bench-in-flight bench-idle bench-proof test test-full test-cluster test-gpu check format \
 	clean
 
 help:
@@ -142,14 +142,10 @@ bench-proof: setup
 bench-idle: setup
 	@$(PY) benchmarks/idle.py $(ARGS)
 
-links:
-	@mkdir -p .typing/paceline
-	@for room in actors cluster deploy; do ln -sfn ../../$$room .typing/paceline/$$room; done
-
-check: setup links
+check: setup
 	ruff check .
 	ruff format --check .
-	cd .typing && $(BIN)/mypy -p paceline --config-file ../pyproject.toml
+	mypy -p paceline
 	lint-imports
 
 format: setup
@@ -175,13 +171,13 @@ test-full: check
 
 # Three hosts of this machine's own, `ray up` and the death of one: root, and Debian's iproute2,
 # openssh-server and rsync. Eight minutes on two cores that have nothing else to do.
-test-cluster: setup links
+test-cluster: setup
 	$(PY) -m pytest -v tests/cluster $(ARGS)
 
 # On a machine with a GPU: CUDA graphs, the engine, training and the whole system on it. The engine's
 # unit tests have their models there with PACELINE_TEST_DEVICE=cuda; some of them ask what CPUs do.
-test-gpu: setup links
+test-gpu: setup
 	$(PY) -m pytest -v tests/gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) .typing .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
