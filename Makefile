@@ -1,8 +1,8 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
-#   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routing
-#   make bench-routes | bench-traffic | bench-in-flight | bench-idle | bench-proof | test-cluster
+#   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa
+#   make bench-routes | bench-traffic | bench-idle | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -26,9 +26,8 @@ export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
-	bench-online bench-grid bench-adapters bench-medusa bench-routing bench-routes bench-traffic \
-	bench-in-flight bench-idle bench-proof test test-full test-cluster test-gpu check format \
-	clean
+	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-traffic \
+	bench-idle bench-proof test test-full test-cluster test-gpu check format clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -93,11 +92,6 @@ bench-placement: setup
 bench-grid: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
 
-# Cost of the router and of a wrong route; needs the experts.
-bench-routing: setup
-	@$(PY) benchmarks/experts.py
-	@$(PY) benchmarks/routing.py $(ARGS)
-
 # Memory and acceptance of full copies and adapters.
 bench-adapters: setup
 	@$(PY) benchmarks/adapters.py $(ARGS)
@@ -120,10 +114,6 @@ bench-online: setup
 # Request traces replayed open-loop: plain, frozen and online serving compared.
 bench-traffic: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
-
-# The same without HTTP: engines with several requests in flight, the controller choosing k.
-bench-in-flight: setup
-	@PYTHONPATH=benchmarks $(PY) -m online.in_flight $(ARGS)
 
 # Experts behind the router against one draft of the same size and training steps.
 bench-routes: setup

@@ -241,7 +241,7 @@ def test_the_bench_takes_an_expert_of_any_settings_but_no_other_prompts_or_weigh
 def test_a_broken_promise_of_invariance_is_a_fault() -> None:
     def result(numerics: str, differ: int) -> dict[str, object]:
         ways = {"off, 8 at once": 0, "on, 8 at once": differ}
-        return {"dtype": "bfloat16", "resolved": numerics, "answers": 104, "differ": ways}
+        return {"dtype": "bfloat16", "numerics": numerics, "answers": 104, "differ": ways}
 
     assert exactness.broken([result("invariant", 0), result("varying", 7)]) == []
     [fault] = exactness.broken([result("invariant", 1)])
