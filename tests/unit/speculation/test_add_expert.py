@@ -11,7 +11,6 @@ from torch import Tensor
 from unit.engine.test_graphs import graphed
 
 from paceline.actors.engine import fused as fused_layers
-from paceline.actors.engine import linear
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
 from paceline.actors.weights.slots import in_canary
@@ -198,7 +197,7 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(
     """Later swaps work, and the memory of the failed attempt is freed."""
     engine, left = engine_with(kind), [0]
     decoder = engine.draft_runner._proposer._stacks["a"].runner.decoder  # type: ignore[attr-defined]
-    new_empty, pack = Tensor.new_empty, linear._pack
+    new_empty = Tensor.new_empty
 
     def short(allocate: Any) -> Any:
         def allocated(*arguments: Any, **options: Any) -> Any:
@@ -218,7 +217,6 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(
         left[0] = failures
         with monkeypatch.context() as scarce:
             scarce.setattr(Tensor, "new_empty", short(new_empty))
-            scarce.setattr(linear, "_pack", short(pack))
             engine.updates.put(AddExpert("c", "a"))
             run(engine)
         if "c" in engine.drafts():
