@@ -96,7 +96,6 @@ class Bench:
                 dtype=str(self.dtype).removeprefix("torch."),
                 max_num_seqs=max(plan.batches),
                 max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
-                warm_up=True,
             )[0]
 
         self.target = load(TARGET)

@@ -53,7 +53,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 k=k,
                 dtype=options.dtype,
                 cuda_graphs=graphs,
-                warm_up=True,
             )
             for batch in options.batches:
                 passes = [

@@ -161,7 +161,6 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     settings = TargetSettings(
         str(TARGET),
         drafts,
-        warm_up=True,
         dtype=options.dtype,
         device="cpu",
         num_threads=options.threads,
