@@ -182,7 +182,7 @@ class Load:
         back_off_s: float = 0.2,
     ) -> None:
         self.seen: list[Reply] = []
-        self.broken = 0
+        self.broken = self._answered = 0
         self._url, self._requests, self._at_once = url, requests, at_once
         self._retry_s, self._back_off_s = retry_s, back_off_s
 
@@ -190,6 +190,11 @@ class Load:
     def begun(self) -> int:
         """Attempts with a token."""
         return sum(reply.begun for reply in self.seen)
+
+    @property
+    def open(self) -> int:
+        """Requests without a last reply yet."""
+        return len(self._requests) - self._answered
 
     @property
     def longest_pause_s(self) -> float:
@@ -204,7 +209,9 @@ class Load:
 
             async def one(body: dict[str, Any]) -> Reply:
                 async with gate:
-                    return await self._one(http, body)
+                    reply = await self._one(http, body)
+                self._answered += 1
+                return reply
 
             return list(await asyncio.gather(*map(one, self._requests)))
 

@@ -71,7 +71,7 @@ async def disturbed(running: RunningApp, fault: str) -> list[Reply]:
     answers = asyncio.create_task(load.run())
     try:
         await until(lambda: load.begun >= STREAMS, "the first tokens of every stream")
-        assert sum(reply.finish is None for reply in load.replies[:STREAMS]) >= 50
+        assert sum(reply.finish is None for reply in load.seen[:STREAMS]) >= 50
         victim.kill() if fault == "kill" else victim.suspend()
         return await answers
     finally:
