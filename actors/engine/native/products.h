@@ -1,4 +1,4 @@
-// Products of rows with a weight: y = x W^T + bias, W read once for up to 16 rows.
+// Products of rows with a weight: y = x W^T + bias, W read once for up to 8 rows.
 //
 // Every element of y is one chain of sums over the columns of x in ascending order (in bfloat16 two
 // columns at a time, as the processor's dot product takes them). So its bits depend on its own row
@@ -145,9 +145,8 @@ void chunk(const void* job, int64_t index) {
     for (int64_t block = from; block < to; block += 4) {
       const int64_t end = std::min(to, block + 4);
       int64_t row = 0;
-      for (; row + 6 <= p.rows; row += 6) panel<T, 6, 4>(p, row, block, end);
-      if (p.rows - row > 4) panel<T, 6, 4>(p, row, block, end);
-      else if (p.rows - row > 2) panel<T, 4, 4>(p, row, block, end);
+      for (; p.rows - row > 4; row += 6) panel<T, 6, 4>(p, row, block, end);
+      if (p.rows - row > 2) panel<T, 4, 4>(p, row, block, end);
       else if (p.rows > row) panel<T, 2, 4>(p, row, block, end);
     }
     return;
