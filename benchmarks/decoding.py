@@ -109,7 +109,7 @@ def drive(
 def load_engine(
     drafts: Mapping[str, str], *, threads: int, k: int | None = None, **settings: Any
 ) -> tuple[Engine, Any, dict[str, Any]]:
-    """Engine of the embedded target, its tokenizer and facts; ``settings`` as TargetSettings.
+    """Engine of the small target, its tokenizer and facts; ``settings`` as TargetSettings.
 
     Without a prefix cache, since prompts come back for every variant.
     """

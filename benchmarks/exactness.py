@@ -7,7 +7,7 @@ are compared with those of plain decoding eight at once. If an answer differs wi
 the gap of the target's two best logits at the first differing position is printed, computed in
 float32: a gap of the dtype's rounding means that a near-tie was rounded differently.
 
-The embedded target is drafted for by its draft, any other target by its own first two layers.
+The small target is drafted for by its draft, any other target by its own first two layers.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def broken(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def main() -> int:
     """Compare and print one JSON object per dtype; 1 if a promise is broken."""
     parser = arguments(__doc__)
-    parser.add_argument("--target", help="as target.path; default: the embedded one")
+    parser.add_argument("--target", help="as target.path; default: the small one")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=int, default=104)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from paceline.deploy.config.config import MODELS_DIR
-
-TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
+_MODELS = Path(__file__).parents[1] / "tests" / "fixtures"
+TARGET, DRAFT = _MODELS / "target", _MODELS / "draft-general"
+SMALL_MODELS = {"target.path": str(TARGET), "drafts.general": str(DRAFT)}  # configuration keys
 _FACTS = "recipe.json"
 _WEIGHTS = "model.safetensors"
 _BASE_FILES = ("config.json", "tokenizer.json")

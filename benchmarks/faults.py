@@ -27,6 +27,7 @@ import httpx
 import processes
 import psutil
 from clients import Load, Reply, bodies, until
+from expert_cache import SMALL_MODELS
 from harness import arguments, machine, say, show, write
 from ray import serve
 
@@ -217,6 +218,7 @@ def config_of(options: argparse.Namespace, state_dir: str, *, pool: bool) -> Pac
     return load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": options.port,
             "state_dir": state_dir,
             "target.dtype": options.dtype,

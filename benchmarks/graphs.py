@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/graphs.py
 
-Greedy tokens per second of the embedded target with the drafts of ``make experts``, four topics
+Greedy tokens per second of the small target with the drafts of ``make experts``, four topics
 mixed; every line is the best of its passes, the first of which is not counted.
 """
 

@@ -2,7 +2,7 @@
 
     make bench-idle ARGS="--requests 200"
 
-The embedded models over HTTP under open-loop traffic with gaps (Poisson arrivals). Blocks with
+The small models over HTTP under open-loop traffic with gaps (Poisson arrivals). Blocks with
 trainers on and off (the trainer scheduler paused) take turns, a pair with the same requests, so
 that each request is compared with itself. Idle are gaps of over 200 ms without a request in flight;
 the trainer's use of them, and how long it continues after the arrival that ends a gap, are read
@@ -28,6 +28,7 @@ import httpx
 import numpy as np
 import ray
 from clients import Outcome, Planned, replay, until
+from expert_cache import SMALL_MODELS
 from harness import arguments, bootstrap, interval, machine, say, show, write
 
 from paceline.deploy import app
@@ -356,6 +357,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Start the server, run all blocks, and compute the figures."""
     with tempfile.TemporaryDirectory() as state_dir:
         overrides = {
+            **SMALL_MODELS,
             "port": options.port,
             "state_dir": state_dir,
             "target.prefix_cache": False,  # each prompt comes twice, and must cost the same

@@ -2,7 +2,7 @@
 
     make bench-memory
 
-Requests are admitted into a real engine (embedded target, no drafts) until one has to wait, and
+Requests are admitted into a real engine (small target, no drafts) until one has to wait, and
 answered to their ends. The static cache is really allocated for one request.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_cache import TARGET
 from harness import arguments, machine, rss_mib, show, write
 from transformers import AutoConfig, StaticCache
 
@@ -23,7 +24,6 @@ from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
-from paceline.deploy.config.config import MODELS_DIR
 
 _MIB = 2**20
 _SEED = 7
@@ -141,7 +141,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write the file."""
     parser = arguments(__doc__, "dtype", "threads")
-    parser.add_argument("--target", type=Path, default=MODELS_DIR / "target")
+    parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512, help="of a request, answer included")
     parser.add_argument("--output", type=int, default=16, help="of them answer")

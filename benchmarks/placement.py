@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from decoding import Block, Cell, Served, run_cell, summary
-from expert_cache import TARGET, experts_dir, facts_of
+from expert_cache import DRAFT, TARGET, experts_dir, facts_of
 from harness import arguments, interval, machine, say, show, write
 from prompts import MAX_PROMPT_TOKENS, Prompt, bench_texts, encode
 
@@ -34,7 +34,6 @@ from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.settings import ExpertSettings
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
-from paceline.deploy.config.config import MODELS_DIR
 
 PLAIN, COLOCATED, POOL, AHEAD = "plain", "colocated", "pool", "pool, ahead"
 _START_S, _CONNECT_S, _ROUND_S = 120.0, 10.0, 1.0
@@ -155,9 +154,7 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     prompts = encode(load_tokenizer(TARGET), texts)
     folder = experts_dir(options.out, None)
     trained = all(facts_of(folder / topic) is not None for topic in prompts)
-    drafts = {
-        topic: str(folder / topic if trained else MODELS_DIR / "draft-general") for topic in prompts
-    }
+    drafts = {topic: str(folder / topic if trained else DRAFT) for topic in prompts}
     settings = TargetSettings(
         str(TARGET),
         drafts,
@@ -170,7 +167,7 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         prefix_cache=False,
         seed=1,
     )
-    say(f"drafts: {'trained experts' if trained else 'the embedded general one'}")
+    say(f"drafts: {'trained experts' if trained else 'the general one'}")
     plain, _, _ = build_engine(replace(settings, drafts={}, num_speculative_tokens=0))
     colocated, _, _ = build_engine(settings)
     torch.set_num_threads(options.threads)

@@ -29,6 +29,7 @@ import numpy as np
 import processes
 import psutil
 from clients import CHAT, Reply, ask
+from expert_cache import SMALL_MODELS
 from harness import arguments, machine, say, show, write
 from scipy import stats  # type: ignore[import-untyped]
 
@@ -385,7 +386,12 @@ def main() -> int:
     options = parser.parse_args()
     every_s = min(options.every_s, options.minutes * 60.0 / 9.0)
     with tempfile.TemporaryDirectory() as state_dir:
-        overrides = {"port": options.port, "state_dir": state_dir, "ray.dashboard": False}
+        overrides = {
+            **SMALL_MODELS,
+            "port": options.port,
+            "state_dir": state_dir,
+            "ray.dashboard": False,
+        }
         with app.start(load_config(None, overrides)) as running:
             readings, mixed = asyncio.run(
                 soak(running.base_url, options.minutes, every_s, options.warm_up_s)

@@ -1,7 +1,7 @@
 """Measure step times as the goodput controller does at start; ``paceline plan --steps`` reads them.
 
     .venv/bin/python benchmarks/steps.py
-    .venv/bin/paceline plan deploy/models/target deploy/models/draft-general \
+    .venv/bin/paceline plan tests/fixtures/target tests/fixtures/draft-general \
         --steps out/bench/steps.json
 
 Target steps by (rows, new tokens of each row), draft steps by (rows, experts), each the best of

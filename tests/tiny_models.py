@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the special tokens of the embedded target."""
+    """A byte-level BPE with the special tokens of the small target."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -8,7 +8,7 @@ them) share them as the trainer schedules. Then every draft is run over the targ
 prompts that neither has seen, which for greedy answers decides exactly what speculation with it
 would have done: one training run evaluates every routing policy.
 
-The embedded target knows four kinds of English text; on other prompts acceptance says how a draft
+The small target knows four kinds of English text; on other prompts acceptance says how a draft
 follows it, and nothing of the text.
 """
 

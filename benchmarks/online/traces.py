@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 GENERATED = "generated bursts"
-OUTPUT_TOKENS = 256  # of an answer at most, of the embedded target's context of 1024
+OUTPUT_TOKENS = 256  # of an answer at most, of the small target's context of 1024
 FILES = {"azure code": "azure2023_code.jsonl.gz", "azure conv": "azure2023_conv.jsonl.gz"}
 _MINUTE_S = 60.0
 _LEAD = 0.25  # of a window's requests come before the busiest minute

@@ -37,7 +37,7 @@ import httpx
 import numpy as np
 import processes
 from clients import Load, Outcome, Planned, one_by_one, replay
-from expert_cache import TARGET, base_hashes
+from expert_cache import SMALL_MODELS, TARGET, base_hashes
 from harness import (
     Store,
     Timing,
@@ -278,6 +278,7 @@ def config_of(options: argparse.Namespace, variant: str, state_dir: Path) -> Pac
         ONLINE: {"replay.persist": True},  # a block continues with the records of the one before
     }
     common = {
+        **SMALL_MODELS,
         "port": options.port,
         "state_dir": str(state_dir),
         "target.dtype": options.dtype,

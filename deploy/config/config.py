@@ -33,6 +33,7 @@ from paceline.deploy.errors import ConfigError
 
 WEIGHTS_FOLDER = "weights"  # of versions and decisions, in the state folder
 MODELS_DIR = Path(__file__).parents[1] / "models"
+_SMALL_MODELS = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
 
 
 class PacelineConfig(Section):
@@ -80,19 +81,20 @@ class PacelineConfig(Section):
     def target_path(self) -> Path:
         """Folder of the target; ``model_store.fetch`` makes it if it is fetched or converted."""
         if self.target.path == EMBEDDED:
-            return MODELS_DIR / "target"
+            return _SMALL_MODELS / "target"
         return model_store.locate(self.target.path)
 
     @property
     def router_path(self) -> Path:
         """Folder of the topic classifier."""
-        return _resolve(self.router.path, "router")
+        return _resolve(self.router.path, MODELS_DIR / "router")
 
     @property
     def draft_paths(self) -> dict[str, Path]:
         """Folder of the initial weights by expert."""
+        draft = _SMALL_MODELS / "draft-general"
         return {
-            expert: _resolve(self.drafts.paths.get(expert, self.drafts.general), "draft-general")
+            expert: _resolve(self.drafts.paths.get(expert, self.drafts.general), draft)
             for expert in self.drafts.experts
         }
 
@@ -124,8 +126,8 @@ def default_threads(cores: int) -> int:
     return max(1, cores // 2)
 
 
-def _resolve(path: str, embedded: str) -> Path:
-    return MODELS_DIR / embedded if path == EMBEDDED else Path(path).expanduser().absolute()
+def _resolve(path: str, embedded: Path) -> Path:
+    return embedded if path == EMBEDDED else Path(path).expanduser().absolute()
 
 
 def load_config(

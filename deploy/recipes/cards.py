@@ -18,7 +18,6 @@ from paceline.deploy.recipes.checkpoints import sha256
 
 FIGURES_FILE = "figures.json"
 TOPICS = ("math", "code", "sql", "shell")
-NAMES = ("target", "draft-general", "router")
 
 FRONT = """\
 ---
@@ -173,15 +172,15 @@ CARDS = {"target": target_card, "draft-general": draft_card, "router": router_ca
 
 
 def write_cards(models: Path) -> None:
-    """Write ``README.md`` into each model's folder.
+    """Write ``README.md`` into the folder of each model of the figures file.
 
     Raises:
         FileNotFoundError: there is no figures file, or a model is missing.
         KeyError: the figures file lacks something that a card needs.
     """
     facts = json.loads((models / FIGURES_FILE).read_text())
-    for name in NAMES:
-        text = CARDS[name](facts[name])
+    for name, own in facts.items():
+        text = CARDS[name](own)
         (models / name / "README.md").write_text(f"{FRONT}\n{text}\n{hashes(models / name)}")
 
 

@@ -16,6 +16,7 @@ import httpx
 import processes
 import pytest
 from clients import Load, Reply, bodies, until
+from fixture_models import DRAFT, TARGET
 from hosts import ROOT, Host, Hosts, missing
 from launched import Launched
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]
 
 ARGUMENTS = {
     "target": {
+        "path": str(TARGET),
         "dtype": "float32",
         "num_threads": 1,
         "num_replicas": 2,
@@ -32,7 +34,12 @@ ARGUMENTS = {
         "stall_timeout_s": 20.0,
         "failover_timeout_s": 200.0,
     },
-    "drafts": {"topics": ["sql"], "num_threads": 1, "round_timeout_ms": 2000.0},
+    "drafts": {
+        "general": str(DRAFT),
+        "topics": ["sql"],
+        "num_threads": 1,
+        "round_timeout_ms": 2000.0,
+    },
     "router": {"enabled": False},
     "training": {"num_threads": 1, "round_seconds": 3.0, "canary_share": 0.0, "max_occupancy": 1.0},
     "placement": {"learning": {"training": 0.01}},  # not on the head: its host is to die

@@ -15,6 +15,7 @@ import httpx
 import processes
 import pytest
 from clients import Load, Reply, bodies, until
+from fixture_models import SMALL_MODELS
 from free_ports import find_port
 from ray import serve
 from replies import answered
@@ -34,6 +35,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import ray
 import torch
+from fixture_models import DRAFT, SMALL_MODELS
 from free_ports import find_port
 from waiting import wait_until
 
@@ -23,7 +24,7 @@ from paceline.actors.weights.flat_weights import flatten
 from paceline.actors.weights.versions import TopicStatus
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]
@@ -37,6 +38,7 @@ def running(
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",
@@ -92,7 +94,7 @@ def speculation(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def noise(size: float) -> Any:
-    model = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
+    model = load_causal_lm(DRAFT, torch.float32, attention="sdpa")
     generator = torch.Generator().manual_seed(1)
     state = model.state_dict().items()
     return flatten(

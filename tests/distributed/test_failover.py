@@ -12,6 +12,7 @@ import processes
 import pytest
 import torch
 from clients import Load, Reply, bodies, until
+from fixture_models import SMALL_MODELS
 from free_ports import find_port
 
 from paceline.actors.engine.native.library import kernels_for
@@ -28,6 +29,7 @@ def two_replicas(dtype: str, state_dir: Path) -> Any:
     return load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(state_dir),
             "target.dtype": dtype,

@@ -1,4 +1,4 @@
-"""The embedded models behind real HTTP: exact answers, swaps, and kill -9 of every learner.
+"""The small models behind real HTTP: exact answers, swaps, and kill -9 of every learner.
 
 One application for the module; it trains while it serves. Every answer is greedy in float32, so
 each must be the same tokens however it was drafted and whatever died meanwhile.
@@ -20,13 +20,14 @@ import psutil
 import pytest
 import ray
 import torch
+from fixture_models import DRAFT, SMALL_MODELS, TARGET
 from waiting import wait_until
 
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
@@ -46,6 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": free_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",
@@ -109,7 +111,7 @@ def plain(running: RunningApp) -> list[list[int]]:
 
 def publish_noise(running: RunningApp, topic: str, seed: int, scale: float = 0.02) -> int:
     """Publish a disturbed draft, as a trainer would; returns its weight_version."""
-    model = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
+    model = load_causal_lm(DRAFT, torch.float32, attention="sdpa")
     generator = torch.Generator().manual_seed(seed)
     state = {
         name: weight + scale * torch.randn(weight.shape, generator=generator)
@@ -190,10 +192,10 @@ def test_a_topic_whose_expert_is_bad_goes_to_general_and_keeps_its_records(
     assert kept - before >= len(drafts) - 10  # the last ones may be on their way
 
 
-def test_the_embedded_target_answers_as_transformers_generate_does(plain: list[list[int]]) -> None:
+def test_the_target_answers_as_transformers_generate_does(plain: list[list[int]]) -> None:
     from transformers import AutoTokenizer
 
-    path = MODELS_DIR / "target"
+    path = TARGET
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = load_causal_lm(path, torch.float32, attention="sdpa")
     for index in range(0, len(PROMPTS), 13):

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import ray
 import yaml
+from fixture_models import SMALL_MODELS
 from free_ports import find_port
 
 from paceline.deploy.config.config import load_config
@@ -61,12 +62,13 @@ class Scraped:
 
 @pytest.fixture(scope="module")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The embedded models with fast learning, and Ray's dashboard with its scrape targets."""
+    """The small models with fast learning, and Ray's dashboard with its scrape targets."""
     from paceline.deploy import app
 
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.num_threads": 1,

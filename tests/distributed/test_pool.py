@@ -1,4 +1,4 @@
-"""The embedded models with their drafts in a pool, over real HTTP: same text, whatever is killed.
+"""The small models with their drafts in a pool, over real HTTP: same text, whatever is killed.
 
 Two experts, each a Serve deployment. Answers are greedy in float32, so each must be the target's
 own tokens, however it was drafted and whoever died meanwhile.
@@ -19,6 +19,7 @@ import processes
 import pytest
 import ray
 import torch
+from fixture_models import DRAFT, SMALL_MODELS
 from free_ports import find_port
 from waiting import wait_until
 
@@ -26,7 +27,7 @@ from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import generate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -44,6 +45,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",
@@ -133,7 +135,7 @@ def test_answers_are_the_targets_own_and_drafts_come_from_the_pool(
 def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
-    model = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
+    model = load_causal_lm(DRAFT, torch.float32, attention="sdpa")
     noise = torch.Generator().manual_seed(1)
     state = {
         name: weight + 0.02 * torch.randn(weight.shape, generator=noise)

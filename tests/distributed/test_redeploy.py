@@ -16,6 +16,7 @@ import httpx
 import processes
 import pytest
 from clients import Load, Reply, bodies, until
+from fixture_models import DRAFT, TARGET
 from free_ports import find_port
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -42,8 +43,13 @@ class Cluster:
             "import_path": "paceline.deploy.cluster_app:build",
             "args": {
                 "weights": {"storage": storage},
-                "target": {"dtype": "float32", "num_threads": 1, "drain_timeout_s": 0.5},
-                "drafts": {"topics": ["sql"]},
+                "target": {
+                    "path": str(TARGET),
+                    "dtype": "float32",
+                    "num_threads": 1,
+                    "drain_timeout_s": 0.5,
+                },
+                "drafts": {"general": str(DRAFT), "topics": ["sql"]},
                 "router": {"enabled": False},
                 "training": {"enabled": False},
             },

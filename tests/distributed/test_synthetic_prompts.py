@@ -1,4 +1,4 @@
-"""The embedded models: an idle target makes prompts up, answers them, and lets go for requests."""
+"""The small models: an idle target makes prompts up, answers them, and lets go for requests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import ray
+from fixture_models import SMALL_MODELS
 from free_ports import find_port
 from waiting import eventually
 
@@ -30,6 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",

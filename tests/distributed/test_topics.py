@@ -1,4 +1,4 @@
-"""The embedded models: a topic is added under load, is learnt, and outlives deaths and a restart.
+"""The small models: a topic is added under load, is learnt, and outlives deaths and a restart.
 
 Greedy answers in float32, so each must be the target's own tokens, whoever drafts.
 """
@@ -16,6 +16,7 @@ import httpx
 import pytest
 import ray
 from clients import Load, bodies
+from fixture_models import SMALL_MODELS
 from free_ports import find_port
 from topic_examples import trips
 from waiting import eventually, wait_until
@@ -34,6 +35,7 @@ def config_of(state: Path, placement: str) -> PacelineConfig:
     return load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(state),
             "target.dtype": "float32",

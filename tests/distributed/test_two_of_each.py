@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 from clients import Load, Reply, bodies, until
+from fixture_models import DRAFT, SMALL_MODELS
 from free_ports import find_port
 from replies import answered
 
@@ -20,7 +21,7 @@ from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
-from paceline.deploy.config.config import MODELS_DIR, load_config
+from paceline.deploy.config.config import load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -33,6 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "ingress.num_replicas": 2,
@@ -116,7 +118,7 @@ def test_both_targets_log_to_one_shard_and_take_up_one_version(running: RunningA
         )
     )
 
-    draft = load_causal_lm(MODELS_DIR / "draft-general", torch.float32, attention="sdpa")
+    draft = load_causal_lm(DRAFT, torch.float32, attention="sdpa")
     published = running.registry.publish.remote("sql", flatten(draft.state_dict()), {"test": True})
     version: int = ray.get(published, timeout=60)
 

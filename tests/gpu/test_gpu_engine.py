@@ -1,4 +1,4 @@
-"""The whole engine over the embedded models on a GPU: text is the target's, however drafted."""
+"""The whole engine over the small models on a GPU: text is the target's, however drafted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engines import run, tokens_of
+from fixture_models import DRAFT, TARGET
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
@@ -15,11 +16,9 @@ from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pending_updates import SwapWeights
-from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.demo.prompts import TOPICS, generate
 
 TOKENS, PER_TOPIC = 48, 4
-TARGET, DRAFT = MODELS_DIR / "target", MODELS_DIR / "draft-general"
 
 
 def build(**own: Any) -> tuple[Engine, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fixture_models import SMALL_MODELS
 from free_ports import find_port
 from waiting import wait_until
 
@@ -32,6 +33,7 @@ def running(
     config = load_config(
         None,
         {
+            **SMALL_MODELS,
             "port": find_port(),
             "state_dir": str(tmp_path_factory.mktemp("state")),
             "target.dtype": "float32",

@@ -56,10 +56,9 @@ def test_wheel_imports_and_carries_its_data(clean_python: Path, tmp_path: Path) 
     count, home = first.split(" ", 1)
     assert int(count) >= 30
     assert Path(home).is_relative_to(clean_python.parents[1])
-    for model in ("target", "draft-general", "router"):
-        assert f"models/{model}/config.json" in data
-        assert f"models/{model}/model.safetensors" in data
-        assert f"models/{model}/README.md" in data
+    assert {name.split("/")[1] for name in data if name.startswith("models/")} == {"router"}
+    for file in ("config.json", "model.safetensors", "README.md"):
+        assert f"models/router/{file}" in data
     assert any(name.startswith("config/") and name.endswith(".yaml") for name in data)
     assert {"monitoring/alerts.yml", "monitoring/paceline.json"} <= set(data)
     page = {path.name for path in (ROOT / "deploy" / "ui").iterdir()}

@@ -1,4 +1,4 @@
-"""Every unit of the benchmark of learning, over the embedded models and very few prompts."""
+"""Every unit of the benchmark of learning, over the small models and very few prompts."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import request, run, tokens_of
+from fixture_models import DRAFT, TARGET
 from torch import Tensor
 
 from paceline.actors.engine.build import build_engine
@@ -19,15 +20,10 @@ from paceline.actors.engine.native.library import kernels_for
 from paceline.actors.engine.numerics import batch_invariant
 from paceline.actors.engine.settings import TargetSettings
 
-MODELS = Path(__file__).parents[3] / "deploy" / "models"
 CPU = torch.device("cpu")
 LENGTH, ROWS, CAPACITY = 50, 8, 128
 
-WAYS = [
-    (name, dtype)
-    for name in ("target", "draft-general")
-    for dtype in (torch.bfloat16, torch.float32)
-]
+WAYS = [(folder, dtype) for folder in (TARGET, DRAFT) for dtype in (torch.bfloat16, torch.float32)]
 
 
 def skip_where_it_cannot_be(dtype: torch.dtype) -> None:
@@ -35,9 +31,9 @@ def skip_where_it_cannot_be(dtype: torch.dtype) -> None:
         pytest.skip("no compiler made the kernels")
 
 
-def made(name: str, dtype: torch.dtype) -> ModelRunner:
+def made(folder: Path, dtype: torch.dtype) -> ModelRunner:
     skip_where_it_cannot_be(dtype)
-    model = load_causal_lm(MODELS / name, dtype)
+    model = load_causal_lm(folder, dtype)
     runner = ModelRunner([model], ROWS, CAPACITY)
     for length in (20, 60, CAPACITY):  # so that the rows' blocks lie apart
         for row in (3, 1, 4, 0, 5, 2, 6, 7):
@@ -45,7 +41,7 @@ def made(name: str, dtype: torch.dtype) -> ModelRunner:
     return runner
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{way[0].name}-{way[1]}")
 def runner(request: pytest.FixtureRequest) -> ModelRunner:
     return made(*request.param)
 
@@ -94,12 +90,12 @@ def test_a_longer_neighbour_changes_nothing(runner: ModelRunner) -> None:
 def test_answers_do_not_depend_on_speculation_neighbours_prefixes_or_a_second_try(
     dtype: str,
 ) -> None:
-    """Greedy text of the embedded models, whatever else is computed beside it."""
+    """Greedy text of the small models, whatever else is computed beside it."""
     numeric = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     skip_where_it_cannot_be(numeric)
     settings = TargetSettings(
-        str(MODELS / "target"),
-        {"general": str(MODELS / "draft-general")},
+        str(TARGET),
+        {"general": str(DRAFT)},
         dtype=dtype,
         num_threads=1,
         max_num_seqs=6,
@@ -151,7 +147,7 @@ def test_a_forward_that_is_large_enough_for_another_algorithm_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A round of 8 rows with 9 tokens each has 72: bits that change there must be seen."""
-    runner = made("target", torch.float32)
+    runner = made(TARGET, torch.float32)
     for row in range(ROWS):
         runner.kv.free(row)
     assert batch_invariant(runner)

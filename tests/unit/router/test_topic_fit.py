@@ -121,7 +121,7 @@ def travel() -> RouterFit:
     return grown("travel", trips(40))
 
 
-def test_the_embedded_router_learns_a_topic_and_keeps_the_others(
+def test_the_shipped_router_learns_a_topic_and_keeps_the_others(
     travel: RouterFit, classifier: TopicClassifier
 ) -> None:
     assert travel.rejection is None

@@ -10,13 +10,10 @@ from paceline.deploy.config.sections import TrainingConfig
 from paceline.deploy.errors import ConfigError
 
 
-def test_defaults_serve_the_embedded_models_on_loopback() -> None:
+def test_defaults_serve_on_loopback() -> None:
     config = load_config()
     assert (config.host, config.port, config.model_name) == ("127.0.0.1", 8000, "paceline")
-    assert config.target_path == MODELS_DIR / "target"
-    assert (
-        config.draft_paths["sql"] == config.draft_paths["general"] == MODELS_DIR / "draft-general"
-    )
+    assert config.draft_paths["sql"] == config.draft_paths["general"]
     assert config.drafts.experts == ("general", "math", "code", "sql", "shell")
 
 

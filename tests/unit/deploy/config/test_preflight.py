@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_models import FIXTURES, SMALL_MODELS
 from free_ports import find_port
 from safetensors.torch import load_file, save_file
 
@@ -24,9 +25,9 @@ Change = Callable[[Path], object]
 
 @pytest.fixture
 def config(tmp_path: Path) -> PacelineConfig:
-    """The embedded models on a free port, with a state folder of its own."""
+    """The small models on a free port, with a state folder of its own."""
     own = {"port": find_port(), "ray.dashboard_port": find_port()}
-    return load_config(None, own | {"state_dir": str(tmp_path / "state")})
+    return load_config(None, SMALL_MODELS | own | {"state_dir": str(tmp_path / "state")})
 
 
 def changed(config: PacelineConfig, changes: dict[str, Any]) -> PacelineConfig:
@@ -45,9 +46,9 @@ def refusal(config: PacelineConfig) -> str:
 
 
 def copied(tmp_path: Path, model: str, change: Change) -> str:
-    """A copy of an embedded model, changed."""
+    """A copy of a model, changed."""
     folder = tmp_path / model
-    shutil.copytree(MODELS_DIR / model, folder)
+    shutil.copytree((MODELS_DIR if model == "router" else FIXTURES) / model, folder)
     change(folder)
     return str(folder)
 
@@ -60,7 +61,7 @@ def with_config(**fields: Any) -> Change:
     return change
 
 
-def test_the_embedded_models_pass(config: PacelineConfig) -> None:
+def test_the_small_models_pass(config: PacelineConfig) -> None:
     check(config)
     check(config)  # nothing is held on to
     assert warnings(config) == []

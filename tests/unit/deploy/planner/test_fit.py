@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import steps as step_bench
+from fixture_models import DRAFT, TARGET
 from planner_models import LARGE, SMALL
 
-from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.roofline import (
     Fit,
@@ -125,10 +125,10 @@ def test_an_invalid_table_is_one_line(tmp_path: Path, change: dict[str, Any]) ->
         read_steps(tmp_path / "none.json")
 
 
-def test_the_benchmark_writes_a_table_of_the_embedded_models(tmp_path: Path) -> None:
+def test_the_benchmark_writes_a_table_of_the_small_models(tmp_path: Path) -> None:
     found = step_bench.measure(
         Namespace(
-            target=MODELS_DIR / "target", draft=MODELS_DIR / "draft-general", dtype="float32",
+            target=TARGET, draft=DRAFT, dtype="float32",
             device="cpu", rows=2, experts=2, k=2, context=16, repeats=1,
         )
     )  # fmt: skip

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from fixture_models import DRAFT, TARGET
 from planner_models import LARGE, LLAMA_70B, MIXTURE, SMALL
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.models import parse_shape, read_shape
 
@@ -42,11 +42,11 @@ def test_mixtral_by_hand() -> None:
     assert MIXTURE.active_parameters == common + 32 * 2 * 176_160_768
 
 
-@pytest.mark.parametrize("name", ["target", "draft-general"])
-def test_embedded_models_have_the_parameters_that_their_files_hold(name: str) -> None:
-    with safe_open(MODELS_DIR / name / "model.safetensors", framework="np") as file:
+@pytest.mark.parametrize("folder", [TARGET, DRAFT], ids=lambda folder: folder.name)
+def test_models_have_the_parameters_that_their_files_hold(folder: Path) -> None:
+    with safe_open(folder / "model.safetensors", framework="np") as file:
         held = sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    assert read_shape(MODELS_DIR / name).parameters == held
+    assert read_shape(folder).parameters == held
 
 
 _SMALL = {
