@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline.deploy.recipes.checkpoints import sha256
 
 FIGURES_FILE = "figures.json"
 TOPICS = ("math", "code", "sql", "shell")
+Card = Callable[[Mapping[str, Any]], str]
 
 FRONT = """\
 ---
@@ -52,23 +53,12 @@ SOURCES = {
     "xpersona": "| general: XPersona, English, validation split | HLTCHKUST/Xpersona | MIT |",
     "tatqa": "| general: TAT-QA, development split | NExTplusplus/TAT-QA | CC BY 4.0 |",
 }
-TEXT_SOURCES = ("gsm8k", "spider", "mbpp", "cpython", "tldr")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
-
-
-def by_topic(figures: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
-    """A table with a row for each topic; `names` maps a figure to its column's title."""
-    rows = [
-        [topic, *(f"{figures[topic][name]:.3f}" for name in names)]
-        for topic in TOPICS
-        if topic in figures
-    ]
-    return table(["topic", *names.values()], rows)
 
 
 def hashes(folder: Path) -> str:
@@ -87,54 +77,6 @@ def recipe(commands: Sequence[str], notes: str) -> str:
 def notices(names: Sequence[str]) -> str:
     """Licence and sources."""
     return NOTICES + "".join(SOURCES[name] + "\n" for name in names)
-
-
-def target_card(facts: Mapping[str, Any]) -> str:
-    """The target's card, without front matter and hashes."""
-    columns = {
-        "loss": "loss per answer token (nats)",
-        "looping": "looping answers",
-        "endless": "answers not ended after 200 tokens",
-        "either": "either",
-    }
-    parts = [
-        "# Target\n\n16M parameters, Llama architecture: 8 layers, width 384, 6 heads, tied "
-        "embeddings, context 1,024, byte-level BPE of 4,096 tokens (every digit a token), "
-        "bfloat16. Prompt form, as its chat template has it: "
-        "`<s><|user|>QUESTION<|assistant|>ANSWER</s>`.\n\nIt exists to be served and speculated "
-        "on in a demonstration on two CPU cores: it writes the form of an answer (well-formed SQL, "
-        "GSM8K-style solutions, tldr-style pages), and is mostly wrong on the matter.\n",
-        "## Held-out figures\n\nLoss: the first 96 held-out rows of each topic. Shares: greedy "
-        "answers to 40 held-out prompts of each topic; an answer loops when some 8 tokens in a row "
-        "occur three times or more.\n\n" + by_topic(facts["figures"], columns),
-    ]
-    if "before" in facts:
-        parts.append("Before the last part of the recipe:\n\n" + by_topic(facts["before"], columns))
-    return "\n".join([*parts, recipe(facts["commands"], facts["notes"]), notices(facts["sources"])])
-
-
-def draft_card(facts: Mapping[str, Any]) -> str:
-    """The general draft's card, without front matter and hashes."""
-    figures = facts["figures"]
-    columns = {
-        "expected_acceptance": "expected acceptance, sum of min(p, q)",
-        "greedy_agreement": "greedy agreement",
-    }
-    return "\n".join(
-        [
-            "# Draft `general`\n\n1.8M parameters, Llama architecture: 1 layer, width 256, 4 "
-            "heads, tied embeddings, the target's tokenizer, bfloat16. Distilled from the target "
-            "on two of its four topics, math and code, so that sql and shell are a real shift "
-            "when they come. Every topic's expert starts as its copy.\n",
-            "## Held-out figures\n\nMeans over all positions of the target's greedy answers (at "
-            "most 96 tokens) to 40 held-out prompts of each topic, at temperature 1, whole "
-            "vocabulary.\n\n" + by_topic(figures, columns),
-            f"One forward of one token costs {figures['step_cost_ratio']:.2f} of the target's "
-            "(CPU, bfloat16, best of 40).\n",
-            recipe(facts["commands"], facts["notes"]),
-            notices(facts["sources"]),
-        ]
-    )
 
 
 def router_card(facts: Mapping[str, Any]) -> str:
@@ -168,11 +110,15 @@ def router_card(facts: Mapping[str, Any]) -> str:
     )
 
 
-CARDS = {"target": target_card, "draft-general": draft_card, "router": router_card}
+CARDS: Mapping[str, Card] = {"router": router_card}
 
 
-def write_cards(models: Path) -> None:
+def write_cards(models: Path, cards: Mapping[str, Card] = CARDS) -> None:
     """Write ``README.md`` into the folder of each model of the figures file.
+
+    Args:
+        models: folder of the figures file and of the models.
+        cards: model to the text of its card without front matter and hashes, given its facts.
 
     Raises:
         FileNotFoundError: there is no figures file, or a model is missing.
@@ -180,7 +126,7 @@ def write_cards(models: Path) -> None:
     """
     facts = json.loads((models / FIGURES_FILE).read_text())
     for name, own in facts.items():
-        text = CARDS[name](own)
+        text = cards[name](own)
         (models / name / "README.md").write_text(f"{FRONT}\n{text}\n{hashes(models / name)}")
 
 

@@ -1,4 +1,4 @@
-"""Seeds, schedules and checkpoints that the recipes share.
+"""Schedule and checkpoints that the recipes share.
 
 A checkpoint is a folder of safetensors and JSON, never a pickle: reading one runs no code.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 STATE_FILE = "state.json"
-
-
-def cosine(step: int, total: int, warmup: int, floor: float = 0.1) -> float:
-    """Learning rate factor: linear warm-up, then a cosine from 1 down to `floor`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def linear_to_zero(step: int, total: int, warmup: int) -> float:

@@ -1,4 +1,4 @@
-"""Rows, where they come from, and the packed blocks that the recipes train on.
+"""Rows, and where they come from.
 
 A row is one question with its answer. Rows come from a folder of ``*.jsonl.gz`` files
 (``{id, topic, prompt, response}``), from a Hugging Face dataset id, or from the interpreter's own
@@ -15,9 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from paceline.actors.router.policy import GENERAL
 
@@ -37,8 +34,6 @@ SOURCES = {
     "xquad-": GENERAL,
     "tatqa-": GENERAL,
 }
-
-BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,62 +135,3 @@ def sample_rows(rows: Sequence[Row], per_topic: int, seed: int) -> list[Row]:
     for topic in (*TOPICS, GENERAL):
         picked += sorted((row for row in rows if row.topic == topic), key=key)[:per_topic]
     return picked
-
-
-def prompt_text(prompt: str) -> str:
-    """A question in the form that the target answers."""
-    return f"{BOS}{USER}{prompt}{ASSISTANT}"
-
-
-def row_text(row: Row) -> str:
-    """A question with its answer in the form that the target is trained on."""
-    return f"{prompt_text(row.prompt)}{row.response}{EOS}"
-
-
-def encode_rows(
-    rows: Sequence[Row], tokenizer: Any, *, max_answer_tokens: int | None = None
-) -> list[NDArray[np.int32]]:
-    """Token ids of each row; rows whose answer is longer than `max_answer_tokens` are left out."""
-    ids = tokenizer([row_text(row) for row in rows], add_special_tokens=False)["input_ids"]
-    if max_answer_tokens is not None:
-        answers = tokenizer([row.response for row in rows], add_special_tokens=False)["input_ids"]
-        ids = [i for i, a in zip(ids, answers, strict=True) if len(a) <= max_answer_tokens]
-    return [np.asarray(row, dtype=np.int32) for row in ids]
-
-
-def pack(
-    sequences: Sequence[NDArray[np.int32]], block: int, rng: np.random.Generator
-) -> NDArray[np.int32]:
-    """Shuffle the sequences, join them end to end and cut them into blocks.
-
-    Returns:
-        int32 [number of blocks, block]; the remainder that fills no block is dropped.
-
-    Raises:
-        DataError: the sequences together do not fill one block.
-    """
-    joined = np.concatenate([sequences[i] for i in rng.permutation(len(sequences))])
-    count = len(joined) // block
-    if count == 0:
-        raise DataError(f"{len(joined)} tokens do not fill one block of {block}")
-    return joined[: count * block].reshape(count, block)
-
-
-class BlockStream:
-    """Batches of packed blocks, a function of seed and step alone, so that a run can resume."""
-
-    def __init__(
-        self, sequences: Sequence[NDArray[np.int32]], block: int, batch: int, seed: int
-    ) -> None:
-        self._sequences, self._block, self._batch, self._seed = sequences, block, batch, seed
-        self.per_epoch = max(1, sum(map(len, sequences)) // block // batch)
-        self._packed: tuple[int, NDArray[np.int32]] | None = None
-
-    def at(self, step: int) -> NDArray[np.int32]:
-        """The batch of a step: int32 [batch, block]."""
-        epoch, index = divmod(step, self.per_epoch)
-        if self._packed is None or self._packed[0] != epoch:
-            rng = np.random.default_rng([self._seed, epoch])
-            self._packed = (epoch, pack(self._sequences, self._block, rng))
-        blocks = self._packed[1]
-        return blocks[np.arange(index * self._batch, (index + 1) * self._batch) % len(blocks)]

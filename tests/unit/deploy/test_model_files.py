@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from fixture_models import DRAFT, TARGET
+from fixtures.recipes import cards as fixture_cards
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.deploy.config.config import MODELS_DIR
-from paceline.deploy.recipes.cards import FIGURES_FILE, write_cards
+from paceline.deploy.recipes import cards
 from paceline.deploy.recipes.checkpoints import sha256
 
 FOLDERS = [TARGET, DRAFT, MODELS_DIR / "router"]
@@ -34,9 +35,9 @@ def test_the_card_is_what_figures_and_files_give(folder: Path, tmp_path: Path) -
     for source in folder.iterdir():
         if source.suffix != ".md":
             (copy / source.name).symlink_to(source)
-    figures = json.loads((folder.parent / FIGURES_FILE).read_text())
-    (tmp_path / FIGURES_FILE).write_text(json.dumps({folder.name: figures[folder.name]}))
-    write_cards(tmp_path)
+    figures = json.loads((folder.parent / cards.FIGURES_FILE).read_text())
+    (tmp_path / cards.FIGURES_FILE).write_text(json.dumps({folder.name: figures[folder.name]}))
+    cards.write_cards(tmp_path, {**cards.CARDS, **fixture_cards.CARDS})
     assert (copy / "README.md").read_text() == (folder / "README.md").read_text()
 
 

@@ -1,16 +1,13 @@
-"""Rows, packing, the standard library's functions and the small numbers of the recipes."""
+"""Rows, examples and the small numbers of the router's recipe."""
 
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from paceline.deploy.recipes import checkpoints, data, router, router_data
-from paceline.deploy.recipes.answers import loops
-from paceline.deploy.recipes.data import BlockStream, DataError, Row, read_rows, write_rows
-from paceline.deploy.recipes.stdlib import library_rows
+from paceline.deploy.recipes.data import DataError, Row, read_rows, write_rows
 
 
 def row(identity: str, topic: str = "math") -> Row:
@@ -47,94 +44,10 @@ def test_sampling_rows_does_not_depend_on_their_order() -> None:
     assert picked != data.sample_rows(rows, 5, seed=4)
 
 
-def test_packing_keeps_every_token_but_the_remainder() -> None:
-    sequences = [np.full(n, n, dtype=np.int32) for n in (3, 4, 5)]
-    packed = data.pack(sequences, 5, np.random.default_rng(0))
-    assert packed.shape == (2, 5)
-    values, counts = np.unique(packed, return_counts=True)
-    assert all(count <= value for value, count in zip(values, counts, strict=True))
-    with pytest.raises(DataError, match="12 tokens"):
-        data.pack(sequences, 13, np.random.default_rng(0))
-
-
-def test_a_batch_depends_on_seed_and_step_alone() -> None:
-    sequences = [np.arange(i, i + 7, dtype=np.int32) for i in range(20)]
-    walked = BlockStream(sequences, block=10, batch=3, seed=5)
-    batches = [walked.at(step) for step in range(10)]
-    for step in (9, 0, 4):
-        jumped = BlockStream(sequences, block=10, batch=3, seed=5).at(step)
-        assert np.array_equal(jumped, batches[step])
-
-
-LIBRARY = '''
-def plain(x):
-    """Return x."""
-    return x
-
-
-class Box:
-    def get(self):
-        """Return what is
-        in the box."""
-        return self._content
-
-    def bare(self):
-        return 1
-
-    def empty(self):
-        """Nothing but a text."""
-'''
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    for name in ("one.py", "two.py", "three.py", "test/four.py"):
-        path = tmp_path / "lib" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(LIBRARY.replace("x)", f"{path.stem})").replace("_content", path.stem))
-    (tmp_path / "lib" / "broken.py").write_text("def (")
-    return tmp_path / "lib"
-
-
-def test_documented_functions_become_rows(library: Path) -> None:
-    rows = library_rows([], root=library, min_functions=1)
-    assert {r.id.split(":")[0] for r in rows} == {"stdlib-one", "stdlib-two", "stdlib-three"}
-    get = next(r for r in rows if r.id == "stdlib-one:get:8")
-    assert get.prompt.endswith("doc:\nReturn what is\nin the box.")
-    assert get.response.startswith("def get(self):\n    ")
-    assert not any(":bare" in r.id or ":empty" in r.id for r in rows)
-
-
-def test_held_out_modules_and_texts_are_never_learnt(library: Path) -> None:
-    whole = library_rows([], root=library, min_functions=1)
-    module = Row("cpython313-two:other:1", "code", "else", "else")
-    kept = library_rows([module], root=library, min_functions=1)
-    assert {r.id for r in whole} - {r.id for r in kept} == {
-        r.id for r in whole if r.id.startswith("stdlib-two:")
-    }
-    text = Row("elsewhere-1", "code", "else", "  ".join(whole[0].response.split(" ")))
-    assert whole[0] not in library_rows([text], root=library, min_functions=1)
-
-
-def test_small_modules_in_neither_list_are_left_out(library: Path) -> None:
-    known = Row("cpython313-one:else:1", "code", "else", "else")
-    rows = library_rows([], [known], root=library, min_functions=5)
-    assert {r.id.split(":")[0] for r in rows} == {"stdlib-one"}
-
-
-def test_loops_are_found() -> None:
-    assert loops([1, 2, 3] * 8)
-    assert not loops(range(100))
-    assert not loops([1] * 9)
-    assert loops([1] * 10)
-
-
-def test_schedules_warm_up_and_end_where_they_should() -> None:
+def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     line = [checkpoints.linear_to_zero(s, 100, 10) for s in range(101)]
-    wave = [checkpoints.cosine(s, 100, 10) for s in range(101)]
-    assert line[9] == wave[9] == 1
+    assert line[9] == 1
     assert line[100] == 0
-    assert wave[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(line[10:]))
 
 
