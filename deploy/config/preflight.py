@@ -20,6 +20,7 @@ from paceline.actors.router.policy import DEFAULT_MIN_CONFIDENCE, GENERAL, MinCo
 from paceline.actors.weights.checkpoint import ModelError, check_tensors
 from paceline.actors.weights.state_folder import is_locked
 from paceline.cluster.session import LOOPBACK
+from paceline.deploy import model_store
 from paceline.deploy.api.auth import is_loopback, key_digests
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.config.learning_settings import synthetic_settings
@@ -81,6 +82,11 @@ def check_models_fit(config: PacelineConfig) -> None:
     Raises:
         ConfigError: the first problem, in one line.
     """
+    if config.target.path in model_store.PACKAGED and not config.target_path.is_dir():
+        raise ConfigError(
+            f"target.path: {config.target.path} is not on this host; `paceline models "
+            f"{config.target.path}` fetches it"
+        )
     try:
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
         check_tensors(config.target_path, "target")

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.actors.weights.history import read_all_decisions
+from paceline.deploy import model_store
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import check
 from paceline.deploy.demo import plot, report
@@ -68,11 +69,13 @@ def run(options: DemoOptions) -> int:
         ConfigError: for an option that cannot be used.
         StartError: the server did not start.
     """
-    started_at = time.monotonic()
-    return _run(options, _config(options), Console(), started_at)
+    console = Console()
+    config = _config(options, console)
+    return _run(options, config, console, time.monotonic())
 
 
-def _config(options: DemoOptions) -> PacelineConfig:
+def _config(options: DemoOptions, console: Console) -> PacelineConfig:
+    """The demo's configuration, checked; the target is fetched if it is not there."""
     config = load_config(
         None,
         {
@@ -86,6 +89,7 @@ def _config(options: DemoOptions) -> PacelineConfig:
             "auth.api_keys_env": None,  # its clients send none
         },
     )
+    model_store.fetch(config.target.path, lambda line: console.print(line, highlight=False))
     check(config)
     return config
 

@@ -67,6 +67,13 @@ def test_the_small_models_pass(config: PacelineConfig) -> None:
     assert warnings(config) == []
 
 
+def test_a_target_that_was_not_fetched_is_named_with_its_command(
+    config: PacelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    assert "`paceline models smollm2`" in refusal(changed(config, {"target.path": "smollm2"}))
+
+
 def write(name: str, text: str) -> Change:
     return lambda folder: (folder / name).write_text(text)
 
