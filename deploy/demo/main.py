@@ -89,7 +89,10 @@ def _config(options: DemoOptions, console: Console) -> PacelineConfig:
             "auth.api_keys_env": None,  # its clients send none
         },
     )
-    model_store.fetch(config.target.path, lambda line: console.print(line, highlight=False))
+    model_store.fetch(
+        config.target.path,
+        lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    )
     check(config)
     return config
 
