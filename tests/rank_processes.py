@@ -76,7 +76,8 @@ def obey(orders: Connection, spec: group.WorkerSpec) -> None:
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     mine, theirs = Pipe()
-    paths = [str(_TESTS), str(_TESTS / "unit"), os.environ.get("PYTHONPATH", "")]
+    # A test module is named from the repository or from tests/, by how pytest was started.
+    paths = [str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, str(_TESTS / "rank_processes.py"), str(theirs.fileno())],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},

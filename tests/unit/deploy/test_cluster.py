@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from fixture_models import SMALL_MODELS
 from waiting import wait_until
 
 from paceline.cluster import named_actor as named
@@ -24,7 +25,7 @@ from paceline.deploy.config.learning_settings import occupied_above
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.learning import factories, named_actors
 
-STORAGE = {"weights.storage": "/srv/somewhere"}
+STORAGE = SMALL_MODELS | {"weights.storage": "/srv/somewhere"}
 
 
 def config(**overrides: Any) -> PacelineConfig:

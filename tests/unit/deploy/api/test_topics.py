@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from fixture_models import SMALL_MODELS
 from local_ingress import Handle
 from replay_samples import make_record
 from tiny_models import save_tiny, tiny_tokenizer
@@ -233,7 +234,7 @@ def test_a_topic_is_added_and_its_requests_get_its_expert(
     assert system.target._loop.stats().draft_failures == 0
     assert system.shards["travel"].stats()["inserted_total"] >= 7
     system.close()
-    config = load_config(None, {"state_dir": str(tmp_path)}).with_added_topics()
+    config = load_config(None, SMALL_MODELS | {"state_dir": str(tmp_path)}).with_added_topics()
     assert config.drafts.topics == (*EXPERTS[1:], "travel")
     assert config.draft_paths["travel"] == config.draft_paths["general"]
 
@@ -387,7 +388,7 @@ def test_experts_on_shared_out_gpus_need_a_restart(changes: dict[str, Any], refu
 
 
 def test_added_topics_are_those_of_the_state_folder(tmp_path: Path) -> None:
-    config = load_config(None, {"state_dir": str(tmp_path)})
+    config = load_config(None, SMALL_MODELS | {"state_dir": str(tmp_path)})
     assert config.with_added_topics() is config
     registry = WeightRegistry(
         str(tmp_path / WEIGHTS_FOLDER),
