@@ -17,11 +17,10 @@ from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import EngineSettings
-from paceline.actors.speculation.colocated import ColocatedProposer
+from paceline.actors.speculation.colocated import ColocatedProposer, DraftStack
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.goodput import GoodputPolicy
-from paceline.actors.speculation.medusa import HeadStack
 
 TOKENIZER = tiny_tokenizer()
 MAX_LEN = 96
@@ -85,11 +84,15 @@ def engine_of(
     kv_positions: int | None = None,
     draft_positions: int | None = None,
     canary_share: float = 0.0,
-    heads: Iterable[HeadStack] = (),
+    beside: Callable[[ModelRunner], Sequence[DraftStack]] | None = None,
+    record_hidden: bool = False,
     policy: GoodputPolicy | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """An engine over served models; drafts of one architecture share a mapping."""
+    """An engine over served models; drafts of one architecture share a mapping.
+
+    ``beside`` makes the drafts that read the target's hidden states.
+    """
     generator = torch.Generator(target.device).manual_seed(seed)
     stacks = [
         ExpertStack(
@@ -114,11 +117,15 @@ def engine_of(
         frozenset({eos}),
         prefix_cache,
         canary_share=canary_share,
+        record_hidden=record_hidden,
     )
+    keep = beside is not None
+    runner = ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions, keep_hidden=keep)
+    reading = [] if beside is None else beside(runner)
     return Engine(
-        runner=ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions),
+        runner=runner,
         draft_runner=DraftRunner(
-            ColocatedProposer([*stacks, *heads], support, generator),
+            ColocatedProposer([*stacks, *reading], support, generator),
             policy,
             target.device,
             clock,

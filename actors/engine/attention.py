@@ -128,6 +128,11 @@ class StepContext:
         for stored, new in ((self.kv.keys[layer], key), (self.kv.values[layer], value)):
             stored.view(-1, *stored.shape[2:])[slots] = new.transpose(1, 2).flatten(0, 1)
 
+    def write_hidden(self, hidden: Tensor) -> None:
+        """Store the new tokens' hidden states, ``[B, T, H]``."""
+        assert self.kv.hidden is not None
+        self.kv.hidden.view(-1, hidden.shape[-1])[self.slots.flatten()] = hidden.flatten(0, 1)
+
     def read(self, stored: Tensor) -> Tensor:
         """Return a copy of what the sequences read of a layer, ``[B, kv_heads, span, head_dim]``.
 

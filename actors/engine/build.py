@@ -31,11 +31,13 @@ from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.engine.settings import EngineSettings, TargetSettings
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.draft_runner import DraftRunner
+from paceline.actors.speculation.eagle import make_eagle_stack
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
+from paceline.actors.weights.eagle import EagleDraft, is_eagle, load_draft
 from paceline.actors.weights.slots import candidate_of
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -165,13 +167,14 @@ def build_stacks(
     device: torch.device,
     max_model_len: int,
     positions: int | None = None,
+    target: ModelRunner | None = None,
 ) -> list[ExpertStack]:
     """Build a stack of drafts per architecture, with their fixed initial weights (``@0``).
 
     With a canary, every draft has a candidate slot too; it shares the rows. Drafts from the same
     folder share one copy of the initial weights. Every stack has a KV cache of ``positions``
     positions, None for every request's full context. All propose from the target's vocabulary,
-    whatever the padding of their own.
+    whatever the padding of their own. EAGLE drafts need the ``target``, which keeps hidden states.
     """
     vocab_size = int(read_config(settings.model_path, "target")["vocab_size"])
     initial_names: dict[str, str] = {}
@@ -180,27 +183,44 @@ def build_stacks(
     architectures: dict[str, list[tuple[str, Any]]] = {}
     folders = [*settings.drafts.items(), *((name, path) for path, name in initial_names.items())]
     for name, path in folders:
-        model = load_causal_lm(path, dtype, device)
+        model: Any
+        if is_eagle(path):
+            model = load_draft(path, settings.model_path, dtype, device).eval()
+            model.requires_grad_(False)
+        else:
+            model = load_causal_lm(path, dtype, device)
         facts = {k: v for k, v in model.config.to_dict().items() if k not in _NON_ARCHITECTURE_KEYS}
+        facts["eagle"] = isinstance(model, EagleDraft)
         key = json.dumps(facts, sort_keys=True, default=str)
         architectures.setdefault(key, []).append((name, model))
     stacks = []
     for experts in architectures.values():
-        names, models = zip(*experts, *_candidates(settings, experts), strict=True)
-        runner = ModelRunner(
-            models,
-            settings.max_num_seqs,
-            max_model_len,
-            positions,
-            graph_tokens=_graph_tokens(settings),
-            vocab_size=vocab_size,
-        )
-        stack = ExpertStack(runner, names, settings.max_num_seqs, settings.prefill_chunk)
+        slots = [*experts, *_candidates(settings, experts)]
+        names, models = zip(*slots, strict=True)
+        rows, chunk = settings.max_num_seqs, settings.prefill_chunk
+        stack: ExpertStack
+        if isinstance(models[0], EagleDraft):
+            assert target is not None
+            stack = make_eagle_stack(slots, target, rows, positions, chunk)
+        else:
+            runner = ModelRunner(
+                models,
+                rows,
+                max_model_len,
+                positions,
+                graph_tokens=_graph_tokens(settings),
+                vocab_size=vocab_size,
+            )
+            stack = ExpertStack(runner, names, rows, chunk)
         for name, path in settings.drafts.items():
             if initial_names[path] in names:
                 stack.alias(name + INITIAL_SUFFIX, initial_names[path])
         stacks.append(stack)
     return stacks
+
+
+def _has_eagles(settings: TargetSettings) -> bool:
+    return any(is_eagle(path) for path in settings.drafts.values())
 
 
 def _candidates(
@@ -230,7 +250,10 @@ def build_heads(settings: TargetSettings, runner: ModelRunner) -> list[HeadStack
         raise ValueError("heads must be colocated, and none may have a draft's name")
     check_hidden(runner)
     output = runner.models[0].get_output_embeddings().weight
-    return [HeadStack(name, *load_heads(Path(p)), output) for name, p in settings.heads.items()]
+    return [
+        HeadStack(name, *load_heads(Path(path)), output, runner.kv)
+        for name, path in settings.heads.items()
+    ]
 
 
 def _graph_tokens(settings: TargetSettings) -> int:
@@ -286,12 +309,15 @@ def build_engine(
         max_model_len,
         positions,
         graph_tokens=_graph_tokens(settings),
+        keep_hidden=_has_eagles(settings) or bool(settings.heads),
     )
     numerics = _numerics(settings, runner)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
     generator = torch.Generator(device=device).manual_seed(seed)
     stacks = (
-        [] if pool is not None else build_stacks(settings, dtype, device, max_model_len, positions)
+        []
+        if pool is not None
+        else build_stacks(settings, dtype, device, max_model_len, positions, runner)
     )
     heads = build_heads(settings, runner)
     proposer: Proposer = pool or ColocatedProposer(
@@ -313,6 +339,7 @@ def build_engine(
             prefix_cache=settings.prefix_cache,
             max_speculative_tokens=settings.max_speculative_tokens,
             canary_share=settings.canary_share,
+            record_hidden=_has_eagles(settings),
         ),
         generator=generator,
         now=time.time,

@@ -40,7 +40,7 @@ class Decoder(Protocol):
     def with_hidden(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """Also return the hidden states ``[B, T or keep, H]`` that the head reads.
+        """Also return the hidden states of all tokens, ``[B, T, H]``, as the head reads them.
 
         The layout must be of one expert.
         """
@@ -116,10 +116,10 @@ class ModuleDecoder:
         head = self._models[layout.experts[0]].get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
-            logits = self(token_ids, step, layout, keep)
+            logits = self(token_ids, step, layout, 0)
         finally:
             hook.remove()
-        return logits, inputs[-1][:, -keep:]
+        return logits[:, -keep:], inputs[-1]
 
     def _run(self, expert: int, token_ids: Tensor, step: StepContext, keep: int) -> Tensor:
         if self.vocab_size > self._vocab:

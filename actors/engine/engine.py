@@ -36,7 +36,7 @@ from paceline.actors.engine.sequence import Sequence, make_sequence
 from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.engine.token_sources import token_sources
 from paceline.actors.engine.transfer import device_tensor
-from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord, fit
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
@@ -203,38 +203,27 @@ class Engine:
         for sequence, share in zip(prefilling, shares, strict=True):
             if share:
                 start, row = sequence.num_computed, self._rows.row(sequence.request_id)
-                sequence.hidden = self._runner.prefill(
-                    row,
-                    sequence.tokens[start : start + share],
-                    start,
-                    hidden=self.draft_runner.reads_hidden((sequence,)),
-                )
+                self._runner.prefill(row, sequence.tokens[start : start + share], start)
                 sequence.num_computed += share
             if sequence.prefilled:
                 self._scheduler.cache_prefix(sequence)
 
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence], prefilling: list[Sequence]) -> list[StepOutput]:
-        proposal = self.draft_runner.propose(batch, prefilling)
+        rows = [self._rows.row(s.request_id) for s in batch]
+        proposal = self.draft_runner.propose(batch, rows, prefilling)
         device = self._runner.device
         latest = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
         state = device_tensor(latest, device)
         tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
         positions = state[:, 1:2] + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
-        rows = [self._rows.row(s.request_id) for s in batch]
-        hidden = None
-        if self.draft_runner.reads_hidden(batch):
-            logits, hidden = self._runner.forward_hidden(rows, tokens, positions, span)
-        else:
-            logits = self._runner.forward(rows, tokens, positions, span)
+        logits = self._runner.forward(rows, tokens, positions, span)
         params, counts = self._params.get([s.request.sampling for s in batch]), None
         if params.logits_processors is not None:
             histories = [(s.tokens, s.num_output) for s in batch]
             counts = count_tokens(params.logits_processors, histories, logits.shape[-1], device)
         sampled = rejection_sample(logits, proposal, params, state[:, 2], self._generator, counts)
-        if hidden is not None:
-            self.draft_runner.keep_hidden(batch, hidden, sampled.num_accepted)
         wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
         return self._emit(batch, proposal, sampled, logits, wanted)
 
@@ -342,6 +331,7 @@ class Engine:
         if not failed:
             self._scheduler.cache_prefix(sequence)
             self.draft_runner.finish_request(sequence)
+        hidden, start = self._recorded_hidden(sequence) if not failed else (None, 0)
         self._scheduler.free(sequence.request_id, zero=failed)
         if sequence.recorder is None or failed:
             return None
@@ -350,12 +340,22 @@ class Engine:
             request = sequence.request
             created = self._now() if request.created is None else request.created
             return sequence.recorder.finish(
-                request, sequence.output, sequence.weight_version, created
+                request, sequence.output, sequence.weight_version, created, hidden, start
             )
         except Exception:
             logger.exception("the record of request %s is lost", sequence.request_id)
             self._drop_records()
             return None
+
+    def _recorded_hidden(self, sequence: Sequence) -> tuple[Tensor | None, int]:
+        """Return the hidden states ``[T, H]`` that a record keeps, and their first position."""
+        kv, prompt = self._runner.kv, len(sequence.request.prompt_token_ids)
+        if not self._settings.record_hidden or sequence.recorder is None or not sequence.num_output:
+            return None, 0
+        kept, outputs = fit(prompt, sequence.num_output, MAX_LENGTH)
+        start = prompt - kept
+        positions = torch.arange(start, prompt + outputs - 1, device=kv.device)[None]
+        return kv.read_hidden([self._rows.row(sequence.request_id)], positions)[0], start
 
 
 @lru_cache(maxsize=64)

@@ -310,9 +310,9 @@ class FusedDecoder:
     def with_hidden(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """Also return the normed hidden states ``[B, T or keep, H]`` that the head reads."""
-        hidden = self._hidden(token_ids, step, layout, keep)
-        return self._logits(hidden, layout), layout.to_rows(hidden)
+        """See Decoder."""
+        hidden = self._hidden(token_ids, step, layout, 0)
+        return self._logits(layout.last_tokens(hidden, keep), layout), layout.to_rows(hidden)
 
     def _logits(self, hidden: Tensor, layout: ExpertLayout) -> Tensor:
         """Compute ``[B, T, V]`` from ``[E', R*T, H]``."""

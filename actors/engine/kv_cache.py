@@ -218,6 +218,8 @@ class KVCache:
         prompt_lengths: per row, the padding row included, its prompt's length in tokens.
         max_shared_prompt: rows with longer prompts share no blocks, since their keys depend on
             the length of the prompt (``dynamic_rope.py``); None for no limit.
+        hidden: ``[blocks, block_size, H]``, what the model's head read at every position, for
+            drafts and records; None if it is not kept.
     """
 
     def __init__(
@@ -229,6 +231,7 @@ class KVCache:
         device: torch.device | str,
         positions: int | None = None,
         block_size: int = BLOCK_SIZE,
+        hidden_size: int = 0,
     ) -> None:
         """Allocate the memory; on CPUs a page is committed only when it is written.
 
@@ -241,6 +244,7 @@ class KVCache:
             positions: over all rows, rounded up to whole blocks; None is ``rows * capacity``.
                 Padding blocks come on top.
             block_size: positions per block, a multiple of 16.
+            hidden_size: H, of the hidden states to keep; 0 keeps none.
 
         Raises:
             ValueError: a single row would not fit.
@@ -267,6 +271,10 @@ class KVCache:
             ]
             for _ in range(2)
         )
+        self.hidden: Tensor | None = None
+        if hidden_size:
+            states = (blocks + NUM_PADDING_BLOCKS, block_size, hidden_size)
+            self.hidden = _zeros(states, dtype, device)
         host = torch.zeros(rows + 1, columns - (-_MAX_PADDING // block_size), dtype=torch.int32)
         host[rows] = blocks + 1
         self.block_tables = host.to(device)
@@ -367,7 +375,7 @@ class KVCache:
         for block in own:
             self._prefixes.remove(block)
         at = torch.tensor([0, self.allocator.size + 1, *own], device=self.device)
-        for part in (*self.keys, *self.values):
+        for part in self._parts():
             part[at] = 0
 
     def reset_prefix_cache(self) -> None:
@@ -384,16 +392,36 @@ class KVCache:
             self.block_tables.copy_(self._host_tables, non_blocking=True)
         self._stale = False
 
+    def read_hidden(self, rows: Sequence[int], positions: Tensor) -> Tensor:
+        """Return the hidden states ``[B, T, H]`` of computed positions, zeros before the first.
+
+        Args:
+            rows: B rows.
+            positions: int64 ``[B, T]``; -1 is before the first.
+        """
+        assert self.hidden is not None
+        at = positions.clamp(min=0)
+        table = self.block_tables[torch.tensor(rows, device=self.device)].long()
+        blocks = table.gather(1, (at // self.block_size).clamp(max=table.shape[1] - 1))
+        states = self.hidden[blocks, at % self.block_size]
+        return states.masked_fill(positions[..., None] < 0, 0.0)
+
     def _not_finite(self, blocks: Sequence[int]) -> list[int]:
         """Return the blocks that hold a NaN or infinity."""
         if not blocks:
             return []
         at = torch.tensor(blocks, device=self.device)
         total = torch.zeros(len(blocks), device=self.device)
-        for part in (*self.keys, *self.values):
+        for part in self._parts():
             total += part[at].flatten(1).sum(dim=1, dtype=torch.float32)
         sums = total.tolist()
         return [b for b, one in zip(blocks, sums, strict=True) if not math.isfinite(one)]
+
+    def _parts(self) -> Iterator[Tensor]:
+        yield from self.keys
+        yield from self.values
+        if self.hidden is not None:
+            yield self.hidden
 
     def _is_shareable(self, row: int) -> bool:
         return self.max_shared_prompt is None or self.prompt_lengths[row] <= self.max_shared_prompt

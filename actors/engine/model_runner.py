@@ -18,7 +18,7 @@ from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.transfer import device_tensor
-from paceline.actors.weights.checkpoint import tied_names
+from paceline.actors.weights.checkpoint import copy_state, tied_names
 
 
 def kv_shapes(config: Any) -> list[tuple[int, int]]:
@@ -76,6 +76,7 @@ class ModelRunner:
         *,
         graph_tokens: int = 0,
         vocab_size: int | None = None,
+        keep_hidden: bool = False,
     ) -> None:
         """Take over the models, whose weights are changed by :meth:`load_weights` alone.
 
@@ -88,6 +89,7 @@ class ModelRunner:
             graph_tokens: on GPUs, fused forwards of at most so many tokens per row run as CUDA
                 graphs.
             vocab_size: V, of token ids and logits; None is the models' own.
+            keep_hidden: whether the KV cache keeps hidden states; of one model.
 
         Raises:
             ValueError: the model cannot be served, or the cache is smaller than one request.
@@ -105,7 +107,8 @@ class ModelRunner:
             self.decoder = GraphedDecoder(decoder, CudaCapture(), graph_tokens)
         size = kv_block_size(config, dtype, self.device)
         where = dtype, self.device
-        self.kv = KVCache(shapes, rows, max_model_len, *where, kv_positions, size)
+        hidden = int(config.hidden_size) if keep_hidden else 0
+        self.kv = KVCache(shapes, rows, max_model_len, *where, kv_positions, size, hidden)
         self.kv.max_shared_prompt = dynamic_length(config)
 
     @property
@@ -139,7 +142,12 @@ class ModelRunner:
             logits ``[B, T or keep, V]`` in the models' dtype.
         """
         step = self._step(rows, positions, span)
-        return self.decoder(token_ids, step, layout or _first_model(len(rows), self.device), keep)
+        layout = layout or _first_model(len(rows), self.device)
+        if self.kv.hidden is None:
+            return self.decoder(token_ids, step, layout, keep)
+        logits, hidden = self.decoder.with_hidden(token_ids, step, layout, keep)
+        step.write_hidden(hidden)
+        return logits
 
     @torch.inference_mode()
     def rollout(
@@ -168,18 +176,6 @@ class ModelRunner:
             return None
         return self.decoder.rollout(token_ids, self._step(rows, positions, span), layout, steps)
 
-    @torch.inference_mode()
-    def forward_hidden(
-        self, rows: Sequence[int], token_ids: Tensor, positions: Tensor, span: int, keep: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Run :meth:`forward` of the first model.
-
-        Returns:
-            its logits, and the hidden states ``[B, T or keep, H]`` that its head read.
-        """
-        step = self._step(rows, positions, span)
-        return self.decoder.with_hidden(token_ids, step, _first_model(len(rows), self.device), keep)
-
     def _step(self, rows: Sequence[int], positions: Tensor, span: int) -> StepContext:
         self.kv.sync()
         return StepContext.at(self.kv, _index(tuple(rows), self.device), positions, span)
@@ -190,26 +186,18 @@ class ModelRunner:
         token_ids: Sequence[int],
         start: int,
         expert: int = 0,
-        *,
-        hidden: bool = False,
-    ) -> Tensor | None:
+    ) -> None:
         """Store keys and values of consecutive tokens of one row, from position ``start``.
 
         The row must have blocks for them.
-
-        Returns:
-            with ``hidden``, the first model's hidden state ``[H]`` of the last token.
         """
         if not token_ids:
-            return None
+            return
         tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         end = start + len(token_ids)
         positions = torch.arange(start, end, device=self.device)[None]
-        if hidden:
-            return self.forward_hidden([row], tokens, positions, end, keep=1)[1][0, -1]
         layout = ExpertLayout([expert], self.device)
         self.forward([row], tokens, positions, span=end, keep=1, layout=layout)
-        return None
 
     def prefill_batch(
         self,
@@ -255,17 +243,7 @@ class ModelRunner:
             ValueError: a name or shape differs; nothing has been copied then.
         """
         model = self.models[expert]
-        own = model.state_dict()
-        tied = tied_names(model)
-        missing = [name for name in own if name not in state and name not in tied]
-        unknown = [name for name in state if name not in own]
-        if missing or unknown:
-            raise ValueError(f"weights differ in names: missing {missing}, unknown {unknown}")
-        wrong = [name for name, new in state.items() if new.shape != own[name].shape]
-        if wrong:
-            raise ValueError(f"weights differ in shape: {wrong}")
-        for name, new in state.items():
-            own[name].copy_(new)
+        copy_state(model.state_dict(), state, tied_names(model))
         self.decoder.refresh(expert)
 
 

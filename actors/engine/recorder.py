@@ -131,8 +131,19 @@ class Recorder:
         output: list[int],
         weight_version: int,
         created: float,
+        hidden: Tensor | None = None,
+        hidden_start: int = 0,
     ) -> ReplayRecord:
-        """Make the record of the ``output`` tokens; later positions are dropped."""
+        """Make the record of the ``output`` tokens; later positions are dropped.
+
+        Args:
+            request: with the prompt.
+            output: its tokens.
+            weight_version: of the draft.
+            created: unix seconds.
+            hidden: the target's hidden states ``[T, H]`` from ``hidden_start`` on, or None.
+            hidden_start: a position.
+        """
         count = len(output)
         sampling = request.sampling
         processed = None
@@ -156,11 +167,18 @@ class Recorder:
             accepted=np.asarray(self._accepted[:count], dtype=np.int8),
             draft_logprobs=np.asarray(self._draft_logprobs[:count], dtype=np.float16),
             processed_top_probs=processed,
+            hidden=None if hidden is None else _bfloat16_bits(hidden),
+            hidden_start=hidden_start,
             **stack_branches([b for b in self._branches if b.position < count]),
         )
 
 
-def stack_branches(branches: Sequence[Branch]) -> dict[str, NDArray[Any]]:
+def _bfloat16_bits(hidden: Tensor) -> NDArray[np.uint16]:
+    bits: NDArray[np.uint16] = hidden.to("cpu", torch.bfloat16).view(torch.uint16).numpy()
+    return bits
+
+
+def stack_branches(branches: Sequence[Branch]) -> dict[str, Any]:
     """Return the ``branch_*`` arrays of a record; empty without branches."""
     if not branches:
         return {}

@@ -7,8 +7,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer, special_tokens
 from paceline.actors.engine.recorder import Recorder
 from paceline.actors.engine.request import (
@@ -49,8 +47,6 @@ class Sequence:
         tokens: of prompt and output.
         num_computed: positions with keys and values of the target.
         num_cached: of these, found in the prefix cache when first admitted.
-        hidden: the target's final hidden state ``[H]`` of the last token's predecessor, if a
-            draft reads it.
         last_round: (drafted, accepted) as counted in the statistics.
         histogram: speculative rounds by accepted draft tokens.
         request_id: of this attempt.
@@ -68,7 +64,6 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
-    hidden: Tensor | None = None
     finish_reason: str | None = None
     num_spec_steps: int = 0
     num_draft_tokens: int = 0

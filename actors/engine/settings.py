@@ -86,6 +86,7 @@ class EngineSettings:
         max_speculative_tokens: drafted per round at most, for a request without its own
             ``num_speculative_tokens``.
         eos_token_ids: end-of-sequence tokens of the target.
+        record_hidden: whether records hold the target's hidden states, which EAGLE drafts read.
     """
 
     max_num_seqs: int
@@ -98,3 +99,4 @@ class EngineSettings:
     max_speculative_tokens: int = 32
     replay_branches: bool = False
     canary_share: float = 0.0
+    record_hidden: bool = False

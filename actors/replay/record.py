@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_LENGTH = 512  # tokens of a record that drafts learn from, see `fit`
 _SYNTHETIC = "synthetic:"
 
 
@@ -55,8 +56,8 @@ def source_id(record: str) -> str:
     return record.split(":", 2)[2] if is_synthetic(record) and record.count(":") > 1 else record
 
 
-SCHEMA_VERSION = 2
-_READABLE = (1, 2)  # 1 has no branches
+SCHEMA_VERSION = 3
+_READABLE = (1, 2, 3)  # 1 has no branches, 2 no hidden states
 
 _SCALARS: dict[str, type] = {
     "request_id": str,
@@ -85,9 +86,11 @@ _ARRAYS: dict[str, tuple[str, str]] = {
     "branch_top_ids": ("<i4", "MK"),
     "branch_top_logprobs": ("<f2", "MK"),
     "branch_tail_mass": ("<f4", "M"),
+    "hidden": ("<u2", "TH"),
 }
 _BRANCH = tuple(name for name in _ARRAYS if name.startswith("branch_"))
-_OPTIONAL = frozenset({"processed_top_probs", *_BRANCH})
+_OPTIONAL = frozenset({"processed_top_probs", "hidden", *_BRANCH})
+_WIDE = {"K": "top", "H": "hidden_size"}  # axes, and the field with their length
 # Valid values, with float16's slack. A draft's own values may be invalid.
 _RANGES: dict[str, tuple[float, float]] = {
     "target_top_logprobs": (-math.inf, 0.01),
@@ -138,6 +141,9 @@ class ReplayRecord:
             (that of the rejected position itself is among the emitted ones),
         branch_top_logprobs: float16 ``[M, K]``, and
         branch_tail_mass: float32 ``[M]``, like those of emitted positions.
+        hidden: uint16 ``[T, H]``, bits of the target's bfloat16 hidden states at T positions of
+            prompt and output from ``hidden_start`` on; None if no draft reads them.
+        hidden_start: a position.
     """
 
     request_id: str
@@ -163,6 +169,8 @@ class ReplayRecord:
     branch_top_ids: NDArray[np.int32] | None = None
     branch_top_logprobs: NDArray[np.float16] | None = None
     branch_tail_mass: NDArray[np.float32] | None = None
+    hidden: NDArray[np.uint16] | None = None
+    hidden_start: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -181,6 +189,21 @@ class ReplayRecord:
             yield position, slice(end - length, end)
 
 
+def fit(prompt: int, outputs: int, max_length: int) -> tuple[int, int]:
+    """Truncate: the numbers of last prompt tokens and first answer tokens to keep.
+
+    The answer has the labels, so it keeps at least half the room, more with a short prompt.
+
+    Args:
+        prompt: tokens of the prompt, at least 1.
+        outputs: tokens of the answer, at least 1.
+        max_length: of the input, without the answer's last token; at least 1.
+    """
+    room = max_length + 1
+    kept = min(outputs, max(room - prompt, room // 2))
+    return min(prompt, room - kept), kept
+
+
 def encode(record: ReplayRecord) -> bytes:
     """Msgpack bytes of a record.
 
@@ -190,6 +213,7 @@ def encode(record: ReplayRecord) -> bytes:
     fields: dict[str, Any] = {"schema": SCHEMA_VERSION}
     for name, kind in _SCALARS.items():
         fields[name] = kind(getattr(record, name))
+    fields["hidden_start"] = record.hidden_start
     arrays: dict[str, NDArray[Any] | None] = {}
     for name, (dtype, axes) in _ARRAYS.items():
         value = getattr(record, name)
@@ -201,6 +225,8 @@ def encode(record: ReplayRecord) -> bytes:
             raise RecordError(f"record: {name} has {array.ndim} axes, not {len(axes)}")
         arrays[name], fields[name] = array, array.tobytes()
     fields["top"] = int(np.shape(record.target_top_ids)[1])
+    if record.hidden is not None:
+        fields["hidden_size"] = int(record.hidden.shape[1])
     _check_shapes(arrays)
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
@@ -222,12 +248,10 @@ def decode(data: bytes) -> ReplayRecord:
     version = fields.get("schema")
     if type(version) is not int or version not in _READABLE:
         raise RecordError(f"record: schema {version!r}, this code reads up to {SCHEMA_VERSION}")
-    top = fields.get("top")
-    if type(top) is not int or top < 1:
-        raise RecordError("record: top must be a positive integer")
-    arrays = {name: _array(fields, name, top) for name in _ARRAYS}
+    arrays = {name: _array(fields, name) for name in _ARRAYS}
     _check_shapes(arrays)
     values: dict[str, Any] = {name: _scalar(fields, name, kind) for name, kind in _SCALARS.items()}
+    values["hidden_start"] = _scalar({"hidden_start": 0} | fields, "hidden_start", int)
     _check_values(values, arrays)
     return ReplayRecord(**(values | arrays))
 
@@ -239,18 +263,25 @@ def _scalar(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _array(fields: Mapping[str, Any], name: str, top: int) -> NDArray[Any] | None:
+def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any] | None:
     dtype, axes = _ARRAYS[name]
     value = fields.get(name)
     if value is None and name in _OPTIONAL:
         return None
     if not isinstance(value, bytes):
         raise RecordError(f"record: {name} must be bytes")
-    width = np.dtype(dtype).itemsize * (top if len(axes) == 2 else 1)
-    if len(value) % width:
+    columns = _columns(fields, _WIDE[axes[1]]) if len(axes) == 2 else 1
+    if len(value) % (np.dtype(dtype).itemsize * columns):
         raise RecordError(f"record: {name} has a broken length")
     array = np.frombuffer(value, dtype=dtype)
-    return array.reshape(-1, top) if len(axes) == 2 else array
+    return array.reshape(-1, columns) if len(axes) == 2 else array
+
+
+def _columns(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or value < 1:
+        raise RecordError(f"record: {name} must be a positive integer")
+    return value
 
 
 def _check_shapes(arrays: Mapping[str, NDArray[Any] | None]) -> None:

@@ -49,11 +49,6 @@ class DraftStack(Protocol):
     """Drafts that propose in one batch: experts of one architecture, or Medusa heads."""
 
     @property
-    def reads_hidden(self) -> bool:
-        """Whether they need DraftRow.hidden."""
-        ...
-
-    @property
     def versions(self) -> Mapping[str, int]:
         """Every draft with its weight_version."""
         ...
@@ -119,9 +114,6 @@ class ColocatedProposer:
         self._support = support
         self._generator = generator
         self._stack_of: dict[str, DraftStack] = {}
-        self.hidden_drafts = frozenset(
-            name for stack in stacks if stack.reads_hidden for name in stack.versions
-        )
         self.prefilled = DraftPrefill()
         self.faulty: frozenset[str] = frozenset()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from paceline.actors.backoff import Backoff
 from paceline.actors.engine.sequence import Sequence as RunningSequence
@@ -60,7 +59,6 @@ class DraftRunner:
         self._failures = 0
         self._skip_rounds = 0  # before a proposer that failed is called again
         self._backoff = Backoff(1, _MAX_BACKOFF)  # in rounds
-        self._hidden_drafts = proposer.hidden_drafts
 
     @property
     def failures(self) -> int:
@@ -76,12 +74,16 @@ class DraftRunner:
         self._proposer.release(request_id)
 
     def propose(
-        self, batch: Sequence[RunningSequence], prefilling: Sequence[RunningSequence] = ()
+        self,
+        batch: Sequence[RunningSequence],
+        target_rows: Sequence[int],
+        prefilling: Sequence[RunningSequence] = (),
     ) -> Proposal:
         """Draft tokens for the batch; starts the round's clock.
 
         Args:
             batch: B sequences.
+            target_rows: row of each in the target's KV cache.
             prefilling: sequences of which the target still computes the prompt; k is chosen for
                 them too, as they decode soon.
         """
@@ -94,7 +96,7 @@ class DraftRunner:
         proposal = Proposal.empty(len(batch), self._device)
         self._proposed = bool(indices) and not self._backing_off()
         if self._proposed:
-            rows = [self._row(batch[i], num_draft_tokens[i]) for i in indices]
+            rows = [self._row(batch[i], target_rows[i], num_draft_tokens[i]) for i in indices]
             proposal = self._call_proposer(rows, proposal, indices, batch)
             for i in indices:
                 version = self._proposer.version(batch[i].draft)
@@ -102,26 +104,6 @@ class DraftRunner:
                 self._controller.observe_version(batch[i].draft, version)
         self._drafting_s = self._clock() - self._round_start
         return proposal
-
-    def reads_hidden(self, batch: Iterable[RunningSequence]) -> bool:
-        """Whether a draft of the batch reads the target's hidden states."""
-        return bool(self._hidden_drafts) and any(
-            s.request.draft in self._hidden_drafts and s.num_speculative_tokens != 0 for s in batch
-        )
-
-    def keep_hidden(
-        self, batch: Sequence[RunningSequence], hidden: Tensor, num_accepted: Tensor
-    ) -> None:
-        """Keep the hidden states that the round's final tokens came from.
-
-        Args:
-            batch: B sequences.
-            hidden: ``[B, k + 1, H]`` of the verified positions.
-            num_accepted: int64 ``[B]``, draft tokens before the final one.
-        """
-        at = torch.arange(len(batch), device=hidden.device)
-        for sequence, state in zip(batch, hidden[at, num_accepted], strict=True):
-            sequence.hidden = state
 
     def finish_round(
         self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
@@ -164,7 +146,7 @@ class DraftRunner:
         self._skip_rounds = max(0, self._skip_rounds - 1)
         return self._skip_rounds > 0
 
-    def _row(self, sequence: RunningSequence, k: int) -> DraftRow:
+    def _row(self, sequence: RunningSequence, target_row: int, k: int) -> DraftRow:
         return DraftRow(
             request_id=sequence.request_id,
             draft=sequence.draft,
@@ -172,7 +154,7 @@ class DraftRunner:
             num_output=sequence.num_output,
             num_draft_tokens=k,
             sampling=sequence.request.sampling,
-            hidden=sequence.hidden,
+            target_row=target_row,
         )
 
     def _call_proposer(

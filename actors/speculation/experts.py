@@ -60,9 +60,14 @@ class _DraftState:
 
 
 class ExpertStack:
-    """Experts of one architecture: their weights, shared KV cache rows, and computed positions."""
+    """Experts of one architecture: their weights, shared KV cache rows, and computed positions.
 
-    reads_hidden = False
+    Attributes:
+        recomputed: last tokens of a sequence that a round computes itself, without a prefill. After
+            full acceptance the last draft token has not been through the draft: two.
+    """
+
+    recomputed = 2
 
     def __init__(
         self, runner: ModelRunner, names: Sequence[str], rows: int, prefill_chunk: int = 256
@@ -158,7 +163,7 @@ class ExpertStack:
         """
         state = self._sequences.get(request_id)
         computed = state.num_computed + max(len(state.drafted) - 1, 0) if state else 0
-        return max(length - 2 - computed, 0)
+        return max(length - self.recomputed - computed, 0)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
@@ -181,10 +186,9 @@ class ExpertStack:
             self._sequences[request_id].roll_back(length, assumed)
 
     def _prefill_rows(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Compute sequences up to their last two tokens, within the prefill budget.
+        """Compute sequences up to their ``recomputed`` last tokens, within the prefill budget.
 
-        Every round starts with the last two tokens: after full acceptance the last draft token
-        has not been through the draft. A sequence without memory drafts nothing in this round.
+        A sequence without memory drafts nothing in this round.
 
         Returns:
             indices of the rows that are ready; the others continue in the next round.
@@ -198,7 +202,7 @@ class ExpertStack:
                 self.runner.kv.prompt_lengths[kv_row] = len(row.tokens) - row.num_output
                 self._sequences[row.request_id] = _DraftState(row.draft)
             start = self._sequences[row.request_id].confirm_drafted(row.tokens)
-            wanted = max(len(row.tokens) - 2, 0)
+            wanted = max(len(row.tokens) - self.recomputed, 0)
             if not self._allocate(row, preempted):
                 continue
             end = min(wanted, start + budget)
@@ -215,15 +219,22 @@ class ExpertStack:
         lengths = [end - start for _, start, end in chunks]
         for part in batch_prefills(lengths, self._prefill_chunk):
             own = [chunks[i] for i in part]
-            self.runner.prefill_batch(
-                [self._table.row(row.request_id) for row, _, _ in own],
-                [row.tokens[start:end] for row, start, end in own],
-                [start for _, start, _ in own],
-                [self._model(row.draft) for row, _, _ in own],
-            )
+            self._prefill_forward(own)
             for row, _, end in own:
                 self._sequences[row.request_id].num_computed = end
         self.prefilled = DraftPrefill(len(chunks), sum(lengths))
+
+    def _prefill_forward(self, part: Sequence[tuple[DraftRow, int, int]]) -> None:
+        self.runner.prefill_batch(
+            [self._table.row(row.request_id) for row, _, _ in part],
+            [row.tokens[start:end] for row, start, end in part],
+            [start for _, start, _ in part],
+            [self._model(row.draft) for row, _, _ in part],
+        )
+
+    def _keeps_drafted(self) -> bool:
+        """Whether keys and values of accepted draft tokens stay valid."""
+        return True
 
     def _allocate(self, row: DraftRow, preempted: set[str]) -> bool:
         """Allocate blocks for a sequence's drafts; preempt later sequences if there are none.
@@ -296,7 +307,7 @@ class ExpertStack:
             # A row that drafts less than its neighbours has no blocks for the rest.
             state = self._sequences[row.request_id]
             state.num_computed = len(row.tokens)
-            state.drafted = guesses[: row.num_draft_tokens]
+            state.drafted = guesses[: row.num_draft_tokens] if self._keeps_drafted() else []
         counts = device_tensor([row.num_draft_tokens for row in rows], device)
         proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
         proposal, truncated = drop_non_finite(proposal)

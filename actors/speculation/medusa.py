@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.actors.engine.expert_layout import ExpertLayout
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import SamplingBatchCache
@@ -130,11 +131,15 @@ class HeadStack:
     They propose for every row with a known hidden state.
     """
 
-    reads_hidden = True
     prefilled = DraftPrefill()  # the target computes the prompt
 
     def __init__(
-        self, name: str, config: HeadsConfig, state: Mapping[str, Tensor], target_output: Tensor
+        self,
+        name: str,
+        config: HeadsConfig,
+        state: Mapping[str, Tensor],
+        target_output: Tensor,
+        target_kv: KVCache,
     ) -> None:
         """Take the weights.
 
@@ -143,6 +148,7 @@ class HeadStack:
             config: the heads' shape.
             state: from :func:`load_heads`; copied.
             target_output: ``[V, H]``, the matrix of the target's head.
+            target_kv: keeps the target's hidden states.
 
         Raises:
             ValueError: the heads do not fit the target.
@@ -153,6 +159,7 @@ class HeadStack:
                 f"{config.hidden_size}, the target's head is {tuple(target_output.shape)}"
             )
         _check_state(config, state)
+        self._target_kv = target_kv
         self.config = config
         self.names = (name,)
         self.versions = {name: 0}
@@ -188,9 +195,9 @@ class HeadStack:
     def propose(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
-        """Draft for rows of these heads; those without a hidden state draft nothing."""
+        """Draft for rows of these heads; those of a single token draft nothing."""
         self.faulty = frozenset()
-        ready = [i for i, row in enumerate(rows) if row.hidden is not None]
+        ready = [i for i, row in enumerate(rows) if len(row.tokens) > 1]
         if not ready:
             return Proposal.empty(len(rows), self.device)
         drafts = self._draft([rows[i] for i in ready], support, generator)
@@ -203,7 +210,9 @@ class HeadStack:
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
         steps = min(self.config.num_heads, max(row.num_draft_tokens for row in rows))
-        hidden = torch.stack([row.hidden for row in rows if row.hidden is not None])
+        # The latest token came from the state of the one before.
+        at = device_tensor([len(row.tokens) - 2 for row in rows], self.device)[:, None]
+        hidden = self._target_kv.read_hidden([row.target_row for row in rows], at)[:, 0]
         logits = self.logits(hidden, steps)
         batch = self._params.get([row.sampling for row in rows])
         if batch.all_greedy and batch.logits_processors is None:
@@ -257,7 +266,7 @@ def check_hidden(runner: ModelRunner) -> None:
     """Check that the target's logits are its head's output for hidden states that can be read.
 
     Args:
-        runner: must be idle.
+        runner: must be idle, and keep hidden states.
 
     Raises:
         ValueError: they are not; names the architecture.
@@ -266,7 +275,8 @@ def check_hidden(runner: ModelRunner) -> None:
     zero = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
     runner.kv.allocate(0, 1)
     try:
-        logits, hidden = runner.forward_hidden([0], zero, zero, span=1)
+        logits = runner.forward([0], zero, zero, span=1)
+        hidden = runner.kv.read_hidden([0], zero)
         rebuilt = runner.models[0].get_output_embeddings()(hidden)
     except (AttributeError, IndexError, RuntimeError) as fault:
         raise ValueError(

@@ -26,8 +26,7 @@ class DraftRow:
         num_output: how many of them are output.
         num_draft_tokens: how many to propose, at least 1.
         sampling: the request's sampling parameters.
-        hidden: the target's final hidden state ``[H]`` from which the latest token came, for a
-            draft that reads it; None if unknown, as after a cached prompt.
+        target_row: row of the sequence in the target's KV cache.
     """
 
     request_id: str
@@ -36,7 +35,7 @@ class DraftRow:
     num_output: int
     num_draft_tokens: int
     sampling: SamplingParams
-    hidden: Tensor | None = None
+    target_row: int = 0
 
 
 class Proposer(Protocol):
@@ -55,11 +54,6 @@ class Proposer(Protocol):
     @property
     def faulty(self) -> frozenset[str]:
         """Drafts with non-finite probabilities in the latest round; their rows are truncated."""
-        ...
-
-    @property
-    def hidden_drafts(self) -> frozenset[str]:
-        """The drafts that read the target's hidden states."""
         ...
 
     def num_uncomputed(self, request_id: str, draft: str, length: int) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.actors.weights.checkpoint import tied_names
+from paceline.actors.weights.checkpoint import copy_state, tied_names
+from paceline.actors.weights.eagle import EagleDraft
 
 _DOWN, _UP = "adapter_down", "adapter_up"
 
@@ -117,11 +118,6 @@ def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
         ValueError: names are missing or unknown, or shapes differ.
     """
     own = {name: weight for name, weight in draft.state_dict().items() if not is_adapter(name)}
-    tied = tied_names(draft)
-    missing = [name for name in own if name not in state and name not in tied]
-    wrong = [n for n, new in state.items() if n not in own or own[n].shape != new.shape]
-    if missing or wrong:
-        raise ValueError(f"weights do not fit the draft: missing {missing}, wrong {wrong}")
-    with torch.no_grad():
-        for name, new in state.items():
-            own[name].copy_(new)
+    copy_state(own, state, tied_names(draft))
+    if isinstance(draft, EagleDraft):
+        draft.vocabulary_changed()

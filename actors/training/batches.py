@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.replay.record import ReplayRecord, fit
 from paceline.actors.training.branches import Packed, layout, pack
 
 _GROUP = 4  # micro-batches that are sorted by length together
@@ -39,6 +39,8 @@ class Batch:
         branch: bool ``[N]``, whether the position is behind a rejected token, see branches.py.
         position_ids: int64 ``[B, T]``, and
         mask: bool ``[B, T, T]``, what each token sees; both None without branches: causal.
+        hidden: bfloat16 ``[B, T, H]``, the target's hidden states, zeros where not recorded; None
+            if no record has them.
     """
 
     input_ids: Tensor
@@ -54,6 +56,7 @@ class Batch:
     branch: Tensor
     position_ids: Tensor | None = None
     mask: Tensor | None = None
+    hidden: Tensor | None = None
 
     @property
     def num_records(self) -> int:
@@ -64,6 +67,10 @@ class Batch:
     def num_positions(self) -> int:
         """N."""
         return int(self.rows.shape[0])
+
+    def positions(self, at: slice) -> Batch:
+        """Part of the positions, of the same records."""
+        return replace(self, **{name: getattr(self, name)[at] for name in _LABELS})
 
     def to(self, device: torch.device | str) -> Batch:
         """A copy on another device."""
@@ -147,21 +154,6 @@ def _inside(
     return ids, np.where(beyond, logprobs.dtype.type(-np.inf), logprobs), lost, beyond
 
 
-def fit(prompt: int, outputs: int, max_length: int) -> tuple[int, int]:
-    """Truncate: the numbers of last prompt tokens and first answer tokens to keep.
-
-    The answer has the labels, so it keeps at least half the room, more with a short prompt.
-
-    Args:
-        prompt: tokens of the prompt, at least 1.
-        outputs: tokens of the answer, at least 1.
-        max_length: of the input, without the answer's last token; at least 1.
-    """
-    room = max_length + 1
-    kept = min(outputs, max(room - prompt, room // 2))
-    return min(prompt, room - kept), kept
-
-
 def micro_batches(
     records: Sequence[ReplayRecord], size: int, rng: np.random.Generator
 ) -> list[list[ReplayRecord]]:
@@ -186,7 +178,7 @@ def micro_batches(
 def make_batch(
     records: Sequence[ReplayRecord], max_length: int, *, branches: bool = False
 ) -> Batch:
-    """Stack usable records, truncated by :func:`fit`.
+    """Stack usable records, truncated by :func:`paceline.actors.replay.record.fit`.
 
     The recorded tokens of a record that others do not have as many of move into its tail.
 
@@ -196,17 +188,45 @@ def make_batch(
         branches: whether to add the positions behind rejected tokens.
     """
     top = min(record.target_top_ids.shape[1] for record in records)
-    texts, packed, parts = [], [], []
+    texts, starts, packed, parts = [], [], [], []
     for row, record in enumerate(records):
         kept, outputs = fit(len(record.prompt_token_ids), len(record.output_token_ids), max_length)
-        prompt = record.prompt_token_ids[len(record.prompt_token_ids) - kept :]
+        starts.append(len(record.prompt_token_ids) - kept)
+        prompt = record.prompt_token_ids[starts[-1] :]
         # the last output token has no label behind it
         texts.append(np.concatenate([prompt, record.output_token_ids[: outputs - 1]]))
         parts.append(_emitted(record, row, np.arange(kept - 1, kept - 1 + outputs), top))
         if branches:
             packed.append(pack(record, kept, outputs, max_length))
             parts.append(_behind(record, row, len(texts[-1]), packed[-1], top))
-    return _padded(texts, packed if any(map(len, packed)) else [], parts, max_length)
+    batch = _padded(texts, packed if any(map(len, packed)) else [], parts, max_length)
+    if any(record.hidden is None for record in records):
+        return batch
+    width = batch.input_ids.shape[1]
+    return replace(batch, hidden=_hidden(records, starts, [*map(len, texts)], width))
+
+
+def _hidden(
+    records: Sequence[ReplayRecord], starts: Sequence[int], lengths: Sequence[int], width: int
+) -> Tensor:
+    """The recorded hidden states of texts, bfloat16 ``[B, T, H]``, zeros where there are none.
+
+    Args:
+        records: B, all with hidden states.
+        starts: position of each text's first token.
+        lengths: tokens of each text.
+        width: T.
+    """
+    parts = [record.hidden for record in records if record.hidden is not None]
+    states = np.zeros((len(records), width, parts[0].shape[1]), dtype=np.uint16)
+    for row, (record, own, start, length) in enumerate(
+        zip(records, parts, starts, lengths, strict=True)
+    ):
+        first = max(start, record.hidden_start)
+        end = min(start + length, record.hidden_start + len(own))
+        known = own[first - record.hidden_start : max(end, first) - record.hidden_start]
+        states[row, first - start : first - start + len(known)] = known
+    return torch.from_numpy(states).view(torch.bfloat16)
 
 
 def _padded(

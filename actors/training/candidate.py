@@ -94,7 +94,11 @@ class Candidate:
     def usable(self, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
         """Records that this draft can learn from or be evaluated on."""
         vocab = self._distiller.vocab_size
-        return [within(record, vocab) for record in records if usable(record, vocab)]
+        return [
+            within(record, vocab)
+            for record in records
+            if usable(record, vocab) and self._distiller.trains_on(record)
+        ]
 
     @property
     def micro_steps_left(self) -> int:

@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from paceline.actors.engine.model_loader import resolve_device
+from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import Adapters, load_state
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.deepspeed_setup import engine_config, training_dtype, zero_stage
-from paceline.actors.training.forward import logits_at, takes_branches
+from paceline.actors.training.eagle import eagle_objective
+from paceline.actors.training.forward import (
+    load_trainable,
+    logits_at,
+    takes_branches,
+    trains_on,
+)
 from paceline.actors.training.losses import objective
 from paceline.actors.training.optimizer_state import (
     OptimizerState,
@@ -28,7 +35,8 @@ from paceline.actors.training.optimizer_state import (
 )
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 from paceline.actors.training.shares import Share, make_shares
-from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
+from paceline.actors.weights.checkpoint import tied_names
+from paceline.actors.weights.eagle import EagleDraft, published_dtype
 
 _STEPS = "steps"
 
@@ -116,7 +124,10 @@ class _DraftWithLoss(nn.Module):
         self._settings = settings
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        goal = objective(logits_at(self.draft, batch), batch, self._settings, weights)
+        if isinstance(self.draft, EagleDraft):
+            goal = eagle_objective(self.draft, batch, self._settings, weights)
+        else:
+            goal = objective(logits_at(self.draft, batch), batch, self._settings, weights)
         return goal.loss, goal.expected_acceptance, goal.per_record
 
 
@@ -155,7 +166,7 @@ class Distiller:
         self.device = resolve_device(settings.device)
         self.dtype = training_dtype(settings.dtype, self.device)
         self.stage = zero_stage(settings.zero_stage, self.dtype)
-        draft = read_causal_lm(path, dtype=self.dtype, attn_implementation="eager")
+        draft = load_trainable(path, settings.target_path, self.dtype, self.device)
         self.branches = settings.objective.needs_branches and takes_branches(draft)
         if settings.objective.needs_branches and not self.branches:
             logger.warning(
@@ -387,15 +398,26 @@ class Distiller:
             merged = self._adapters.merged() if self._adapters else draft.state_dict()
             tied = tied_names(draft)
             return {
-                name: tensor.detach().to("cpu", torch.bfloat16, copy=True)
+                name: tensor.detach().to("cpu", published_dtype(tensor), copy=True)
                 for name, tensor in merged.items()
                 if name not in tied
             }
 
+    def trains_on(self, record: ReplayRecord) -> bool:
+        """Whether a record has what the draft reads."""
+        return trains_on(self._engine.module.draft, record)
+
+    def _untrained(self) -> Any:
+        """Another draft of the same shape, without adapters."""
+        own = self._engine.module.draft
+        if isinstance(own, EagleDraft):
+            return own.twin()
+        return AutoModelForCausalLM.from_config(own.config, attn_implementation="eager").to(
+            self.device, self.dtype
+        )
+
     def served(self, state: Mapping[str, Tensor] | None) -> Any:
         """Another draft in eval mode with these weights (None: the initial ones)."""
-        draft = AutoModelForCausalLM.from_config(
-            self._engine.module.draft.config, attn_implementation="eager"
-        ).to(self.device, self.dtype)
+        draft = self._untrained()
         load_state(draft, self._initial if state is None else state)
         return draft.eval().requires_grad_(False)

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
+from paceline.actors.engine.model_loader import resolve_device, resolve_dtype
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import Batch, make_batch, usable, within
-from paceline.actors.training.forward import logits_at
+from paceline.actors.training.forward import draft_logits, load_trainable, trains_on
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 
@@ -73,10 +73,10 @@ def score_records(
     batch_size: int = 8,
     before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[np.float64]:
-    """Mean acceptance of every record, float64 ``[R]``.
+    """Mean acceptance of every record, float64 ``[R]``; of an EAGLE draft over its steps.
 
     Args:
-        draft: a causal LM in eval mode, with the weights and in the dtype that are served.
+        draft: in eval mode, with the weights and in the dtype that are served.
         records: all usable.
         max_length: tokens per record at most.
         draft_top_k: tokens that the served draft proposes from.
@@ -90,7 +90,9 @@ def score_records(
         before_batch()
         own = order[start : start + batch_size]
         batch = make_batch([records[i] for i in own], max_length).to(draft.device)
-        values = acceptance(logits_at(draft, batch), batch, draft_top_k)
+        steps, own_labels = draft_logits(draft, batch)
+        parts = [acceptance(logits, own_labels, draft_top_k) for logits in steps]
+        values = torch.stack(parts).mean(dim=0)
         # new_zeros: the default dtype differs while another thread loads a model
         sums = values.new_zeros(batch.num_records).index_add_(0, batch.rows, values)
         counts = torch.bincount(batch.rows, minlength=batch.num_records)
@@ -152,7 +154,11 @@ class ExpertEvaluator:
         model = self._models[self._paths[expert]]
         load_state(model.draft, model.initial if flat is None else unflatten(flat))
         vocab = int(model.draft.config.vocab_size)
-        good = [i for i, record in enumerate(records) if usable(record, vocab)]
+        good = [
+            i
+            for i, record in enumerate(records)
+            if usable(record, vocab) and trains_on(model.draft, record)
+        ]
         limit = getattr(model.draft.config, "max_position_embeddings", self._settings.max_length)
         scores = score_records(
             model.draft,
@@ -168,5 +174,6 @@ class ExpertEvaluator:
 
     def _load(self, path: str) -> _Model:
         dtype = resolve_dtype(self._settings.dtype, self._device)
-        draft = load_causal_lm(path, dtype, self._device, attention="eager")
+        draft = load_trainable(path, self._settings.target_path, dtype, self._device)
+        draft.eval().requires_grad_(False)
         return _Model(draft, {name: value.clone() for name, value in draft.state_dict().items()})

@@ -9,13 +9,35 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.training import eagle
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.branches import Packed, layout
+from paceline.actors.weights.checkpoint import ModelError, read_causal_lm
+from paceline.actors.weights.eagle import EagleDraft, is_eagle, load_draft
 
 logger = logging.getLogger(__name__)
 
 _POSITIONS = 64
 _TOLERANCE = 0.05  # relative; bfloat16's own error is a fifth of it
+
+
+def draft_logits(draft: Any, batch: Batch) -> tuple[list[Tensor], Batch]:
+    """Logits of a batch's positions, and the labels that they are to be compared with.
+
+    Args:
+        draft: a causal LM or an EAGLE draft.
+        batch: the N positions.
+
+    Returns:
+        logits ``[N, V]``, of a causal LM once, of an EAGLE draft of every step; and the batch in
+        the draft's vocabulary.
+    """
+    if not isinstance(draft, EagleDraft):
+        return [logits_at(draft, batch)], batch
+    states = eagle.step_states(draft, batch)
+    logits = [eagle.head_logits(draft, own) for own in states]
+    return logits, eagle.draft_vocabulary(draft, batch)
 
 
 def logits_at(draft: Any, batch: Batch) -> Tensor:
@@ -47,13 +69,44 @@ def logits_at(draft: Any, batch: Batch) -> Tensor:
     return logits[0, :count]
 
 
+def load_trainable(path: str, target: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """A draft with an attention that is trained, from its folder.
+
+    Args:
+        path: folder of a causal LM or an EAGLE draft.
+        target: folder of the target, for its embedding and head.
+        dtype: of the weights.
+        device: of the weights.
+
+    Raises:
+        OSError: there is no model.
+        ModelError: a tensor is missing or of another shape, or the draft is another target's.
+    """
+    if is_eagle(path):
+        if target is None:
+            raise ModelError(f"draft: {path} cannot be loaded without its target")
+        return load_draft(path, target, dtype, device)
+    return read_causal_lm(path, dtype=dtype, attn_implementation="eager").to(device)
+
+
+def trains_on(draft: Any, record: ReplayRecord) -> bool:
+    """Whether a record has what a draft reads."""
+    return not isinstance(draft, EagleDraft) or (
+        record.hidden is not None and record.hidden.shape[1] == draft.config.hidden_size
+    )
+
+
 @torch.no_grad()
 def takes_branches(draft: Any) -> bool:
     """Whether a branch in a row gives the logits that it gives alone, by one small forward.
 
+    Not of EAGLE drafts: no hidden states behind rejected tokens are recorded.
+
     It does if only attention mixes tokens, under the given mask. A recurrent layer mixes them in
     the row's order, and a sliding window is lost with its own mask.
     """
+    if isinstance(draft, EagleDraft):
+        return False
     config = draft.config
     windowed = getattr(config, "sliding_window", None) is not None
     if windowed and getattr(config, "use_sliding_window", True):

@@ -210,14 +210,19 @@ def objective(
     """
     values = position_losses(logits, batch, settings)
     weights = position_weights([batch], settings) if weights is None else weights
-    loss = (weights * values).sum()
     with torch.no_grad():
         accepted = recorded_acceptance(logits, batch.top_ids, batch.top_logprobs)
-        emitted = (~batch.branch).to(values.dtype)
-        sums = values.new_zeros(batch.num_records)
-        counts = sums.index_add(0, batch.rows, emitted)
-        sums = sums.index_add(0, batch.rows, emitted * values.detach())
-        return Objective(loss, sums / counts, (accepted * emitted).sum() / emitted.sum())
+    return summarize((weights * values).sum(), values.detach(), accepted, batch)
+
+
+@torch.no_grad()
+def summarize(loss: Tensor, values: Tensor, accepted: Tensor, batch: Batch) -> Objective:
+    """The objective of a batch, from the loss and acceptance of every position, ``[N]`` each."""
+    emitted = (~batch.branch).to(values.dtype)
+    sums = values.new_zeros(batch.num_records)
+    counts = sums.index_add(0, batch.rows, emitted)
+    sums = sums.index_add(0, batch.rows, emitted * values)
+    return Objective(loss, sums / counts, (accepted * emitted).sum() / emitted.sum())
 
 
 def position_losses(logits: Tensor, batch: Batch, settings: ObjectiveSettings) -> Tensor:

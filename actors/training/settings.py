@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from paceline.actors.replay.record import MAX_LENGTH
 from paceline.actors.router.hedge import HedgeSettings
 from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.gate import GateSettings
@@ -77,6 +78,7 @@ class DistillerSettings:
         zero_stage: see :func:`paceline.actors.training.deepspeed_setup.zero_stage`.
         average_decay: of the running mean of the weights, which is the candidate; 0 takes the last
             weights.
+        target_path: folder of the target, of which EAGLE drafts read embedding and head.
     """
 
     learning_rate: float = 1.5e-3
@@ -94,6 +96,7 @@ class DistillerSettings:
     lora_embeddings: bool = False
     zero_stage: ZeroStage = "auto"
     average_decay: float = 0.98
+    target_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class ScorerSettings:
         rest_s: of an expert that could not be scored, seconds.
         timeout_s: longest wait for another actor, seconds.
         low_priority: run at SCHED_IDLE or nice 19.
+        target_path: folder of the target, of which EAGLE drafts read embedding and head.
     """
 
     draft_paths: dict[str, str]
@@ -125,7 +129,7 @@ class ScorerSettings:
     device: str = "auto"
     dtype: str = "auto"
     micro_batch: int = 8
-    max_length: int = 512
+    max_length: int = MAX_LENGTH
     draft_top_k: int = 64
     capacity_bytes: int = 32 * 2**20
     retention_s: float = 24 * 3600.0
@@ -135,6 +139,7 @@ class ScorerSettings:
     rest_s: float = 30.0
     timeout_s: float = 10.0
     low_priority: bool = True
+    target_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +185,7 @@ class TrainerSettings:
     max_round_s: float = 45.0
     train_records: int = 256
     held_out_records: int = 256
-    max_length: int = 512
+    max_length: int = MAX_LENGTH
     draft_top_k: int = 64
     report_losses: bool = False
     poll_s: float = 0.02

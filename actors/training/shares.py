@@ -16,7 +16,8 @@ from paceline.actors.training.batches import Batch
 from paceline.actors.training.losses import position_weights
 from paceline.actors.training.settings import ObjectiveSettings
 
-_PER_RECORD = ("input_ids", "mask", "position_ids")  # of a batch; all else is per position
+# Parts of a batch with one entry per record; all others have one per position.
+_PER_RECORD = ("input_ids", "mask", "position_ids", "hidden")
 
 
 @dataclass(frozen=True, slots=True)

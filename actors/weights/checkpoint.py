@@ -127,6 +127,33 @@ def tied_names(model: Any) -> set[str]:
     return tied
 
 
+@torch.no_grad()
+def copy_state(
+    own: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    tied: Collection[str] = (),
+) -> None:
+    """Copy weights over a model's own tensors, in place.
+
+    Args:
+        own: the model's tensors by name.
+        state: new values.
+        tied: names that ``state`` may lack.
+
+    Raises:
+        ValueError: a name or shape differs; nothing has been copied then.
+    """
+    missing = [name for name in own if name not in state and name not in tied]
+    unknown = [name for name in state if name not in own]
+    if missing or unknown:
+        raise ValueError(f"weights differ in names: missing {missing}, unknown {unknown}")
+    wrong = [name for name, new in state.items() if new.shape != own[name].shape]
+    if wrong:
+        raise ValueError(f"weights differ in shape: {wrong}")
+    for name, new in state.items():
+        own[name].copy_(new)
+
+
 def _loaded(kind: Any, folder: str | Path | None, name: str, **options: Any) -> Any:
     try:
         with _quiet():

@@ -49,8 +49,6 @@ class PoolProposer:
     engine's alone.
     """
 
-    hidden_drafts: frozenset[str] = frozenset()
-
     def __init__(
         self,
         experts: Sequence[str],

@@ -84,6 +84,11 @@ def turn_marks(tokenizer: Any) -> TurnMarks:
     return TurnMarks(tuple(opening), tuple(cue))
 
 
+def first_turn(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens before a first user's text by a tokenizer's chat template."""
+    return tuple(_common_start(*(_templated(tokenizer, [text]) for text in _TEXTS)))
+
+
 def _templated(tokenizer: Any, turns: Sequence[str]) -> list[int]:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]

@@ -20,6 +20,7 @@ from unit.speculation.test_output_distribution import target_law
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.decoders import ModuleDecoder
 from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.medusa import (
@@ -74,9 +75,13 @@ def medusa_engine(
     """An engine whose draft ``a`` is a set of heads, and ``b`` a model of one layer."""
     target = served(tiny_llama(1, vocab=vocab, **(model or {})))
     state = random_state(config, 3) if state is None else state
-    heads = HeadStack("a", config, state, target.get_output_embeddings().weight)
+    output = target.get_output_embeddings().weight
     drafts = [{"b": served(tiny_llama(2, layers=1, vocab=vocab))}]
-    return engine_of(target, drafts, heads=[heads], **more)
+
+    def beside(runner: ModelRunner) -> list[HeadStack]:
+        return [HeadStack("a", config, state, output, runner.kv)]
+
+    return engine_of(target, drafts, beside=beside, **more)
 
 
 @lru_cache(maxsize=1)
@@ -136,14 +141,14 @@ def test_heads_trained_on_the_answer_are_accepted_and_random_ones_are_not() -> N
     assert taken < 0.2 * drafted
 
 
-def test_the_first_round_drafts_already_and_a_cached_prompt_costs_one_round() -> None:
+def test_the_first_round_drafts_already_also_after_a_cached_prompt() -> None:
     """Heads that know the answer: three tokens and the bonus in every round that drafts."""
     config, state = overfitted(True)
     engine = medusa_engine(state, config, k=K)
     prompt = PROMPTS[2] + answers()[2][:16]
     assert len(prompt) == 17  # a block, and the token that is always computed
     asked = request("r", prompt, max_tokens=21, ignore_eos=True)
-    for expected in ([4, 4, 4, 4, 4, 1], [1, 4, 4, 4, 4, 4]):
+    for expected in ([4, 4, 4, 4, 4, 1], [4, 4, 4, 4, 4, 1]):
         outputs = run(engine, [asked])["r"]
         assert [len(o.chunk.token_ids) for o in outputs] == expected
         assert tokens_of(outputs) == answers()[2][16:37]
@@ -295,7 +300,8 @@ def test_served_heads_equal_trained_ones() -> None:
         weight = tiny_llama(1).lm_head.weight
         trained = MedusaHeads(config, weight)
         trained.load_state_dict(state)
-        stack = HeadStack("a", config, state, weight.detach())
+        kv = KVCache([(1, 2)], 1, 16, weight.dtype, "cpu", hidden_size=32)
+        stack = HeadStack("a", config, state, weight.detach(), kv)
         hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             expected = trained(hidden)
@@ -345,31 +351,18 @@ def test_hidden_states_are_what_the_head_reads_fused_and_by_module() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)).eval()
     for model in (tiny_llama(1), gpt2):
         whole = model.to(DEVICE)(tokens, output_hidden_states=True).hidden_states[-1]
-        runner = ModelRunner([served(model)], 2, 64)
+        runner = ModelRunner([served(model)], 2, 64, keep_hidden=True)
         for row in range(2):
             assert runner.kv.allocate(row, 8)
-        check_hidden(ModelRunner([model], 2, 64))
-        logits, hidden = runner.forward_hidden([0, 1], tokens, positions, 3)
-        torch.testing.assert_close(hidden, whole, rtol=1e-4, atol=1e-4)
-        assert torch.equal(logits, runner.forward([0, 1], tokens, positions, 3))
-        last = runner.prefill(1, [8, 9, 10], 0, hidden=True)
-        assert last is not None
-        torch.testing.assert_close(last, whole[1, -1], rtol=1e-4, atol=1e-4)
+        check_hidden(ModelRunner([model], 2, 64, keep_hidden=True))
+        for row in range(2):
+            runner.prefill(row, tokens[row].tolist(), 0)
+        found = runner.kv.read_hidden([0, 1], positions)
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+        shifted = runner.kv.read_hidden([1], positions[:1] - 1)
+        assert not shifted[0, 0].any()
+        assert torch.equal(shifted[0, 1:], found[1, :2])
     assert isinstance(runner.decoder, ModuleDecoder)
-
-
-def test_no_hidden_state_is_gathered_for_drafts_that_read_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = medusa_engine(k=K)
-    monkeypatch.setattr(engine._runner, "forward_hidden", None)  # type: ignore[attr-defined]
-    asked = [
-        request("b", PROMPTS[3], draft="b", max_tokens=20, ignore_eos=True),
-        request("off", PROMPTS[0], num_speculative_tokens=0, max_tokens=20, ignore_eos=True),
-    ]
-    found = run(engine, asked)
-    assert tokens_of(found["b"]) == answers()[3][:20]
-    assert tokens_of(found["off"]) == answers()[0][:20]
 
 
 def test_a_lesson_pairs_every_state_with_the_tokens_behind_the_next() -> None:

@@ -1,0 +1,322 @@
+"""Serving of EAGLE drafts: trunks of several experts over one target's embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.actors.engine.attention import StepContext
+from paceline.actors.engine.expert_layout import ExpertLayout
+from paceline.actors.engine.fused import Layer, Norm, Rotary
+from paceline.actors.engine.kv_cache import KVCache
+from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
+from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
+from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.transfer import device_tensor
+from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.proposer import DraftRow
+from paceline.actors.weights.checkpoint import copy_state
+from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
+
+# Tokens of a row that a round's first forward computes with the target's hidden states, at most.
+_FIRST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The rows of the target's head for one draft vocabulary, int64 ``[D]``."""
+
+    vocabulary: Tensor
+    linear: StackedLinear
+
+
+class EagleDecoder:
+    """The trunks of E drafts of one shape, run together over a KV cache.
+
+    Drafts of one vocabulary share the rows of the head: one product for all of them.
+    """
+
+    def __init__(self, drafts: Sequence[EagleDraft], capacity: int) -> None:
+        """Fuse the weights; the drafts' parameters become views into the fused ones.
+
+        Args:
+            drafts: with the ends of one target.
+            capacity: positions per row.
+        """
+        first = drafts[0]
+        self._ends = first.ends
+        self._vocab_size = len(self._ends.embedding)
+        self._rotary = Rotary(first.trunk.rotary_emb, self._ends.embedding, capacity)
+        self._kernels = None
+        if first.config.hidden_act in ("silu", "swish"):
+            self._kernels = kernels_for(first.device, first.dtype)
+        self._shared = ExpertLayout([0], first.device)
+        self._heads: dict[bytes, _Head] = {}
+        self._logits_buffer: tuple[tuple[bytes, int], Tensor] | None = None
+        self._fuse_weights(drafts)
+        self.refresh()
+
+    def _fuse_weights(self, drafts: Sequence[EagleDraft]) -> None:
+        self._drafts = list(drafts)
+        with restore_on_error(drafts):
+            self._fuse = fuse([(draft.fuse,) for draft in drafts])
+            stacked = zip(*(draft.trunk.layers for draft in drafts), strict=True)
+            self._layers = [Layer(layers, None) for layers in stacked]
+            self._norm = Norm([draft.trunk.norm for draft in drafts])
+
+    def grow(self, drafts: Sequence[EagleDraft]) -> Iterator[None]:
+        """Add drafts; see Decoder."""
+        self._fuse_weights(drafts)
+        self.refresh()
+        yield
+
+    def refresh(self, expert: int | None = None) -> None:
+        """Note that the weights of one draft, or all, have changed."""
+        for linear in (self._fuse, *(own for layer in self._layers for own in layer.linears)):
+            linear.pack(expert)
+        keys = [bytes(draft.get_buffer(VOCABULARY).cpu().numpy()) for draft in self._drafts]
+        heads: dict[bytes, _Head] = {}
+        for key, draft in zip(keys, self._drafts, strict=True):
+            heads[key] = heads.get(key) or self._heads.get(key) or self._head(draft)
+        self._heads, self._head_of = heads, keys
+
+    def _head(self, draft: EagleDraft) -> _Head:
+        ids = draft.get_buffer(VOCABULARY).long()
+        linear = StackedLinear(self._ends.head[ids][None])
+        linear.pack()
+        return _Head(ids, linear)
+
+    def __call__(
+        self, token_ids: Tensor, hidden: Tensor, step: StepContext, layout: ExpertLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Compute T tokens of B rows and store their keys and values.
+
+        Args:
+            token_ids: int64 ``[B, T]``.
+            hidden: ``[B, T, H]``, hidden states of the positions before.
+            step: rows and positions.
+            layout: experts of the rows.
+
+        Returns:
+            logits ``[B, 1, V]`` of the last token, -inf outside the draft's vocabulary, valid until
+            the next call; and its hidden state ``[B, 1, H]``.
+        """
+        embedded = functional.embedding(token_ids, self._ends.embedding)
+        x = self._fuse(layout.to_experts(torch.cat([embedded, hidden], dim=-1)), layout)
+        delta: Tensor | None = None
+        for layer in self._layers:
+            x, delta = layer(x, delta, step, layout, self._rotary, self._kernels)
+        x = layout.last_tokens(x, 1)
+        if delta is not None:
+            delta = layout.last_tokens(delta, 1)
+        last = layout.to_rows(self._norm.add_and_norm(x, delta, layout, self._kernels)[1])
+        return self._logits(last, layout.expert_of_row), last
+
+    def _logits(self, hidden: Tensor, experts: Sequence[int]) -> Tensor:
+        keys = [self._head_of[expert] for expert in experts]
+        rows = len(keys)
+        if len(set(keys)) == 1:
+            head = self._heads[keys[0]]
+            # Outside the vocabulary the buffer stays -inf from call to call.
+            if self._logits_buffer is None or self._logits_buffer[0] != (keys[0], rows):
+                self._logits_buffer = (keys[0], rows), self._never(rows, hidden)
+            logits = self._logits_buffer[1]
+            own = head.linear(hidden.view(1, rows, -1), self._shared)[0]
+            logits[:, 0].index_copy_(1, head.vocabulary, own)
+            return logits
+        logits = self._never(rows, hidden)
+        for key in set(keys):
+            at = torch.tensor([i for i, own in enumerate(keys) if own == key], device=hidden.device)
+            head = self._heads[key]
+            part = head.linear(hidden[at, 0][None], self._shared)[0]
+            logits[at[:, None], 0, head.vocabulary] = part
+        return logits
+
+    def _never(self, rows: int, like: Tensor) -> Tensor:
+        return like.new_full((rows, 1, self._vocab_size), -torch.inf)
+
+
+class EagleRunner:
+    """E drafts with their KV cache, for up to ``rows`` requests; see ModelRunner.
+
+    Attributes:
+        models: the drafts; their parameters are views into fused weights.
+    """
+
+    has_graphs = False
+
+    def __init__(
+        self,
+        drafts: Sequence[EagleDraft],
+        rows: int,
+        max_model_len: int,
+        kv_positions: int | None = None,
+    ) -> None:
+        """Take over the drafts; the arguments are those of ModelRunner."""
+        first = drafts[0]
+        self.models = list(drafts)
+        self.device, self.max_model_len = first.device, max_model_len
+        self.decoder = EagleDecoder(drafts, max_model_len)
+        size = kv_block_size(first.config, first.dtype, first.device)
+        shapes, where = kv_shapes(first.config), (first.dtype, first.device)
+        self.kv = KVCache(shapes, rows, max_model_len, *where, kv_positions, size)
+        self._hidden_size = int(first.config.hidden_size)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        span: int,
+        layout: ExpertLayout,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute T tokens of B rows; see ModelRunner.forward and EagleDecoder."""
+        self.kv.sync()
+        at = device_tensor(list(rows), self.device)
+        context = StepContext.at(self.kv, at, positions, span)
+        return self.decoder(token_ids, hidden, context, layout)
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        keep: int = 1,
+        layout: ExpertLayout | None = None,
+    ) -> Tensor:
+        """Run a step of the first tokens of sequences, whose hidden states are zeros: a profile."""
+        del keep
+        layout = layout or ExpertLayout([0] * len(rows), self.device)
+        hidden = self._zeros(token_ids.shape)
+        return self.step(rows, token_ids, hidden, positions, span, layout)[0]
+
+    def prefill(self, row: int, token_ids: Sequence[int], start: int) -> None:
+        """Run the first draft over tokens of one row with hidden states of zeros: a profile."""
+        ids = device_tensor([list(token_ids)], self.device)
+        positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
+        self.forward([row], ids, positions, start + len(token_ids))
+
+    def _zeros(self, shape: torch.Size) -> Tensor:
+        return torch.zeros(*shape, self._hidden_size, dtype=self.kv.dtype, device=self.device)
+
+    def grow(self, drafts: Sequence[EagleDraft]) -> Iterator[None]:
+        """See ModelRunner."""
+        for draft in drafts:
+            draft.ends = self.models[0].ends
+        every = [*self.models, *drafts]
+        yield from self.decoder.grow(every)
+        self.models = every
+
+    @torch.inference_mode()
+    def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:
+        """Copy new weights over a draft's, in place.
+
+        Raises:
+            ValueError: a name or shape differs; nothing has been copied then.
+        """
+        copy_state(self.models[expert].state_dict(), state)
+        self.decoder.refresh(expert)
+
+
+class EagleStack(ExpertStack):
+    """EAGLE experts of one target.
+
+    A round computes the tokens since the last one with the target's hidden states, which replaces
+    the keys and values of drafted tokens, and goes on with the draft's own.
+    """
+
+    recomputed = _FIRST_TOKENS
+
+    def __init__(
+        self,
+        runner: EagleRunner,
+        names: Sequence[str],
+        rows: int,
+        target_kv: KVCache,
+        prefill_chunk: int = 256,
+    ) -> None:
+        """Take the drafts.
+
+        Args:
+            runner: of ``len(names)`` drafts, for ``rows`` requests.
+            names: see ExpertStack.
+            rows: most requests at once.
+            target_kv: keeps the target's hidden states.
+            prefill_chunk: most prompt tokens per round.
+        """
+        model_runner: Any = runner  # of the same interface, for what the base class uses
+        super().__init__(model_runner, names, rows, prefill_chunk)
+        self._eagles = runner
+        self._target_kv = target_kv
+
+    def _keeps_drafted(self) -> bool:
+        return False  # computed from the draft's own hidden states
+
+    def _prefill_forward(self, part: Sequence[tuple[DraftRow, int, int]]) -> None:
+        width = max(end - start for _, start, end in part)
+        starts = [end - width for _, _, end in part]
+        self._compute([row for row, _, _ in part], starts, width)
+
+    def _compute(
+        self, rows: Sequence[DraftRow], starts: Sequence[int], width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute ``width`` tokens of each row with the target's hidden states.
+
+        Positions before the first repeat that one: the same write, done again.
+
+        Returns:
+            logits and hidden state of the last token, see EagleDecoder, and the positions.
+        """
+        places = [[max(start + i, 0) for i in range(width)] for start in starts]
+        tokens = [[row.tokens[at] for at in own] for row, own in zip(rows, places, strict=True)]
+        given = device_tensor([tokens, places], self._eagles.device)
+        hidden = self._target_kv.read_hidden([row.target_row for row in rows], given[1] - 1)
+        kv_rows = [self._table.row(row.request_id) for row in rows]
+        span = max(starts) + width
+        layout = self._batch_layout(rows)
+        logits, own_hidden = self._eagles.step(kv_rows, given[0], hidden, given[1], span, layout)
+        return logits, own_hidden, given[1]
+
+    def _step_forward(
+        self, rows: Sequence[DraftRow], steps: int
+    ) -> Callable[[Tensor | None], Tensor]:
+        del steps
+        lags = [len(r.tokens) - self._sequences[r.request_id].num_computed for r in rows]
+        width = max(1, *lags)
+        kv_rows = [self._table.row(row.request_id) for row in rows]
+        layout, span = self._batch_layout(rows), max(len(row.tokens) for row in rows)
+        hidden = position = torch.empty(0)
+
+        def forward(drafted: Tensor | None) -> Tensor:
+            nonlocal hidden, position, span
+            if drafted is None:
+                starts = [len(row.tokens) - width for row in rows]
+                logits, hidden, places = self._compute(rows, starts, width)
+                position = places[:, -1:]
+                return logits
+            position, span = position + 1, span + 1
+            logits, hidden = self._eagles.step(kv_rows, drafted, hidden, position, span, layout)
+            return logits
+
+        return forward
+
+
+def make_eagle_stack(
+    drafts: Sequence[tuple[str, EagleDraft]],
+    target: ModelRunner,
+    rows: int,
+    kv_positions: int | None,
+    prefill_chunk: int,
+) -> EagleStack:
+    """Make the stack of named drafts of one shape, beside a target that keeps hidden states."""
+    names, models = zip(*drafts, strict=True)
+    runner = EagleRunner(models, rows, target.max_model_len, kv_positions)
+    return EagleStack(runner, names, rows, target.kv, prefill_chunk)

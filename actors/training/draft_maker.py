@@ -1,0 +1,380 @@
+"""Making of a target's first draft without any data.
+
+The target makes prompts up by its chat template (Magpie, Xu et al., arXiv 2406.08464), answers
+them, and the draft is distilled from the answers. Generation and training take turns until the time
+is over; what is there survives a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_out
+from paceline.actors.training.adapters import load_state
+from paceline.actors.training.batches import make_batch, micro_batches, usable
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.forward import draft_logits
+from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
+from paceline.actors.training.settings import DistillerSettings
+from paceline.actors.training.shares import make_shares
+from paceline.actors.training.synthetic.prompts import first_turn, synthetic_prompt, turn_marks
+from paceline.actors.weights.eagle import (
+    VOCABULARY,
+    choose_vocabulary,
+    new_draft,
+    read_draft,
+    save_draft,
+)
+
+_PROMPTS = 48  # of a turn of generation
+_STEPS = 24  # of a turn of training
+_MICRO_BATCH = 8  # records
+_FIRST_RECORDS = 192  # before training starts and the vocabulary is chosen
+_GENERATING = 0.35  # share of the time
+_HELD_OUT = 0.06
+_PROMPT_TOKENS, _ANSWER_TOKENS = 96, 192
+_CONTEXT = 512
+_SEQUENCES = 16
+_TEMPERATURE = 0.8  # of every other answer; the others are greedy
+_LEAST_RATE = 0.05
+_SAVE_S = 60.0
+_EVALUATED = 64  # held-out records
+# A small target makes up few prompts of some kinds by itself: how two thirds of them begin.
+_OPENINGS = (
+    "Write a SQL query that",
+    "Write SQL to",
+    "Given a table with the columns",
+    "Which SQL statement",
+    "Write a Python function that",
+    "Write a function to",
+    "Implement a class",
+    "Fix the bug in this code:",
+    "Explain what this code does:",
+    "How do I use the command",
+    "Write a shell command that",
+    "What does the command",
+    "Show me how to list",
+    "Tom has",
+    "A train travels",
+    "If a box holds",
+    "How many",
+    "Solve the equation",
+    "Calculate the",
+    "A shop sells",
+    "What is",
+    "Why do",
+    "Explain the difference between",
+    "Write a short story about",
+    "Write an email",
+    "Give me a list of",
+    "Translate the following sentence",
+    "Summarize the following text:",
+    "How can I",
+    "Describe",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MakerSettings:
+    """What to make, from what, and for how long.
+
+    Attributes:
+        target: folder of the target.
+        out: folder of the draft; a folder ``making`` below it holds the state until the end.
+        seconds: of generation and training, over all runs.
+        seed: of prompts, answers and order.
+        num_threads: of torch.
+        layers: of the trunk.
+        learning_rate: at its highest.
+    """
+
+    target: str
+    out: Path
+    seconds: float
+    seed: int = 0
+    num_threads: int = 1
+    layers: int = 1
+    learning_rate: float = 1.5e-3
+
+
+@dataclass(frozen=True, slots=True)
+class MakerProgress:
+    """State of the making: seconds of all runs, answers, optimizer steps, last acceptance."""
+
+    elapsed_s: float
+    records: int
+    steps: int
+    acceptance: float
+
+
+class DraftMaker:
+    """Makes one draft; call :meth:`run`."""
+
+    def __init__(
+        self,
+        settings: MakerSettings,
+        clock: Callable[[], float],
+        report: Callable[[MakerProgress], None] = lambda _: None,
+    ) -> None:
+        """Load the target, and what an earlier run has left.
+
+        Args:
+            settings: see MakerSettings.
+            clock: monotonic seconds.
+            report: called a few times a minute.
+
+        Raises:
+            ModelError: no draft can be made for this target.
+            ValueError: its chat template does not mark a user's text.
+        """
+        self._settings, self._clock, self._report = settings, clock, report
+        self._work = settings.out / "making"
+        self._work.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(settings.num_threads)
+        self._tokenizer = load_tokenizer(settings.target)
+        self._marks = turn_marks(self._tokenizer)
+        self._start = first_turn(self._tokenizer)
+        self._elapsed = 0.0
+        self._chunks = 0  # files of records
+        self._records: list[ReplayRecord] = []
+        self._acceptance = 0.0
+        self._restore()
+        self._rng = np.random.default_rng([settings.seed, self._chunks])
+        self._distiller: Distiller | None = None
+        folder = self._work / "initial"
+        if not folder.is_dir():
+            save_draft(new_draft(settings.target, settings.layers), folder)
+        self._engine = self._make_engine(folder)
+
+    def _make_engine(self, draft: Path) -> Engine:
+        own = self._settings
+        engine, _, _ = build_engine(
+            TargetSettings(
+                model_path=own.target,
+                drafts={"general": str(draft)},
+                num_threads=own.num_threads,
+                max_num_seqs=_SEQUENCES,
+                max_model_len=_CONTEXT,
+                num_speculative_tokens=0,
+                prefix_cache=False,
+                seed=own.seed * 7919 + self._chunks,
+            )
+        )
+        return engine
+
+    def run(self) -> Path:
+        """Make the draft; returns its folder."""
+        generated = self._elapsed * _GENERATING
+        since = saved = self._clock()
+        while self._elapsed < self._settings.seconds:
+            if len(self._records) < _FIRST_RECORDS or generated < _GENERATING * self._elapsed:
+                self._generate()
+                generated += self._clock() - since
+            else:
+                self._train()
+            now = self._clock()
+            self._elapsed += now - since
+            since = now
+            if now - saved > _SAVE_S:
+                self._save()
+                saved = since = self._clock()
+            self._report(self.progress)
+        if self._distiller is None:
+            self._prepare()
+        self._save()
+        assert self._distiller is not None
+        draft = read_draft(self._work / "initial")
+        load_state(draft, self._distiller.state_dict())
+        save_draft(draft, self._settings.out)
+        return self._settings.out
+
+    @property
+    def progress(self) -> MakerProgress:
+        """The present state."""
+        steps = self._distiller.steps if self._distiller else 0
+        return MakerProgress(self._elapsed, len(self._records), steps, self._acceptance)
+
+    def held_out(self) -> list[ReplayRecord]:
+        """Answers that the draft has not learnt from."""
+        return [r for r in self._records if is_held_out(r.prompt_token_ids, _HELD_OUT)]
+
+    def step_acceptance(self, records: Sequence[ReplayRecord]) -> list[float]:
+        """Share of tokens on which draft and target agree, for each drafted step in turn."""
+        assert self._distiller is not None
+        return agreement(self._distiller.served(self._distiller.state_dict()), records)
+
+    def _generate(self) -> None:
+        """Have prompts made up and answered."""
+        texts = self._answers([self._prompt_request(i) for i in range(_PROMPTS)])
+        requests: list[GenerationRequest] = []
+        for request, tokens, _ in texts:
+            start = request.prompt_token_ids
+            prompt = synthetic_prompt(start, tokens, self._marks)
+            if prompt is not None:
+                requests.append(self._answer_request(prompt, len(requests)))
+        records = [record for _, _, record in self._answers(requests) if record is not None]
+        path = self._work / f"records-{self._chunks:05d}.msgpack"
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgpack.packb([encode(record) for record in records]))
+        partial.replace(path)
+        self._chunks += 1
+        self._records += records
+
+    def _prompt_request(self, index: int) -> GenerationRequest:
+        opening = _OPENINGS[int(self._rng.integers(len(_OPENINGS)))]
+        words = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
+        start = (*self._start, *(words if index % 3 else ()))
+        sampling = SamplingParams(
+            _PROMPT_TOKENS, temperature=1.0, stop_token_ids=self._marks.cue[:1]
+        )
+        return GenerationRequest(f"p{index}", start, sampling, draft="general", recorded=False)
+
+    def _answer_request(self, prompt: tuple[int, ...], index: int) -> GenerationRequest:
+        temperature = _TEMPERATURE if index % 2 else 0.0
+        sampling = SamplingParams(_ANSWER_TOKENS, temperature=temperature)
+        return GenerationRequest(f"{self._chunks}-{index}", prompt, sampling, draft="general")
+
+    def _answers(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[tuple[GenerationRequest, list[int], ReplayRecord | None]]:
+        """Each request with its output and record."""
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        records: dict[str, ReplayRecord] = {}
+        for request in requests:
+            self._engine.add(request)
+        while self._engine.has_work:
+            for output in self._engine.step():
+                tokens[output.request_id] += output.chunk.token_ids
+                if output.record is not None:
+                    records[output.request_id] = output.record
+        ids = [(request, request.request_id) for request in requests]
+        return [(request, tokens[i], records.get(i)) for request, i in ids]
+
+    def _prepare(self) -> None:
+        """Choose the vocabulary, and start or resume training."""
+        folder = self._work / "initial"
+        draft = read_draft(folder)
+        if not (self._work / "weights.safetensors").is_file():
+            ids = choose_vocabulary(
+                token_counts(self._records),
+                plain_tokens(self._tokenizer),
+                int(draft.config.vocab_size),
+                len(draft.get_buffer(VOCABULARY)),
+            )
+            draft.get_buffer(VOCABULARY).copy_(ids)
+            save_draft(draft, folder)
+        settings = DistillerSettings(
+            learning_rate=self._settings.learning_rate,
+            warmup_steps=20,
+            weight_decay=0.05,
+            average_decay=0.995,
+            target_path=self._settings.target,
+        )
+        self._distiller = Distiller(str(folder), settings)
+        self._resume(self._distiller)
+
+    def _train(self) -> None:
+        if self._distiller is None:
+            self._prepare()
+        assert self._distiller is not None
+        distiller = self._distiller
+        size = distiller.vocab_size
+        records = [
+            record
+            for record in self._records
+            if usable(record, size) and not is_held_out(record.prompt_token_ids, _HELD_OUT)
+        ]
+        part = min(1.0, self._elapsed / self._settings.seconds)
+        rate = _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
+        distiller.scale_rate(rate)
+        for batch in micro_batches(records, _MICRO_BATCH, self._rng)[:_STEPS]:
+            share = make_shares([make_batch(batch, _CONTEXT)], distiller.settings.objective)[0]
+            self._acceptance = distiller.learn(share).expected_acceptance
+
+    def _save(self) -> None:
+        """Write what a further run needs."""
+        if self._distiller is not None and self._distiller.steps:
+            state = self._distiller.state_dict()
+            partial = self._work / "weights.partial"
+            save_file(state, partial, metadata={"format": "pt"})
+            partial.replace(self._work / "weights.safetensors")
+            save_checkpoint(
+                self._work / "optimizer", self._distiller.live_state(), 1, _STATE_DIGEST
+            )
+        facts = {"elapsed_s": self._elapsed, "seed": self._settings.seed}
+        partial = self._work / "state.partial"
+        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        partial.replace(self._work / "state.json")
+
+    def _restore(self) -> None:
+        state = self._work / "state.json"
+        if state.is_file():
+            self._elapsed = float(json.loads(state.read_text(encoding="utf-8"))["elapsed_s"])
+        for path in sorted(self._work.glob("records-*.msgpack")):
+            self._records += map(decode, msgpack.unpackb(path.read_bytes()))
+            self._chunks += 1
+
+    def _resume(self, distiller: Distiller) -> None:
+        weights = self._work / "weights.safetensors"
+        if not weights.is_file():
+            return
+        distiller.reset(load_file(weights))
+        state = load_checkpoint(self._work / "optimizer", 1, _STATE_DIGEST)
+        if state is not None:
+            distiller.resume(state)
+
+
+_STATE_DIGEST = "making"
+
+
+def token_counts(records: Sequence[ReplayRecord]) -> Counter[int]:
+    """How often the target emitted a token or found it most probable."""
+    counts: Counter[int] = Counter()
+    for record in records:
+        counts.update(record.output_token_ids.tolist())
+        counts.update(record.target_top_ids[:, 0].tolist())
+    return counts
+
+
+def plain_tokens(tokenizer: Any) -> set[int]:
+    """Tokens that every draft vocabulary has: single characters, bytes and special tokens."""
+    single = {i for text, i in tokenizer.get_vocab().items() if len(text) == 1 or _is_byte(text)}
+    return single | set(tokenizer.added_tokens_decoder)
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
+@torch.inference_mode()
+def agreement(draft: Any, records: Sequence[ReplayRecord]) -> list[float]:
+    """Share of the greedy tokens that a draft finds most probable, for each step in turn.
+
+    Args:
+        draft: an EAGLE draft in eval mode.
+        records: with hidden states.
+    """
+    hits: list[NDArray[np.float64]] = []
+    for start in range(0, len(records), _MICRO_BATCH):
+        batch = make_batch(records[start : start + _MICRO_BATCH], _CONTEXT).to(draft.device)
+        steps, own = draft_logits(draft, batch)
+        best = own.top_ids[:, 0]
+        hits.append(np.array([(logits.argmax(-1) == best).float().mean() for logits in steps]))
+    return [float(value) for value in np.mean(hits, axis=0)] if hits else []

@@ -1,0 +1,318 @@
+"""EAGLE drafts: a small trunk between the target's own embedding and head.
+
+The draft reads the embedding of a token and the target's hidden state of the position before (Li et
+al., EAGLE, arXiv 2401.15077); for further tokens its own hidden state takes the target's place, for
+which it is trained (EAGLE-3, arXiv 2503.01840). Embedding and head are the target's, frozen: a
+draft is its trunk, and proposes from a list of frequent tokens. The trunk starts as the target's
+first layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from paceline.actors.weights.checkpoint import ModelError, weight_files
+
+MODEL_TYPE = "eagle"
+VOCABULARY = "vocabulary"
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_LAYERS = "model.layers."
+_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # with tensors of these names
+_MARKED_ROWS = 64
+DRAFT_VOCABULARY = 16384
+
+
+def is_eagle(folder: str | Path) -> bool:
+    """Whether a folder holds an EAGLE draft, by its config."""
+    try:
+        facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and facts.get("model_type") == MODEL_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class TargetEnds:
+    """The parts of a target that its drafts share: V tokens, hidden states of size H.
+
+    Attributes:
+        embedding: ``[V, H]``.
+        head: ``[V, H]``; the embedding itself if the target ties them.
+    """
+
+    embedding: Tensor
+    head: Tensor
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
+        """Return them on a device, in a dtype; tied ones stay tied."""
+        embedding = self.embedding.to(device, dtype)
+        tied = self.head is self.embedding
+        return TargetEnds(embedding, embedding if tied else self.head.to(device, dtype))
+
+
+def read_target_ends(target: str | Path) -> TargetEnds:
+    """Read a target's embedding and head from its files.
+
+    Raises:
+        ModelError: the files lack the embedding.
+    """
+    found = _read(target, lambda name: name in (_EMBEDDING, _HEAD))
+    if _EMBEDDING not in found:
+        raise ModelError(f"target: {target} has no {_EMBEDDING}, which an EAGLE draft shares")
+    return TargetEnds(found[_EMBEDDING], found.get(_HEAD, found[_EMBEDDING]))
+
+
+def target_mark(target: str | Path) -> str:
+    """Mark of a target, by its config's sizes, final norm and some rows of its embedding.
+
+    Drafts are made for one target; reading all of a large one would take minutes.
+    """
+    config = json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+    digest = hashlib.blake2b(digest_size=8)
+    sizes = [config.get(k) for k in ("model_type", "hidden_size", "num_hidden_layers")]
+    digest.update(json.dumps(sizes).encode())
+    for file in weight_files(target, "target"):
+        with safe_open(file, "pt") as tensors:
+            for name in sorted({_EMBEDDING, _NORM} & set(tensors.keys())):
+                rows = tensors.get_slice(name)[:_MARKED_ROWS]
+                digest.update(name.encode() + rows.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read(folder: str | Path, wanted: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder, "target"):
+        with safe_open(file, "pt") as tensors:
+            found |= {n: tensors.get_tensor(n) for n in tensors.keys() if wanted(n)}  # noqa: SIM118
+    return found
+
+
+class EagleDraft(nn.Module):
+    """The trainable part of a draft, with the target's ends beside it.
+
+    Attributes:
+        config: transformers' config of the trunk, with the target's ``vocab_size``.
+        mark: of the target, see :func:`target_mark`.
+        ends: the target's embedding and head; no parameters of the draft.
+    """
+
+    def __init__(self, config: Any, mark: str, draft_vocabulary: int) -> None:
+        """Make a draft with random weights.
+
+        Args:
+            config: of the trunk; ``vocab_size`` is the target's.
+            mark: of the target.
+            draft_vocabulary: D, tokens that the draft proposes from.
+        """
+        super().__init__()
+        self.config, self.mark = config, mark
+        hidden = int(config.hidden_size)
+        own = copy.deepcopy(config)
+        own.vocab_size, own.pad_token_id = 1, None
+        self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
+        self.trunk = AutoModel.from_config(own, attn_implementation="eager")
+        self.trunk.embed_tokens = None
+        self.register_buffer(VOCABULARY, torch.arange(draft_vocabulary, dtype=torch.int32))
+        # In a tuple: neither parameters nor buffers.
+        self._ends: tuple[TargetEnds, ...] = ()
+        self._own_head: Tensor | None = None
+
+    @property
+    def ends(self) -> TargetEnds:
+        """See class."""
+        return self._ends[0]
+
+    @ends.setter
+    def ends(self, ends: TargetEnds) -> None:
+        self._ends, self._own_head = (ends,), None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self.fuse.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.fuse.weight.dtype
+
+    @property
+    def head(self) -> Tensor:
+        """``[D, H]``, the rows of the target's head for the draft's vocabulary."""
+        if self._own_head is None:
+            ids = self.get_buffer(VOCABULARY).long()
+            self._own_head = self.ends.head[ids.to(self.ends.head.device)].to(self.device)
+        return self._own_head
+
+    def vocabulary_changed(self) -> None:
+        """Note new values of the vocabulary."""
+        self._own_head = None
+
+    def twin(self) -> EagleDraft:
+        """Another draft of this shape, for the same target, on the same device."""
+        size = len(self.get_buffer(VOCABULARY))
+        draft = EagleDraft(self.config, self.mark, size).to(device=self.device, dtype=self.dtype)
+        draft.ends = self.ends
+        return draft
+
+    def get_input_embeddings(self) -> nn.Module:
+        """A module without parameters: the embedding is the target's."""
+        return nn.Identity()
+
+    def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """The trunk's input ``[B, T, H]``.
+
+        Args:
+            token_ids: int64 ``[B, T]``.
+            hidden: ``[B, T, H]``, of the positions before.
+        """
+        embedded = nn.functional.embedding(token_ids, self.ends.embedding)
+        joined = torch.cat([embedded.to(self.dtype), hidden.to(self.dtype)], dim=-1)
+        fused: Tensor = self.fuse(joined)
+        return fused
+
+
+def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = None) -> EagleDraft:
+    """Make a draft from a target and nothing else: its first layers and its final norm.
+
+    Args:
+        target: folder of a model of a fused architecture.
+        layers: of the trunk.
+        vocabulary: int32 ``[D]``, the draft's tokens; None is the first ones, which byte-pair
+            tokenizers number by frequency, and the last, which are often special.
+
+    Raises:
+        ModelError: another architecture, or tensors are missing.
+    """
+    config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
+    if config.model_type not in _FAMILIES:
+        raise ModelError(f"target: no draft can be made from models of type {config.model_type}")
+    size = int(config.vocab_size)
+    if vocabulary is None:
+        vocabulary = first_tokens(size)
+    mark = target_mark(target)
+    trunk = copy.deepcopy(config)
+    trunk.num_hidden_layers, trunk.sliding_window, trunk.use_sliding_window = layers, None, False
+    if getattr(trunk, "layer_types", None) is not None:
+        trunk.layer_types = ["full_attention"] * layers
+    prefixes = (_NORM, *(f"{_LAYERS}{layer}." for layer in range(layers)))
+    state = _read(target, lambda name: name.startswith(prefixes))
+    draft = EagleDraft(trunk, mark, len(vocabulary))
+    own = {name.replace("model.", "trunk.", 1): tensor for name, tensor in state.items()}
+    hidden = int(config.hidden_size)
+    # The target's hidden state has no part at first: the draft is the target's first layers.
+    own["fuse.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    own[VOCABULARY] = vocabulary
+    missing = [name for name in draft.state_dict() if name not in own]
+    if missing:
+        raise ModelError(f"target: {target} lacks {missing[0].replace('trunk.', 'model.', 1)}")
+    draft.load_state_dict(own)
+    return draft
+
+
+def first_tokens(size: int, count: int = DRAFT_VOCABULARY) -> Tensor:
+    """Return the draft vocabulary of a tokenizer about which nothing is known, int32 ``[D]``.
+
+    Args:
+        size: V, of the target's vocabulary.
+        count: D at most.
+    """
+    if size <= count:
+        return torch.arange(size, dtype=torch.int32)
+    last = count // 16
+    ids = torch.cat([torch.arange(count - last), torch.arange(size - last, size)])
+    return ids.to(torch.int32)
+
+
+def choose_vocabulary(
+    counts: Mapping[int, int], always: Collection[int], size: int, count: int
+) -> Tensor:
+    """Choose a draft's tokens, int32 ``[D]``, ascending.
+
+    Args:
+        counts: how often each token was seen.
+        always: tokens to take in any case.
+        size: V, of the target's vocabulary.
+        count: D; what is left over goes to the first tokens, see :func:`first_tokens`.
+    """
+    by_count = sorted(counts, key=lambda token: (-counts[token], token))
+    order = dict.fromkeys((*sorted(always), *by_count, *range(size)))
+    chosen = [token for token in order if 0 <= token < size][:count]
+    return torch.tensor(sorted(chosen), dtype=torch.int32)
+
+
+def save_draft(draft: EagleDraft, folder: str | Path) -> None:
+    """Write config and bfloat16 safetensors."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    trunk = draft.config.to_dict()
+    facts = {
+        "model_type": MODEL_TYPE,
+        "target_mark": draft.mark,
+        "vocab_size": int(draft.config.vocab_size),
+        "max_position_embeddings": int(draft.config.max_position_embeddings),
+        "draft_vocab_size": len(draft.get_buffer(VOCABULARY)),
+        "trunk": {key: value for key, value in trunk.items() if key != "_name_or_path"},
+    }
+    text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    state = {
+        name: tensor.detach().to("cpu", published_dtype(tensor)).contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def published_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a draft's tensor is stored and sent: bfloat16, integers as they are."""
+    return torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+
+
+def read_draft(folder: str | Path) -> EagleDraft:
+    """Read what :func:`save_draft` wrote, in float32 and without the target's ends.
+
+    Raises:
+        ModelError: the folder holds something else, or tensors are missing.
+        OSError: there is no such folder.
+    """
+    folder = Path(folder)
+    facts: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if facts.get("model_type") != MODEL_TYPE:
+        raise ModelError(f"{folder} holds no EAGLE draft")
+    trunk = dict(facts["trunk"])
+    config = AutoConfig.for_model(trunk.pop("model_type"), **trunk)
+    draft = EagleDraft(config, facts["target_mark"], int(facts["draft_vocab_size"]))
+    try:
+        draft.load_state_dict(load_file(folder / "model.safetensors"))
+    except RuntimeError as error:
+        raise ModelError(f"{folder}: {str(error).splitlines()[0]}") from error
+    return draft
+
+
+def load_draft(
+    folder: str | Path, target: str | Path, dtype: torch.dtype, device: torch.device
+) -> EagleDraft:
+    """Read a draft with its target's ends, ready to be trained or served.
+
+    Raises:
+        ModelError: it is broken, or made for another target.
+        OSError: there is no such folder.
+    """
+    draft = read_draft(folder)
+    if draft.mark != target_mark(target):
+        raise ModelError(f"draft: {folder} was made for another target than {target}")
+    draft.to(device=device, dtype=dtype)
+    draft.ends = read_target_ends(target).to(device, dtype)
+    return draft
