@@ -1,0 +1,360 @@
+"""EAGLE drafts: exact answers on every fused architecture, what they read, and what they learn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, tokens_of
+from tiny_models import tiny_llama
+
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.replay.record import ReplayRecord, decode, encode
+from paceline.actors.speculation.eagle import EagleStack, make_eagle_stack
+from paceline.actors.speculation.pending_updates import SwapWeights
+from paceline.actors.training.batches import make_batch
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.eagle import step_states
+from paceline.actors.training.forward import draft_logits
+from paceline.actors.training.settings import DistillerSettings
+from paceline.actors.training.shares import make_shares, split_share
+from paceline.actors.weights.checkpoint import ModelError
+from paceline.actors.weights.eagle import (
+    VOCABULARY,
+    choose_vocabulary,
+    first_tokens,
+    is_eagle,
+    load_draft,
+    new_draft,
+    read_draft,
+    save_draft,
+    target_mark,
+)
+
+PROMPTS = [[5, 6, 7, 8, 9] * 4, [11, 12], [40], list(range(60, 91))]
+VOCAB = 300
+SMALL = torch.arange(3, 250, 2, dtype=torch.int32)
+
+
+def save_target(folder: Path, kind: str = "llama", **more: Any) -> Path:
+    """A random target of an architecture, with the test tokenizer."""
+    torch.manual_seed(1)
+    if kind == "llama":
+        model = tiny_llama(1, vocab=VOCAB, **more)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        config = ARCHITECTURES[kind](2, vocab_size=VOCAB, **more)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("eagle") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    folder = target.parent / "draft"
+    save_draft(new_draft(target, vocabulary=SMALL), folder)
+    return folder
+
+
+def eagle_engine(
+    target: Path, drafts: dict[str, Path], draft_chunk: int = 8, **more: Any
+) -> Engine:
+    model = load_causal_lm(target, torch.float32, DEVICE)
+    rows = more.get("max_num_seqs", 4)
+
+    def beside(runner: ModelRunner) -> list[EagleStack]:
+        loaded = [
+            (name, load_draft(path, target, torch.float32, DEVICE).eval().requires_grad_(False))
+            for name, path in drafts.items()
+        ]
+        return [make_eagle_stack(loaded, runner, rows, more.get("draft_positions"), draft_chunk)]
+
+    return engine_of(model, [], beside=beside, record_hidden=True, **more)
+
+
+def asked(length: int = 40, **fields: Any) -> list[Any]:
+    return [
+        request(f"{i}", prompt, max_tokens=length - 7 * i, ignore_eos=True, **fields)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def answers(engine: Engine, requests: Sequence[Any]) -> list[list[int]]:
+    found = run(engine, requests)
+    return [tokens_of(found[r.request_id]) for r in requests]
+
+
+def records_of(engine: Engine, requests: Sequence[Any]) -> list[ReplayRecord]:
+    found = [run(engine, [r])[r.request_id][-1].record for r in requests]
+    assert all(record is not None for record in found)
+    return [record for record in found if record is not None]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_greedy_answers_are_the_targets_in_a_ragged_batch(
+    tmp_path: Path, kind: str, layers: int
+) -> None:
+    folder = save_target(tmp_path / "target", kind)
+    save_draft(new_draft(folder, layers), tmp_path / "draft")
+    drafts = {"a": tmp_path / "draft"}
+    plain = answers(eagle_engine(folder, drafts), asked(num_speculative_tokens=0))
+    engine = eagle_engine(folder, drafts, k=4)
+    assert answers(engine, asked()) == plain
+    assert answers(engine, asked()) == plain  # with cached prefixes
+    assert engine.draft_failures == 0
+
+
+@pytest.mark.parametrize("more", [{"kv_positions": MAX_LEN}, {"draft_positions": MAX_LEN}])
+def test_preempted_requests_answer_the_same(target: Path, draft: Path, more: Any) -> None:
+    plain = answers(eagle_engine(target, {"a": draft}), asked(60, num_speculative_tokens=0))
+    assert answers(eagle_engine(target, {"a": draft}, k=3, **more), asked(60)) == plain
+
+
+def test_a_seed_fixes_the_text_with_and_without_drafts(target: Path, draft: Path) -> None:
+    fields = {"temperature": 0.9, "seed": 5}
+    plain = answers(eagle_engine(target, {"a": draft}), asked(num_speculative_tokens=0, **fields))
+    assert answers(eagle_engine(target, {"a": draft}, k=4), asked(**fields)) == plain
+
+
+def test_samples_are_only_drafted_from_the_draft_vocabulary(target: Path, draft: Path) -> None:
+    engine = eagle_engine(target, {"a": draft}, k=4)
+    records = records_of(engine, asked(temperature=1.2))
+    drafted = {int(t) for record in records for t in record.draft_token_ids if t >= 0}
+    assert drafted
+    assert drafted <= set(SMALL.tolist())
+    emitted = {int(t) for record in records for t in record.output_token_ids}
+    assert emitted - set(SMALL.tolist())
+
+
+def test_experts_of_several_vocabularies_run_together(target: Path, tmp_path: Path) -> None:
+    folders = {}
+    for name, vocabulary in (("a", SMALL), ("b", torch.arange(124, dtype=torch.int32))):
+        folders[name] = tmp_path / name
+        save_draft(new_draft(target, vocabulary=vocabulary), folders[name])
+    both = [*asked(draft="a"), *(dataclasses.replace(r, draft="b") for r in asked())]
+    mixed = [dataclasses.replace(r, request_id=f"{i}") for i, r in enumerate(both)]
+    alone = [records_of(eagle_engine(target, folders, 64, k=3), [r])[0] for r in mixed]
+    found = run(eagle_engine(target, folders, 256, k=3, max_num_seqs=8, prefill_chunk=256), mixed)
+    for r, record in zip(mixed, alone, strict=True):
+        own = found[r.request_id][-1].record
+        assert own is not None
+        assert own.draft_token_ids.tolist() == record.draft_token_ids.tolist()
+
+
+def test_records_hold_the_states_that_the_head_read(target: Path, draft: Path) -> None:
+    records = records_of(eagle_engine(target, {"a": draft}, k=4), asked())
+    model = load_causal_lm(target, torch.float32, attention="eager")
+    for record in map(decode, map(encode, records)):
+        text = [*record.prompt_token_ids.tolist(), *record.output_token_ids.tolist()][:-1]
+        with torch.inference_mode():
+            whole = model.model(torch.tensor([text])).last_hidden_state[0]
+        assert record.hidden is not None
+        own = torch.from_numpy(record.hidden.copy()).view(torch.bfloat16).float()
+        torch.testing.assert_close(own, whole, rtol=0.02, atol=0.02)
+
+
+def test_states_line_up_with_a_text_that_is_cut(target: Path, draft: Path) -> None:
+    """A prompt is cut at its start; states that are not recorded are zeros."""
+    record = records_of(eagle_engine(target, {"a": draft}), [request("r", PROMPTS[3])])[0]
+    assert record.hidden is not None
+    whole = make_batch([record], 512).hidden
+    part = dataclasses.replace(record, hidden=record.hidden[25:], hidden_start=25)
+    cut = make_batch([part], 32)
+    assert whole is not None
+    assert cut.hidden is not None
+    start = len(record.prompt_token_ids) - int(cut.columns[0]) - 1
+    assert 0 < start < 25
+    known = 25 - start
+    assert not cut.hidden[0, :known].any()
+    assert torch.equal(cut.hidden[0, known:32], whole[0, 25 : start + 32])
+
+
+def test_drafts_are_those_of_the_trained_module(target: Path, draft: Path) -> None:
+    """Served steps equal the training's: the first reads the target's states, others its own."""
+    model = load_draft(draft, target, torch.float32, torch.device("cpu")).eval()
+    record = records_of(eagle_engine(target, {"a": draft}, k=3), [request("r", PROMPTS[0])])[0]
+    batch = make_batch([record], 512)
+    assert batch.hidden is not None
+    with torch.inference_mode():
+        logits, _ = draft_logits(model, batch)
+    ids = model.get_buffer(VOCABULARY)
+    best = [ids[own[:, :-1].argmax(-1)].tolist() for own in logits]
+    drafted, accepted = record.draft_token_ids.tolist(), record.accepted.tolist()
+    step, agreed, compared = 0, 0, 0
+    for position, (token, taken) in enumerate(zip(drafted, accepted, strict=True)):
+        if token < 0:
+            step = 0
+            continue
+        compared += 1
+        agreed += token == best[step][position]
+        step = (step + 1) % 3 if taken == 1 else 0
+    assert compared > 5
+    assert agreed >= 0.9 * compared  # states are recorded in bfloat16
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_a_draft_learns_its_targets_answers_and_is_swapped_in(target: Path, draft: Path) -> None:
+    engine = eagle_engine(target, {"a": draft}, k=3)
+    before = run(engine, asked())
+    records = records_of(engine, asked())
+    settings = DistillerSettings(
+        learning_rate=1e-2, dtype="float32", average_decay=0.0, target_path=str(target)
+    )
+    distiller = Distiller(str(draft), settings)
+    losses = [distiller.micro_step(make_batch(records, 512)).loss for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+    state = distiller.state_dict()
+    assert state[VOCABULARY].dtype is torch.int32
+    engine.updates.put(SwapWeights("a", 1, state))
+    after = run(engine, asked())
+
+    def taken(found: dict[str, Any]) -> int:
+        own = [outputs[-1].chunk.speculative for outputs in found.values()]
+        return sum(stats.num_accepted_draft_tokens for stats in own)
+
+    assert [tokens_of(after[i]) for i in after] == [tokens_of(before[i]) for i in after]
+    assert taken(after) > taken(before) + 10
+
+
+def test_a_new_version_may_bring_another_vocabulary(target: Path, draft: Path) -> None:
+    engine = eagle_engine(target, {"a": draft}, k=3)
+    plain = answers(engine, asked(num_speculative_tokens=0))
+    state = {name: tensor.clone() for name, tensor in read_draft(draft).state_dict().items()}
+    state[VOCABULARY] = torch.arange(len(SMALL), dtype=torch.int32)
+    engine.updates.put(SwapWeights("a", 1, state))
+    records = records_of(engine, asked())
+    assert [record.output_token_ids.tolist() for record in records] == plain
+    drafted = {int(t) for record in records for t in record.draft_token_ids if t >= 0}
+    assert drafted <= set(range(len(SMALL)))
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_shares_of_a_batch_have_the_gradient_of_the_whole(target: Path, draft: Path) -> None:
+    records = records_of(eagle_engine(target, {"a": draft}, k=3), asked())
+    settings = DistillerSettings(dtype="float32", target_path=str(target))
+    whole = make_shares([make_batch(records, 512)], settings.objective)[0]
+    distiller = Distiller(str(draft), settings)
+    draft_module = distiller._engine.module
+
+    def gradient(parts: Sequence[Any]) -> list[torch.Tensor]:
+        draft_module.zero_grad()
+        for part in parts:
+            draft_module(part.batch, part.weights)[0].backward()
+        return [p.grad.clone() for p in draft_module.parameters()]
+
+    for one, many in zip(gradient([whole]), gradient(split_share(whole, 3)), strict=True):
+        torch.testing.assert_close(many, one, rtol=1e-3, atol=1e-5)
+
+
+def test_the_loss_in_parts_is_the_loss_of_all_positions(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.actors.training import eagle
+    from paceline.actors.training.losses import objective, position_weights
+    from paceline.actors.training.settings import ObjectiveSettings
+
+    records = records_of(eagle_engine(target, {"a": draft}, k=3), asked())
+    batch, settings = make_batch(records, 512), ObjectiveSettings()
+    weights = position_weights([batch], settings)
+    model = load_draft(draft, target, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(eagle, "_POSITIONS", 16)
+    found = eagle.eagle_objective(model, batch, settings, weights)
+    found.loss.backward()
+    parts = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    steps, own = draft_logits(model, batch)
+    shares = np.array([eagle.STEP_DECAY**i for i in range(len(steps))])
+    goals = [objective(logits, own, settings, weights) for logits in steps]
+    whole = sum(share * goal.loss for share, goal in zip(shares / shares.sum(), goals, strict=True))
+    assert isinstance(whole, torch.Tensor)
+    whole.backward()
+    torch.testing.assert_close(found.loss, whole)
+    for one, other in zip(parts, (p.grad for p in model.parameters()), strict=True):
+        assert other is not None
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_sees_the_tokens_before_and_its_own_drafts(target: Path, draft: Path) -> None:
+    """A later token, or a state that is not known yet, changes no earlier prediction."""
+    record = records_of(eagle_engine(target, {"a": draft}), [request("r", PROMPTS[0])])[0]
+    model = load_draft(draft, target, torch.float32, torch.device("cpu")).eval()
+    torch.nn.init.normal_(model.fuse.weight, std=0.2)
+    batch = make_batch([record], 512)
+    assert batch.hidden is not None
+    changed = batch.hidden.clone()
+    column = int(batch.columns[8])
+    changed[0, column - 2] = 1.0
+    with torch.inference_mode():
+        before = step_states(model, batch)
+        after = step_states(model, dataclasses.replace(batch, hidden=changed))
+    # The state of column c - 2 is read at c - 1 in the first step: the second drafted token at c
+    # still follows from it, the third at c does not.
+    for step, first in ((0, 7), (1, 8), (2, 9)):
+        same = (before[step] == after[step]).all(dim=1)
+        assert same[:first].all()
+        assert not same[first]
+
+
+def test_a_draft_is_saved_and_made_for_one_target(target: Path, tmp_path: Path) -> None:
+    model = new_draft(target)
+    save_draft(model, tmp_path / "draft")
+    assert is_eagle(tmp_path / "draft")
+    assert not is_eagle(target)
+    assert not is_eagle(tmp_path)
+    again = read_draft(tmp_path / "draft")
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0.01, atol=0.01)
+    tiny_llama(7, vocab=VOCAB).save_pretrained(tmp_path / "other")
+    assert target_mark(tmp_path / "other") != target_mark(target)
+    with pytest.raises(ModelError, match="made for another target"):
+        load_draft(tmp_path / "draft", tmp_path / "other", torch.float32, torch.device("cpu"))
+    with pytest.raises(ModelError, match="no draft can be made from models of type gpt2"):
+        new_draft(save_target(tmp_path / "gpt2", "gpt2"))
+
+
+def test_the_first_draft_is_the_targets_first_layer(target: Path) -> None:
+    """Its states are those that the target's own first layer, norm and head make."""
+    model = new_draft(target)
+    model.ends = load_draft_ends(target)
+    full = load_causal_lm(target, torch.float32, attention="eager")
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.inference_mode():
+        hidden = torch.randn(1, len(PROMPTS[0]), 32)
+        own = model.trunk(inputs_embeds=model.inputs(ids, hidden)).last_hidden_state
+        del full.model.layers[1:]
+        expected = full.model(ids).last_hidden_state
+    torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+
+
+def load_draft_ends(target: Path) -> Any:
+    from paceline.actors.weights.eagle import read_target_ends
+
+    return read_target_ends(target)
+
+
+def test_vocabularies() -> None:
+    assert first_tokens(50, 100).tolist() == list(range(50))
+    few = first_tokens(1000, 64).tolist()
+    assert few == [*range(60), *range(996, 1000)]
+    chosen = choose_vocabulary({7: 3, 400: 9, 2000: 5}, {1, 999}, 1000, 6)
+    assert chosen.tolist() == [0, 1, 2, 7, 400, 999]
+    assert chosen.dtype is torch.int32
