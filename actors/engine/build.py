@@ -37,7 +37,7 @@ from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_hea
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
-from paceline.actors.weights.eagle import EagleDraft, is_eagle, load_draft
+from paceline.actors.weights.eagle import EagleDraft, TargetEnds, is_eagle, load_draft, trunk_config
 from paceline.actors.weights.slots import candidate_of
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -92,7 +92,10 @@ def draft_memory(settings: TargetSettings, dtype: torch.dtype) -> DraftMemory:
     weights, shapes = 0, set()
     for path, drafts in Counter(settings.drafts.values()).items():
         weights += (drafts * slots + 1) * _num_elements(Path(path)) * dtype.itemsize
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        if is_eagle(path):
+            config = trunk_config(path)
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
         shapes.add(tuple(kv_shapes(config)))
     return DraftMemory(weights, sum(position_bytes(each, dtype) for each in shapes))
 
@@ -185,7 +188,7 @@ def build_stacks(
     for name, path in folders:
         model: Any
         if is_eagle(path):
-            model = load_draft(path, settings.model_path, dtype, device).eval()
+            model = load_draft(path, settings.model_path, dtype, device, _ends(target)).eval()
             model.requires_grad_(False)
         else:
             model = load_causal_lm(path, dtype, device)
@@ -217,6 +220,15 @@ def build_stacks(
                 stack.alias(name + INITIAL_SUFFIX, initial_names[path])
         stacks.append(stack)
     return stacks
+
+
+def _ends(target: ModelRunner | None) -> TargetEnds:
+    """Return the target's own embedding and head."""
+    assert target is not None
+    model = target.models[0]
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    return TargetEnds(embedding, embedding if model.config.tie_word_embeddings else head)
 
 
 def _has_eagles(settings: TargetSettings) -> bool:

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ MODEL_TYPE = "eagle"
 VOCABULARY = "vocabulary"
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _LAYERS = "model.layers."
-_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # with tensors of these names
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # with tensors of these names
 _MARKED_ROWS = 64
 DRAFT_VOCABULARY = 16384
 
@@ -55,14 +56,13 @@ class TargetEnds:
     embedding: Tensor
     head: Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
-        """Return them on a device, in a dtype; tied ones stay tied."""
-        embedding = self.embedding.to(device, dtype)
-        tied = self.head is self.embedding
-        return TargetEnds(embedding, embedding if tied else self.head.to(device, dtype))
+    def __deepcopy__(self, _: dict[int, Any]) -> TargetEnds:
+        """Copies of a draft share them."""
+        return self
 
 
-def read_target_ends(target: str | Path) -> TargetEnds:
+@lru_cache(maxsize=4)  # the drafts of a process share them
+def read_target_ends(target: str, device: torch.device, dtype: torch.dtype) -> TargetEnds:
     """Read a target's embedding and head from its files.
 
     Raises:
@@ -71,7 +71,8 @@ def read_target_ends(target: str | Path) -> TargetEnds:
     found = _read(target, lambda name: name in (_EMBEDDING, _HEAD))
     if _EMBEDDING not in found:
         raise ModelError(f"target: {target} has no {_EMBEDDING}, which an EAGLE draft shares")
-    return TargetEnds(found[_EMBEDDING], found.get(_HEAD, found[_EMBEDDING]))
+    own = {name: tensor.to(device, dtype) for name, tensor in found.items()}
+    return TargetEnds(own[_EMBEDDING], own.get(_HEAD, own[_EMBEDDING]))
 
 
 def target_mark(target: str | Path) -> str:
@@ -197,7 +198,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
         ModelError: another architecture, or tensors are missing.
     """
     config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
-    if config.model_type not in _FAMILIES:
+    if config.model_type not in FAMILIES:
         raise ModelError(f"target: no draft can be made from models of type {config.model_type}")
     size = int(config.vocab_size)
     if vocabulary is None:
@@ -280,6 +281,24 @@ def published_dtype(tensor: Tensor) -> torch.dtype:
     return torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
 
 
+def _facts(folder: Path) -> Mapping[str, Any]:
+    facts: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if facts.get("model_type") != MODEL_TYPE:
+        raise ModelError(f"{folder} holds no EAGLE draft")
+    return facts
+
+
+def trunk_config(folder: str | Path) -> Any:
+    """transformers' config of a draft's trunk.
+
+    Raises:
+        ModelError: the folder holds something else.
+        OSError: there is no such folder.
+    """
+    trunk = dict(_facts(Path(folder))["trunk"])
+    return AutoConfig.for_model(trunk.pop("model_type"), **trunk)
+
+
 def read_draft(folder: str | Path) -> EagleDraft:
     """Read what :func:`save_draft` wrote, in float32 and without the target's ends.
 
@@ -288,12 +307,8 @@ def read_draft(folder: str | Path) -> EagleDraft:
         OSError: there is no such folder.
     """
     folder = Path(folder)
-    facts: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if facts.get("model_type") != MODEL_TYPE:
-        raise ModelError(f"{folder} holds no EAGLE draft")
-    trunk = dict(facts["trunk"])
-    config = AutoConfig.for_model(trunk.pop("model_type"), **trunk)
-    draft = EagleDraft(config, facts["target_mark"], int(facts["draft_vocab_size"]))
+    facts = _facts(folder)
+    draft = EagleDraft(trunk_config(folder), facts["target_mark"], int(facts["draft_vocab_size"]))
     try:
         draft.load_state_dict(load_file(folder / "model.safetensors"))
     except RuntimeError as error:
@@ -301,18 +316,38 @@ def read_draft(folder: str | Path) -> EagleDraft:
     return draft
 
 
+def check_made_for(folder: str | Path, target: str | Path) -> None:
+    """Refuse a draft that was made for another target.
+
+    Raises:
+        ModelError: it was.
+        OSError: a file cannot be read.
+    """
+    if _facts(Path(folder)).get("target_mark") != target_mark(target):
+        raise ModelError(f"draft: {folder} was made for another target than {target}")
+
+
 def load_draft(
-    folder: str | Path, target: str | Path, dtype: torch.dtype, device: torch.device
+    folder: str | Path,
+    target: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    ends: TargetEnds | None = None,
 ) -> EagleDraft:
     """Read a draft with its target's ends, ready to be trained or served.
+
+    Args:
+        folder: of the draft.
+        target: folder of the target.
+        dtype: of the weights.
+        device: of the weights.
+        ends: the target's, in that dtype; None reads them.
 
     Raises:
         ModelError: it is broken, or made for another target.
         OSError: there is no such folder.
     """
-    draft = read_draft(folder)
-    if draft.mark != target_mark(target):
-        raise ModelError(f"draft: {folder} was made for another target than {target}")
-    draft.to(device=device, dtype=dtype)
-    draft.ends = read_target_ends(target).to(device, dtype)
+    check_made_for(folder, target)
+    draft = read_draft(folder).to(device=device, dtype=dtype)
+    draft.ends = ends or read_target_ends(str(target), device, dtype)
     return draft

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
+from paceline.actors.weights.eagle import is_eagle, published_dtype, read_draft
 
 _CARRIERS: dict[torch.dtype, tuple[str, torch.dtype]] = {
     # dtype: its name, and a dtype of the same width in numpy
@@ -140,13 +141,16 @@ def save_safetensors(flat: FlatWeights, path: str | Path) -> None:
 
 
 def load_model(folder: str | Path) -> FlatWeights:
-    """The weights of a causal LM's folder, under the names that replicas use.
+    """The weights of a draft's folder, under the names that replicas use.
 
     Raises:
         OSError: there is no model.
         ModelError: a tensor is missing or of another shape.
         safetensors.SafetensorError: a broken file.
     """
+    if is_eagle(folder):
+        state = read_draft(folder).state_dict()
+        return flatten({name: t.to(published_dtype(t)) for name, t in state.items()})
     model = read_causal_lm(folder)
     tied = tied_names(model)
     return flatten({name: t for name, t in model.state_dict().items() if name not in tied})

@@ -117,11 +117,11 @@ def serve(
 
 
 def _serve(config: PacelineConfig) -> int:
-    from paceline.deploy import model_store
+    from paceline.deploy import draft_store
     from paceline.deploy.config.preflight import check, warnings
 
     on_signals(interrupt_once)
-    model_store.fetch(config.target.path, _print)
+    config = draft_store.fetch_models(config, _print)
     check(config)
     for warning in warnings(config):
         _print_error(f"warning: {warning}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from paceline.cluster.placement import PlacementConfig, WeightsConfig
 from paceline.cluster.section import Section
 from paceline.deploy import model_store
 from paceline.deploy.config.sections import (
+    AUTO,
     EMBEDDED,
     NO_DRAFTS,
     AuthConfig,
@@ -92,11 +94,29 @@ class PacelineConfig(Section):
     @property
     def draft_paths(self) -> dict[str, Path]:
         """Folder of the initial weights by expert."""
-        draft = _SMALL_MODELS / "draft-general"
-        return {
-            expert: _resolve(self.drafts.paths.get(expert, self.drafts.general), draft)
-            for expert in self.drafts.experts
+        general = self.drafts.general
+        folder = self._auto_draft() if general == AUTO else Path(general).expanduser().absolute()
+        own = {topic: Path(p).expanduser().absolute() for topic, p in self.drafts.paths.items()}
+        return {expert: own.get(expert, folder) for expert in self.drafts.experts}
+
+    def _auto_draft(self) -> Path:
+        """Folder of the target's draft: shipped, or in the cache, see ``draft_store``."""
+        shipped = MODELS_DIR / f"draft-{self.target.path}"
+        if self.target.path in model_store.PACKAGED and shipped.is_dir():
+            return shipped
+        digest = hashlib.blake2b(str(self.target_path).encode(), digest_size=6).hexdigest()
+        cache = model_store.cache_folder().parent / "drafts"
+        return cache / f"{self.target_path.name}-{digest}"
+
+    def without_drafts(self) -> Self:
+        """The configuration that serves the target alone."""
+        changes = {
+            "drafts": {"general": NO_DRAFTS, "topics": (), "paths": {}},
+            "router": {"enabled": False},
+            "training": {"enabled": False},
         }
+        sections = {k: getattr(self, k).model_copy(update=v) for k, v in changes.items()}
+        return self.model_copy(update=sections)
 
     @property
     def state_path(self) -> Path:

@@ -57,6 +57,7 @@ def trainer_settings(config: PacelineConfig) -> TrainerSettings:
             lora_rank=config.training.lora_rank,
             lora_alpha=config.training.lora_alpha,
             zero_stage=config.training.zero_stage,
+            target_path=str(config.target_path),
         ),
         gate=GateSettings(min_gain=config.training.min_gain),
         schedule=ScheduleSettings(least_hope=min_hope_for(config.training.min_gain)),
@@ -116,6 +117,7 @@ def scorer_settings(config: PacelineConfig) -> ScorerSettings:
         micro_batch=records_per_forward(micro_batch, device),
         retention_s=config.replay.retention_hours * _HOUR_S,
         state_file=str(config.state_path / _ROUTING_STATE),
+        target_path=str(config.target_path),
     )
 
 

@@ -92,7 +92,7 @@ def check_models_fit(config: PacelineConfig) -> None:
         check_tensors(config.target_path, "target")
         drafts = {str(path): name for name, path in reversed(config.draft_paths.items())}
         for path, name in drafts.items():
-            check_tensors(path, f"draft {name}")
+            _check_draft(config, path, name)
         known = set(router_labels(config))
         router_confidence(config)
     except ModelError as error:
@@ -106,6 +106,21 @@ def check_models_fit(config: PacelineConfig) -> None:
         )
     _check_memory(config)
     synthetic_settings(config)
+
+
+def _check_draft(config: PacelineConfig, path: str, name: str) -> None:
+    from paceline.actors.weights.eagle import check_made_for, is_eagle, read_draft
+
+    if not is_eagle(path):
+        check_tensors(path, f"draft {name}")
+        return
+    if config.drafts.placement == "pool":
+        raise ConfigError(
+            "drafts.placement: pool cannot serve EAGLE drafts, which read the target's hidden "
+            "states; set colocated"
+        )
+    check_made_for(path, config.target_path)
+    read_draft(path)
 
 
 def warnings(config: PacelineConfig) -> list[str]:

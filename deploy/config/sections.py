@@ -22,7 +22,7 @@ from paceline.cluster.autoscaling import AutoscalingConfig, most_replicas
 from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Section
 
 EMBEDDED = "embedded"
-NO_DRAFTS = "none"
+AUTO, NO_DRAFTS = "auto", "none"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -109,7 +109,9 @@ class TargetConfig(Section):
 class DraftsConfig(Section):
     """The drafts: ``general`` and an expert per topic, which starts as its copy.
 
-    ``general: none`` serves without drafts: no topics, no router, no training.
+    ``general`` is a folder; auto, the target's shipped draft, or the one of ``paceline draft
+    make``, or else an untrained one made from the target's first layer; or none: no drafts, no
+    topics, no router, no training.
 
     ``paths`` gives a topic's expert other initial weights. ``num_speculative_tokens`` auto drafts
     the number of tokens with the highest measured goodput, from 0 to ``max_speculative_tokens``.
@@ -119,7 +121,7 @@ class DraftsConfig(Section):
     the target.
     """
 
-    general: str = EMBEDDED
+    general: str = AUTO
     topics: tuple[str, ...] = ("math", "code", "sql", "shell")
     paths: dict[str, str] = Field(default_factory=dict)
     num_speculative_tokens: Literal["auto"] | int = "auto"

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.actors.weights.history import read_all_decisions
-from paceline.deploy import model_store
+from paceline.deploy import draft_store
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import check
 from paceline.deploy.demo import plot, report
@@ -89,9 +89,8 @@ def _config(options: DemoOptions, console: Console) -> PacelineConfig:
             "auth.api_keys_env": None,  # its clients send none
         },
     )
-    model_store.fetch(
-        config.target.path,
-        lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    config = draft_store.fetch_models(
+        config, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
     )
     check(config)
     return config

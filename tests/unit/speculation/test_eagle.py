@@ -348,7 +348,7 @@ def test_the_first_draft_is_the_targets_first_layer(target: Path) -> None:
 def load_draft_ends(target: Path) -> Any:
     from paceline.actors.weights.eagle import read_target_ends
 
-    return read_target_ends(target)
+    return read_target_ends(str(target), torch.device("cpu"), torch.float32)
 
 
 def test_vocabularies() -> None:

@@ -1,0 +1,64 @@
+"""The draft of ``drafts.general: auto``: shipped with Paceline, or made from the target."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.actors.engine.compatibility import read_config
+from paceline.actors.weights.checkpoint import ModelError
+from paceline.deploy import model_store
+from paceline.deploy.config.config import PacelineConfig
+from paceline.deploy.config.sections import AUTO
+from paceline.deploy.errors import ConfigError
+
+
+def fetch_models(config: PacelineConfig, say: Callable[[str], None]) -> PacelineConfig:
+    """Fetch the target, and make its draft if that is ``auto`` and there is none.
+
+    Args:
+        config: see PacelineConfig.
+        say: receives a line per step.
+
+    Returns:
+        the configuration; with ``drafts.general: none`` if no draft can be made for the target.
+
+    Raises:
+        ConfigError: one line.
+    """
+    target = model_store.fetch(config.target.path, say)
+    if config.drafts.general != AUTO:
+        return config
+    try:
+        kind = read_config(target, "target").get("model_type")
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    from paceline.actors.weights.eagle import FAMILIES
+
+    if kind not in FAMILIES:
+        say(f"No draft can be made for models of type {kind}: serving without drafts")
+        return config.without_drafts()
+    folder = config.draft_paths[config.drafts.experts[0]]
+    if not folder.is_dir():
+        say(f"Making a draft from the target's first layer, untrained, in {folder}")
+        try:
+            make_untrained(target, folder)
+        except (ModelError, OSError) as error:
+            raise ConfigError(f"drafts.general: {error}") from error
+    return config
+
+
+def make_untrained(target: Path, folder: Path) -> None:
+    """Write the draft that a target gives without any training, whole or not at all."""
+    from paceline.actors.weights.eagle import new_draft, save_draft
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
+        save_draft(new_draft(target), Path(temporary) / "draft")
+        try:
+            shutil.move(Path(temporary) / "draft", folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
