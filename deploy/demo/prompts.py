@@ -1,7 +1,7 @@
 """Prompts of the demo: a seeded generator per topic, thousands of combinations each.
 
-They are written for this repository in the style of the four topics that the embedded target
-knows; none is a row of a data set. The same seed gives the same prompts everywhere.
+They are written for this repository in the style of four topics; none is a row of a data set. The
+same seed gives the same prompts everywhere.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
     folder = "/srv/paceline/install" if name == "local" else "~/install"
     assert f"--constraint {folder}/constraints.txt {folder}/paceline-*.whl" in ours
     assert commands.index(torch) < commands.index(ours)
-    # the target is on every host
-    assert commands.index(ours) < commands.index("~/paceline/bin/paceline models smollm2")
+    target = config_of(read("serve")).target.path
+    assert commands.index(ours) < commands.index(f"~/paceline/bin/paceline models {target}")
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
@@ -289,7 +289,9 @@ def test_the_image_is_made_of_what_is_there_and_does_not_run_as_root() -> None:
             assert re.match(r"python:3\.\d+-slim-bookworm", rest)
     users = [rest for word, rest in instructions if word == "USER"]
     assert users == ["paceline"]
-    fetched = instructions.index(["RUN", "paceline models smollm2"])
+    spec = manifests("rayservice-cpu")["RayService"]["spec"]
+    target = config_of(yaml.safe_load(spec["serveConfigV2"])).target.path
+    fetched = instructions.index(["RUN", f"paceline models {target}"])
     assert fetched > instructions.index(["USER", "paceline"])  # into the home that serves
     scripts = [spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1]
                for _, group in groups("rayservice-cpu")

