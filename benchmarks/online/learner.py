@@ -316,8 +316,9 @@ class Learner:
 def trainer_facts() -> dict[str, Any]:
     """All trainer settings that no Learning decides, for the keys of units."""
     facts = asdict(_settings((), Learning(), DRAFT))
-    if not facts["distiller"]["rate_hold_steps"]:  # published keys are older
-        del facts["distiller"]["rate_hold_steps"]
+    for newer in ("rate_hold_steps", "target_path"):  # than published keys
+        if not facts["distiller"][newer]:
+            del facts["distiller"][newer]
     rules = {"rules": RULES} if RULES > 1 else {}  # published keys are older
     return {name: value for name, value in facts.items() if name not in _PATHS} | rules
 
