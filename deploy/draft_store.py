@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +40,7 @@ def fetch_models(config: PacelineConfig, say: Callable[[str], None]) -> Paceline
         say(f"No draft can be made for models of type {kind}: serving without drafts")
         return config.without_drafts()
     folder = config.draft_paths[config.drafts.experts[0]]
-    if not folder.is_dir():
+    if not (folder / "config.json").is_file():
         say(f"Making a draft from the target's first layer, untrained, in {folder}")
         try:
             make_untrained(target, folder)
@@ -54,11 +53,9 @@ def make_untrained(target: Path, folder: Path) -> None:
     """Write the draft that a target gives without any training, whole or not at all."""
     from paceline.actors.weights.eagle import new_draft, save_draft
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
-        save_draft(new_draft(target), Path(temporary) / "draft")
-        try:
-            shutil.move(Path(temporary) / "draft", folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
-                raise
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as temporary:
+        save_draft(new_draft(target), temporary)
+        # In this order: a draft is there if its config is. Another process writes the same.
+        for name in ("model.safetensors", "config.json"):
+            (Path(temporary) / name).replace(folder / name)

@@ -136,6 +136,12 @@ class SpeculationController:
             return {}, None
         return {d: self._policy.current_k(d) for d in drafts}, self._policy.predicted_goodput
 
+    def expected_round_seconds(self, most: int) -> list[float]:
+        """See DraftRunner."""
+        if self._policy is None:
+            raise ValueError("rounds are profiled only if the policy chooses k")
+        return self._policy.expected_round_seconds(most)
+
     def _reset_acceptance(self, draft: str) -> None:
         self._call(lambda policy: policy.reset_acceptance(draft), "new weights were not noted")
 

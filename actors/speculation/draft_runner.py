@@ -133,6 +133,14 @@ class DraftRunner:
         drafts = sorted({draft for _, draft in list(self.round_stats.counts)})
         return self._controller.current_choice(drafts)
 
+    def expected_round_seconds(self, most: int) -> list[float]:
+        """Profiled seconds of a round of one request that drafts 0, 1 ... ``most`` tokens.
+
+        Raises:
+            ValueError: no policy has profiled them.
+        """
+        return self._controller.expected_round_seconds(most)
+
     def _disabled_drafts(self) -> Callable[[str], bool]:
         """Whether a draft's weights are loaded only in part."""
         partial_loads = self.updates.partial_loads

@@ -222,6 +222,12 @@ class GoodputPolicy:
         """Expected seconds of plain decoding for ``tokens`` tokens, ``rows`` at a time."""
         return tokens / rows * self._target.seconds(rows, 1)
 
+    def expected_round_seconds(self, most: int) -> list[float]:
+        """Expected seconds of a round of one row that drafts 0, 1 ... ``most`` tokens."""
+        drafts = [self._draft.seconds(1, 1, k) if k else 0.0 for k in range(most + 1)]
+        target, pace = self._target, self._target.pace
+        return [target.seconds(1, k + 1) + pace * own for k, own in enumerate(drafts)]
+
     def observe_acceptance(self, group: DraftGroup, drafted: int, accepted: int) -> None:
         """Take the result of one row's drafts."""
         if drafted:

@@ -202,7 +202,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
         raise ModelError(f"target: no draft can be made from models of type {config.model_type}")
     size = int(config.vocab_size)
     if vocabulary is None:
-        vocabulary = first_tokens(size)
+        vocabulary = first_tokens(size, DRAFT_VOCABULARY)
     mark = target_mark(target)
     trunk = copy.deepcopy(config)
     trunk.num_hidden_layers, trunk.sliding_window, trunk.use_sliding_window = layers, None, False
@@ -223,7 +223,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
     return draft
 
 
-def first_tokens(size: int, count: int = DRAFT_VOCABULARY) -> Tensor:
+def first_tokens(size: int, count: int) -> Tensor:
     """Return the draft vocabulary of a tokenizer about which nothing is known, int32 ``[D]``.
 
     Args:

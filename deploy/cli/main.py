@@ -55,6 +55,7 @@ app = typer.Typer(
     help="An LLM server on Ray with draft models that learn from the traffic it serves.",
 )
 topics_app = typer.Typer(rich_markup_mode=None, help="List a running server's topics, or add one.")
+draft_app = typer.Typer(rich_markup_mode=None, help="Make a target's draft.")
 replay_app = typer.Typer(rich_markup_mode=None, help="Manage recorded requests.")
 
 
@@ -192,6 +193,30 @@ def models(
         known = ", ".join(model_store.PACKAGED)
         raise ConfigError(f"{name} is no folder, .gguf file, cached Hugging Face id or {known}")
     _print(models_table(model_store.cached_models(), model_store.PACKAGED))
+    return 0
+
+
+@draft_app.command("make")
+def draft_make(
+    target: Annotated[str, typer.Option(help="As target.path")] = "smollm2",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder (default: that of drafts.general: auto)", show_default=False),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Of generation and training")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of prompts, answers and order")] = 0,
+) -> int:
+    """Make a draft from a target and nothing else; an interrupted run goes on."""
+    from paceline.deploy import model_store
+    from paceline.deploy.config.config import load_config
+    from paceline.deploy.draft_making import make
+
+    folder = model_store.fetch(target, _print)
+    if out is None:
+        config = load_config(None, {"target.path": target})
+        out = config.made_draft
+    _print(make(target, folder, out, minutes, seed))
+    _print(f"Draft in {out}")
     return 0
 
 
@@ -366,6 +391,7 @@ def build_ops() -> int:
 
 
 app.add_typer(topics_app, name="topics")
+app.add_typer(draft_app, name="draft")
 app.add_typer(replay_app, name="replay")
 
 

@@ -94,15 +94,22 @@ class PacelineConfig(Section):
     def draft_paths(self) -> dict[str, Path]:
         """Folder of the initial weights by expert."""
         general = self.drafts.general
-        folder = self._auto_draft() if general == AUTO else _folder(general)
+        folder = self.auto_draft if general == AUTO else _folder(general)
         own = {topic: _folder(path) for topic, path in self.drafts.paths.items()}
         return {expert: own.get(expert, folder) for expert in self.drafts.experts}
 
-    def _auto_draft(self) -> Path:
-        """Folder of the target's draft: shipped, or in the cache, see ``draft_store``."""
+    @property
+    def auto_draft(self) -> Path:
+        """Folder of ``drafts.general: auto``: made here, else shipped, else to be made here."""
         shipped = MODELS_DIR / f"draft-{self.target.path}"
-        if self.target.path in model_store.PACKAGED and shipped.is_dir():
+        made = (self.made_draft / "config.json").is_file()
+        if self.target.path in model_store.PACKAGED and shipped.is_dir() and not made:
             return shipped
+        return self.made_draft
+
+    @property
+    def made_draft(self) -> Path:
+        """Folder of the draft that is made here from the target."""
         digest = hashlib.blake2b(str(self.target_path).encode(), digest_size=6).hexdigest()
         cache = model_store.cache_folder().parent / "drafts"
         return cache / f"{self.target_path.name}-{digest}"

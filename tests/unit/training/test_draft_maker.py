@@ -1,0 +1,108 @@
+"""A draft made from a target and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fixture_models import TARGET
+
+from paceline.actors.training import draft_maker
+from paceline.actors.training.draft_maker import (
+    DraftMaker,
+    MakerProgress,
+    MakerSettings,
+    agreement,
+    measure_speed,
+    plain_tokens,
+    token_counts,
+)
+from paceline.actors.weights.eagle import VOCABULARY, load_draft, read_draft
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
+
+
+def ticks() -> Callable[[], float]:
+    """A clock that moves on by a second whenever it is read."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    return clock
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "_PROMPTS": 12,
+        "_STEPS": 12,
+        "_FIRST_RECORDS": 12,
+        "_PROMPT_TOKENS": 48,
+        "_ANSWER_TOKENS": 40,
+        "_SAVE_S": 5.0,
+        "_HELD_OUT": 0.3,
+    }.items():
+        monkeypatch.setattr(draft_maker, name, value)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
+    seen: list[MakerProgress] = []
+    first = MakerSettings(str(TARGET), tmp_path / "draft", 12.0, seed=3)
+    DraftMaker(first, ticks(), seen.append).run()
+    state = json.loads((tmp_path / "draft" / "making" / "state.json").read_text())
+    assert state["elapsed_s"] >= 12.0
+    assert seen[-1].steps > 0
+    further = MakerSettings(str(TARGET), tmp_path / "draft", 30.0, seed=3)
+    maker = DraftMaker(further, ticks(), seen.append)
+    resumed = maker.progress
+    assert (resumed.elapsed_s, resumed.records) == (state["elapsed_s"], seen[-1].records)
+    steps = seen[-1].steps
+    assert maker.run() == tmp_path / "draft"
+    assert maker.progress.steps > steps
+    held_out = maker.held_out()
+    assert held_out
+    made = load_draft(tmp_path / "draft", TARGET, torch.float32, torch.device("cpu")).eval()
+    initial = load_draft(
+        tmp_path / "draft" / "making" / "initial", TARGET, torch.float32, torch.device("cpu")
+    ).eval()
+    after, before = agreement(made, held_out), agreement(initial, held_out)
+    assert len(after) == 3
+    assert sum(after) > sum(before) + 0.3
+    prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:2]]
+    speed = measure_speed(further, after, prompts, ticks())
+    assert 1 <= speed.k <= 8
+    assert speed.mean_acceptance_length > 1.0
+    assert speed.predicted > 0.0
+    assert speed.measured > 0.0
+
+
+@pytest.mark.usefixtures("small")
+def test_the_vocabulary_has_what_was_seen_and_every_single_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.actors.weights.eagle.DRAFT_VOCABULARY", 600)
+    maker = DraftMaker(MakerSettings(str(TARGET), tmp_path / "draft", 1.0), ticks())
+    maker.run()
+    vocabulary = set(read_draft(tmp_path / "draft").get_buffer(VOCABULARY).tolist())
+    counts = token_counts(maker.held_out())
+    assert plain_tokens(maker._tokenizer) <= vocabulary
+    assert sum(counts[token] for token in vocabulary) > 0.7 * counts.total()
+
+
+def test_a_target_of_another_family_is_refused(tmp_path: Path) -> None:
+    from architectures import ARCHITECTURES
+    from tiny_models import tiny_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    from paceline.actors.weights.checkpoint import ModelError
+
+    AutoModelForCausalLM.from_config(ARCHITECTURES["gpt2"](1)).save_pretrained(tmp_path / "t")
+    tiny_tokenizer().save_pretrained(tmp_path / "t")
+    with pytest.raises(ModelError, match="no draft can be made from models of type gpt2"):
+        DraftMaker(MakerSettings(str(tmp_path / "t"), tmp_path / "draft", 1.0), ticks())
