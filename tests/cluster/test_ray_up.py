@@ -36,13 +36,17 @@ ARGUMENTS = {
     },
     "drafts": {
         "general": str(DRAFT),
+        "placement": "pool",
         "topics": ["sql"],
         "num_threads": 1,
         "round_timeout_ms": 2000.0,
     },
     "router": {"enabled": False},
     "training": {"num_threads": 1, "round_seconds": 3.0, "canary_share": 0.0, "max_occupancy": 1.0},
-    "placement": {"learning": {"training": 0.01}},  # not on the head: its host is to die
+    "placement": {
+        "experts": {"drafting": 0.01},
+        "learning": {"training": 0.01},  # not on the head: its host is to die
+    },
 }
 # Learning may go on where either of the others has died; targets take a whole `serving` each.
 RESOURCES = {

@@ -31,6 +31,16 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
+def test_the_notice_names_every_folder_of_weights() -> None:
+    folders = {
+        path.parent.relative_to(ROOT).as_posix()
+        for place in ("deploy", "tests/fixtures")
+        for path in (ROOT / place).rglob("*.safetensors")
+    }
+    assert folders >= {"deploy/models/router", "tests/fixtures/target"}
+    assert folders - set((ROOT / "NOTICE").read_text(encoding="utf-8").split()) == set()
+
+
 def test_bare_imports_are_refused() -> None:
     """``import actors`` would make a second, different class: ruff must not let it pass."""
     banned = "from actors.replay import record\nimport deploy\n\nprint(record, deploy)\n"
