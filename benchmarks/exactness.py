@@ -2,12 +2,13 @@
 
     .venv/bin/python benchmarks/exactness.py --target smollm2 --prompts 200 --max-tokens 96
 
-The same prompts run four ways (speculation off and on, one at a time and eight at once); the tokens
-are compared with those of plain decoding eight at once. If an answer differs with speculation on,
-the gap of the target's two best logits at the first differing position is printed, computed in
-float32: a gap of the dtype's rounding means that a near-tie was rounded differently.
+The same prompts run with speculation off and on, one at a time and eight at once, with drafts that
+are swapped for others all the time, and resumed in the middle as after the death of a replica; the
+tokens are compared with those of plain decoding eight at once. If an answer differs with
+speculation on, the gap of the target's two best logits at the first differing position is printed,
+computed in float32: a gap of the dtype's rounding means that a near-tie was rounded differently.
 
-The small target is drafted for by its draft, any other target by its own first two layers.
+The small target is drafted for by its draft, any other target by `drafts.general: auto`.
 """
 
 from __future__ import annotations
@@ -15,36 +16,74 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from decoding import Block, Cell, Served, run_cell
+from decoding import Block, Cell, Served, drive, run_cell
 from expert_cache import DRAFT, TARGET
 from harness import arguments, differing, write
 from prompts import Prompt, chat_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.numerics import INVARIANT
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
-from paceline.deploy import model_store
+from paceline.actors.speculation.pending_updates import SwapWeights
+from paceline.actors.weights.flat_weights import load_model, unflatten
+from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import TOPICS, generate
+from paceline.deploy.draft_store import fetch_models
 
-_LAYERS = 2
+_NOISE = 0.02  # standard deviation
+_SWAP_EVERY = 40  # chunks
 Answers = dict[int, list[int]]
 
 
-def first_layers(target: Path, folder: Path) -> Path:
-    """A draft of a target's first layers, written once."""
-    if not folder.is_dir():
-        model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-        model.model.layers = model.model.layers[:_LAYERS]
-        model.config.num_hidden_layers = _LAYERS
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(target).save_pretrained(folder)
-    return folder
+def swapped(engine: Engine, draft: Path, prompts: Sequence[Prompt], max_tokens: int) -> Answers:
+    """Answers, eight at once, while the draft alternates with a copy with noise."""
+    weights = unflatten(load_model(draft))
+    noise = torch.Generator().manual_seed(1)
+    others = {
+        name: tensor
+        if not tensor.is_floating_point()
+        else tensor + _NOISE * torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
+        for name, tensor in weights.items()
+    }
+    answers: Answers = {prompt.number: [] for prompt in prompts}
+    for count, output in enumerate(drive(engine, _requests(prompts, max_tokens), 8)):
+        answers[int(output.request_id)] += output.chunk.token_ids
+        if count % _SWAP_EVERY == 0:
+            version = 1 + count // _SWAP_EVERY
+            engine.updates.put(SwapWeights("general", version, others if version % 2 else weights))
+    return answers
+
+
+def resumed(engine: Engine, prompts: Sequence[Prompt], plain: Answers, max_tokens: int) -> Answers:
+    """Answers that go on in the middle, after a part of them that another replica made."""
+    requests = [
+        replace(request, output_token_ids=tuple(own[: 1 + len(own) // 2]), attempt=1)
+        for request in _requests(prompts, max_tokens)
+        if len(own := plain[int(request.request_id)]) > 2
+    ]
+    answers = dict(plain) | {int(r.request_id): list(r.output_token_ids) for r in requests}
+    for output in drive(engine, requests, 8):
+        number = output.request_id.partition("#")[0]
+        answers[int(number)] += output.chunk.token_ids
+    return answers
+
+
+def _requests(prompts: Sequence[Prompt], max_tokens: int) -> list[GenerationRequest]:
+    sampling = SamplingParams(max_tokens, temperature=0.0)
+    return [
+        GenerationRequest(
+            str(prompt.number), prompt.token_ids, sampling, num_speculative_tokens=4, store=False
+        )
+        for prompt in prompts
+    ]
 
 
 def gaps(target: Path, prompts: Sequence[Prompt], left: Answers, right: Answers) -> list[float]:
@@ -88,6 +127,8 @@ def compare(
         for batch in (8, 1)
     }
     plain = answers["off, batch 8"]
+    answers["on, batch 8, drafts swapped"] = swapped(engine, draft, prompts, max_tokens)
+    answers["on, batch 8, resumed"] = resumed(engine, prompts, plain, max_tokens)
     return {
         "target": target.name,
         "dtype": dtype,
@@ -123,8 +164,9 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     target, draft = TARGET, DRAFT
     if options.target is not None:
-        target = model_store.fetch(options.target, lambda line: sys.stderr.write(f"{line}\n"))
-        draft = first_layers(target, options.out.parent / f"first-layers-{target.name}")
+        config = load_config(None, {"target.path": options.target})
+        config = fetch_models(config, lambda line: sys.stderr.write(f"{line}\n"))
+        target, draft = config.target_path, config.auto_draft
     results = [
         compare(target, draft, dtype, options.prompts, options.max_tokens, options.threads)
         for dtype in options.dtypes
