@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa
-#   make bench-routes | bench-traffic | bench-idle | bench-proof | test-cluster
+#   make bench-routes | bench-router | bench-traffic | bench-idle | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -26,7 +26,7 @@ export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
-	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-traffic \
+	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-router bench-traffic \
 	bench-idle bench-proof test test-full test-cluster test-gpu check format clean
 
 help:
@@ -118,6 +118,10 @@ bench-traffic: setup
 # Experts behind the router against one draft of the same size and training steps.
 bench-routes: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
+
+# Accuracy and time of topic classifiers on test rows: ARGS="--data FOLDER".
+bench-router: setup
+	@$(PY) benchmarks/router.py $(ARGS)
 
 # All figures of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". Units that
 # are there are kept; with "--published docs/results" those too.

@@ -164,7 +164,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     target, draft = TARGET, DRAFT
     if options.target is not None:
-        config = load_config(None, {"target.path": options.target})
+        config = load_config(None, {"target.path": options.target, "router.enabled": False})
         config = fetch_models(config, lambda line: sys.stderr.write(f"{line}\n"))
         target, draft = config.target_path, config.auto_draft
     results = [

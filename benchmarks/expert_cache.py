@@ -13,8 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 _MODELS = Path(__file__).parents[1] / "tests" / "fixtures"
-TARGET, DRAFT = _MODELS / "target", _MODELS / "draft-general"
-SMALL_MODELS = {"target.path": str(TARGET), "drafts.general": str(DRAFT)}  # configuration keys
+TARGET, DRAFT, ROUTER = _MODELS / "target", _MODELS / "draft-general", _MODELS / "router"
+# Keys of the configuration.
+SMALL_MODELS = {
+    "target.path": str(TARGET),
+    "drafts.general": str(DRAFT),
+    "router.path": str(ROUTER),
+}
 _FACTS = "recipe.json"
 _WEIGHTS = "model.safetensors"
 _BASE_FILES = ("config.json", "tokenizer.json")

@@ -27,6 +27,7 @@ from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import (
     expert_settings,
     ingress_settings,
+    router_arguments,
     target_settings,
 )
 from paceline.deploy.errors import ConfigError, StartError, cause_of
@@ -252,8 +253,7 @@ def build_app(
     )
     router = None
     if config.router.enabled and config.router.placement == "deployment":
-        path, threads = str(config.router_path), config.router.num_threads
-        router = _router(config).bind(path, threads, actors.registry)
+        router = _router(config).bind(*router_arguments(config), actors.registry)
     return _ingress(config).bind(ingress_settings(config, no_topics), target, router, actors)
 
 

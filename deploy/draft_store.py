@@ -1,4 +1,4 @@
-"""The draft of ``drafts.general: auto``: shipped with Paceline, or made from the target."""
+"""The models of a configuration: fetched, shipped with Paceline, or made from the target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.deploy.errors import ConfigError
 
 
 def fetch_models(config: PacelineConfig, say: Callable[[str], None]) -> PacelineConfig:
-    """Fetch the target, and make its draft if that is ``auto`` and there is none.
+    """Fetch target and router, and make the target's draft if that is ``auto`` and there is none.
 
     Args:
         config: see PacelineConfig.
@@ -27,9 +27,32 @@ def fetch_models(config: PacelineConfig, say: Callable[[str], None]) -> Paceline
     Raises:
         ConfigError: one line.
     """
-    target = model_store.fetch(config.target.path, say)
-    if config.drafts.general != AUTO:
-        return config
+    target = model_store.fetch(config.target.path, say, "target.path")
+    if config.drafts.general == AUTO:
+        config = with_draft(config, target, say)
+    try:
+        encoder = config.encoder
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    if encoder is not None:
+        model_store.fetch(encoder, say, "router.path")
+    return config
+
+
+def with_draft(config: PacelineConfig, target: Path, say: Callable[[str], None]) -> PacelineConfig:
+    """Make the draft of ``drafts.general: auto`` if there is none.
+
+    Args:
+        config: with that key.
+        target: its folder.
+        say: receives a line per step.
+
+    Returns:
+        see fetch_models.
+
+    Raises:
+        ConfigError: one line.
+    """
     try:
         kind = read_config(target, "target").get("model_type")
     except ModelError as error:

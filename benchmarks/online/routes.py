@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from expert_cache import DRAFT
+from expert_cache import DRAFT, ROUTER, SMALL_MODELS
 from harness import Store, arguments, bootstrap, interval, machine, say, show, write
 from numpy.typing import NDArray
 from prompts import MAX_PROMPT_TOKENS, chat_ids
@@ -42,7 +42,7 @@ from paceline.actors.replay.selection import is_scored
 from paceline.actors.router.classifier import TopicClassifier
 from paceline.actors.router.hedge import Hedge
 from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic, route
-from paceline.deploy.config.config import MODELS_DIR, PacelineConfig
+from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import router_confidence
 from paceline.deploy.config.sections import RouterConfig
 from paceline.deploy.demo.prompts import TOPICS
@@ -123,7 +123,7 @@ class RoutePrompts:
 
     def __init__(self, bench: Bench, counts: Counts) -> None:
         self.bench, self.counts = bench, counts
-        self._classifier = TopicClassifier(str(MODELS_DIR / "router"))
+        self._classifier = TopicClassifier(str(ROUTER))
 
     def stream(self, seed: int) -> Group:
         """All four topics mixed, in an order that depends on the seed."""
@@ -593,7 +593,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 settings,
                 lambda n=name, own=learning: run_arm(n, prompts, evaluator, own),
             )
-    report(store, common, router_confidence(PacelineConfig()), out)
+    report(store, common, router_confidence(load_config(None, SMALL_MODELS)), out)
     return 0
 
 

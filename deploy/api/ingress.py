@@ -81,7 +81,8 @@ class IngressSettings:
         canary_share: share of the requests that an expert's candidate drafts for.
         failover: limits of failover.
         topics: settings of topic administration.
-        in_process_router: folder and number of threads of the classifier if this process runs it.
+        in_process_router: arguments of load_router, without the registry, if this process
+            classifies.
         key_digests: SHA-256 of the API keys; without any, no key is needed.
         ui: whether to serve the page at ``/ui``.
         operations: whether to serve the operators' endpoints.
@@ -99,7 +100,7 @@ class IngressSettings:
     canary_share: float = 0.0
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     topics: TopicAdminSettings = field(default_factory=TopicAdminSettings)
-    in_process_router: tuple[str, int] | None = None
+    in_process_router: tuple[str, str | None, int] | None = None
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     ui: bool = False
     operations: bool = True

@@ -52,15 +52,18 @@ class InProcessRouter:
         self.fit_topic = _LocalMethod(router.fit_topic)
 
 
-def load_router(path: str, num_threads: int, registry: Any) -> InProcessRouter:
+def load_router(
+    path: str, encoder_path: str | None, num_threads: int, registry: Any
+) -> InProcessRouter:
     """Load the topic classifier into this process; see TopicRouter.
 
     Raises:
-        FileNotFoundError: the folder holds no model.
+        FileNotFoundError: a folder holds no model.
+        ValueError: the head was fitted on another encoder.
     """
     from paceline.actors.router.router import TopicRouter  # torch: seconds
 
-    return InProcessRouter(TopicRouter(path, num_threads, registry))
+    return InProcessRouter(TopicRouter(path, encoder_path, num_threads, registry))
 
 
 class ExpertList(Collection[str]):

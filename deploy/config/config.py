@@ -17,7 +17,7 @@ from paceline.cluster.section import Section
 from paceline.deploy import model_store
 from paceline.deploy.config.sections import (
     AUTO,
-    EMBEDDED,
+    MINILM,
     NO_DRAFTS,
     AuthConfig,
     DraftsConfig,
@@ -85,10 +85,29 @@ class PacelineConfig(Section):
 
     @property
     def router_path(self) -> Path:
-        """Folder of the topic classifier."""
-        if self.router.path == EMBEDDED:
-            return MODELS_DIR / "router"
+        """Folder of the topic classifier, or of its head."""
+        if self.router.path == MINILM:
+            return MODELS_DIR / "router-minilm"
         return _folder(self.router.path)
+
+    @property
+    def encoder(self) -> str | None:
+        """The model that the topic head reads; None for a classifier that is a model of its own.
+
+        Raises:
+            ModelError: the router's config cannot be read.
+        """
+        from paceline.actors.engine.compatibility import read_config  # torch: seconds
+
+        if not self.router.enabled:
+            return None
+        name = read_config(self.router_path, "router").get("encoder")
+        return None if name is None else str(name)
+
+    @property
+    def encoder_path(self) -> Path | None:
+        """Folder of :attr:`encoder`; ``model_store.fetch`` makes it if it is fetched."""
+        return None if self.encoder is None else model_store.locate(self.encoder)
 
     @property
     def draft_paths(self) -> dict[str, Path]:

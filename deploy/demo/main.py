@@ -75,7 +75,7 @@ def run(options: DemoOptions) -> int:
 
 
 def _config(options: DemoOptions, console: Console) -> PacelineConfig:
-    """The demo's configuration, checked; the target is fetched if it is not there."""
+    """The demo's configuration, checked; models that are not there are fetched."""
     config = load_config(
         None,
         {

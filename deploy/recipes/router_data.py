@@ -1,4 +1,4 @@
-"""Prompts for the router: the rows' own, the same in other words, and prompts of no topic.
+"""Prompts for the router: a topic's rows in other words, and prompts of no topic.
 
 The rows of a topic come in one or two fixed forms ("Could you translate the following question
 into SQL …"). A router that saw only these would learn the form, so every topic is also put in
@@ -8,7 +8,8 @@ forms written for it (`router_words`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from paceline.deploy.recipes.router_words import (
 )
 
 Form = Callable[[Row, np.random.Generator], str]
+
+# Written one by one for the router, see read_prompts.
+WRITTEN_PROMPTS = Path(__file__).with_name("router_prompts.txt")
 
 
 def sql_question(row: Row, rng: np.random.Generator) -> str:
@@ -96,24 +100,13 @@ def general_prompts(rng: np.random.Generator, count: int) -> list[str]:
     return [*made, *GREETINGS]
 
 
-def roughen(text: str, rng: np.random.Generator) -> str:
-    """The text as a hurried person would type it, now and then."""
-    if rng.random() < 0.15:
-        text = text.lower()
-    if rng.random() < 0.1:
-        text = text.rstrip(".?! ")
-    return text
-
-
-def router_examples(rows: Sequence[Row], per_topic: int, seed: int) -> list[tuple[str, str]]:
-    """Prompt and topic, for training: half in the rows' own form, half in others, shuffled."""
-    rng = np.random.default_rng(seed)
-    examples = []
-    for topic in FORMS:
-        own = [row for row in rows if row.topic == topic]
-        for i in range(per_topic if own else 0):
-            row = own[int(rng.integers(len(own)))]
-            text = FORMS[topic](row, rng) if i % 2 else row.prompt
-            examples.append((roughen(text, rng), topic))
-    examples += [(roughen(text, rng), GENERAL) for text in general_prompts(rng, per_topic // 3)]
-    return [examples[i] for i in rng.permutation(len(examples))]
+def read_prompts(path: Path) -> dict[str, list[str]]:
+    """Prompts by topic: one a line below its ``[topic]``, with line breaks as ``\\n``."""
+    found: dict[str, list[str]] = {}
+    topic = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("[") and line.endswith("]"):
+            topic = line[1:-1]
+        elif line:
+            found.setdefault(topic, []).append(line.replace("\\n", "\n"))
+    return found

@@ -64,7 +64,8 @@ def test_a_new_host_can_start_ray_and_serve_after_them(shared: Path, tmp_path: P
         "python -c 'import paceline.deploy.cluster_app as a, deepspeed; print(a.__file__)'"
     )
     assert str(home) in told
-    assert list((home / ".cache/paceline/models").glob("smollm2-*/model.safetensors"))
+    for model in ("smollm2", "minilm"):
+        assert list((home / ".cache/paceline/models").glob(f"{model}-*/model.safetensors"))
     # a second `ray up` runs them again, over what is there
     for command in commands[-1:]:
         login(command)

@@ -21,7 +21,7 @@ for package in (paceline.actors, paceline.cluster, paceline.deploy):
         importlib.import_module(found.name)
 home = pathlib.Path(paceline.deploy.__file__).parent
 print(len(names), home)
-for pattern in ("models/*/*", "config/*.yaml", "monitoring/*", "ui/*"):
+for pattern in ("models/*/*", "recipes/*.txt", "config/*.yaml", "monitoring/*", "ui/*"):
     for path in sorted(home.glob(pattern)):
         print(path.relative_to(home).as_posix())
 """
@@ -57,10 +57,12 @@ def test_wheel_imports_and_carries_its_data(clean_python: Path, tmp_path: Path) 
     assert int(count) >= 30
     assert Path(home).is_relative_to(clean_python.parents[1])
     models = {path.name for path in (ROOT / "deploy" / "models").iterdir() if path.is_dir()}
-    assert "router" in models
+    assert "router-minilm" in models
     for model in models:
-        for file in ("config.json", "model.safetensors", "README.md"):
-            assert f"models/{model}/{file}" in data
+        own = {name.rpartition("/")[2] for name in data if name.startswith(f"models/{model}/")}
+        assert {"config.json", "README.md"} < own
+        assert any(name.endswith(".safetensors") for name in own)
+    assert "recipes/router_prompts.txt" in data
     assert any(name.startswith("config/") and name.endswith(".yaml") for name in data)
     assert {"monitoring/alerts.yml", "monitoring/paceline.json"} <= set(data)
     page = {path.name for path in (ROOT / "deploy" / "ui").iterdir()}

@@ -8,10 +8,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from fixture_models import ROUTER
 from free_ports import find_port
 from tiny_models import tiny_llama, tiny_tokenizer
 
-from paceline.deploy.config.config import MODELS_DIR, PacelineConfig, load_config
+from paceline.deploy.config.config import PacelineConfig, load_config
 
 CONTEXT = 2048
 # Metrics are looked at: nobody shall wait ten seconds for them.
@@ -59,7 +60,7 @@ def tiny_config(
             "target.max_num_seqs": 4,
             "target.max_queued_requests": 12,
             "drafts.general": str(tiny_folders["draft"]),
-            "router.enabled": (MODELS_DIR / "router" / "config.json").is_file(),
+            "router.path": str(ROUTER),
             "router.timeout_s": 10.0,
             "training.enabled": False,
             "ray.num_cpus": 2,

@@ -14,14 +14,8 @@ from topic_examples import trips
 from waiting import wait_until
 
 from paceline.deploy.cli.main import main
-from paceline.deploy.config.config import MODELS_DIR
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(
-        not (MODELS_DIR / "router" / "config.json").is_file(), reason="there is no router"
-    ),
-]
+pytestmark = pytest.mark.cluster
 
 
 def answer(http: httpx.Client, prompt: str, draft: str) -> dict[str, Any]:

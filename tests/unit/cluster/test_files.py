@@ -117,8 +117,9 @@ def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
     folder = "/srv/paceline/install" if name == "local" else "~/install"
     assert f"--constraint {folder}/constraints.txt {folder}/paceline-*.whl" in ours
     assert commands.index(torch) < commands.index(ours)
-    target = config_of(read("serve")).target.path
-    assert commands.index(ours) < commands.index(f"~/paceline/bin/paceline models {target}")
+    config = config_of(read("serve"))
+    for model in (config.target.path, config.router.path):
+        assert commands.index(ours) < commands.index(f"~/paceline/bin/paceline models {model}")
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
@@ -290,9 +291,10 @@ def test_the_image_is_made_of_what_is_there_and_does_not_run_as_root() -> None:
     users = [rest for word, rest in instructions if word == "USER"]
     assert users == ["paceline"]
     spec = manifests("rayservice-cpu")["RayService"]["spec"]
-    target = config_of(yaml.safe_load(spec["serveConfigV2"])).target.path
-    fetched = instructions.index(["RUN", f"paceline models {target}"])
-    assert fetched > instructions.index(["USER", "paceline"])  # into the home that serves
+    config = config_of(yaml.safe_load(spec["serveConfigV2"]))
+    for model in (config.target.path, config.router.path):
+        fetched = instructions.index(["RUN", f"paceline models {model}"])
+        assert fetched > instructions.index(["USER", "paceline"])  # into the home that serves
     scripts = [spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1]
                for _, group in groups("rayservice-cpu")
                if "lifecycle" in (spec := group["template"]["spec"])["containers"][0]]  # fmt: skip

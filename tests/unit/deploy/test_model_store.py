@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_gguf, write_wheel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_encoder import save_encoder
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from paceline.deploy import model_store
 from paceline.deploy.errors import ConfigError
@@ -41,11 +42,11 @@ def test_a_package_is_fetched_and_converted_once(
 ) -> None:
     model = packaged(tmp_path, monkeypatch)
     said: list[str] = []
-    folder = model_store.fetch("tiny", said.append)
+    folder = model_store.fetch("tiny", said.append, "target.path")
     assert folder == model_store.locate("tiny") == cache / "tiny-1.0"
     assert len(said) == 3
     assert "MIT" in said[0]
-    assert model_store.fetch("tiny", said.append) == folder
+    assert model_store.fetch("tiny", said.append, "target.path") == folder
     assert len(said) == 3
     assert [path.name for path in cache.iterdir()] == ["tiny-1.0"]
     (listed,) = model_store.cached_models()
@@ -56,6 +57,52 @@ def test_a_package_is_fetched_and_converted_once(
     state = loaded.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert len(AutoTokenizer.from_pretrained(folder)) > 0
+
+
+def encoder_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, without: str | None = None
+) -> Path:
+    """A package ``tiny`` that holds an encoder's folder, with files that are not taken."""
+    model = save_encoder(folder / "encoder", ["a few words"])
+    files = {f"tiny_encoder/model/{part.name}": part.read_bytes() for part in model.iterdir()}
+    files.pop(f"tiny_encoder/model/{without}", None)
+    files |= {"tiny_encoder/__init__.py": b"", "tiny_encoder/model/1_Pooling/config.json": b"{}"}
+    digest = write_wheel(folder, "tiny-encoder", "2.0", files)
+    package = model_store.Package(
+        "tiny-encoder", "2.0", digest, "tiny_encoder/model", "org/tiny", "Apache-2.0", 1
+    )
+    monkeypatch.setattr(model_store, "PACKAGED", {"tiny": package})
+    return model
+
+
+def test_a_packaged_folder_is_taken_as_it_is(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = encoder_package(tmp_path, monkeypatch)
+    said: list[str] = []
+    folder = model_store.fetch("tiny", said.append, "router.path")
+    assert folder == cache / "tiny-2.0"
+    assert len(said) == 2
+    taken = {part.name for part in folder.iterdir()} - {"source.json"}
+    assert taken == {part.name for part in model.iterdir()}
+    assert all((folder / name).read_bytes() == (model / name).read_bytes() for name in taken)
+    (listed,) = model_store.cached_models()
+    assert (listed.name, listed.source) == ("tiny", "tiny-encoder==2.0")
+    assert (listed.licence, listed.nbytes > 0) == ("Apache-2.0", True)
+    assert [path.name for path in cache.iterdir()] == ["tiny-2.0"]
+    assert AutoModel.from_pretrained(folder).config.hidden_size == 48
+
+
+def test_a_packaged_folder_without_weights_is_refused_in_a_line(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder_package(tmp_path, monkeypatch, without="model.safetensors")
+    with pytest.raises(ConfigError) as raised:
+        model_store.fetch("tiny", lambda _: None, "router.path")
+    assert str(raised.value) == (
+        "router.path: tiny-encoder==2.0 has no tiny_encoder/model/model.safetensors"
+    )
+    assert list(cache.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["hash", "absent", "broken"])
@@ -82,7 +129,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(
             },
         )
     with pytest.raises(ConfigError, match=r"^target\.path: ") as raised:
-        model_store.fetch("tiny", lambda _: None)
+        model_store.fetch("tiny", lambda _: None, "target.path")
     assert "\n" not in str(raised.value)
     assert list(cache.iterdir()) == []
     assert model_store.cached_models() == []
@@ -91,7 +138,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(
 def test_a_gguf_file_is_converted_anew_when_it_changes(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     write_gguf(file, seed=1)
-    first = model_store.fetch(str(file), lambda _: None)
+    first = model_store.fetch(str(file), lambda _: None, "target.path")
     assert model_store.locate(str(file)) == first
     file.unlink()
     write_gguf(file, seed=2, layers=1)
@@ -99,14 +146,14 @@ def test_a_gguf_file_is_converted_anew_when_it_changes(tmp_path: Path) -> None:
     assert second != first
     assert not second.is_dir()
     with pytest.raises(ConfigError, match="there is no file"):
-        model_store.fetch(str(tmp_path / "none.gguf"), lambda _: None)
+        model_store.fetch(str(tmp_path / "none.gguf"), lambda _: None, "target.path")
 
 
 def test_folders_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     assert model_store.locate("mine") == tmp_path / "mine"
-    assert model_store.fetch("mine", lambda _: None) == tmp_path / "mine"
+    assert model_store.fetch("mine", lambda _: None, "target.path") == tmp_path / "mine"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("a" * 40)

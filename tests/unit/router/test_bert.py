@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
 
-from paceline.actors.router.classifier import BertEncoder, build_encoder
+from paceline.actors.router import encoder as encoder_module
+from paceline.actors.router.encoder import BertEncoder, Pooling, build_encoder
 
 POSITIONS = 24
+POOLINGS: tuple[Pooling, ...] = ("cls", "mean")
 
 
 def model_of(
@@ -35,10 +37,14 @@ def model_of(
 
 
 @torch.inference_mode()
-def by_the_library(model: BertModel, token_ids: torch.Tensor) -> torch.Tensor:
+def by_the_library(model: BertModel, token_ids: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     ids = token_ids[None]
-    mean = model.embeddings(input_ids=ids).mean(dim=1)
-    return torch.cat([model(input_ids=ids).pooler_output, mean], dim=1)[0]
+    read = model(input_ids=ids)
+    if pooling == "mean":
+        mean = read.last_hidden_state[0].mean(dim=0)
+        return mean / mean.norm()
+    embedded = model.embeddings(input_ids=ids).mean(dim=1)
+    return torch.cat([read.pooler_output, embedded], dim=1)[0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,19 +55,26 @@ def by_the_library(model: BertModel, token_ids: torch.Tensor) -> torch.Tensor:
     types=st.integers(1, 2),
     seed=st.integers(0, 1000),
     token_ids=st.lists(st.integers(0, 49), min_size=1, max_size=POSITIONS),
+    pooling=st.sampled_from(["cls", "mean"]),
 )
 def test_it_reads_as_the_library_does(
-    heads: int, layers: int, activation: str, types: int, seed: int, token_ids: list[int]
+    heads: int,
+    layers: int,
+    activation: str,
+    types: int,
+    seed: int,
+    token_ids: list[int],
+    pooling: Pooling,
 ) -> None:
     model = model_of(heads, layers, activation, types, seed).double()  # rounding aside
-    found = BertEncoder(model)(torch.tensor(token_ids))
+    found = BertEncoder(model, pooling)(torch.tensor(token_ids))
     torch.testing.assert_close(
-        found, by_the_library(model, torch.tensor(token_ids)), rtol=1e-8, atol=1e-10
+        found, by_the_library(model, torch.tensor(token_ids), pooling), rtol=1e-8, atol=1e-10
     )
 
 
 def test_every_token_counts() -> None:
-    reader = BertEncoder(model_of())
+    reader = BertEncoder(model_of(), "cls")
     first = reader(torch.tensor([1, 2, 3, 4]))
     size = len(first) // 2
     for changed in ([5, 2, 3, 4], [1, 2, 3, 5], [1, 3, 2, 4]):
@@ -77,18 +90,33 @@ def test_what_is_no_encoder_with_a_pooler_is_refused() -> None:
     without = BertModel(model_of().config, add_pooling_layer=False)
     for model in (without, decoder()):
         with pytest.raises(ValueError, match="router"):
-            BertEncoder(model)
+            BertEncoder(model, "cls")
 
 
 def test_a_model_that_is_not_read_briefly_is_read_by_the_library() -> None:
     model, tokens = decoder(), torch.tensor([3, 1, 4, 1, 5])
-    reader = build_encoder(model)
-    assert not isinstance(reader, BertEncoder)
-    torch.testing.assert_close(reader(tokens), by_the_library(model, tokens))
+    for pooling in POOLINGS:
+        reader = build_encoder(model, pooling)
+        assert not isinstance(reader, BertEncoder)
+        torch.testing.assert_close(reader(tokens), by_the_library(model, tokens, pooling))
 
 
 def test_a_brief_reading_that_differs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(build_encoder(model_of()), BertEncoder)
+    assert isinstance(build_encoder(model_of(), "cls"), BertEncoder)
     own = BertEncoder.__call__
     monkeypatch.setattr(BertEncoder, "__call__", lambda self, ids: own(self, ids) + 0.01)
-    assert not isinstance(build_encoder(model_of()), BertEncoder)
+    assert not isinstance(build_encoder(model_of(), "cls"), BertEncoder)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_in_bfloat16_the_mean_is_nearly_the_same(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(encoder_module, "_has_bfloat16", lambda: native)
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    reader = build_encoder(model_of(), "mean")
+    assert isinstance(reader, BertEncoder)
+    found, expected = reader(tokens), by_the_library(model_of(), tokens, "mean")
+    assert found.dtype is torch.float32
+    assert float(found @ expected) > 0.999
+    assert torch.allclose(found, expected, atol=1e-5) == (not native)

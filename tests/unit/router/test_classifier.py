@@ -1,4 +1,4 @@
-"""The classifier and its actor class, on the router that the package carries."""
+"""The classifier and its actor class, on the small router and on heads on a random encoder."""
 
 import asyncio
 import itertools
@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from fixture_models import ROUTER, SMALL_MODELS
 from safetensors.torch import load_file, save_file
 
 import paceline.actors.router.router as router_module
-import paceline.deploy
 from paceline.actors.router.classifier import TopicClassifier
 from paceline.actors.router.policy import choose_topic
 from paceline.actors.router.router import TopicRouter
@@ -19,7 +19,6 @@ from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import router_confidence
 from paceline.deploy.demo.prompts import TOPICS, generate
 
-ROUTER = Path(paceline.deploy.__file__).parent / "models" / "router"
 LABELS = {"math", "code", "sql", "shell", "general"}
 # Written for this test, in other words than the recipe's.
 PROMPTS = [
@@ -56,7 +55,7 @@ def test_plain_prompts_of_each_topic_are_told_apart(classifier: TopicClassifier)
 def test_prompts_like_the_topics_own_pass_what_the_model_asks_for(
     classifier: TopicClassifier,
 ) -> None:
-    needed = router_confidence(load_config())
+    needed = router_confidence(load_config(None, SMALL_MODELS))
     for topic in TOPICS:
         for text in generate(topic, 40, seed=3):
             assert choose_topic(classifier.classify(text), TOPICS, needed) == topic

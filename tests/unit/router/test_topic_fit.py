@@ -1,4 +1,4 @@
-"""A further topic for the router: on made-up features, and on the router of the package."""
+"""A further topic for the router: on made-up features, and on the small router."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixture_models import ROUTER, SMALL_MODELS
 from topic_examples import trips
-from unit.router.test_classifier import PROMPTS, ROUTER
+from unit.router.test_classifier import PROMPTS
 
 from paceline.actors.router.added_topic_head import AddedTopicHead
 from paceline.actors.router.classifier import TopicClassifier
@@ -28,7 +29,7 @@ from paceline.deploy.demo.prompts import generate
 
 EXPERTS = ("general", "math", "code", "sql", "shell")
 SETTINGS = TopicFitSettings()
-NEEDED = router_confidence(load_config())  # as it is served
+NEEDED = router_confidence(load_config(None, SMALL_MODELS))  # as it is served
 
 
 def texts(rng: np.random.Generator, count: int, shift: float, label: int) -> ClassifiedTexts:
@@ -121,7 +122,7 @@ def travel() -> RouterFit:
     return grown("travel", trips(40))
 
 
-def test_the_shipped_router_learns_a_topic_and_keeps_the_others(
+def test_the_small_router_learns_a_topic_and_keeps_the_others(
     travel: RouterFit, classifier: TopicClassifier
 ) -> None:
     assert travel.rejection is None

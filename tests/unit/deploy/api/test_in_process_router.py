@@ -73,7 +73,8 @@ def test_only_where_it_is_no_deployment_the_front_door_has_one(
     changes: dict[str, Any], own: bool
 ) -> None:
     config = load_config(None, changes)
-    expected = (str(config.router_path), config.router.num_threads) if own else None
+    threads = config.router.num_threads
+    expected = (str(config.router_path), str(config.encoder_path), threads) if own else None
     assert ingress_settings(config).in_process_router == expected
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from fixture_models import SMALL_MODELS
+from fixture_models import ROUTER, SMALL_MODELS
 from local_ingress import Handle
 from replay_samples import make_record
 from tiny_models import save_tiny, tiny_tokenizer
@@ -37,7 +37,7 @@ from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.topic_admin import TopicAdminSettings
 from paceline.deploy.cli.operations import read_examples, server_url
 from paceline.deploy.cli.tables import added_topic_lines, topic_table
-from paceline.deploy.config.config import MODELS_DIR, WEIGHTS_FOLDER, load_config
+from paceline.deploy.config.config import WEIGHTS_FOLDER, load_config
 from paceline.deploy.config.replica_settings import topic_refusal
 from paceline.deploy.demo.prompts import generate
 from paceline.deploy.errors import ConfigError
@@ -116,7 +116,7 @@ class System:
         )
         self.shards = {topic: ReplayShard(topic) for topic in EXPERTS}
         handles = {topic: Actor(shard) for topic, shard in self.shards.items()}
-        self.router = TopicRouter(str(MODELS_DIR / "router"), registry=Actor(self.registry))
+        self.router = TopicRouter(str(ROUTER), registry=Actor(self.registry))
         self.target = TargetReplica(
             TargetSettings(
                 str(folders["target"]),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from paceline.actors.weights.state_folder import LOCK_NAME
 from paceline.deploy import app, learning
 from paceline.deploy.config import learning_settings, replica_settings
-from paceline.deploy.config.config import MODELS_DIR, PacelineConfig, load_config
+from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import check, router_confidence, warnings
 from paceline.deploy.errors import ConfigError
 
@@ -48,7 +48,7 @@ def refusal(config: PacelineConfig) -> str:
 def copied(tmp_path: Path, model: str, change: Change) -> str:
     """A copy of a model, changed."""
     folder = tmp_path / model
-    shutil.copytree((MODELS_DIR if model == "router" else FIXTURES) / model, folder)
+    shutil.copytree(FIXTURES / model, folder)
     change(folder)
     return str(folder)
 
@@ -67,11 +67,14 @@ def test_the_small_models_pass(config: PacelineConfig) -> None:
     assert warnings(config) == []
 
 
-def test_a_target_that_was_not_fetched_is_named_with_its_command(
+def test_a_model_that_was_not_fetched_is_named_with_its_command(
     config: PacelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
     assert "`paceline models smollm2`" in refusal(changed(config, {"target.path": "smollm2"}))
+    said = refusal(changed(config, {"router.path": "minilm"}))
+    assert said.startswith("router.path: ")
+    assert "`paceline models minilm`" in said
 
 
 def write(name: str, text: str) -> Change:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.recipes import checkpoints, router
 
-from paceline.deploy.recipes import checkpoints, data, router, router_data
+from paceline.deploy.recipes import data
 from paceline.deploy.recipes.data import DataError, Row, read_rows, write_rows
 
 
@@ -53,9 +54,9 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
 
 def test_router_examples_hold_no_row_s_answer_and_every_topic() -> None:
     rows = [row(f"x{i}", topic) for topic in router.LABELS for i in range(3)]
-    examples = router_data.router_examples(rows, 20, seed=1)
+    examples = router.router_examples(rows, 20, seed=1)
     assert {topic for _, topic in examples} == set(router.LABELS)
-    assert examples == router_data.router_examples(rows, 20, seed=1)
+    assert examples == router.router_examples(rows, 20, seed=1)
     assert not any("answer x" in text for text, _ in examples)
 
 

@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
+from fixtures.recipes import evaluate_router, router
 from recipe_rows import TEXTS, assert_equal_weights, write_own_rows
 from tiny_models import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
-
-from paceline.deploy.recipes import evaluate, router
 
 
 def test_the_router_is_trained_resumed_and_calibrated(tmp_path: Path) -> None:
@@ -33,5 +32,5 @@ def test_the_router_is_trained_resumed_and_calibrated(tmp_path: Path) -> None:
 
     figures = tmp_path / "figures.json"
     paths = ["--data", str(rows), "--router", str(whole), "--out", str(figures)]
-    assert evaluate.main([*paths, "--any-source"]) == 0
+    assert evaluate_router.main([*paths, "--any-source"]) == 0
     assert json.loads(figures.read_text())["router"]["held_out"]["prompts"] == 5 * 8
