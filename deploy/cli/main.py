@@ -226,14 +226,14 @@ def draft_make(
 
 @app.command()
 def demo(
-    minutes: Annotated[float, typer.Option(help="Length of the whole demo")] = 5.75,
+    minutes: Annotated[float, typer.Option(help="Length of the whole demo")] = 9.0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals")] = 0,
     port: Annotated[
         int, typer.Option(help="To serve on (default: a free one)", show_default=False)
     ] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the result")] = Path("out/demo"),
     dtype: Annotated[Dtype, typer.Option(help="Of the target")] = "auto",
-    measured: Annotated[int, typer.Option(hidden=True)] = 40,
+    measured: Annotated[int, typer.Option(hidden=True)] = 24,
 ) -> int:
     """Serve, learn and measure on this machine, in minutes."""
     from paceline.deploy.demo.main import DemoOptions, run

@@ -23,7 +23,13 @@ from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import check
 from paceline.deploy.demo import plot, report
 from paceline.deploy.demo.prompts import TOPICS, split
-from paceline.deploy.demo.report import LiveState, failure_lines, progress_line, render
+from paceline.deploy.demo.report import (
+    LiveState,
+    answer_line,
+    failure_lines,
+    progress_line,
+    render,
+)
 from paceline.deploy.demo.stats import RequestLog
 from paceline.deploy.demo.traffic import Client, Clock, DemoResult, DemoSettings, run_schedule
 from paceline.deploy.errors import ConfigError
@@ -36,8 +42,10 @@ EXIT_OK, EXIT_FAILED = 0, 1
 _MARKER = ".paceline-demo"  # marks a state folder that a demo created and may delete
 _CANARY_SHARE = 0.5  # a topic gets a hundred requests here
 _MAX_OCCUPANCY = 0.25  # train beside requests
-_NUM_SPECULATIVE_TOKENS = 4  # of both arms: their acceptance must compare
+_NUM_SPECULATIVE_TOKENS = 3  # of both arms: their acceptance must compare
 _LINE_EVERY_S = 15.0
+_ANSWER_EVERY = 4  # of the lines, one is followed by an answer
+_LINE_CELLS = 160  # of an answer without a terminal
 _REFRESH_S = 1.0
 
 
@@ -214,15 +222,19 @@ async def _display(
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     async def redraw() -> None:
-        printed_at = clock()
+        printed_at, lines = clock(), 0
         while True:
             await _poll_status(http, state)
             state.elapsed = clock()
             if live is not None:
                 live.update(render(TOPICS, log, state), refresh=True)
             elif state.elapsed - printed_at >= _LINE_EVERY_S:
-                printed_at = state.elapsed
+                printed_at, lines = state.elapsed, lines + 1
                 console.print(progress_line(TOPICS, log, state), highlight=False, soft_wrap=True)
+                answer = answer_line(log, state.elapsed)
+                if answer is not None and lines % _ANSWER_EVERY == 0:
+                    answer.truncate(_LINE_CELLS, overflow="ellipsis")
+                    console.print(answer, soft_wrap=True)
             await asyncio.sleep(_REFRESH_S)
 
     if live is not None:

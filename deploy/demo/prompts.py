@@ -216,10 +216,7 @@ def _matrix(rng: random.Random) -> tuple[str, str, object]:
     return task, f"{name}({rows!r})", result
 
 
-INSTRUCTION = (
-    "Could you translate the following question into SQL. "
-    "Please only generate SQL, don't include explanation in the answer. "
-)
+INSTRUCTION = "Could you translate the following question into SQL."
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +306,16 @@ _BIG = (10, 15, 20, 25, 30, 40, 50, 60, 75, 80, 100, 120, 150, 200, 250, 300, 50
 
 
 def make_sql(rng: random.Random) -> str:
-    """One prompt: the instruction and a question about a random domain."""
-    return INSTRUCTION + rng.choice(_SQL_FORMS)(rng, rng.choice(DOMAINS))
+    """One prompt: the instruction, a table with its columns, and a question about it."""
+    form, domain = rng.choice(_SQL_FORMS), rng.choice(DOMAINS)
+    groups = (name for name, _ in domain.groups)
+    columns = ", ".join(map(_identifier, (*domain.texts, *domain.numbers, *groups)))
+    table = f"{_identifier(domain.many)}({columns})"
+    return f"{INSTRUCTION} The table is {table}. {form(rng, domain)}"
+
+
+def _identifier(words: str) -> str:
+    return words.replace(" ", "_")
 
 
 def _end(ask: str, rest: str) -> str:
@@ -335,7 +340,9 @@ def _count(rng: random.Random, d: Domain) -> str:
 
 def _count_number(rng: random.Random, d: Domain) -> str:
     than = rng.choice(("larger than", "smaller than", "greater than", "less than", "at least"))
-    return f"How many {d.many} have a {rng.choice(d.numbers)} {than} {rng.choice(_BIG)}?"
+    number = rng.choice(d.numbers)
+    article = "an" if number[0] in "aeiou" else "a"
+    return f"How many {d.many} have {article} {number} {than} {rng.choice(_BIG)}?"
 
 
 def _select_where(rng: random.Random, d: Domain) -> str:
@@ -426,68 +433,119 @@ _SQL_FORMS = (_count, _count_number, _select_where, _select_two, _order, _extrem
           _group, _having, _most_common, _distinct, _both)  # fmt: skip
 
 
-COMMANDS: tuple[str, ...] = tuple(
-    """
-    ls cp mv rm cat head tail less grep sed awk cut sort uniq wc tr tee xargs find locate which
-    chmod chown chgrp ln mkdir rmdir touch stat file du df mount umount lsblk fdisk parted mkfs
-    fsck dd rsync scp sftp ssh ssh-keygen ssh-copy-id curl wget ping traceroute dig nslookup host
-    whois netstat ss ip ifconfig route arp nc nmap tcpdump iptables ufw systemctl journalctl
-    service crontab at batch nohup nice renice kill killall pkill pgrep ps top htop free vmstat
-    iostat uptime who w last id whoami su sudo passwd useradd usermod userdel groupadd groups tar
-    gzip gunzip bzip2 xz zip unzip 7z zstd diff cmp comm patch vimdiff split paste join column fold
-    nl tac rev shuf seq yes date cal bc expr printf echo env export alias history screen tmux watch
-    time timeout sleep wait strace ltrace lsof gdb make cmake gcc g++ clang ld ar nm objdump strip
-    python pip virtualenv pytest ruby gem perl php node npm yarn npx deno cargo rustc go java javac
-    mvn gradle docker podman kubectl helm terraform ansible vagrant psql mysql sqlite3 redis-cli
-    mongo ffmpeg convert identify exiftool pandoc pdftotext jq yq xmllint openssl gpg base64 md5sum
-    sha256sum hexdump xxd od strings iconv dos2unix enscript lp lpr aspell fmt pr expand unexpand
-    apt apt-get apt-cache dpkg snap flatpak yum dnf rpm pacman zypper brew lsmod modprobe dmesg
-    uname hostname hostnamectl timedatectl localectl loginctl swapon swapoff mkswap blkid hdparm
-    smartctl sensors lspci lsusb dmidecode vim nano emacs ed svn hg cvs rclone restic borg mosh
-    telnet ftp lftp aria2c youtube-dl figlet cowsay fortune tree ncdu fzf rg fd bat exa
-    """.split()  # noqa: SIM905
-)
-FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = tuple(
-    (line.split(":")[0].strip(), tuple(line.split(":")[1].split()))
-    for line in """
-    git: add branch checkout clone commit diff fetch init log merge pull push rebase reset stash tag
-    docker: build commit cp exec images inspect logs ps pull push rmi run save start stop tag
-    kubectl: apply create delete describe edit exec get label logs rollout scale top
-    npm: audit ci init install link publish run search test update version
-    cargo: add bench build check clean doc fmt init install run test update
-    apt: autoremove download install list purge remove search show update upgrade
-    aws: cloudwatch ec2 ecr iam kms lambda rds route53 s3 sns sqs
-    gh: auth browse config gist issue pr release repo run secret workflow
-    systemctl: disable edit enable mask reload restart start status stop
-    pip: check config download freeze install list show uninstall wheel
-    go: build clean env fmt generate get install mod run test vet
-    ip: address link neighbour netns route rule
+COMMAND_TASKS: tuple[tuple[str, str], ...] = tuple(
+    (command.strip(), task.strip())
+    for command, task in (
+        line.split(":", 1)
+        for line in """
+    ls: list the files in {dir} that end in {ext}
+    ls: sort the {ext} files in {dir} by size
+    cp: copy {file} to {dir}
+    cp: copy every {ext} file to {dir}
+    mv: rename {file} to {other}
+    mv: move {file} to {dir}
+    rm: delete the {ext} files in {dir}
+    mkdir: create the folder {dir} and its parents
+    cat: show {file} with line numbers
+    cat: join {file} and {other}
+    head: show the first {n} lines of {file}
+    tail: show the last {n} lines of {file}
+    tail: follow {file} while it grows
+    grep: search for the word {word} in {dir}
+    grep: count the lines of {file} that contain {word}
+    grep: find the {ext} files in {dir} that mention {word}
+    sed: replace the word {word} by {new} in {file}
+    sed: delete the first {n} lines of {file}
+    awk: print the second column of {file}
+    awk: sum the numbers in column {n} of {file}
+    sort: sort the lines of {file} by number
+    uniq: count the repeated lines of {file}
+    wc: count the lines of {file}
+    wc: count the words in the {ext} files of {dir}
+    find: find the {ext} files in {dir}
+    find: find files in {dir} that are larger than {n} MB
+    find: find files in {dir} that changed in the last {n} days
+    chmod: make {script} executable
+    chmod: make {file} readable for all users
+    chown: give {dir} to the user {user}
+    du: show the size of {dir}
+    df: show the free space of the disk with {dir}
+    tar: pack the folder {dir} into {name}.tar.gz
+    tar: unpack {name}.tar.gz into {dir}
+    zip: pack {file} and {other} into {name}.zip
+    unzip: unpack {name}.zip into {dir}
+    gzip: compress {file}
+    diff: compare {file} with {other}
+    ln: make a link from {file} to {dir}
+    scp: copy {file} to the server {host}
+    rsync: copy the folder {dir} to the server {host}
+    ssh: log in to the server {host} as {user}
+    ssh: run {script} on the server {host}
+    curl: download {file} from {host}.example.com
+    wget: download {name}.zip from {host}.example.com
+    ping: check whether {host} answers
+    ps: list the processes of the user {user}
+    kill: stop the process with the number {n}00
+    crontab: run {script} every {n} minutes
+    nohup: run {script} after I log out
+    time: measure how long {script} takes
+    systemctl: restart the service {service}
+    systemctl: start the service {service} when the machine boots
+    journalctl: show the last {n} messages of {service}
+    apt: install the package {package}
+    apt: remove the package {package}
+    pip: install version {n} of the package {package}
+    git clone: get a copy of the project {name} from {host}.example.com
+    git checkout: create the branch {branch}
+    git merge: merge the branch {branch}
+    git commit: save my changes to {file}
+    git log: show the last {n} changes of {file}
+    git push: publish the branch {branch}
+    docker run: start {service} in a container on port {n}000
+    docker build: build an image with the name {name}
+    docker logs: show the last {n} lines of the container {name}
+    docker cp: copy {file} into the container {name}
+    kubectl scale: run {n} copies of {service}
+    kubectl logs: show the messages of {service}
+    jq: print the field {word} of {name}.json
+    openssl: make a certificate for {host}.example.com
+    ffmpeg: turn {name}.mp4 into {name}.mp3
+    sqlite3: count the rows of the table {word} in {name}.db
     """.strip().splitlines()
+    )
 )
-PLACES: tuple[str, ...] = (
-    "on Debian", "on Fedora", "on Arch Linux", "on Alpine", "on a server", "on a laptop",
-    "on a Raspberry Pi", "in a script", "in a container", "in a terminal", "in a cron job",
-    "in a large project", "in a home folder", "over a slow network", "as a normal user",
-    "for the first time", "every day", "at work",
-)  # fmt: skip
+_SHELL_WORDS: dict[str, tuple[str, ...]] = {
+    slot: tuple(words.split())
+    for slot, words in {
+        "dir": "/var/log /etc /srv/www ~/photos ~/projects ~/music /tmp/build /mnt/usb ~/reports "
+        "/opt/data ~/drafts /home/vera",
+        "file": "notes.txt server.log main.py report.csv data.tsv config.yaml index.html todo.md "
+        "access.log sales.csv letter.txt prices.tsv",
+        "other": "plan.txt old.log backup.py summary.csv draft.md copy.yaml",
+        "ext": ".log .txt .py .csv .md .jpg .json .yaml",
+        "word": "timeout error warning login orders total user failed",
+        "new": "retry notice info signup sales sum",
+        "script": "backup.sh build.sh report.py clean.sh deploy.sh test.py sync.sh train.py",
+        "name": "photos website archive project music games lessons recipes garden atlas",
+        "host": "alpha backup mirror storage gateway harbor node7 build2",
+        "user": "vera hugo deploy kavya otis backup",
+        "service": "nginx postgresql redis ssh cron mysql",
+        "package": "curl htop numpy requests jq pandas flask git",
+        "branch": "login search payments fix-tests release docs",
+        "n": "2 3 4 5 6 8 10 20 30 50",
+    }.items()
+}
 _SHELL_FORMS: tuple[str, ...] = (
-    "How do I use the command `{c}` {p}? Give short examples.",
-    "How do I use the command `{c}` {p}? Give some short examples.",
-    "How do I use the command `{c}` {p}? Give a few examples.",
-    "How can I use the command `{c}` {p}? Give short examples.",
+    "How do I use the command `{c}` to {t}? Give one example with a short explanation.",
+    "How can I use the command `{c}` to {t}? Give one example with a short explanation.",
 )
 
 
 def make_shell(rng: random.Random) -> str:
-    """One prompt about a random command, in a place: no data set asks with one."""
-    return rng.choice(_SHELL_FORMS).format(c=_command(rng), p=rng.choice(PLACES))
-
-
-def _command(rng: random.Random) -> str:
-    if rng.random() < 0.4:
-        family, parts = rng.choice(FAMILIES)
-        return f"{family} {rng.choice(parts)}"
-    return rng.choice(COMMANDS)
+    """One prompt: a command and what it shall do."""
+    command, task = rng.choice(COMMAND_TASKS)
+    words = {slot: rng.choice(choices) for slot, choices in _SHELL_WORDS.items()}
+    return rng.choice(_SHELL_FORMS).format(c=command, t=task.format(**words))
 
 
 Maker = Callable[[random.Random], str]

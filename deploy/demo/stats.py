@@ -29,6 +29,8 @@ class RequestResult:
         steps: rounds with drafts.
         tokens: length of the answer.
         weight_version: of the draft.
+        prompt: its text.
+        answer: its text.
     """
 
     order: int
@@ -43,10 +45,12 @@ class RequestResult:
     steps: int
     tokens: int
     weight_version: int | None
+    prompt: str
+    answer: str
 
     def as_dict(self) -> dict[str, object]:
-        """The result as JSON."""
-        return asdict(self)
+        """The result as JSON, without texts."""
+        return {k: v for k, v in asdict(self).items() if k not in ("prompt", "answer")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,19 @@ class RequestLog:
         """Prompts of a topic that both drafts answered in the last measurement."""
         arms: tuple[Arm, ...] = ("online", "frozen")
         return min(sum(1 for _ in self.select(topic, arm, "last")) for arm in arms)
+
+    def latest(self, before: float) -> RequestResult | None:
+        """The last online answer until a time, seconds since the demo's start."""
+        results = (s for s in reversed(self.results) if s.arm == "online" and s.at <= before)
+        return next(results, None)
+
+    def answer_changes(self) -> tuple[int, int]:
+        """Last prompts that all arms answered, and those of them with unequal answers."""
+        answers: dict[tuple[str, int], dict[Arm, str]] = {}
+        for result in self.select(part="last"):
+            answers.setdefault((result.topic, result.order), {})[result.arm] = result.answer
+        compared = [texts for texts in answers.values() if len(texts) == len(ARMS)]
+        return len(compared), sum(len(set(texts.values())) > 1 for texts in compared)
 
     def routing_accuracy(self) -> float | None:
         """Share of the online requests that were routed to their topic."""

@@ -57,8 +57,8 @@ class Client:
         log: RequestLog,
         clock: Clock,
         model: str,
-        max_tokens: int = 32,
-        num_speculative_tokens: int = 4,
+        max_tokens: int = 64,
+        num_speculative_tokens: int = 3,
     ) -> None:
         self._http = http
         self._log = log
@@ -117,6 +117,8 @@ class Client:
             steps=stats["num_spec_steps"],
             tokens=answer["usage"]["completion_tokens"],
             weight_version=stats["weight_version"],
+            prompt=request.text,
+            answer=answer["choices"][0]["message"]["content"],
         )
 
 
@@ -157,9 +159,9 @@ class Phase:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase("math + code", ("math", "code"), 0.16),
-    Phase("shift: sql + shell", ("sql", "shell"), 0.56),
-    Phase("mix", ("math", "code", "sql", "shell"), 0.28),
+    Phase("math + code", ("math", "code"), 0.12),
+    Phase("shift: sql + shell", ("sql", "shell"), 0.66),
+    Phase("mix", ("math", "code", "sql", "shell"), 0.22),
 )
 
 
@@ -250,8 +252,8 @@ class DemoSettings:
     """
 
     seed: int = 0
-    seconds: float = 345.0
-    timed: int = 12
+    seconds: float = 540.0
+    timed: int = 10
     timed_share: float = 0.2
     concurrency: int = 8
     load: float = 0.4

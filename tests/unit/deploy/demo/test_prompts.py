@@ -1,11 +1,12 @@
 """The demo's prompts: many, distinct, the same everywhere, in disjoint parts."""
 
 import ast
+import re
 from itertools import islice
 
 import pytest
 
-from paceline.deploy.demo.prompts import MAKERS, TOPICS, generate, split
+from paceline.deploy.demo.prompts import COMMAND_TASKS, DOMAINS, MAKERS, TOPICS, generate, split
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -24,7 +25,10 @@ def test_same_seed_same_prompts_and_longer_lists_extend_shorter_ones(topic: str)
 EXPECTED_SQL = (
     "What are the clubs of chess players whose country is India and whose title is Master?"
 )
-EXPECTED_SHELL = "How can I use the command `sha256sum` on Arch Linux? Give short examples."
+EXPECTED_SHELL = (
+    "How can I use the command `git commit` to save my changes to index.html? "
+    "Give one example with a short explanation."
+)
 
 
 def test_prompts_do_not_drift_between_releases() -> None:
@@ -46,6 +50,24 @@ def test_an_exhausted_generator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MAKERS, "math", lambda rng: rng.choice("ab"))
     with pytest.raises(ValueError, match="only 2 distinct prompts"):
         generate("math", 3, seed=0)
+
+
+def test_sql_prompts_name_the_columns_that_they_ask_for() -> None:
+    domains = {domain.many: domain for domain in DOMAINS}
+    for text in generate("sql", 500, seed=1):
+        table, columns = re.search(r"The table is (\w+)\((.*?)\)\. \S", text).groups()
+        domain = domains[table.replace("_", " ")]
+        assert columns.replace("_", " ").split(", ") == [
+            *domain.texts, *domain.numbers, *(name for name, _ in domain.groups)
+        ]  # fmt: skip
+        assert domain.one in text or domain.many in text.split("). ")[1]
+
+
+def test_shell_prompts_have_a_command_and_no_open_slot() -> None:
+    commands = {command for command, _ in COMMAND_TASKS}
+    texts = generate("shell", 2_000, seed=1)
+    assert {text.split("`")[1] for text in texts} == commands
+    assert not any("{" in text or "}" in text for text in texts)
 
 
 def test_code_prompts_end_in_a_test_that_parses() -> None:

@@ -4,10 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console, RenderableType
 
 from paceline.deploy.demo import plot, report
-from paceline.deploy.demo.report import LiveState, decision_text, progress_line, render
+from paceline.deploy.demo.report import (
+    LiveState,
+    answer_line,
+    decision_text,
+    progress_line,
+    render,
+)
 from paceline.deploy.demo.stats import (
+    ARMS,
     Arm,
     FailedRequest,
     RequestLog,
@@ -28,6 +36,7 @@ def request_result(
     part: Stage = "stream",
     version: int = 0,
     routed: str = "sql",
+    answer: str = "SELECT 1;",
 ) -> RequestResult:
     return RequestResult(
         order=order,
@@ -42,11 +51,13 @@ def request_result(
         steps=10,
         tokens=10 + accepted,
         weight_version=version,
+        prompt="How many?",
+        answer=answer,
     )
 
 
 def test_totals_are_sums_not_means_of_rates() -> None:
-    long = RequestResult(1, "sql", "sql", "online", "stream", 1.0, 1.5, 80, 60, 20, 80, 0)
+    long = RequestResult(1, "sql", "sql", "online", "stream", 1.0, 1.5, 80, 60, 20, 80, 0, "q", "a")
     got = totals([request_result(0, 10), long])
     assert got.acceptance_rate == pytest.approx(70 / 120)
     assert got.mean_acceptance_length == pytest.approx(1 + 70 / 30)
@@ -96,6 +107,8 @@ def _full_log() -> RequestLog:
             log.results.append(request_result(0, 40, topic, "online", "warmup"))
             log.results.append(request_result(i, 24, topic, "online", "last", version=2))
             log.results.append(request_result(i, 4, topic, "frozen", "last"))
+            if i < 10:
+                log.results.append(request_result(i, 0, topic, "plain", "last"))
     return log
 
 
@@ -121,6 +134,7 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         },
         "tokens_per_second": {"plain": 50.0, "frozen": 60.0, "online": 180.0},
         "updates": {"published": 2, "rejected": 1, "promoted": 0, "rolled_back": 0},
+        "answers": {"compared": 20, "changed": 0},
         "last_prompts": {"math": 30, "sql": 30},
         "wall_seconds": 321.0,
         "goals": {
@@ -128,11 +142,14 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
             "online_faster_than_plain": True,
             "online_faster_than_frozen": True,
             "no_failed_request": True,
+            "answers_unchanged": True,
         },
     }
     report.write(result, log, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == result
-    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == len(log.results)
+    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert len(rows) == len(log.results)
+    assert not {"prompt", "answer"} & rows[0].keys()  # no texts
     assert report.result_table(result, 40).row_count == 2
     assert "online drafts 180 (3.60x)" in report.result_lines(result)[0]
 
@@ -141,23 +158,67 @@ def test_goals_of_a_run() -> None:
     log, slow = _full_log(), Throughput()
     log.failures.append(FailedRequest("sql", "online", 2.0, "HTTP 500"))
     log.results = [s for s in log.results if (s.topic, s.arm, s.part) != ("sql", "online", "last")]
-    log.results.append(request_result(0, 13, "sql", "online", "last"))
-    for arm, seconds in (("plain", 2.0), ("frozen", 3.0), ("online", 2.5)):
+    log.results.append(request_result(0, 8, "sql", "online", "last"))
+    log.results.append(request_result(0, 0, "math", "plain", "last", answer="2"))
+    for arm, seconds in (("plain", 2.5), ("frozen", 3.0), ("online", 2.1)):
         slow.add(arm, 100, seconds)  # type: ignore[arg-type]
     result = report.summarize(("math", "sql"), log, slow, [], {}, 9.0, 3)
     assert result["last_prompts"] == {"math": 30, "sql": 1}
     assert result["goals"] == {
-        "sql_gain": False,  # 13 of 40 against 4 of 40
-        "online_faster_than_plain": False,
+        "sql_gain": False,  # 8 of 40 against 4 of 40
+        "online_faster_than_plain": False,  # 1.19 times
         "online_faster_than_frozen": True,
         "no_failed_request": False,
+        "answers_unchanged": False,
     }
     head, *lines = report.goal_lines(result)
-    assert "3 of 4 missed" in head
+    assert "4 of 5 missed" in head
     assert [("met" in line, "missed" in line) for line in lines] == [
-        (False, True), (False, True), (True, False), (False, True)
+        (False, True), (False, True), (True, False), (False, True), (False, True)
     ]  # fmt: skip
     assert "last 1 to 30" in str(report.result_table(result, 3).title)
+
+
+def test_answers_are_compared_where_all_arms_answered() -> None:
+    log = RequestLog(
+        [request_result(0, 0, arm=arm, part="last") for arm in ARMS]
+        + [request_result(1, 0, arm=arm, part="last", answer=arm) for arm in ARMS]
+        + [request_result(2, 0, arm=arm, part="last", answer=arm) for arm in ARMS[:2]]
+        + [request_result(0, 0, arm="frozen", part="stream", answer="another part's")]
+    )
+    assert log.answer_changes() == (2, 1)
+    assert RequestLog().answer_changes() == (0, 0)
+
+
+def test_a_run_that_compared_no_answers_has_not_shown_them_unchanged() -> None:
+    result = report.summarize(("sql",), RequestLog(), Throughput(), [], {}, 9.0, 3)
+    assert result["goals"]["answers_unchanged"] is False
+
+
+def test_the_answer_line_is_cut_plain_and_held_for_seconds() -> None:
+    assert answer_line(RequestLog(), 60.0) is None
+    log = RequestLog(
+        [
+            request_result(3, 0, answer="first\n\n  [red]line[/red] \x1b[2J" + " more" * 60),
+            request_result(6, 0, arm="frozen", answer="frozen"),
+            request_result(7, 0, answer="second"),
+        ]
+    )
+    assert answer_line(log, 2.9) is None
+    start = "sql    How many? → first [red]line[/red] \N{REPLACEMENT CHARACTER}[2J more"
+    for elapsed in (5.0, 9.9):  # the second one has come meanwhile
+        line = _text_of(render(("sql",), log, LiveState(elapsed=elapsed)), 60).splitlines()[-1]
+        assert line.startswith(start)
+        assert len(line) == 60
+        assert line.endswith("…")
+    assert str(answer_line(log, 10.0)).endswith("→ second")
+
+
+def _text_of(renderable: RenderableType, width: int = 130) -> str:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
 
 
 def test_labels_at_one_height_are_moved_apart() -> None:
@@ -198,14 +259,9 @@ def test_live_state_keeps_its_last_value_while_a_part_is_dead() -> None:
 
 
 def test_displays_render_with_and_without_results() -> None:
-    from rich.console import Console
-
     log, state = _full_log(), LiveState("mix", 61.0, 330.0, 9.0, 3.6, {"sql": 2})
     log.failures.append(FailedRequest("sql", "online", 2.0, "HTTP 500"))
-    console = Console(width=130)
-    with console.capture() as captured:
-        console.print(render(("math", "sql", "shell"), log, state))
-    text = captured.get()
+    text = _text_of(render(("math", "sql", "shell"), log, state))
     assert "failed requests: 1" in text
     assert "1:01 of 5:30" in text
     log.results.sort(key=lambda s: s.part != "stream")  # the last measurement comes last

@@ -53,7 +53,12 @@ class Server:
             "weight_version": 1,
         }
         answer = {
-            "choices": [{"finish_reason": "abort" if text == "abort" else "length"}],
+            "choices": [
+                {
+                    "finish_reason": "abort" if text == "abort" else "length",
+                    "message": {"role": "assistant", "content": f"answer to {text}"},
+                }
+            ],
             "usage": {"completion_tokens": 30},
             "metrics": {"speculative_decoding": stats},
         }
@@ -89,6 +94,7 @@ def test_arms_differ_in_the_draft_only() -> None:
     assert server.bodies[0] == server.bodies[1] == server.bodies[2]
     assert server.bodies[0]["temperature"] == 0
     assert [s.accepted for s in log.results] == [20, 2, 0]
+    assert {(s.prompt, s.answer) for s in log.results} == {("q", "answer to q")}
     assert log.failures == []
 
 
@@ -188,6 +194,7 @@ def test_the_whole_schedule() -> None:
     assert switches == ["pause", "resume", "pause"]
     assert [name for name, _ in result.phases] == ["math + code", "shift: sql + shell", "mix"]
     assert log.failures == []
+    assert log.answer_changes() == (4 * 4, 0)
     for topic in topics:
         assert len(log.first(topic, 2)) == 2
         counts = [sum(1 for _ in log.select(topic, arm, "last")) for arm in ARMS]
