@@ -29,12 +29,12 @@ def save_encoder(folder: Path, texts: Iterable[str], seed: int = 0, positions: i
     model = BertModel(
         BertConfig(
             vocab_size=len(vocabulary),
-            hidden_size=48,
+            hidden_size=96,
             num_hidden_layers=2,
             num_attention_heads=4,
-            intermediate_size=96,
+            intermediate_size=192,
             max_position_embeddings=positions,
-            initializer_range=0.3,
+            initializer_range=0.05,
         )
     )
     model.save_pretrained(folder)

