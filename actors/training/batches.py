@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,6 +153,15 @@ def _inside(
         ids[row, beyond[row]] = free[: int(beyond[row].sum())]
     lost = np.exp(logprobs.astype(np.float32)).sum(axis=1, where=beyond)
     return ids, np.where(beyond, logprobs.dtype.type(-np.inf), logprobs), lost, beyond
+
+
+def token_counts(records: Sequence[ReplayRecord]) -> Counter[int]:
+    """How often the target emitted a token or found it most probable."""
+    counts: Counter[int] = Counter()
+    for record in records:
+        counts.update(record.output_token_ids.tolist())
+        counts.update(record.target_top_ids[:, 0].tolist())
+    return counts
 
 
 def micro_batches(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.training.batches import make_batch, usable, within
+from paceline.actors.training.batches import make_batch, token_counts, usable, within
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.expert_evaluation import records_per_forward, score_records
 from paceline.actors.training.learning_rate import decreased, increased, outgrown
@@ -25,6 +25,7 @@ from paceline.actors.training.optimizer_state import (
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroup
+from paceline.actors.weights.eagle import grown_vocabulary
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,16 @@ class Candidate:
             for record in records
             if usable(record, vocab) and self._distiller.trains_on(record)
         ]
+
+    def grow_vocabulary(self, records: Sequence[ReplayRecord]) -> None:
+        """Let an EAGLE draft propose tokens that its topic uses, see ``grown_vocabulary``."""
+        ids = self._distiller.vocabulary
+        if ids is None:
+            return
+        grown = grown_vocabulary(ids, token_counts(records), self._distiller.vocab_size)
+        if grown is not ids:
+            logger.info("%s: the draft's vocabulary changes", self.topic)
+            self._distiller.set_vocabulary(grown)
 
     @property
     def micro_steps_left(self) -> int:

@@ -36,7 +36,7 @@ from paceline.actors.training.optimizer_state import (
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.weights.checkpoint import tied_names
-from paceline.actors.weights.eagle import EagleDraft, published_dtype
+from paceline.actors.weights.eagle import VOCABULARY, EagleDraft, published_dtype
 
 _STEPS = "steps"
 
@@ -406,6 +406,18 @@ class Distiller:
     def trains_on(self, record: ReplayRecord) -> bool:
         """Whether a record has what the draft reads."""
         return trains_on(self._engine.module.draft, record)
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """The tokens that an EAGLE draft proposes from, int32 ``[D]``; None of other drafts."""
+        draft = self._engine.module.draft
+        return draft.get_buffer(VOCABULARY) if isinstance(draft, EagleDraft) else None
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Replace an EAGLE draft's tokens by as many others; the weights stay."""
+        draft = self._engine.module.draft
+        draft.get_buffer(VOCABULARY).copy_(ids)
+        draft.vocabulary_changed()
 
     def _untrained(self) -> Any:
         """Another draft of the same shape, without adapters."""

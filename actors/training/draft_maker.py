@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_out
 from paceline.actors.training.adapters import load_state
-from paceline.actors.training.batches import make_batch, micro_batches, usable
+from paceline.actors.training.batches import make_batch, micro_batches, token_counts, usable
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.forward import draft_logits
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
@@ -426,15 +425,6 @@ def _run(engine: Engine, request: GenerationRequest) -> Iterator[StepOutput]:
     engine.add(request)
     while engine.has_work:
         yield from engine.step()
-
-
-def token_counts(records: Sequence[ReplayRecord]) -> Counter[int]:
-    """How often the target emitted a token or found it most probable."""
-    counts: Counter[int] = Counter()
-    for record in records:
-        counts.update(record.output_token_ids.tolist())
-        counts.update(record.target_top_ids[:, 0].tolist())
-    return counts
 
 
 def plain_tokens(tokenizer: Any) -> set[int]:

@@ -207,6 +207,7 @@ class TrainingLoop:
         train = candidate.usable(self._training_records(topic, stats))
         if not train:
             raise TopicNotTrainable("no usable records to learn from")
+        candidate.grow_vocabulary(train)
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
         held_out = candidate.usable(held_out)
         if len(held_out) < max(self._settings.gate.min_records, 2):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paceline.actors.training.deepspeed_setup import (
     LOOPBACK,
@@ -25,6 +25,9 @@ from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import Share, split_share
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,10 @@ class Worker:
         """Restart the learning-rate schedule."""
         self._distillers[topic].refresh_rate()
 
+    def set_vocabulary(self, topic: str, ids: Tensor) -> None:
+        """Replace an EAGLE draft's tokens."""
+        self._distillers[topic].set_vocabulary(ids)
+
     def learn(self, topic: str, share: Share) -> None:
         """Run a micro-step on this rank's share."""
         self._distillers[topic].learn(share)
@@ -247,6 +254,11 @@ class DistributedDistiller(Distiller):
         """Restart every rank's learning-rate schedule."""
         super().refresh_rate()
         self._workers.broadcast("refresh_rate", self._topic)
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Replace every rank's tokens of an EAGLE draft."""
+        super().set_vocabulary(ids)
+        self._workers.broadcast("set_vocabulary", self._topic, ids)
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from a batch together, some of its records each.

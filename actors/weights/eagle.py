@@ -33,6 +33,7 @@ _LAYERS = "model.layers."
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # with tensors of these names
 _MARKED_ROWS = 64
 DRAFT_VOCABULARY = 16384
+_KEPT_FIRST, _KEPT_LAST, _LEAST_COVERAGE_GAIN = 512, 64, 0.005
 
 
 def is_eagle(folder: str | Path) -> bool:
@@ -252,6 +253,33 @@ def choose_vocabulary(
     order = dict.fromkeys((*sorted(always), *by_count, *range(size)))
     chosen = [token for token in order if 0 <= token < size][:count]
     return torch.tensor(sorted(chosen), dtype=torch.int32)
+
+
+def grown_vocabulary(ids: Tensor, counts: Mapping[int, int], size: int) -> Tensor:
+    """Replace tokens that a topic never uses by ones that it uses and the draft lacks.
+
+    The list stays as it is until that covers half a percent more of the tokens: experts of one
+    vocabulary share the rows of the head.
+
+    Args:
+        ids: int32 ``[D]``, the present list.
+        counts: how often each token was seen in the topic's records.
+        size: V; the first and the last tokens, single characters and special ones in most
+            tokenizers, are kept.
+
+    Returns:
+        int32 ``[D]``, ascending; ``ids`` itself if nothing changes.
+    """
+    known = set(ids.tolist())
+    kept = range(_KEPT_FIRST, size - _KEPT_LAST)
+    missing = sorted((t for t in counts if t not in known), key=lambda t: (-counts[t], t))
+    unused = sorted((t for t in known if t in kept and not counts.get(t)), reverse=True)
+    pairs = list(zip(missing, unused, strict=False))
+    gain = sum(counts[token] for token, _ in pairs)
+    if gain < _LEAST_COVERAGE_GAIN * sum(counts.values()) or not pairs:
+        return ids
+    known -= {token for _, token in pairs}
+    return torch.tensor(sorted(known | {token for token, _ in pairs}), dtype=torch.int32)
 
 
 def save_draft(draft: EagleDraft, folder: str | Path) -> None:

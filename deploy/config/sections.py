@@ -218,7 +218,7 @@ class ReplayConfig(Section):
     worth: recording every request slows serving down and does not train better. null records all.
     """
 
-    capacity_mb: Count = 64
+    capacity_mb: Count = 256
     retention_hours: Seconds = 24.0
     max_records_per_s: PerSecond | None = 2.0
     remover: Remover = "fifo"

@@ -13,6 +13,7 @@ import torch
 from architectures import ARCHITECTURES
 from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, tokens_of
 from tiny_models import tiny_llama
+from training_records import learn
 
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
@@ -21,16 +22,18 @@ from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.speculation.eagle import EagleStack, make_eagle_stack
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.training.batches import make_batch
+from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.eagle import step_states
 from paceline.actors.training.forward import draft_logits
-from paceline.actors.training.settings import DistillerSettings
+from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.shares import make_shares, split_share
 from paceline.actors.weights.checkpoint import ModelError
 from paceline.actors.weights.eagle import (
     VOCABULARY,
     choose_vocabulary,
     first_tokens,
+    grown_vocabulary,
     is_eagle,
     load_draft,
     new_draft,
@@ -349,6 +352,41 @@ def load_draft_ends(target: Path) -> Any:
     from paceline.actors.weights.eagle import read_target_ends
 
     return read_target_ends(str(target), torch.device("cpu"), torch.float32)
+
+
+def test_a_vocabulary_grows_by_what_a_topic_uses() -> None:
+    ids = torch.arange(2000, dtype=torch.int32)
+    counts = {5: 900, 1500: 50, 1999: 1, 3000: 40, 4000: 30, 4990: 20}
+    grown = grown_vocabulary(ids, counts, 5000)
+    assert len(grown) == len(ids)
+    assert set(grown.tolist()) - set(ids.tolist()) == {3000, 4000, 4990}
+    assert set(ids.tolist()) - set(grown.tolist()) == {1998, 1997, 1996}
+    assert grown_vocabulary(grown, counts, 5000) is grown
+    few = {5: 9000, 3000: 40}
+    assert grown_vocabulary(ids, few, 5000) is ids
+    assert grown_vocabulary(torch.arange(600), {4000: 9}, 600 + 4000).tolist()[:512] == [
+        *range(512)
+    ]
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_a_candidate_takes_up_its_topics_tokens(target: Path, draft: Path) -> None:
+    records = records_of(eagle_engine(target, {"a": draft}, k=3), asked(temperature=1.5))
+    settings = TrainerSettings(
+        {"sql": str(draft)}, DistillerSettings(dtype="float32", target_path=str(target))
+    )
+    candidate = Candidate("sql", settings)
+    before = candidate._distiller.vocabulary
+    assert before is not None
+    before = before.clone()
+    candidate.grow_vocabulary(records)  # all of 300 tokens are first or last ones: kept
+    assert torch.equal(before, candidate._distiller.vocabulary)  # type: ignore[arg-type]
+    changed = torch.arange(len(before), dtype=torch.int32)
+    candidate._distiller.set_vocabulary(changed)
+    learn(candidate, records)
+    scores, served, state = candidate.compare(records, lambda: None)
+    assert torch.equal(state[VOCABULARY], changed)
+    assert len(scores) == len(served) == len(records)
 
 
 def test_vocabularies() -> None:

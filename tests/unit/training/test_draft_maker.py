@@ -11,6 +11,7 @@ import torch
 from fixture_models import TARGET
 
 from paceline.actors.training import draft_maker
+from paceline.actors.training.batches import token_counts
 from paceline.actors.training.draft_maker import (
     DraftMaker,
     MakerProgress,
@@ -18,7 +19,6 @@ from paceline.actors.training.draft_maker import (
     agreement,
     measure_speed,
     plain_tokens,
-    token_counts,
 )
 from paceline.actors.weights.eagle import VOCABULARY, load_draft, read_draft
 
