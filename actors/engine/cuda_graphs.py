@@ -205,17 +205,43 @@ class GraphedDecoder:
     def with_hidden(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """See Decoder; always eager."""
-        return self.eager.with_hidden(token_ids, step, layout, keep)
+        """See Decoder."""
+        if not self._replays(token_ids, layout, keep):
+            return self.eager.with_hidden(token_ids, step, layout, keep)
+
+        def compute(ids: Tensor, context: StepContext, own: ExpertLayout) -> Tensors:
+            return self.eager.with_hidden(ids, context, own, keep)
+
+        logits, hidden = self._run(compute, "hidden", token_ids, step, layout, keep)
+        return logits, hidden
 
     def __call__(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> Tensor:
         """See Decoder."""
-        batch, tokens = token_ids.shape
-        max_tokens = _DRAFT_TOKENS if keep else self._max_tokens
-        if tokens > max_tokens or not self._is_capturable(layout):
+        if not self._replays(token_ids, layout, keep):
             return self.eager(token_ids, step, layout, keep)
+
+        def compute(ids: Tensor, context: StepContext, own: ExpertLayout) -> Tensors:
+            return (self.eager(ids, context, own, keep),)
+
+        return self._run(compute, "forward", token_ids, step, layout, keep)[0]
+
+    def _replays(self, token_ids: Tensor, layout: ExpertLayout, keep: int) -> bool:
+        max_tokens = _DRAFT_TOKENS if keep else self._max_tokens
+        return token_ids.shape[1] <= max_tokens and self._is_capturable(layout)
+
+    def _run(
+        self,
+        compute: Callable[[Tensor, StepContext, ExpertLayout], Tensors],
+        kind: str,
+        token_ids: Tensor,
+        step: StepContext,
+        layout: ExpertLayout,
+        keep: int,
+    ) -> Tensors:
+        """Run a forward of a padded shape as a graph; results have the batch's own shape."""
+        batch, tokens = token_ids.shape
         width = tokens if keep else next(n for n in self._widths if n >= tokens)
         rows = _pad_rows(batch, step)
         columns = _columns(step, width - tokens)
@@ -224,12 +250,12 @@ class GraphedDecoder:
 
         def work(ids: Tensor, rows: Tensor, positions: Tensor, result_index: Tensor) -> Tensors:
             context = _context(kv, rows, positions, columns)
-            return (self.eager(ids, context, padded.with_result_index(result_index), keep),)
+            return compute(ids, context, padded.with_result_index(result_index))
 
         inputs = _pad_inputs(token_ids, step, rows, width)
-        shape = ("forward", rows, width, columns, keep, key)
-        logits = self._graphs.run(shape, work, *inputs, padded.result_index)[0]
-        return logits[:batch] if keep else logits[:batch, :tokens]
+        shape = (kind, rows, width, columns, keep, key)
+        found = self._graphs.run(shape, work, *inputs, padded.result_index)
+        return tuple(one[:batch] if keep else one[:batch, :tokens] for one in found)
 
     def rollout(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, steps: int

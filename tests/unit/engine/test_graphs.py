@@ -87,6 +87,28 @@ def test_other_tokens_rows_and_positions_use_the_graph_of_their_shape() -> None:
     assert all(torch.equal(given, expected) for given, expected in kept)  # none written over
 
 
+def test_replayed_forwards_keep_the_hidden_states() -> None:
+    plain, replayed = (
+        ModelRunner([served(tiny_llama(1))], 3, 64, keep_hidden=True) for _ in range(2)
+    )
+    capture = graphed(replayed)
+    tokens = torch.arange(5, 65).view(3, 20)
+    for runner in (plain, replayed):
+        for row in range(3):
+            assert runner.kv.allocate(row, 40)
+            runner.prefill(row, tokens[row].tolist(), 0)
+    for turn in range(4):
+        positions = 20 + 3 * turn + torch.arange(3).expand(2, -1)
+        at = (turn % 3, (turn + 1) % 3)
+        ids = tokens[:2, turn : turn + 3]
+        found = [r.forward(at, ids, positions, 23 + 3 * turn) for r in (plain, replayed)]
+        torch.testing.assert_close(found[1], found[0])
+        states = [r.kv.read_hidden(at, positions) for r in (plain, replayed)]
+        torch.testing.assert_close(states[1], states[0])
+        assert states[1].abs().sum() > 0
+    assert capture.replayed > 0
+
+
 def test_a_replay_reads_new_weights() -> None:
     runner, other = (ModelRunner([served(tiny_llama(seed))], 1, 64) for seed in (1, 2))
     capture = graphed(runner)
