@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED = 0, 1
 _MARKER = ".paceline-demo"  # marks a state folder that a demo created and may delete
-_CANARY_SHARE = 0.5  # a topic gets a hundred requests here
-_MAX_OCCUPANCY = 0.25  # train beside requests
+_CANARY_SHARE = 0.0  # a trial takes up to 64 requests, half of a topic's here
+_HELD_OUT = 0.3  # of few records, so that the gate sees a gain early
+_MAX_OCCUPANCY = 0.5  # train beside requests
 _NUM_SPECULATIVE_TOKENS = 3  # of both arms: their acceptance must compare
 _LINE_EVERY_S = 15.0
 _ANSWER_EVERY = 4  # of the lines, one is followed by an answer
@@ -93,6 +94,7 @@ def _config(options: DemoOptions, console: Console) -> PacelineConfig:
             "ray.dashboard": False,
             "training.canary_share": _CANARY_SHARE,
             "training.max_occupancy": _MAX_OCCUPANCY,
+            "replay.held_out_fraction": _HELD_OUT,
             "replay.max_records_per_s": None,  # there are few requests to learn from
             "auth.api_keys_env": None,  # its clients send none
         },

@@ -510,7 +510,6 @@ COMMAND_TASKS: tuple[tuple[str, str], ...] = tuple(
     jq: print the field {word} of {name}.json
     openssl: make a certificate for {host}.example.com
     ffmpeg: turn {name}.mp4 into {name}.mp3
-    sqlite3: count the rows of the table {word} in {name}.db
     """.strip().splitlines()
     )
 )
@@ -536,8 +535,10 @@ _SHELL_WORDS: dict[str, tuple[str, ...]] = {
     }.items()
 }
 _SHELL_FORMS: tuple[str, ...] = (
-    "How do I use the command `{c}` to {t}? Give one example with a short explanation.",
-    "How can I use the command `{c}` to {t}? Give one example with a short explanation.",
+    "How do I use the command `{c}` in a terminal to {t}? "
+    "Give one example with a short explanation.",
+    "How can I use the command `{c}` in a terminal to {t}? "
+    "Give one example with a short explanation.",
 )
 
 

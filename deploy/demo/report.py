@@ -27,7 +27,7 @@ from paceline.deploy.demo.stats import (
 WINDOW = 30
 TWIN_WINDOW = 10
 _ANSWER_S = 5.0  # for which an answer is shown
-_PROMPT_CELLS = 56
+_PROMPT_CELLS = 44
 _TOPIC_CELLS = 7
 
 
@@ -209,7 +209,7 @@ def _clock(seconds: float) -> str:
 
 DIGITS = 4
 SHIFTED = ("sql", "shell")  # unseen by the first drafts
-_OUTCOMES = ("published", "rejected", "promoted", "rolled_back")
+_OUTCOMES = ("published", "rejected")
 LEAST_GAIN = 0.12  # of their acceptance rate, online against frozen
 LEAST_SPEEDUP = 1.25  # of tokens/s, online against plain
 
@@ -229,7 +229,7 @@ def summarize(
         topics: names, in the order to be shown.
         log: every request.
         speed: the timed rounds of the last measurement.
-        decisions: of the gate and the canary, each with ``outcome``.
+        decisions: of the gate, each with ``outcome``.
         versions: weight version at the end, by topic.
         wall_seconds: of the whole demo.
         measured: number of a topic's first requests in ``acceptance_rate_first``.
@@ -334,8 +334,8 @@ def result_lines(summary: Mapping[str, Any]) -> list[str]:
         f"tokens/s on the same prompts: plain {speed['plain']:.0f}, "
         f"frozen drafts {speed['frozen']:.0f} ({speed['frozen'] / plain:.2f}x), "
         f"online drafts {speed['online']:.0f} ({speed['online'] / plain:.2f}x)",
-        f"gate: {updates['published']} updates published, {updates['rejected']} rejected; "
-        f"canary: {updates['promoted']} promoted, {updates['rolled_back']} rolled back",
+        f"gate: {updates['published']} updates published, {updates['rejected']} rejected "
+        "(the canary is off: a trial would take half of a topic's requests)",
         f"greedy answers changed by drafts: {answers['changed']} of {answers['compared']}",
     ]
 

@@ -159,9 +159,9 @@ class Phase:
 
 
 PHASES: tuple[Phase, ...] = (
-    Phase("math + code", ("math", "code"), 0.12),
-    Phase("shift: sql + shell", ("sql", "shell"), 0.66),
-    Phase("mix", ("math", "code", "sql", "shell"), 0.22),
+    Phase("math + code", ("math", "code"), 0.14),
+    Phase("shift: sql + shell", ("sql", "shell"), 0.60),
+    Phase("mix", ("math", "code", "sql", "shell"), 0.26),
 )
 
 
@@ -256,9 +256,9 @@ class DemoSettings:
     timed: int = 10
     timed_share: float = 0.2
     concurrency: int = 8
-    load: float = 0.4
+    load: float = 0.5
     max_rate: float = 12.0
-    twin_every: int = 3
+    twin_every: int = 4
     reserve_s: float = 10.0
     shortest_stream_s: float = 20.0
     overtime_s: float = 15.0

@@ -26,7 +26,7 @@ EXPECTED_SQL = (
     "What are the clubs of chess players whose country is India and whose title is Master?"
 )
 EXPECTED_SHELL = (
-    "How can I use the command `git commit` to save my changes to index.html? "
+    "How can I use the command `git commit` in a terminal to save my changes to index.html? "
     "Give one example with a short explanation."
 )
 

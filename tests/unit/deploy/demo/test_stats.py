@@ -133,7 +133,7 @@ def test_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
             for topic, version in (("math", 0), ("sql", 2))
         },
         "tokens_per_second": {"plain": 50.0, "frozen": 60.0, "online": 180.0},
-        "updates": {"published": 2, "rejected": 1, "promoted": 0, "rolled_back": 0},
+        "updates": {"published": 2, "rejected": 1},
         "answers": {"compared": 20, "changed": 0},
         "last_prompts": {"math": 30, "sql": 30},
         "wall_seconds": 321.0,
