@@ -17,7 +17,6 @@ from paceline.actors.training.draft_maker import (
     measure_speed,
 )
 from paceline.actors.weights.checkpoint import ModelError
-from paceline.deploy.config.config import default_threads
 from paceline.deploy.errors import ConfigError
 
 _MEASURED = 12  # held-out prompts
@@ -38,7 +37,7 @@ steps of 8 answers.
 | tokens per round, one greedy request, k = {k} | {length:.2f} |
 | its speed over plain decoding | {measured:.2f} (predicted {predicted:.2f}) |
 
-The speed is of the machine that made it, {threads} of {cores} threads.
+The speed is of the machine that made it, on {threads} threads.
 """
 
 
@@ -57,7 +56,7 @@ def make(target: str, folder: Path, out: Path, minutes: float, seed: int) -> str
     Raises:
         ConfigError: no draft can be made for this target.
     """
-    threads = default_threads(os.cpu_count() or 1)
+    threads = os.cpu_count() or 1
     settings = MakerSettings(str(folder), out, minutes * 60.0, seed, threads)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("loading the target", total=settings.seconds)
@@ -109,5 +108,4 @@ def card(
         predicted=speed.predicted,
         length=speed.mean_acceptance_length,
         threads=settings.num_threads,
-        cores=os.cpu_count(),
     )
