@@ -43,6 +43,9 @@ from paceline.actors.engine.model_loader import (
     resolve_device,
     resolve_dtype,
 )
+from paceline.actors.weights.eagle import is_eagle
+from paceline.deploy.config.config import load_config
+from paceline.deploy.draft_store import fetch_models
 
 AUTO, OFF, GENERATE = "paceline auto", "paceline off", "generate"
 FIXED = (2, 4, 6)
@@ -81,9 +84,8 @@ class Bench:
         self.plan, self.memory = plan, {"start": rss_mib()}
         device = resolve_device("auto")
         self.dtype = resolve_dtype(options.dtype, device)
-        folder = options.experts or experts_dir(options.out, options.data)
-        self.prompts = encode(load_tokenizer(TARGET), bench_texts(options.data))
-        paths = {topic: folder / topic for topic in self.prompts}
+        target, paths = models(options)
+        self.prompts = encode(load_tokenizer(target), bench_texts(options.data))
 
         def load(path: Path) -> Any:
             return load_causal_lm(path, self.dtype, device, attention="sdpa")
@@ -93,20 +95,22 @@ class Bench:
                 {topic: str(path) for topic, path in paths.items()},
                 threads=options.threads,
                 k=k,
+                target=target,
                 dtype=str(self.dtype).removeprefix("torch."),
                 max_num_seqs=max(plan.batches),
                 max_model_len=MAX_PROMPT_TOKENS + plan.max_tokens + 16,
             )[0]
 
-        self.target = load(TARGET)
-        self.experts = {topic: load(path) for topic, path in paths.items()}
+        self.target = load(target)
+        # transformers cannot assist with a draft that reads hidden states
+        self.experts = {t: load(path) for t, path in paths.items() if not is_eagle(path)}
         self.memory["with transformers' models"] = rss_mib()
         # An engine for each: rounds of a fixed k must not teach auto's controller.
         fixed, auto = engine(0), engine(None)
         self.memory["with two engines"] = rss_mib()
         self.engines = {AUTO: auto, OFF: fixed}
         self.generate = peers.Generate(self.target)
-        self.continuous = peers.Continuous(load(TARGET))
+        self.continuous = peers.Continuous(load(target))
         self.auto, self.off = Served(AUTO, auto, None), Served(OFF, fixed, 0)
         self.fixed = [Served(f"paceline k={k}", fixed, k) for k in FIXED]
         gc.freeze()  # collections between runs can skip what is loaded
@@ -132,7 +136,7 @@ class Bench:
         """One cell's figures; ``best_k`` is assisted generation's, at batch 1."""
         plan = self.plan
         assisted: list[Variant] = []
-        if cell.batch == 1:
+        if cell.batch == 1 and self.experts:
             assisted = [self.assisted(best_k)]
         others = assisted or [self.continuous]
         variants: list[Variant] = [self.generate, self.off, self.auto, *self.fixed, *others]
@@ -160,6 +164,7 @@ class Bench:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments(__doc__, "quick", "dtype", "out")
     parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
+    parser.add_argument("--target", help="as target.path, with its own draft; default: small")
     parser.add_argument("--experts", type=Path, help="folder of a draft per topic")
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -186,8 +191,22 @@ def is_usable(folder: Path, topic: str, data: Path | None) -> bool:
     return bool(recipe == recipe_of(training_texts(settings["answers"], data)[topic], settings))
 
 
+def models(options: argparse.Namespace) -> tuple[Path, dict[str, Path]]:
+    """Folder of the target, and of each topic's draft."""
+    topics, target, folder = bench_texts(options.data), TARGET, options.experts
+    if options.target is not None:
+        config = fetch_models(load_config(None, {"target.path": options.target}), say)
+        target = config.target_path
+        if folder is None:
+            return target, dict.fromkeys(topics, config.auto_draft)
+    folder = folder or experts_dir(options.out, options.data)
+    return target, {topic: folder / topic for topic in topics}
+
+
 def make_experts(options: argparse.Namespace) -> None:
     """Train missing or stale experts in another process: training loads much."""
+    if options.target is not None:
+        return
     folder = experts_dir(options.out, options.data)
     if options.experts is not None or all(
         is_usable(folder / topic, topic, options.data) for topic in bench_texts(options.data)
@@ -209,9 +228,9 @@ def run(bench: Bench) -> dict[str, Any]:
         for mixed in ((False, True) if batch > 1 and temperature == 0 else (False,))
     ]
     for cell in tqdm(settings, desc="cells"):
-        if cell.batch == 1:
+        if cell.batch == 1 and bench.experts:
             pilots[cell.temperature] = bench.pilot(cell.temperature)
-        best_k = pilots[cell.temperature][0] if cell.batch == 1 else 0
+        best_k = pilots[cell.temperature][0] if cell.temperature in pilots else 0
         cells.append(bench.measure(cell, best_k))
     return {
         "assisted_pilot": {f"{t:g}": {"best_k": k, "rates": r} for t, (k, r) in pilots.items()},

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from expert_cache import TARGET
@@ -107,15 +108,20 @@ def drive(
 
 
 def load_engine(
-    drafts: Mapping[str, str], *, threads: int, k: int | None = None, **settings: Any
+    drafts: Mapping[str, str],
+    *,
+    threads: int,
+    k: int | None = None,
+    target: Path = TARGET,
+    **settings: Any,
 ) -> tuple[Engine, Any, dict[str, Any]]:
-    """Engine of the small target, its tokenizer and facts; ``settings`` as TargetSettings.
+    """Engine of a target, its tokenizer and facts; ``settings`` as TargetSettings.
 
     Without a prefix cache, since prompts come back for every variant.
     """
     common: dict[str, Any] = {"num_threads": threads, "num_speculative_tokens": k}
     common |= {"prefix_cache": False, "seed": 1}
-    return build_engine(TargetSettings(str(TARGET), dict(drafts), **(common | settings)))
+    return build_engine(TargetSettings(str(target), dict(drafts), **(common | settings)))
 
 
 class Served:
