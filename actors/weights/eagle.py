@@ -162,10 +162,17 @@ class EagleDraft(nn.Module):
         """Note new values of the vocabulary."""
         self._own_head = None
 
+    def cast(self, device: torch.device, dtype: torch.dtype) -> EagleDraft:
+        """Move to a device and dtype, but for the rotary frequencies: they stay float32."""
+        rotary = copy.deepcopy(self.trunk.rotary_emb)
+        self.to(device=device, dtype=dtype)
+        self.trunk.rotary_emb = rotary.to(device)
+        return self
+
     def twin(self) -> EagleDraft:
         """Another draft of this shape, for the same target, on the same device."""
         size = len(self.get_buffer(VOCABULARY))
-        draft = EagleDraft(self.config, self.mark, size).to(device=self.device, dtype=self.dtype)
+        draft = EagleDraft(self.config, self.mark, size).cast(self.device, self.dtype)
         draft.ends = self.ends
         return draft
 
@@ -376,6 +383,6 @@ def load_draft(
         OSError: there is no such folder.
     """
     check_made_for(folder, target)
-    draft = read_draft(folder).to(device=device, dtype=dtype)
+    draft = read_draft(folder).cast(device, dtype)
     draft.ends = ends or read_target_ends(str(target), device, dtype)
     return draft
