@@ -3,6 +3,7 @@
 No ``from __future__ import annotations`` here: Serve reads the annotations of what it calls.
 """
 
+import logging
 import os
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,11 @@ from paceline.deploy.api.auth import key_digests
 from paceline.deploy.app import build_app
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import check_models_fit, serve_host, unauthenticated_warning
+from paceline.deploy.config.sections import AUTO
+from paceline.deploy.draft_store import with_draft
 from paceline.deploy.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"  # Serve's own default
 _ROLES_WITH_COMPUTED_GPUS = ("target", "trainer")
@@ -43,6 +48,8 @@ def build(config: PacelineConfig) -> serve.Application:
         ConfigError: shown by ``serve status``.
     """
     config = for_cluster(config)
+    if config.drafts.general == AUTO and config.target_path.is_dir():
+        config = with_draft(config, config.target_path, logger.info)
     check_models_fit(config)
     actors = learning.named_actors(config)
     keyed = bool(key_digests(config.auth.api_keys_env, os.environ))

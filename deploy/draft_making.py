@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.actors.training.deepspeed_setup import prepare_environment
 from paceline.actors.training.draft_maker import (
     DraftMaker,
     MakerProgress,
@@ -41,7 +42,7 @@ The speed is of the machine that made it, on {threads} threads.
 """
 
 
-def make(target: str, folder: Path, out: Path, minutes: float, seed: int) -> str:
+def make(target: str, folder: Path, out: Path, minutes: float, seed: int, layers: int) -> str:
     """Make a draft and write its card; returns the card.
 
     An interrupted run goes on where it was.
@@ -52,12 +53,14 @@ def make(target: str, folder: Path, out: Path, minutes: float, seed: int) -> str
         out: of the draft.
         minutes: of generation and training.
         seed: of prompts, answers and order.
+        layers: of the draft.
 
     Raises:
         ConfigError: no draft can be made for this target.
     """
+    prepare_environment()
     threads = os.cpu_count() or 1
-    settings = MakerSettings(str(folder), out, minutes * 60.0, seed, threads)
+    settings = MakerSettings(str(folder), out, minutes * 60.0, seed, threads, layers)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("loading the target", total=settings.seconds)
 
@@ -75,6 +78,8 @@ def make(target: str, folder: Path, out: Path, minutes: float, seed: int) -> str
             raise ConfigError(f"--target: {error}") from error
         maker.run()
     held_out = maker.held_out()
+    if not held_out:
+        raise ConfigError("--minutes: no answer is held out yet; run it again with more")
     acceptance = maker.step_acceptance(held_out)
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:_MEASURED]]
     speed = measure_speed(settings, acceptance, prompts, time.perf_counter)

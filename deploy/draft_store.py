@@ -53,22 +53,23 @@ def with_draft(config: PacelineConfig, target: Path, say: Callable[[str], None])
     Raises:
         ConfigError: one line.
     """
-    try:
-        kind = read_config(target, "target").get("model_type")
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
-    from paceline.actors.weights.eagle import FAMILIES
+    from transformers import AutoConfig
 
-    if kind not in FAMILIES:
-        say(f"No draft can be made for models of type {kind}: serving without drafts")
-        return config.without_drafts()
-    folder = config.draft_paths[config.drafts.experts[0]]
-    if not (folder / "config.json").is_file():
-        say(f"Making a draft from the target's first layer, untrained, in {folder}")
-        try:
+    from paceline.actors.weights.eagle import is_llama_like, is_made_for
+
+    try:
+        read_config(target, "target")
+        architecture = AutoConfig.from_pretrained(target, local_files_only=True)
+        if not is_llama_like(architecture):
+            kind = architecture.model_type
+            say(f"No draft can be made for models of type {kind}: serving without drafts")
+            return config.without_drafts()
+        folder = config.auto_draft
+        if not is_made_for(folder, target):
+            say(f"Making a draft from the target's first layer, untrained, in {folder}")
             make_untrained(target, folder)
-        except (ModelError, OSError) as error:
-            raise ConfigError(f"drafts.general: {error}") from error
+    except (ModelError, OSError, ValueError) as error:
+        raise ConfigError(f"drafts.general: {error}") from error
     return config
 
 

@@ -142,15 +142,19 @@ def kv_positions(
         ValueError: a single request would not fit.
     """
     size = kv_block_size(config, dtype, device)
-    block, columns = size * position_bytes(kv_shapes(config), dtype), math.ceil(length / size)
+    each = position_bytes(kv_shapes(config), dtype)
+    if _keeps_hidden(settings):
+        each += int(config.hidden_size) * dtype.itemsize
+    block, columns = size * each, math.ceil(length / size)
     blocks = settings.max_num_seqs * columns
     if settings.kv_cache_mb is not None:
         blocks = settings.kv_cache_mb * _MIB // block - NUM_PADDING_BLOCKS
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         drafts = draft_memory(settings, dtype)
-        each = block + size * drafts.per_position
-        blocks = min(blocks, int((free - drafts.weights) * _GPU_SHARE) // each - NUM_PADDING_BLOCKS)
+        whole = block + size * drafts.per_position
+        free -= drafts.weights
+        blocks = min(blocks, int(free * _GPU_SHARE) // whole - NUM_PADDING_BLOCKS)
     else:  # memory is committed as it is written, so one request is always admitted
         blocks = max(
             columns, min(blocks, int(free_memory() * _CPU_SHARE) // block - NUM_PADDING_BLOCKS)
@@ -229,6 +233,10 @@ def _ends(target: ModelRunner | None) -> TargetEnds:
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     return TargetEnds(embedding, embedding if model.config.tie_word_embeddings else head)
+
+
+def _keeps_hidden(settings: TargetSettings) -> bool:
+    return _has_eagles(settings) or bool(settings.heads)
 
 
 def _has_eagles(settings: TargetSettings) -> bool:
@@ -321,7 +329,7 @@ def build_engine(
         max_model_len,
         positions,
         graph_tokens=_graph_tokens(settings),
-        keep_hidden=_has_eagles(settings) or bool(settings.heads),
+        keep_hidden=_keeps_hidden(settings),
     )
     numerics = _numerics(settings, runner)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed

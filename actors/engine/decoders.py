@@ -12,9 +12,10 @@ from torch import Tensor
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.dynamic_rope import DynamicRotary, dynamic_rotaries
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.fused import FusedDecoder, can_fuse, layer_window
+from paceline.actors.engine.fused import FusedDecoder, layer_window
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
+from paceline.actors.weights.eagle import is_llama_like
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def make_decoder(
     ids = torch.arange(len(models) * count, device=models[0].device).view(-1, count)
     tokens = (ids * 7919 + 13) % int(config.vocab_size)
     _check_modules(models[0], shapes, tokens[:1], capacity)
-    if not can_fuse(config):
+    if not is_llama_like(config):
         return ModuleDecoder(models, capacity)
     own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
     fused = FusedDecoder(models, capacity)

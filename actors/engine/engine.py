@@ -331,14 +331,19 @@ class Engine:
         if not failed:
             self._scheduler.cache_prefix(sequence)
             self.draft_runner.finish_request(sequence)
-        hidden, start = self._recorded_hidden(sequence) if not failed else (None, 0)
+        record = None if failed else self._make_record(sequence)
         self._scheduler.free(sequence.request_id, zero=failed)
-        if sequence.recorder is None or failed:
+        return record
+
+    def _make_record(self, sequence: Sequence) -> ReplayRecord | None:
+        """Return the record of a finished request that still has its row; None if it is lost."""
+        if sequence.recorder is None:
             return None
         try:
             self._record_buffer.flush()
             request = sequence.request
             created = self._now() if request.created is None else request.created
+            hidden, start = self._recorded_hidden(sequence)
             return sequence.recorder.finish(
                 request, sequence.output, sequence.weight_version, created, hidden, start
             )
@@ -350,7 +355,7 @@ class Engine:
     def _recorded_hidden(self, sequence: Sequence) -> tuple[Tensor | None, int]:
         """Return the hidden states ``[T, H]`` that a record keeps, and their first position."""
         kv, prompt = self._runner.kv, len(sequence.request.prompt_token_ids)
-        if not self._settings.record_hidden or sequence.recorder is None or not sequence.num_output:
+        if not self._settings.record_hidden or not sequence.num_output:
             return None, 0
         kept, outputs = fit(prompt, sequence.num_output, MAX_LENGTH)
         start = prompt - kept

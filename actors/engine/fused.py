@@ -190,16 +190,6 @@ class Rotary:
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-
-
-def can_fuse(config: Any) -> bool:
-    """Return whether this module supports the architecture of a transformers config."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return config.model_type in _FAMILIES and rope.get("rope_type", "default") in _STATIC_ROPE
-
-
 class FusedDecoder:
     """E models of one architecture that run together.
 
@@ -211,7 +201,7 @@ class FusedDecoder:
         """Fuse the weights; the models' parameters become views into the fused ones.
 
         Args:
-            models: causal LMs of one config for which :func:`can_fuse` holds.
+            models: causal LMs of one config for which ``is_llama_like`` holds.
             capacity: positions per row.
         """
         bodies = [model.model for model in models]

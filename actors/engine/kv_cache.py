@@ -400,6 +400,7 @@ class KVCache:
             positions: int64 ``[B, T]``; -1 is before the first.
         """
         assert self.hidden is not None
+        self.sync()
         at = positions.clamp(min=0)
         table = self.block_tables[torch.tensor(rows, device=self.device)].long()
         blocks = table.gather(1, (at // self.block_size).clamp(max=table.shape[1] - 1))

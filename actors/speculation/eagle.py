@@ -59,26 +59,32 @@ class EagleDecoder:
         self._heads: dict[bytes, _Head] = {}
         self._logits_buffer: tuple[tuple[bytes, int], Tensor] | None = None
         self._fuse_weights(drafts)
-        self.refresh()
+        self._share_heads()
 
     def _fuse_weights(self, drafts: Sequence[EagleDraft]) -> None:
-        self._drafts = list(drafts)
         with restore_on_error(drafts):
-            self._fuse = fuse([(draft.fuse,) for draft in drafts])
+            fused = fuse([(draft.fuse,) for draft in drafts])
             stacked = zip(*(draft.trunk.layers for draft in drafts), strict=True)
-            self._layers = [Layer(layers, None) for layers in stacked]
-            self._norm = Norm([draft.trunk.norm for draft in drafts])
+            layers = [Layer(own, None) for own in stacked]
+            norm = Norm([draft.trunk.norm for draft in drafts])
+            for linear in (fused, *(own for layer in layers for own in layer.linears)):
+                linear.pack()
+        self._drafts = list(drafts)
+        self._fuse, self._layers, self._norm = fused, layers, norm
 
     def grow(self, drafts: Sequence[EagleDraft]) -> Iterator[None]:
         """Add drafts; see Decoder."""
         self._fuse_weights(drafts)
-        self.refresh()
+        self._share_heads()
         yield
 
     def refresh(self, expert: int | None = None) -> None:
         """Note that the weights of one draft, or all, have changed."""
         for linear in (self._fuse, *(own for layer in self._layers for own in layer.linears)):
             linear.pack(expert)
+        self._share_heads()
+
+    def _share_heads(self) -> None:
         keys = [bytes(draft.get_buffer(VOCABULARY).cpu().numpy()) for draft in self._drafts]
         heads: dict[bytes, _Head] = {}
         for key, draft in zip(keys, self._drafts, strict=True):

@@ -55,7 +55,7 @@ class Adapters:
                 self._attach(name, module, rank, noise, self._embedding)
         if not self._layers:
             raise ValueError(f"a {draft.config.model_type} has no linear layers to adapt")
-        if embeddings and head.weight is table.weight:
+        if embeddings and head is not None and head.weight is table.weight:
             self._hooks.append(head.register_forward_hook(self._tied_head))
 
     def _attach(self, name: str, module: Any, rank: int, noise: torch.Generator, hook: Any) -> None:

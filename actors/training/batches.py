@@ -164,6 +164,16 @@ def token_counts(records: Sequence[ReplayRecord]) -> Counter[int]:
     return counts
 
 
+def plain_tokens(tokenizer: Any) -> set[int]:
+    """Tokens that every draft vocabulary has: single characters, bytes and special tokens."""
+    single = {i for text, i in tokenizer.get_vocab().items() if len(text) == 1 or _is_byte(text)}
+    return single | set(tokenizer.added_tokens_decoder)
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
 def micro_batches(
     records: Sequence[ReplayRecord], size: int, rng: np.random.Generator
 ) -> list[list[ReplayRecord]]:

@@ -106,7 +106,10 @@ class Candidate:
         ids = self._distiller.vocabulary
         if ids is None:
             return
-        grown = grown_vocabulary(ids, token_counts(records), self._distiller.vocab_size)
+        distiller, counts = self._distiller, token_counts(records)
+        if len(ids) == distiller.vocab_size:
+            return
+        grown = grown_vocabulary(ids, counts, distiller.vocab_size, distiller.plain_tokens)
         if grown is not ids:
             logger.info("%s: the draft's vocabulary changes", self.topic)
             self._distiller.set_vocabulary(grown)

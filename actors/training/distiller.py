@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from paceline.actors.engine.model_loader import resolve_device
+from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import Adapters, load_state
-from paceline.actors.training.batches import Batch
+from paceline.actors.training.batches import Batch, plain_tokens
 from paceline.actors.training.deepspeed_setup import engine_config, training_dtype, zero_stage
 from paceline.actors.training.eagle import eagle_objective
 from paceline.actors.training.forward import (
@@ -412,6 +413,12 @@ class Distiller:
         """The tokens that an EAGLE draft proposes from, int32 ``[D]``; None of other drafts."""
         draft = self._engine.module.draft
         return draft.get_buffer(VOCABULARY) if isinstance(draft, EagleDraft) else None
+
+    @cached_property
+    def plain_tokens(self) -> set[int]:
+        """Tokens that stay in an EAGLE draft's vocabulary."""
+        assert self.settings.target_path is not None
+        return plain_tokens(load_tokenizer(self.settings.target_path))
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Replace an EAGLE draft's tokens by as many others; the weights stay."""

@@ -27,7 +27,13 @@ from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_out
 from paceline.actors.training.adapters import load_state
-from paceline.actors.training.batches import make_batch, micro_batches, token_counts, usable
+from paceline.actors.training.batches import (
+    make_batch,
+    micro_batches,
+    plain_tokens,
+    token_counts,
+    usable,
+)
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.forward import draft_logits
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
@@ -427,16 +433,6 @@ def _run(engine: Engine, request: GenerationRequest) -> Iterator[StepOutput]:
         yield from engine.step()
 
 
-def plain_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that every draft vocabulary has: single characters, bytes and special tokens."""
-    single = {i for text, i in tokenizer.get_vocab().items() if len(text) == 1 or _is_byte(text)}
-    return single | set(tokenizer.added_tokens_decoder)
-
-
-def _is_byte(text: str) -> bool:
-    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-
-
 @torch.inference_mode()
 def agreement(draft: Any, records: Sequence[ReplayRecord]) -> list[float]:
     """Share of the greedy tokens that a draft finds most probable, for each step in turn.
@@ -450,5 +446,7 @@ def agreement(draft: Any, records: Sequence[ReplayRecord]) -> list[float]:
         batch = make_batch(records[start : start + _MICRO_BATCH], _CONTEXT).to(draft.device)
         steps, own = draft_logits(draft, batch)
         best = own.top_ids[:, 0]
-        hits.append(np.array([(logits.argmax(-1) == best).float().mean() for logits in steps]))
+        hits.append(
+            np.array([float((logits.argmax(-1) == best).float().mean()) for logits in steps])
+        )
     return [float(value) for value in np.mean(hits, axis=0)] if hits else []

@@ -109,6 +109,8 @@ class _HeadLosses(torch.autograd.Function):
                 own = states[at].detach().requires_grad_()
                 logits = head_logits(draft, own)
                 values = position_losses(logits, part, settings)
+                if settings.loss == "hard_label":  # no label outside the vocabulary can be learnt
+                    values = values * (part.output_ids < len(draft.head))
                 gradient[at] = torch.autograd.grad((weights[at] * values).sum(), own)[0]
             losses.append(values.detach())
             with torch.no_grad():

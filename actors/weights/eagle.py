@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
@@ -30,10 +30,10 @@ MODEL_TYPE = "eagle"
 VOCABULARY = "vocabulary"
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _LAYERS = "model.layers."
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # with tensors of these names
 _MARKED_ROWS = 64
+_FACTS = {"target_mark", "draft_vocab_size", "trunk"}
 DRAFT_VOCABULARY = 16384
-_KEPT_FIRST, _KEPT_LAST, _LEAST_COVERAGE_GAIN = 512, 64, 0.005
+_LEAST_COVERAGE_GAIN = 0.005
 
 
 def is_eagle(folder: str | Path) -> bool:
@@ -99,6 +99,10 @@ def _read(folder: str | Path, wanted: Any) -> dict[str, Tensor]:
         with safe_open(file, "pt") as tensors:
             found |= {n: tensors.get_tensor(n) for n in tensors.keys() if wanted(n)}  # noqa: SIM118
     return found
+
+
+_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class EagleDraft(nn.Module):
@@ -176,6 +180,10 @@ class EagleDraft(nn.Module):
         draft.ends = self.ends
         return draft
 
+    def get_output_embeddings(self) -> None:
+        """The head is the target's."""
+        return
+
     def get_input_embeddings(self) -> nn.Module:
         """A module without parameters: the embedding is the target's."""
         return nn.Identity()
@@ -193,6 +201,15 @@ class EagleDraft(nn.Module):
         return fused
 
 
+def is_llama_like(config: Any) -> bool:
+    """Whether a transformers config is of a Llama-like model with a fixed rotary table.
+
+    Such models run fused, and drafts are made from them.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    return config.model_type in _FAMILIES and rope.get("rope_type", "default") in _FIXED_ROPE
+
+
 def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = None) -> EagleDraft:
     """Make a draft from a target and nothing else: its first layers and its final norm.
 
@@ -206,7 +223,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
         ModelError: another architecture, or tensors are missing.
     """
     config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
-    if config.model_type not in FAMILIES:
+    if not is_llama_like(config):
         raise ModelError(f"target: no draft can be made from models of type {config.model_type}")
     size = int(config.vocab_size)
     if vocabulary is None:
@@ -262,7 +279,9 @@ def choose_vocabulary(
     return torch.tensor(sorted(chosen), dtype=torch.int32)
 
 
-def grown_vocabulary(ids: Tensor, counts: Mapping[int, int], size: int) -> Tensor:
+def grown_vocabulary(
+    ids: Tensor, counts: Mapping[int, int], size: int, always: Collection[int]
+) -> Tensor:
     """Replace tokens that a topic never uses by ones that it uses and the draft lacks.
 
     The list stays as it is until that covers half a percent more of the tokens: experts of one
@@ -271,16 +290,15 @@ def grown_vocabulary(ids: Tensor, counts: Mapping[int, int], size: int) -> Tenso
     Args:
         ids: int32 ``[D]``, the present list.
         counts: how often each token was seen in the topic's records.
-        size: V; the first and the last tokens, single characters and special ones in most
-            tokenizers, are kept.
+        size: V.
+        always: tokens to keep: single characters and special ones.
 
     Returns:
         int32 ``[D]``, ascending; ``ids`` itself if nothing changes.
     """
-    known = set(ids.tolist())
-    kept = range(_KEPT_FIRST, size - _KEPT_LAST)
-    missing = sorted((t for t in counts if t not in known), key=lambda t: (-counts[t], t))
-    unused = sorted((t for t in known if t in kept and not counts.get(t)), reverse=True)
+    known, kept = set(ids.tolist()), set(always)
+    missing = sorted((t for t in counts if t not in known and t < size), key=lambda t: -counts[t])
+    unused = sorted((t for t in known - kept if not counts.get(t)), reverse=True)
     pairs = list(zip(missing, unused, strict=False))
     gain = sum(counts[token] for token, _ in pairs)
     if gain < _LEAST_COVERAGE_GAIN * sum(counts.values()) or not pairs:
@@ -302,13 +320,14 @@ def save_draft(draft: EagleDraft, folder: str | Path) -> None:
         "draft_vocab_size": len(draft.get_buffer(VOCABULARY)),
         "trunk": {key: value for key, value in trunk.items() if key != "_name_or_path"},
     }
-    text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
     state = {
         name: tensor.detach().to("cpu", published_dtype(tensor)).contiguous()
         for name, tensor in draft.state_dict().items()
     }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    # Last: a draft is there if its config is.
+    text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def published_dtype(tensor: Tensor) -> torch.dtype:
@@ -318,7 +337,7 @@ def published_dtype(tensor: Tensor) -> torch.dtype:
 
 def _facts(folder: Path) -> Mapping[str, Any]:
     facts: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if facts.get("model_type") != MODEL_TYPE:
+    if facts.get("model_type") != MODEL_TYPE or not facts.keys() >= _FACTS:
         raise ModelError(f"{folder} holds no EAGLE draft")
     return facts
 
@@ -346,9 +365,14 @@ def read_draft(folder: str | Path) -> EagleDraft:
     draft = EagleDraft(trunk_config(folder), facts["target_mark"], int(facts["draft_vocab_size"]))
     try:
         draft.load_state_dict(load_file(folder / "model.safetensors"))
-    except RuntimeError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder}: {str(error).splitlines()[0]}") from error
     return draft
+
+
+def is_made_for(folder: str | Path, target: str | Path) -> bool:
+    """Whether a folder holds a draft of this target."""
+    return is_eagle(folder) and _facts(Path(folder)).get("target_mark") == target_mark(target)
 
 
 def check_made_for(folder: str | Path, target: str | Path) -> None:
@@ -358,7 +382,7 @@ def check_made_for(folder: str | Path, target: str | Path) -> None:
         ModelError: it was.
         OSError: a file cannot be read.
     """
-    if _facts(Path(folder)).get("target_mark") != target_mark(target):
+    if not is_made_for(folder, target):
         raise ModelError(f"draft: {folder} was made for another target than {target}")
 
 

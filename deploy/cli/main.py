@@ -209,6 +209,7 @@ def draft_make(
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.0, help="Of generation and training")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of prompts, answers and order")] = 0,
+    layers: Annotated[int, typer.Option(min=1, help="Of the draft")] = 1,
 ) -> int:
     """Make a draft from a target and nothing else; an interrupted run goes on."""
     from paceline.deploy import model_store
@@ -219,7 +220,7 @@ def draft_make(
     if out is None:
         config = load_config(None, {"target.path": target})
         out = config.made_draft
-    _print(make(target, folder, out, minutes, seed))
+    _print(make(target, folder, out, minutes, seed, layers))
     _print(f"Draft in {out}")
     return 0
 

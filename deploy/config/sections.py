@@ -109,9 +109,9 @@ class TargetConfig(Section):
 class DraftsConfig(Section):
     """The drafts: ``general`` and an expert per topic, which starts as its copy.
 
-    ``general`` is a folder; auto, the target's shipped draft, or the one of ``paceline draft
-    make``, or else an untrained one made from the target's first layer; or none: no drafts, no
-    topics, no router, no training.
+    ``general`` is a folder; auto, the draft of ``paceline draft make``, or the target's shipped
+    one, or else an untrained one made from the target's first layer; or none: no drafts, no topics,
+    no router, no training.
 
     ``paths`` gives a topic's expert other initial weights. ``num_speculative_tokens`` auto drafts
     the number of tokens with the highest measured goodput, from 0 to ``max_speculative_tokens``.

@@ -21,12 +21,12 @@ from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.speculation.eagle import EagleStack, make_eagle_stack
 from paceline.actors.speculation.pending_updates import SwapWeights
-from paceline.actors.training.batches import make_batch
+from paceline.actors.training.batches import make_batch, token_counts
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.eagle import step_states
 from paceline.actors.training.forward import draft_logits
-from paceline.actors.training.settings import DistillerSettings, TrainerSettings
+from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings, TrainerSettings
 from paceline.actors.training.shares import make_shares, split_share
 from paceline.actors.weights.checkpoint import ModelError
 from paceline.actors.weights.eagle import (
@@ -273,7 +273,6 @@ def test_the_loss_in_parts_is_the_loss_of_all_positions(
 ) -> None:
     from paceline.actors.training import eagle
     from paceline.actors.training.losses import objective, position_weights
-    from paceline.actors.training.settings import ObjectiveSettings
 
     records = records_of(eagle_engine(target, {"a": draft}, k=3), asked())
     batch, settings = make_batch(records, 512), ObjectiveSettings()
@@ -357,16 +356,32 @@ def load_draft_ends(target: Path) -> Any:
 def test_a_vocabulary_grows_by_what_a_topic_uses() -> None:
     ids = torch.arange(2000, dtype=torch.int32)
     counts = {5: 900, 1500: 50, 1999: 1, 3000: 40, 4000: 30, 4990: 20}
-    grown = grown_vocabulary(ids, counts, 5000)
+    grown = grown_vocabulary(ids, counts, 5000, {1998})
     assert len(grown) == len(ids)
     assert set(grown.tolist()) - set(ids.tolist()) == {3000, 4000, 4990}
-    assert set(ids.tolist()) - set(grown.tolist()) == {1998, 1997, 1996}
-    assert grown_vocabulary(grown, counts, 5000) is grown
-    few = {5: 9000, 3000: 40}
-    assert grown_vocabulary(ids, few, 5000) is ids
-    assert grown_vocabulary(torch.arange(600), {4000: 9}, 600 + 4000).tolist()[:512] == [
-        *range(512)
-    ]
+    assert set(ids.tolist()) - set(grown.tolist()) == {1997, 1996, 1995}
+    assert grown_vocabulary(grown, counts, 5000, {1998}) is grown
+    assert grown_vocabulary(ids, {5: 9000, 3000: 40}, 5000, ()) is ids
+
+
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize("loss", ["forward_kl", "hard_label"])
+def test_adapters_and_other_losses_train_a_draft(target: Path, draft: Path, loss: Any) -> None:
+    records = records_of(eagle_engine(target, {"a": draft}, k=3), asked())
+    settings = DistillerSettings(
+        learning_rate=2e-2,
+        dtype="float32",
+        adapter="lora",
+        average_decay=0.0,
+        target_path=str(target),
+        objective=ObjectiveSettings(loss=loss),
+    )
+    distiller = Distiller(str(draft), settings)
+    batch = make_batch(records, 512)
+    losses = [distiller.micro_step(batch).loss for _ in range(30)]
+    assert losses[0] < 30.0
+    assert losses[-1] < 0.9 * losses[0]
+    assert distiller.state_dict().keys() == read_draft(draft).state_dict().keys()
 
 
 @pytest.mark.usefixtures("deepspeed")
@@ -379,8 +394,16 @@ def test_a_candidate_takes_up_its_topics_tokens(target: Path, draft: Path) -> No
     before = candidate._distiller.vocabulary
     assert before is not None
     before = before.clone()
-    candidate.grow_vocabulary(records)  # all of 300 tokens are first or last ones: kept
-    assert torch.equal(before, candidate._distiller.vocabulary)  # type: ignore[arg-type]
+    candidate.grow_vocabulary(records)
+    assert torch.equal(before, candidate._distiller.vocabulary)  # nearly all are single characters
+    candidate._distiller.plain_tokens = set(range(40))
+    candidate.grow_vocabulary(records)
+    now = candidate._distiller.vocabulary
+    assert now is not None
+    used = token_counts(records)
+    seen = sum(used[token] for token in now.tolist())
+    assert seen > sum(used[token] for token in before.tolist())
+    assert set(range(40)) & set(before.tolist()) <= set(now.tolist())
     changed = torch.arange(len(before), dtype=torch.int32)
     candidate._distiller.set_vocabulary(changed)
     learn(candidate, records)

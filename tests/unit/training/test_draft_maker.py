@@ -11,14 +11,13 @@ import torch
 from fixture_models import TARGET
 
 from paceline.actors.training import draft_maker
-from paceline.actors.training.batches import token_counts
+from paceline.actors.training.batches import plain_tokens, token_counts
 from paceline.actors.training.draft_maker import (
     DraftMaker,
     MakerProgress,
     MakerSettings,
     agreement,
     measure_speed,
-    plain_tokens,
 )
 from paceline.actors.weights.eagle import VOCABULARY, load_draft, read_draft
 
