@@ -1,0 +1,65 @@
+"""`drafts.general: auto`: which draft it is, and when one is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from architectures import ARCHITECTURES
+from tiny_models import save_tiny, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from paceline.actors.weights.eagle import is_made_for
+from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.deploy.config.preflight import check_models_fit
+from paceline.deploy.draft_store import fetch_models
+from paceline.deploy.errors import ConfigError
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    return save_tiny(tmp_path / "target", 1)
+
+
+def config_of(target: Path, **more: object) -> PacelineConfig:
+    return load_config(None, {"target.path": str(target), "router.enabled": False, **more})
+
+
+def test_an_untrained_draft_is_made_once_and_again_for_another_target(target: Path) -> None:
+    said: list[str] = []
+    config = fetch_models(config_of(target), said.append)
+    assert len(said) == 1
+    assert config.draft_paths["sql"] == config.auto_draft == config.made_draft
+    assert is_made_for(config.auto_draft, target)
+    check_models_fit(config)
+    fetch_models(config, said.append)
+    assert len(said) == 1
+    save_tiny(target, 2)
+    assert not is_made_for(config.auto_draft, target)
+    fetch_models(config, said.append)
+    assert len(said) == 2
+    check_models_fit(config)
+
+
+def test_a_target_of_which_none_can_be_made_is_served_plain(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_config(ARCHITECTURES["gpt2"](1)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    said: list[str] = []
+    config = fetch_models(config_of(folder), said.append)
+    assert said == ["No draft can be made for models of type gpt2: serving without drafts"]
+    assert config.drafts.experts == ()
+    assert not config.training.enabled
+
+
+def test_a_draft_of_another_target_or_in_a_pool_is_refused(target: Path, tmp_path: Path) -> None:
+    made = fetch_models(config_of(target), lambda _: None).auto_draft
+    other = save_tiny(tmp_path / "other", 3)
+    with pytest.raises(ConfigError, match="was made for another target"):
+        check_models_fit(config_of(other, **{"drafts.general": str(made)}))
+    with pytest.raises(ConfigError, match="pool cannot serve EAGLE drafts"):
+        check_models_fit(config_of(target, **{"drafts.placement": "pool"}))
+    (made / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ConfigError, match=str(made)):
+        check_models_fit(config_of(target))
