@@ -155,7 +155,11 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         f"{name} v{version}" for name, version in facts.get("drafts", {}).items() if "@" not in name
     )
     body = json.dumps(
-        {"model": config.model_name, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+        {
+            "model": config.model_name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,  # at the API's default of 1 a small model wanders
+        }
     )
     keys = key_digests(config.auth.api_keys_env, os.environ)
     key = "-H 'Authorization: Bearer KEY' " if keys else ""
