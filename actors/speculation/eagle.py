@@ -215,8 +215,6 @@ class EagleRunner:
 
     def grow(self, drafts: Sequence[EagleDraft]) -> Iterator[None]:
         """See ModelRunner."""
-        for draft in drafts:
-            draft.ends = self.models[0].ends
         every = [*self.models, *drafts]
         yield from self.decoder.grow(every)
         self.models = every

@@ -58,7 +58,7 @@ _PROMPT_TOKENS, _ANSWER_TOKENS = 96, 192
 _CONTEXT = 512
 _SEQUENCES = 16
 _TEMPERATURE = 0.8  # of every other answer; the others are greedy
-_LEAST_RATE = 0.05
+_RATE, _LEAST_RATE = 1.5e-3, 0.05  # of learning: at its highest, and the share at the end
 _SAVE_S = 60.0
 _MOST_DRAFTED = 8  # tokens of a round
 _MEASURED_TOKENS = 96  # of an answer
@@ -108,7 +108,6 @@ class MakerSettings:
         seed: of prompts, answers and order.
         num_threads: of torch.
         layers: of the trunk.
-        learning_rate: at its highest.
     """
 
     target: str
@@ -117,7 +116,6 @@ class MakerSettings:
     seed: int = 0
     num_threads: int = 1
     layers: int = 1
-    learning_rate: float = 1.5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +290,7 @@ class DraftMaker:
             draft.get_buffer(VOCABULARY).copy_(ids)
             save_draft(draft, folder)
         settings = DistillerSettings(
-            learning_rate=self._settings.learning_rate,
+            learning_rate=_RATE,
             warmup_steps=20,
             weight_decay=0.05,
             average_decay=0.995,

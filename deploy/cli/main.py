@@ -217,13 +217,10 @@ def draft_make(
 ) -> int:
     """Make a draft from a target and nothing else; an interrupted run goes on."""
     from paceline.deploy import model_store
-    from paceline.deploy.config.config import load_config
     from paceline.deploy.draft_making import make
 
     folder = model_store.fetch(target, _print, target)
-    if out is None:
-        config = load_config(None, {"target.path": target})
-        out = config.made_draft
+    out = out or _load(None, {"target.path": target}).made_draft
     _print(make(target, folder, out, minutes, seed, layers))
     _print(f"Draft in {out}")
     return 0

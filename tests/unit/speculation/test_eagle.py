@@ -20,7 +20,7 @@ from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.speculation.eagle import EagleStack, make_eagle_stack
-from paceline.actors.speculation.pending_updates import SwapWeights
+from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
 from paceline.actors.training.batches import make_batch, token_counts
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
@@ -236,6 +236,18 @@ def test_a_draft_learns_its_targets_answers_and_is_swapped_in(target: Path, draf
 
     assert [tokens_of(after[i]) for i in after] == [tokens_of(before[i]) for i in after]
     assert taken(after) > taken(before) + 10
+
+
+def test_an_added_expert_drafts_as_the_one_that_it_copies(target: Path, draft: Path) -> None:
+    engine = eagle_engine(target, {"a": draft}, 64, k=3)
+    before = records_of(engine, asked())
+    engine.updates.put(AddExpert("new", "a"))
+    added = [dataclasses.replace(r, request_id=f"n{r.request_id}", draft="new") for r in asked()]
+    while "new" not in engine.drafts():
+        engine.step()
+    for one, other in zip(before, records_of(engine, added), strict=True):
+        assert other.output_token_ids.tolist() == one.output_token_ids.tolist()
+        assert other.draft_token_ids.tolist() == one.draft_token_ids.tolist()
 
 
 def test_a_new_version_may_bring_another_vocabulary(target: Path, draft: Path) -> None:
