@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -33,6 +33,8 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +169,9 @@ def _restore_handler(number: int) -> None:
         signal.signal(number, handler)
 
 
-def _call_and_stay(call: Callable[[], object], done: Future[None]) -> None:
+def _call_and_stay(call: Callable[[], T], done: Future[T]) -> None:
     """Call, then wait for ever: the kernel kills Ray's processes with their parent thread."""
-    try:
-        call()
-    except BaseException as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)
+    _settle(call, done)
     threading.Event().wait()
 
 
@@ -186,6 +183,23 @@ def is_whole() -> bool:
 def was_killed() -> bool:
     """Whether a session had to be killed: Ray's threads then crash at the end of this process."""
     return _killed.is_set()
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Call into Ray in a thread that nobody has to wait for.
+
+    An executor would join its thread, even after a signal; in a dead session that takes minutes.
+    """
+    done: Future[T] = Future()
+    threading.Thread(target=_settle, args=(call, done), daemon=True).start()
+    return done
+
+
+def _settle(call: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def run_bounded(call: Callable[[], None], seconds: float) -> bool:

@@ -6,7 +6,6 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -134,8 +133,8 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
             log_to_driver=config.ray.log_to_driver,
             environment=_SERVE_ENV | session.thread_environment(1),
         )
-    with handlers_restored(), ThreadPoolExecutor(1) as executor:
-        starting = executor.submit(learning.start_actors, config)  # concurrently with Serve
+    with handlers_restored():
+        starting = session.in_background(partial(learning.start_actors, config))  # beside Serve
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": 75},
