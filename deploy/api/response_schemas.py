@@ -168,6 +168,7 @@ class ModelCard(_ResponseModel):
     created: int
     owned_by: Literal["paceline"] = "paceline"
     max_model_len: int
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(_ResponseModel):

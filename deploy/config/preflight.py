@@ -22,6 +22,7 @@ from paceline.actors.weights.state_folder import is_locked
 from paceline.cluster.session import LOOPBACK
 from paceline.deploy import model_store
 from paceline.deploy.api.auth import is_loopback, key_digests
+from paceline.deploy.api.sampling_defaults import default_sampling_params
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.config.learning_settings import synthetic_settings
 from paceline.deploy.errors import ConfigError
@@ -87,6 +88,8 @@ def check_models_fit(config: PacelineConfig) -> None:
         _check_fetched("router.path", config.encoder)
         check_models(config.target_path, config.draft_paths, config.target.max_model_len)
         check_tensors(config.target_path, "target")
+        if config.target.generation_config == "auto":
+            default_sampling_params(config.target_path)
         drafts = {str(path): name for name, path in reversed(config.draft_paths.items())}
         for path, name in drafts.items():
             _check_draft(config, path, name)

@@ -46,6 +46,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         in_process_router=_in_process_router(config),
         ui=config.ui.enabled,
         operations=config.operations.enabled,
+        generation_config=config.target.generation_config == "auto",
     )
 
 

@@ -50,7 +50,8 @@ class TargetConfig(Section):
     ``num_threads`` null takes half of the cores: a forward with a thread that waits for a busy core
     is many times slower than one with fewer threads. ``kv_cache_mb`` limits the KV cache per
     replica, MiB; requests wait for free blocks. ``numerics`` invariant makes logits bitwise
-    independent of the batch, or fails the start.
+    independent of the batch, or fails the start. ``generation_config`` auto takes the defaults of
+    requests' sampling from the model's ``generation_config.json``; none takes OpenAI's.
 
     A replica without a heartbeat for ``stall_timeout_s`` counts as hung, and its requests fail over
     to another; a request without a replica for ``failover_timeout_s`` fails. A replica that Serve
@@ -78,6 +79,7 @@ class TargetConfig(Section):
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     numerics: Literal["auto", "invariant"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
     cuda_graphs: bool = True
     stall_timeout_s: Seconds = 20.0
     failover_timeout_s: Seconds = 120.0

