@@ -44,9 +44,10 @@ class _PrefixDecoder:
         incomplete: whether the prefix ends within a character.
     """
 
-    def __init__(self, backend: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, backend: Any, prompt: Sequence[int], special: Mapping[int, str]) -> None:
+        """Choose the prefix; the tokens of ``special`` have no text."""
         self._backend = backend
-        special = special_tokens(backend)
+        self._skips = bool(special)
         visible = list(islice((t for t in reversed(prompt) if t not in special), _MAX_PREFIX))
         visible.reverse()
         self.token_ids = visible
@@ -64,7 +65,7 @@ class _PrefixDecoder:
         self.incomplete = text.endswith(_REPLACEMENT)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=True))
+        return str(self._backend.decode(token_ids, skip_special_tokens=self._skips))
 
     def _complete_text(self, prefix: list[int]) -> str | None:
         """Return the text of a prefix without an incomplete character at its end."""
@@ -97,16 +98,16 @@ class _SpecialStopMatcher:
         self._text = ""
         self._hidden: list[tuple[int, int]] = []  # offset and length of each special token
 
-    def append(self, piece: str, *, hidden: bool = False) -> int | None:
-        """Append text; return the visible offset of a stop string that it completes, if any."""
+    def append(self, piece: str, *, hidden: bool = False) -> tuple[int, int] | None:
+        """Append text; return the visible range of a stop string that it completes, if any."""
         if not self.stops:
             return None
         before = len(self._text)
         if hidden:
             self._hidden.append((before, len(piece)))
         self._text += piece
-        at = find_stop(self._text, self.stops, before)
-        return None if at is None else self._visible(at)
+        found = find_stop(self._text, self.stops, before)
+        return None if found is None else (self._visible(found[0]), self._visible(found[1]))
 
     def releasable(self) -> int:
         """Return the length of the visible text that is no start of a stop string."""
@@ -116,23 +117,28 @@ class _SpecialStopMatcher:
         return end - sum(min(size, end - at) for at, size in self._hidden if at < end)
 
 
-def find_stop(text: str, stops: Sequence[str], before: int) -> int | None:
-    """Return the offset of the first stop string that ends behind ``before``, if any."""
-    found = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
-    return min((at for at in found if at >= 0), default=None)
+def find_stop(text: str, stops: Sequence[str], before: int) -> tuple[int, int] | None:
+    """Return the range of the first stop string that ends behind ``before``, if any."""
+    found = ((text.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in stops)
+    return min(((at, at + size) for at, size in found if at >= 0), default=None)
 
 
 def partial_stop_length(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest suffix of ``text`` that may start a stop string."""
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops if len(stop) > size):
-            return size
+    return max((_partial_length(text, stop) for stop in stops), default=0)
+
+
+def _partial_length(text: str, stop: str) -> int:
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
     return 0
 
 
 class IncrementalDetokenizer:
-    """Detokenizes one answer token by token and cuts it before a stop string.
+    """Detokenizes one answer token by token and ends it at a stop string.
 
     Attributes:
         stopped: whether a stop string is complete.
@@ -144,24 +150,31 @@ class IncrementalDetokenizer:
         stops: Sequence[str] = (),
         sent_chars: int = 0,
         prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
         """Start an answer.
 
         Args:
             tokenizer: a transformers fast tokenizer.
-            stops: non-empty strings that end the answer and are not part of its text. One that
-                contains the text of a special token is searched in the text with special tokens,
-                the others in the text without.
+            stops: non-empty strings that end the answer. One that contains the text of a special
+                token is searched in the text with special tokens, the others in the text without.
             sent_chars: length of the text that another replica released for the same tokens; it
                 is not released again.
             prompt: token ids before the answer, whose text is what both decode to less what the
                 prompt decodes to alone.
+            skip_special_tokens: False gives special tokens their text.
+            include_stop: True ends the text behind the stop string, not before it.
         """
         self._backend = tokenizer.backend_tokenizer
-        self._prefix = _PrefixDecoder(self._backend, prompt)
-        self._stream = DecodeStream(ids=self._prefix.token_ids, skip_special_tokens=True)
+        self._skips = skip_special_tokens
+        self._include_stop = include_stop
+        special = special_tokens(self._backend) if skip_special_tokens else {}
+        self._prefix = _PrefixDecoder(self._backend, prompt, special)
+        self._stream = self._decode_stream(self._prefix.token_ids)
         self._strip_next = self._prefix.incomplete  # the first text contains the prefix's end
-        self._special_stops = _SpecialStopMatcher(stops, special_tokens(self._backend))
+        self._special_stops = _SpecialStopMatcher(stops, special)
         self._stops = tuple(stop for stop in stops if stop not in self._special_stops.stops)
         self._has_stops = bool(stops)
         self._tokens: list[int] = []
@@ -187,7 +200,7 @@ class IncrementalDetokenizer:
             # The stream fails if a decoder that joins bytes takes back text that it returned.
             # That text stands. A new stream starts behind this very token, so that its text is
             # not decoded as the first of a text.
-            self._stream = DecodeStream(ids=[token], skip_special_tokens=True)
+            self._stream = self._decode_stream([token])
             piece = self._stream.step(self._backend, token)
         if piece and self._strip_next:
             piece, self._strip_next = self._prefix.strip(piece), False
@@ -199,11 +212,15 @@ class IncrementalDetokenizer:
         elif special := self._special_stops.special.get(token):
             self._cut(self._special_stops.append(special, hidden=True), may_stop)
 
+    def _decode_stream(self, token_ids: list[int]) -> DecodeStream:
+        return DecodeStream(ids=token_ids, skip_special_tokens=self._skips)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=self._skips))
+
     def _set_start(self, token: int, piece: str) -> None:
         """Set the start of a token whose text comes with that of broken bytes before it."""
-        once, twice = (
-            str(self._backend.decode([token] * times, skip_special_tokens=True)) for times in (1, 2)
-        )
+        once, twice = self._decode([token]), self._decode([token] * 2)
         own = twice.removeprefix(once)
         if own and _REPLACEMENT not in own and piece.endswith(own):
             self._starts[-1] = len(self._decoded) + len(piece) - len(own)
@@ -215,10 +232,10 @@ class IncrementalDetokenizer:
             self._cut(find_stop(self._decoded, self._stops, before), may_stop)
             self._cut(self._special_stops.append(piece), may_stop)
 
-    def _cut(self, at: int | None, may_stop: bool) -> None:
-        """End the text at the offset of a stop string, if there is one."""
-        if at is not None and may_stop:
-            self._decoded = self._decoded[:at]
+    def _cut(self, found: tuple[int, int] | None, may_stop: bool) -> None:
+        """End the text at a stop string, if there is one, given as its range."""
+        if found is not None and may_stop:
+            self._decoded = self._decoded[: found[self._include_stop]]
             self.stopped = True
 
     def start(self, index: int) -> int:
@@ -247,8 +264,7 @@ class IncrementalDetokenizer:
             if whole.startswith(self._decoded):
                 self._extend(whole[len(self._decoded) :])
             else:
-                rest = self._tokens[self._num_decoded :]
-                self._extend(str(self._backend.decode(rest, skip_special_tokens=True)))
+                self._extend(self._decode(self._tokens[self._num_decoded :]))
         end = len(self._decoded)
         if not (last or self.stopped):
             end -= partial_stop_length(self._decoded, self._stops)

@@ -33,6 +33,8 @@ class SamplingParams:
             (Gumbel coupling).
         stop: strings that end the answer.
         ignore_eos: go on after an end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop: the text ends behind the stop string or stop token, not before it.
         min_p: 0 is off.
         choice: index among the choices of one prompt.
         repetition_penalty: over prompt and output tokens.
@@ -52,6 +54,8 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop: bool = False
     min_p: float = 0.0
     choice: int = 0
     repetition_penalty: float = 1.0

@@ -158,6 +158,8 @@ class Sequence:
             count = len(self.tokens) - self._num_prompt
             if token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos):
                 self.finish_reason = FINISH_STOP
+                if sampling.include_stop:
+                    detokenizer.append(token, may_stop=False)
                 return
             detokenizer.append(token, may_stop=count >= sampling.min_tokens)
             if detokenizer.stopped:
@@ -298,7 +300,12 @@ def make_sequence(
     sequence = Sequence(
         request=request,
         detokenizer=IncrementalDetokenizer(
-            tokenizer, request.sampling.stop, request.sent_chars, request.prompt_token_ids
+            tokenizer,
+            request.sampling.stop,
+            request.sent_chars,
+            request.prompt_token_ids,
+            skip_special_tokens=request.sampling.skip_special_tokens,
+            include_stop=request.sampling.include_stop,
         ),
         max_tokens=min(request.sampling.max_tokens, room),
         num_speculative_tokens=k,

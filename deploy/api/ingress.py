@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from paceline.actors.router.policy import MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
@@ -35,7 +36,7 @@ from paceline.deploy.api.request_parser import (
     query_number,
     read_body,
 )
-from paceline.deploy.api.request_schemas import GenerationOptions
+from paceline.deploy.api.request_schemas import GenerationOptions, StreamOptions
 from paceline.deploy.api.response_builder import ResponseContext, response_body
 from paceline.deploy.api.routing import (
     ExpertList,
@@ -88,6 +89,7 @@ class IngressSettings:
         ui: whether to serve the page at ``/ui``.
         operations: whether to serve the operators' endpoints.
         generation_config: whether the model's sampling parameters are the defaults of requests.
+        cors_origins: origins whose pages may call the API from a browser.
     """
 
     model_name: str
@@ -107,6 +109,7 @@ class IngressSettings:
     ui: bool = False
     operations: bool = True
     generation_config: bool = True
+    cors_origins: tuple[str, ...] = ()
 
 
 class Ingress:
@@ -194,6 +197,14 @@ class Ingress:
         if digests := self._settings.key_digests:
             api.add_middleware(
                 ApiKeyMiddleware, digests=digests, open_paths=("/health", *OPEN_PATHS)
+            )
+        if origins := self._settings.cors_origins:  # outside of the keys: preflights have none
+            api.add_middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["Retry-After"],
             )
         for kind in (ApiError, HTTPException, Exception):
             api.add_exception_handler(kind, handle_error)
@@ -317,9 +328,7 @@ class Ingress:
                     self._recent_traffic.record_stream(chunks, requests), deadline
                 )
                 stream = await prefetch(chunks)
-                stream_options = options.stream_options
-                include_usage = stream_options is not None and stream_options.include_usage
-                events = sse_events(context, stream, include_usage)
+                events = sse_events(context, stream)
                 return EventStreamResponse(events, stream, releases.pop_all().close)
             async with deadline_scope(deadline):
                 answers = await complete_all(self._generation, requests, self._failover)
@@ -334,6 +343,7 @@ class Ingress:
         return await asyncio.gather(*map(self._route_selector.select, texts))
 
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
+        usage = parsed.options.stream_options or StreamOptions()
         return ResponseContext(
             id=f"{'chatcmpl' if parsed.chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -344,6 +354,8 @@ class Ingress:
             prompt_tokens=sum(map(len, parsed.prompts)),
             names=self._token_names,
             num_choices=parsed.options.num_choices,
+            include_usage=usage.include_usage,
+            continuous_usage=usage.include_usage and usage.continuous_usage_stats,
         )
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.actors.engine import compatibility
 from paceline.deploy.api.request_schemas import (
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     GenerationOptions,
+    ToolCall,
 )
 from paceline.deploy.errors import ApiError, invalid_value
 
@@ -65,6 +69,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._shows_tool_calls = "tool_calls" in str(tokenizer.chat_template)
+        render = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+        self._reserved = {p.name for p in render if p.kind is not p.VAR_KEYWORD} | {"messages"}
 
     def check_options(self, options: GenerationOptions) -> None:
         """Refuse token ids beyond the vocabulary in the sampling options.
@@ -82,9 +89,10 @@ class PromptEncoder:
             ApiError: 400 naming ``prompt`` for an empty one or an id beyond the vocabulary.
         """
         encoded = []
+        special = request.add_special_tokens is not False
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                token_ids = list(self._tokenizer(prompt)["input_ids"])
+                token_ids = list(self._tokenizer(prompt, add_special_tokens=special)["input_ids"])
             else:
                 token_ids = prompt
             check_token_ids(token_ids, self._vocab_size)
@@ -94,30 +102,66 @@ class PromptEncoder:
         return encoded
 
     def encode_chat(self, request: ChatCompletionRequest) -> list[int]:
-        """Token ids of a conversation, up to the start of the assistant's turn.
+        """Token ids of a conversation, up to the start of the assistant's turn or of its rest.
 
         Raises:
             ApiError: 400 naming ``messages`` if the template refuses them or is missing, or
-                gives an id beyond the vocabulary.
+                gives an id beyond the vocabulary; 400 naming ``chat_template_kwargs``.
         """
-        messages = [
-            {"role": _TEMPLATE_ROLES.get(message.role, message.role), "content": message.text}
-            for message in request.messages
-        ]
+        options = request.chat_template_kwargs or {}
+        if reserved := sorted(self._reserved & options.keys()):
+            raise invalid_value("chat_template_kwargs", f"{reserved[0]!r} is not the template's")
+        if request.reasoning_effort is not None:
+            options = {"reasoning_effort": request.reasoning_effort} | options
+        generate = request.add_generation_prompt
         try:
-            token_ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            text = self._tokenizer.apply_chat_template(
+                [self._template_message(message) for message in request.messages],
+                add_generation_prompt=not request.continue_final_message and generate is not False,
+                continue_final_message=request.continue_final_message,
+                tokenize=False,
+                **options,
             )
         except Exception as error:  # a template is a program by the model's authors
             reason = " ".join(str(error).split())
             text = f"The target's chat template refuses these messages: {reason}"
             raise ApiError(400, text, param="messages", code="invalid_value") from error
+        special = request.add_special_tokens is True  # a template writes its own
+        token_ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
         check_token_ids(token_ids, self._vocab_size, "messages")
-        return list(token_ids)
+        if not token_ids:
+            raise invalid_value("messages", "the chat template makes an empty prompt of them")
+        return token_ids
+
+    def _template_message(self, message: ChatMessage) -> dict[str, Any]:
+        """A message as chat templates read it."""
+        given = message.model_dump(
+            include={"name", "tool_call_id", "reasoning_content", "reasoning"}, exclude_none=True
+        )
+        role = _TEMPLATE_ROLES.get(message.role, message.role)
+        given |= {"role": role, "content": message.text}
+        calls = [_template_call(call) for call in message.tool_calls or ()]
+        if calls and self._shows_tool_calls:
+            given["tool_calls"] = calls
+        elif calls:  # in Hermes' form: else the model would read answers to calls it does not see
+            texts = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
+            written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+            given["content"] = f"{message.text}\n{written}" if message.text else written
+        return given
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a prompt without special tokens, for the router."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """A tool call as chat templates read it, its arguments an object where they are JSON."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments or "{}")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
 def last_user_message(request: ChatCompletionRequest) -> str:

@@ -130,7 +130,14 @@ class RequestParser:
         options = with_defaults(options, self._defaults)
         prompt = self._encoder.encode_chat(options)
         max_tokens, field = requested_max_tokens(options)
-        limit = resolve_max_tokens(max_tokens, field, len(prompt), self._context_length, "messages")
+        limit = resolve_max_tokens(
+            max_tokens,
+            field,
+            len(prompt),
+            self._context_length,
+            "messages",
+            capped=field == "max_completion_tokens" and not chose_length(options),
+        )
         text = last_user_message(options)
         return ParsedRequest(options, [prompt], [text], [limit], chat=True, client=client)
 
@@ -275,6 +282,14 @@ def requested_max_tokens(
     return options.max_tokens, "max_tokens"
 
 
+def chose_length(options: GenerationOptions) -> bool:
+    """Whether a request's limit of tokens is the length that its client wants.
+
+    Otherwise it is an upper bound, which libraries fill with a default of their own.
+    """
+    return options.ignore_eos or bool(options.min_tokens)
+
+
 def resolve_max_tokens(
     requested: int | None,
     field: str,
@@ -282,6 +297,8 @@ def resolve_max_tokens(
     context_length: int,
     prompt_field: str,
     default: int | None = None,
+    *,
+    capped: bool = False,
 ) -> int:
     """The most tokens that may be generated for a prompt.
 
@@ -292,6 +309,7 @@ def resolve_max_tokens(
         context_length: most tokens that prompt and answer may have together.
         prompt_field: the request's field that holds the prompt.
         default: limit of a request without one; None for as many as fit.
+        capped: whether a limit that does not fit means as many as fit.
 
     Raises:
         ApiError: 400 ``context_length_exceeded`` naming the prompt if it alone is too long,
@@ -303,6 +321,8 @@ def resolve_max_tokens(
         raise ApiError(400, text, param=prompt_field, code=CONTEXT_LENGTH_EXCEEDED)
     if requested is None:
         return available if default is None else min(default, available)
+    if requested > available and capped:
+        return available
     if requested > available:
         raise ApiError(
             400,
@@ -377,6 +397,8 @@ def sampling_params(
         seed=options.seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         ignore_eos=options.ignore_eos,
+        skip_special_tokens=options.skip_special_tokens is not False,
+        include_stop=options.include_stop_str_in_output,
         min_p=options.min_p or 0.0,
         choice=choice_index,
         repetition_penalty=1.0 if repetition is None else repetition,

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_PROMPTS = 128
-MAX_STOPS = 4
+MAX_STOPS = 128
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
@@ -28,11 +28,22 @@ MAX_LOGPROBS = 20
 CONTEXT_LENGTH = "context_length"  # key of pydantic's validation context, in tokens
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
-# Fields that OpenAI defines and Paceline accepts at these values only.
+# Fields of OpenAI and vLLM that would change the answer, accepted at these values only.
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "service_tier": (None, "auto", "default"),
     "suffix": (None, ""),
     "echo": (None, False),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "logits_processors": (None, []),
+    "vllm_xargs": (None, {}),
+    "kv_transfer_params": (None,),
+    "return_tokens_as_token_ids": (None, False),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "mm_processor_kwargs": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
@@ -41,9 +52,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
 
@@ -67,6 +76,7 @@ class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
     include_usage: Flag = False
+    continuous_usage_stats: Flag = False
     include_obfuscation: Flag = False
 
 
@@ -82,12 +92,15 @@ class Speculative(RequestModel):
 
 
 class GenerationOptions(RequestModel):
-    """Fields of both endpoints; those of type ``Any`` are limited to `NO_OP_VALUES`."""
+    """Fields of both endpoints.
+
+    Those of type ``Any`` cannot change an answer here and are ignored, or are in `NO_OP_VALUES`.
+    """
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
@@ -115,11 +128,27 @@ class GenerationOptions(RequestModel):
     store: bool | None = None
     return_token_ids: Flag = False
     return_token_origins: Flag = False
-    user: str | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: Flag = False
     metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
     service_tier: Any = None
+    priority: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+    use_beam_search: Any = None
+    length_penalty: float | None = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    logits_processors: Any = None
+    vllm_xargs: Any = None
+    kv_transfer_params: Any = None
+    return_tokens_as_token_ids: Any = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -246,36 +275,67 @@ class TextPart(RequestModel):
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # Anthropic's, which some clients send everywhere
+
+
+class FunctionCall(RequestModel):
+    """The function that an assistant called, with its arguments in JSON."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(RequestModel):
+    """A call in an assistant's turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
 
 
 class ChatMessage(RequestModel):
     """A message of a conversation.
 
-    The fields after ``name`` are accepted empty, as the assistant message of a response has them.
+    Fields of type None are accepted empty, as the assistant message of a response has them.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _content(cls, content: Any) -> Any:
+    def _content(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") == "assistant":
+            return None
         if not isinstance(content, str | list):
             raise ValueError("must be a string or a list of text parts")
         return content
 
+    @field_validator("tool_calls")
+    @classmethod
+    def _tool_calls(
+        cls, calls: list[ToolCall] | None, info: ValidationInfo
+    ) -> list[ToolCall] | None:
+        if calls and info.data.get("role") not in ("assistant", None):
+            raise ValueError("are of assistant messages")
+        return calls
+
     @property
     def text(self) -> str:
-        """The content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        """The content as one string, empty if there is none."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class ChatCompletionRequest(GenerationOptions):
@@ -285,6 +345,14 @@ class ChatCompletionRequest(GenerationOptions):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    echo: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    mm_processor_kwargs: Any = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -294,14 +362,21 @@ class ChatCompletionRequest(GenerationOptions):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
+    include_reasoning: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _one_end(cls, continues: bool, info: ValidationInfo) -> bool:
+        if continues and info.data.get("add_generation_prompt"):
+            raise ValueError("contradicts add_generation_prompt")
+        return continues
 
     @field_validator("top_logprobs")
     @classmethod
     def _top_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
-        if top is not None and not info.data.get("logprobs", True):
+        if top and not info.data.get("logprobs", True):
             raise ValueError("needs logprobs to be true")
         return top
 

@@ -24,6 +24,7 @@ from paceline.deploy.api.response_schemas import (
     TokenOriginEntry,
     TopLogprob,
     Usage,
+    UsageChunk,
 )
 from paceline.deploy.api.token_names import TokenName, TokenNames
 from paceline.deploy.errors import ApiError
@@ -118,6 +119,8 @@ class ResponseContext:
         prompt_tokens: of all prompts together.
         names: token texts for log-probabilities.
         num_choices: per prompt; those of the first prompt come first.
+        include_usage: whether a stream ends with the token counts.
+        continuous_usage: whether all its chunks have them.
     """
 
     id: str
@@ -129,6 +132,8 @@ class ResponseContext:
     prompt_tokens: int
     names: TokenNames
     num_choices: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
 
     def topic(self, index: int) -> str:
         """Topic of a choice."""
@@ -259,7 +264,7 @@ def _event(
     stats: Metrics | None = None,
     total: Usage | None = None,
 ) -> bytes:
-    response = GenerationResponse(
+    response = (UsageChunk if context.include_usage else GenerationResponse)(
         id=context.id,
         object="chat.completion.chunk" if context.chat else "text_completion",
         created=context.created,
@@ -279,14 +284,15 @@ def _frame(data: str) -> bytes:
     return b"data: " + line + b"\n\n"
 
 
-def role_event(context: ResponseContext, index: int) -> bytes:
+def role_event(context: ResponseContext, index: int, total: Usage | None = None) -> bytes:
     """The first event of a chat choice, with its role."""
-    return _event(
-        context, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]
-    )
+    choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+    return _event(context, [choice], total=total)
 
 
-def chunk_event(context: ResponseContext, index: int, chunk: GenerationChunk) -> bytes:
+def chunk_event(
+    context: ResponseContext, index: int, chunk: GenerationChunk, total: Usage | None = None
+) -> bytes:
     """The event of a chunk; a choice's last one has its finish reason and its statistics."""
     choice: CompletionChoice | ChatChunkChoice
     if context.chat:
@@ -305,11 +311,11 @@ def chunk_event(context: ResponseContext, index: int, chunk: GenerationChunk) ->
         if chunk.speculative is None
         else speculative_metrics([(chunk.speculative, context.topic(index))])
     )
-    return _event(context, [choice], stats)
+    return _event(context, [choice], stats, total)
 
 
 def usage_event(context: ResponseContext, total: Usage) -> bytes:
-    """The last event with ``stream_options.include_usage``: no choices, all tokens."""
+    """The last event with ``include_usage``: no choices, all tokens."""
     return _event(context, [], total=total)
 
 

@@ -160,6 +160,12 @@ class GenerationResponse(_ResponseModel):
     metrics: Metrics | None = Field(default=None, exclude_if=_is_none)
 
 
+class UsageChunk(GenerationResponse):
+    """A chunk of a stream with ``include_usage``: its usage is null except in the last one."""
+
+    usage: Usage | None = None
+
+
 class ModelCard(_ResponseModel):
     """The served model."""
 

@@ -19,6 +19,7 @@ from paceline.deploy.api.response_builder import (
     role_event,
     usage_event,
 )
+from paceline.deploy.api.response_schemas import Usage
 from paceline.deploy.errors import ApiError, timed_out
 from paceline.deploy.monitoring.outcomes import note_failure
 
@@ -31,33 +32,36 @@ KEEPALIVE = b": waiting\n\n"
 
 
 async def sse_events(
-    context: ResponseContext, chunks: AsyncIterator[IndexedChunk], include_usage: bool
+    context: ResponseContext, chunks: AsyncIterator[IndexedChunk]
 ) -> AsyncGenerator[bytes, None]:
     """The events of a response, ``[DONE]`` included; a late failure becomes an error event.
 
     Args:
         context: what all events have in common.
         chunks: of all choices, as they come.
-        include_usage: True to end with an event of the token counts.
     """
     usage = UsageCounter(context)
     started: set[int] = set()
+
+    def total() -> Usage | None:
+        return usage.usage() if context.continuous_usage else None
+
     try:
         async for index, chunk in chunks:
             if context.chat and index not in started:
                 started.add(index)
-                yield role_event(context, index)
+                yield role_event(context, index, total())
             usage.add(index, chunk)
             details = (
                 context.token_ids or chunk.logprobs is not None or chunk.token_sources is not None
             )
             if chunk.text or chunk.finish_reason is not None or (chunk.token_ids and details):
-                yield chunk_event(context, index, chunk)
+                yield chunk_event(context, index, chunk, total())
     except ApiError as error:
         note_failure(error.status)
         yield error_event(error)
     else:
-        if include_usage:
+        if context.include_usage:
             yield usage_event(context, usage.usage())
     yield DONE
 

@@ -47,6 +47,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         ui=config.ui.enabled,
         operations=config.operations.enabled,
         generation_config=config.target.generation_config == "auto",
+        cors_origins=config.ingress.cors_origins,
     )
 
 

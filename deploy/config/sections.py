@@ -23,6 +23,7 @@ from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Sectio
 
 MINILM = "minilm"  # the topic head of the package
 AUTO, NO_DRAFTS = "auto", "none"
+_ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -345,10 +346,21 @@ class IngressConfig(Section):
 
     A replica that Serve stops, on a redeployment or a drained host, gets ``drain_timeout_s`` to
     finish its requests.
+
+    Pages of ``cors_origins`` may call the API from a browser, but not the operations.
     """
 
     num_replicas: Count = 1
     drain_timeout_s: Seconds | None = None
+    cors_origins: tuple[str, ...] = ()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin, such as https://example.org:8443, or *")
+        return origins
 
 
 class AuthConfig(Section):

@@ -64,6 +64,34 @@ def test_a_stop_string_over_token_borders_is_held_back() -> None:
     assert "".join(pieces) == "SELECT name F"
 
 
+def test_the_text_ends_behind_a_stop_string_where_it_is_included() -> None:
+    tokens = TOKENIZER.encode("SELECT name FROM people WHERE", add_special_tokens=False)
+    text = IncrementalDetokenizer(TOKENIZER, ("ROM peo", "OM"), include_stop=True)
+    shown = ""
+    for token in tokens:
+        text.append(token)
+        shown += text.release()
+        if text.stopped:
+            break
+    assert shown + text.release(last=True) == "SELECT name FROM"
+
+
+@given(st.lists(st.integers(0, 299), max_size=30), st.lists(st.integers(0, 299), max_size=6))
+def test_special_tokens_have_text_where_they_are_not_skipped(
+    tokens: list[int], prompt: list[int]
+) -> None:
+    text = IncrementalDetokenizer(TOKENIZER, prompt=prompt, skip_special_tokens=False)
+    shown = ""
+    for token in tokens:
+        text.append(token)
+        shown += text.release()
+    shown += text.release(last=True)
+    special = [TOKENIZER.decode([token]) for token in tokens if token in TOKENIZER.all_special_ids]
+    assert all(shown.count(each) >= special.count(each) for each in special)
+    if not prompt and "\ufffd" not in shown:
+        assert shown == TOKENIZER.decode(tokens, skip_special_tokens=False)
+
+
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_the_longest_partial_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     size = partial_stop_length(text, stops)

@@ -124,6 +124,33 @@ def test_with_a_key_all_is_as_without_keys(folder: Path) -> None:
     assert "401" not in document["paths"]["/health"]["get"]["responses"]
 
 
+def test_pages_of_other_sites_call_the_api_only_where_their_origin_is_configured(
+    folder: Path,
+) -> None:
+    preflight = {"Access-Control-Request-Method": "POST",
+                 "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+
+    async def send(origin: str, **more: Any) -> list[httpx.Response]:
+        headers = {"Origin": origin}
+        async with ingress_client(Nobody(), folder, key_digests=DIGESTS, **more) as http:
+            return [
+                await http.options("/v1/chat/completions", headers=headers | preflight),
+                await http.get("/v1/models", headers=headers | {"Authorization": "Bearer x"}),
+                await http.get(
+                    "/v1/models", headers=headers | {"Authorization": "Bearer first-key"}
+                ),
+            ]
+
+    site, allow = "https://a.example", "Access-Control-Allow-Origin"
+    asked, refused, served = asyncio.run(send(site, cors_origins=(site,)))
+    assert (asked.status_code, refused.status_code, served.status_code) == (200, 401, 200)
+    assert [answer.headers[allow] for answer in (asked, refused, served)] == [site] * 3
+    assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
+    assert "Access-Control-Allow-Credentials" not in served.headers
+    for answers in (send("https://b.example", cors_origins=(site,)), send(site)):
+        assert not any(allow in answer.headers for answer in asyncio.run(answers))
+
+
 def test_the_page_can_be_left_out(folder: Path) -> None:
     answers = ask(folder, ("GET", "/ui"), ("GET", "/ui/main.js"), header=None, ui=False)
     assert [answer.status_code for answer in answers] == [404, 404]

@@ -13,6 +13,7 @@ from paceline.actors.router.policy import Route
 from paceline.deploy.api.prompt_encoder import check_token_ids
 from paceline.deploy.api.request_parser import (
     check_draft,
+    chose_length,
     engine_request,
     explicit_expert,
     parse_options,
@@ -30,6 +31,9 @@ from paceline.deploy.errors import ApiError
 
 EXPERTS = ("general", "math", "sql")
 USER = {"role": "user", "content": "hi"}
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+FUNCTION = "messages.0.tool_calls.0.function"
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -63,7 +67,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"temperature": -0.1}, "temperature", "invalid_value"),
         ({"temperature": 2.1}, "temperature", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_type"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_p": -0.1}, "top_p", "invalid_value"),
         ({"top_p": 1.01}, "top_p", "invalid_value"),
         ({"top_k": -2}, "top_k", "invalid_value"),
         ({"top_k": 2**31}, "top_k", "invalid_value"),
@@ -93,7 +97,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"seed": "lucky"}, "seed", "invalid_type"),
         ({"stop": ""}, "stop", "invalid_value"),
         ({"stop": ["a", 1]}, "stop", "invalid_value"),
-        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ["a"] * 129}, "stop", "invalid_value"),
         ({"stop": ["a", "b" * 257]}, "stop", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
@@ -170,7 +174,15 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (chat, {"messages": [USER | {"str": "good"}]}, "messages.0.str"),
         (chat, {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         (chat, {"messages": [USER | {"refusal": "no"}]}, "messages.0.refusal"),
-        (chat, {"messages": [USER | {"tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+        (chat, {"messages": [USER | {"tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        (chat, {"messages": [CALLING | {"tool_calls": [{"id": "x"}]}]}, FUNCTION),
+        (chat, {"messages": [{"role": "tool"}]}, "messages.0.content"),
+        (chat, {"chat_template": "{{ 1 }}"}, "chat_template"),
+        (chat, {"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        (chat, {"documents": [{"text": "x"}]}, "documents"),
+        (completion, {"bad_words": ["x"]}, "bad_words"),
+        (completion, {"use_beam_search": True}, "use_beam_search"),
+        (completion, {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens"),
         (chat, {"max_completion_tokens": 2**63}, "max_completion_tokens"),
         (chat, {"max_completion_tokens": -1}, "max_completion_tokens"),
         (chat, {"tools": [{"type": "function"}]}, "tools"),
@@ -228,6 +240,34 @@ def test_neutral_values_of_what_is_not_served_are_taken() -> None:
          tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=None,
          user="u", metadata={"a": "b"}, service_tier="auto")  # fmt: skip
     completion(n=None, echo=False, suffix=None, best_of=1, logprobs=None)
+
+
+def test_what_clients_send_by_themselves_is_taken() -> None:
+    """vLLM's defaults, and what cannot change the answer."""
+    both: dict[str, Any] = {
+        "priority": 3, "request_id": "r", "service_tier": "flex", "user": None, "bad_words": [],
+        "spaces_between_special_tokens": False, "use_beam_search": False, "length_penalty": 1.0,
+        "skip_special_tokens": True, "include_stop_str_in_output": False, "top_p": 0,
+        "stream": True, "stop": [str(i) for i in range(128)],
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+    assert sampling_params(completion(**both), 9) == sampling_params(chat(**both), 9)
+    chat(top_logprobs=0, logprobs=False, add_generation_prompt=True, echo=False, prediction={},
+         chat_template_kwargs={"enable_thinking": False}, include_reasoning=True,
+         messages=[USER, CALLING, {"role": "tool", "content": "x", "tool_call_id": "x"}],
+         verbosity="medium")  # fmt: skip
+
+
+def test_an_upper_bound_is_cut_to_what_fits_and_a_chosen_length_is_not() -> None:
+    assert not chose_length(chat(max_completion_tokens=5))
+    assert chose_length(chat(max_completion_tokens=5, ignore_eos=True))
+    assert chose_length(chat(max_completion_tokens=5, min_tokens=5))
+    field = "max_completion_tokens"
+    assert resolve_max_tokens(99, field, 10, 100, "messages", capped=True) == 90
+    assert resolve_max_tokens(9, field, 10, 100, "messages", capped=True) == 9
+    with pytest.raises(ApiError) as caught:
+        resolve_max_tokens(9, field, 100, 100, "messages", capped=True)
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
@@ -351,12 +391,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     fields: dict[str, Any] = {
         "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": -0.5,
         "repetition_penalty": 1.2, "min_tokens": 3, "logit_bias": {"5": -100, "7": 2},
-        "stop_token_ids": [9, 8],
+        "stop_token_ids": [9, 8], "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
     sampling = sampling_params(completion(**fields, logprobs=4, n=2, best_of=2), 9, choice_index=1)
     assert sampling.has_penalties
     assert sampling.logit_bias == ((5, -100.0), (7, 2.0))
     assert (sampling.stop_token_ids, sampling.min_tokens) == ((9, 8), 3)
+    assert (sampling.skip_special_tokens, sampling.include_stop) == (False, True)
     assert (sampling.min_p, sampling.logprobs, sampling.choice) == (0.1, 4, 1)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     assert penalties == (1.2, 0.5, -0.5)

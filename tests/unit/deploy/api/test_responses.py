@@ -146,9 +146,13 @@ def collect(
     answer: ResponseContext,
     pieces: AsyncIterator[tuple[int, GenerationChunk]],
     include_usage: bool,
+    *,
+    continuous: bool = False,
 ) -> list[Any]:
+    context = dataclasses.replace(answer, include_usage=include_usage, continuous_usage=continuous)
+
     async def run() -> list[bytes]:
-        return [event async for event in sse_events(answer, pieces, include_usage)]
+        return [event async for event in sse_events(context, pieces)]
 
     frames = asyncio.run(run())
     assert all(frame.startswith(b"data: ") and frame.endswith(b"\n\n") for frame in frames)
@@ -179,6 +183,15 @@ def test_a_completion_stream_has_no_role_and_no_usage_unless_asked() -> None:
     assert first["choices"][0]["text"] == "a"
     assert last["choices"][0]["text"] == "b"
     assert "usage" not in last
+
+
+def test_usage_is_null_until_the_last_event_unless_it_is_continuous() -> None:
+    *others, last = collect(CHAT, two_pieces(), True)
+    assert [event["usage"] for event in others] == [None] * 3
+    assert last["usage"]["completion_tokens"] == 3
+    events = collect(CHAT, two_pieces(), True, continuous=True)
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 3, 3]
+    assert all(event["usage"]["prompt_tokens"] == 5 for event in events)
 
 
 def test_a_late_failure_is_an_event() -> None:
@@ -288,7 +301,7 @@ def test_a_stream_ends_at_its_deadline_and_what_feeds_it_is_closed() -> None:
     async def frames(pause: float, seconds: float, before: float = 0.0) -> list[bytes]:
         deadline = asyncio.get_running_loop().time() + seconds
         pieces = await prefetch(with_deadline(slow(pause, before), deadline))
-        return [event async for event in sse_events(ANSWER, pieces, False)]
+        return [event async for event in sse_events(ANSWER, pieces)]
 
     late = asyncio.run(frames(60, 0.05))
     assert json.loads(late[-2][6:])["error"]["code"] == "request_timeout"
@@ -346,9 +359,7 @@ async def sent(
         return {"type": "http.disconnect"}
 
     begun = await prefetch(pieces, 0.05)
-    stream = EventStreamResponse(
-        sse_events(ANSWER, begun, False), begun, lambda: closed.append(1), 0.1
-    )
+    stream = EventStreamResponse(sse_events(ANSWER, begun), begun, lambda: closed.append(1), 0.1)
     async with asyncio.timeout(20):
         await stream({"type": "http"}, receive, send)
     count = len(messages)

@@ -196,3 +196,13 @@ def test_without_drafts_nothing_is_routed_or_trained() -> None:
     ):
         with pytest.raises(ConfigError, match="drafts"):
             load_config(None, {"drafts.general": "none", key: value})
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a b", ""])
+def test_what_is_no_origin_is_named(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"ingress\.cors_origins"):
+        load_config(None, {"ingress.cors_origins": [origin]})
+    origins = ["*", "http://localhost:3000"]
+    assert (
+        load_config(None, {"ingress.cors_origins": origins}).ingress.cors_origins[1] == origins[1]
+    )

@@ -1,0 +1,121 @@
+"""Conversations as clients send them, through the target's own chat template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tiny_models import tiny_tokenizer
+
+from paceline.deploy.api.prompt_encoder import PromptEncoder
+from paceline.deploy.api.request_parser import parse_options
+from paceline.deploy.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from paceline.deploy.errors import ApiError
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
+SHOW = (
+    "{% for m in messages %}[{{ m.role }}{{ m.name or '' }}{{ m.tool_call_id or '' }}]"
+    "{{ m.reasoning_content or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.path }})"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}[go]{% endif %}"
+    "{{ mood or '' }}{{ reasoning_effort or '' }}"
+)
+
+
+def encoder(template: str | None = None) -> PromptEncoder:
+    tokenizer = tiny_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template
+    return PromptEncoder(tokenizer, len(tokenizer))
+
+
+def prompt(*messages: Any, template: str | None = None, **fields: Any) -> str:
+    """The text of the prompt that a conversation becomes, with its special tokens."""
+    body = json.dumps({"model": "m", "messages": messages} | fields).encode()
+    request = parse_options(body, ChatCompletionRequest, "m")
+    return str(tiny_tokenizer().decode(encoder(template).encode_chat(request)))
+
+
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_an_assistant_s_turn_may_have_no_content(empty: dict[str, Any]) -> None:
+    text = prompt(USER, {"role": "assistant"} | empty, USER)
+    assert text == "<s><|user|>hi<|assistant|></s><|user|>hi<|assistant|>"
+
+
+def test_calls_and_results_of_tools_reach_the_template() -> None:
+    result = {"role": "tool", "tool_call_id": "c1", "name": "ls", "content": "bin etc"}
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert (
+        prompt(USER, call, result, template=SHOW) == "[user]hi[assistant]ls(/)[toollsc1]bin etc[go]"
+    )
+
+
+def test_a_template_without_tool_calls_gets_them_as_text() -> None:
+    calls = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL, CALL]}
+    said = prompt(USER, calls, {"role": "tool", "content": "bin"})
+    call = '<tool_call>\n{"name": "ls", "arguments": {"path": "/"}}\n</tool_call>'
+    assert f"<|assistant|>Wait.\n{call}\n{call}</s>" in said
+    assert said.endswith("bin<|assistant|>")
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1", {"path": "/"}])
+def test_arguments_that_are_no_json_are_passed_on_as_they_are(arguments: Any) -> None:
+    call = {"function": {"name": "ls", "arguments": arguments}}
+    said = prompt(USER, {"role": "assistant", "tool_calls": [call]})
+    assert json.dumps({} if arguments == "" else arguments) in said
+
+
+def test_reasoning_in_the_history_reaches_the_template() -> None:
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
+    assert prompt(USER, turn, template=SHOW) == "[user]hi[assistant]2+24[go]"
+
+
+def test_template_options_reach_the_template() -> None:
+    options = {"chat_template_kwargs": {"mood": "good", "enable_thinking": False}}
+    assert prompt(USER, template=SHOW, **options) == "[user]hi[go]good"
+    assert prompt(USER, template=SHOW, reasoning_effort="low") == "[user]hi[go]low"
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "messages", "conversation", "tools", "tokenizer_kwargs"]
+)
+def test_template_options_are_the_template_s_alone(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        prompt(USER, chat_template_kwargs={name: "{{ 1 }}"})
+    assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+
+
+def test_a_final_assistant_turn_is_continued_only_when_asked() -> None:
+    turns = USER, {"role": "assistant", "content": "The answer is"}
+    assert prompt(*turns).endswith("The answer is</s><|assistant|>")
+    assert prompt(*turns, add_generation_prompt=False).endswith("The answer is</s>")
+    for explicit in (None, False):
+        options = {"continue_final_message": True, "add_generation_prompt": explicit}
+        assert prompt(*turns, **options).endswith("<|assistant|>The answer is")
+    with pytest.raises(ApiError) as caught:
+        prompt(*turns, continue_final_message=True, add_generation_prompt=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_special_tokens_are_the_template_s_or_the_tokenizer_s() -> None:
+    tokenizer = tiny_tokenizer()
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    own = PromptEncoder(tokenizer, len(tokenizer))
+
+    def completion(**fields: Any) -> list[int]:
+        body = json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
+        return own.encode_prompts(parse_options(body, CompletionRequest, "m"))[0]
+
+    def chat(**fields: Any) -> list[int]:
+        body = json.dumps({"model": "m", "messages": [USER]} | fields).encode()
+        return own.encode_chat(parse_options(body, ChatCompletionRequest, "m"))
+
+    assert completion() == [1, *completion(add_special_tokens=False)]
+    assert chat().count(1) == 1
+    assert chat(add_special_tokens=True) == [1, *chat()]
