@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,22 @@ from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_hea
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
-from paceline.actors.weights.eagle import EagleDraft, TargetEnds, is_eagle, load_draft, trunk_config
+from paceline.actors.weights.checkpoint import has_shared_head
+from paceline.actors.weights.eagle import (
+    EagleDraft,
+    draft_vocabulary_size,
+    is_eagle,
+    load_draft,
+    trunk_config,
+)
 from paceline.actors.weights.slots import candidate_of
+from paceline.actors.weights.target_ends import (
+    EMBEDDING,
+    HEAD,
+    TargetEnds,
+    read_target_ends,
+    shares_ends,
+)
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -67,7 +81,8 @@ class DraftMemory:
     """Memory of all drafts of an engine.
 
     Attributes:
-        weights: bytes of all drafts, their candidate slots, and an initial copy of each folder.
+        weights: bytes of all drafts, their candidate slots, and an initial copy of each folder; of
+            EAGLE drafts with the rows of the head for their vocabularies, which may all differ.
         per_position: bytes of keys and values of one position in every architecture; drafts of
             one architecture share them.
     """
@@ -91,21 +106,25 @@ def draft_memory(settings: TargetSettings, dtype: torch.dtype) -> DraftMemory:
     slots = 2 if settings.canary_share > 0.0 else 1
     weights, shapes = 0, set()
     for path, drafts in Counter(settings.drafts.values()).items():
-        weights += (drafts * slots + 1) * _num_elements(Path(path)) * dtype.itemsize
         if is_eagle(path):
             config = trunk_config(path)
+            elements = _num_elements(Path(path)) + draft_vocabulary_size(path) * config.hidden_size
         else:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
+            without = (EMBEDDING, HEAD) if has_shared_head(config) else ()
+            elements = _num_elements(Path(path), without)
+        weights += (drafts * slots + 1) * elements * dtype.itemsize
         shapes.add(tuple(kv_shapes(config)))
     return DraftMemory(weights, sum(position_bytes(each, dtype) for each in shapes))
 
 
-def _num_elements(folder: Path) -> int:
+def _num_elements(folder: Path, without: Collection[str] = ()) -> int:
     """Count the elements of a folder's safetensors files, reading their headers only."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(n).get_shape()) for n in file.keys())  # noqa: SIM118
+            names = set(file.keys()).difference(without)
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
     return total
 
 
@@ -191,11 +210,14 @@ def build_stacks(
     folders = [*settings.drafts.items(), *((name, path) for path, name in initial_names.items())]
     for name, path in folders:
         model: Any
+        ends: TargetEnds | None = None
+        if is_eagle(path) or shares_ends(path):
+            ends = _ends(settings, target, dtype, device)
         if is_eagle(path):
-            model = load_draft(path, settings.model_path, dtype, device, _ends(target)).eval()
+            model = load_draft(path, settings.model_path, dtype, device, ends).eval()
             model.requires_grad_(False)
         else:
-            model = load_causal_lm(path, dtype, device)
+            model = load_causal_lm(path, dtype, device, ends=ends)
         facts = {k: v for k, v in model.config.to_dict().items() if k not in _NON_ARCHITECTURE_KEYS}
         facts["eagle"] = isinstance(model, EagleDraft)
         key = json.dumps(facts, sort_keys=True, default=str)
@@ -226,9 +248,12 @@ def build_stacks(
     return stacks
 
 
-def _ends(target: ModelRunner | None) -> TargetEnds:
-    """Return the target's own embedding and head."""
-    assert target is not None
+def _ends(
+    settings: TargetSettings, target: ModelRunner | None, dtype: torch.dtype, device: torch.device
+) -> TargetEnds:
+    """Return the target's own embedding and head; a pool reads them from its files."""
+    if target is None:
+        return read_target_ends(settings.model_path, device, dtype)
     model = target.models[0]
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight

@@ -20,6 +20,7 @@ from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error, stack
 from paceline.actors.engine.native.library import Kernels, kernels_for
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
+from paceline.actors.weights.target_ends import SharedEmbedding
 
 
 class Norm:
@@ -209,7 +210,10 @@ class FusedDecoder:
         self._vocab, hidden = bodies[0].embed_tokens.weight.shape
         self.vocab_size = self._vocab
         self._tied = models[0].lm_head.weight is bodies[0].embed_tokens.weight
-        embeddings = stack([body.embed_tokens.weight for body in bodies])
+        # All models have the target's embedding and head, once.
+        self._shared = isinstance(bodies[0].embed_tokens, SharedEmbedding)
+        self._one = ExpertLayout([0], models[0].device)
+        embeddings = self._stack_embeddings(models)
         self._embeddings = embeddings.view(-1, hidden)
         self._head = self._make_head(models, embeddings)
         self._norm = Norm([body.norm for body in bodies])
@@ -220,7 +224,8 @@ class FusedDecoder:
         self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
         silu = models[0].config.hidden_act in ("silu", "swish")
         self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
-        self.refresh()
+        for linear in self._linears():
+            linear.pack()
 
     @property
     def count(self) -> int:
@@ -232,8 +237,16 @@ class FusedDecoder:
         linears = sum(linear.weight.nbytes for linear in self._linears())
         return linears + (0 if self._tied else self._embeddings.nbytes)
 
+    def _stack_embeddings(self, models: Sequence[Any]) -> Tensor:
+        tables = [model.model.embed_tokens.weight for model in models]
+        return tables[0][None] if self._shared else stack(tables)
+
     def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
-        return StackedLinear(embeddings) if self._tied else fuse([(m.lm_head,) for m in models])
+        if self._tied:
+            return StackedLinear(embeddings)
+        if self._shared:
+            return StackedLinear(models[0].lm_head.weight[None])
+        return fuse([(m.lm_head,) for m in models])
 
     def _linears(self) -> Iterator[StackedLinear]:
         yield self._head
@@ -243,7 +256,8 @@ class FusedDecoder:
     def refresh(self, expert: int | None = None) -> None:
         """Update packed weights after the parameters of one expert, or all, have changed."""
         for linear in self._linears():
-            linear.pack(expert)
+            if not (self._shared and linear is self._head):
+                linear.pack(expert)
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
         """Add models, one layer per iteration.
@@ -260,9 +274,11 @@ class FusedDecoder:
                 self._resize(i, models)
                 yield
             with restore_on_error(models):
-                embeddings = stack([model.model.embed_tokens.weight for model in models])
-                head = self._make_head(models, embeddings)
-                head.copy_packed(self._head, self._count)
+                embeddings, head = self._embeddings, self._head
+                if not self._shared:
+                    embeddings = self._stack_embeddings(models)
+                    head = self._make_head(models, embeddings)
+                    head.copy_packed(self._head, self._count)
                 norm = Norm([model.model.norm for model in models])
         except Exception:
             self._shrink(models[: self._count])
@@ -306,7 +322,8 @@ class FusedDecoder:
 
     def _logits(self, hidden: Tensor, layout: ExpertLayout) -> Tensor:
         """Compute ``[B, T, V]`` from ``[E', R*T, H]``."""
-        return resize_logits(layout.to_rows(self._head(hidden, layout)), self.vocab_size)
+        logits = self._head(hidden, self._one if self._shared else layout)
+        return resize_logits(layout.to_rows(logits), self.vocab_size)
 
     def _hidden(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
@@ -314,7 +331,8 @@ class FusedDecoder:
         """Return the input of the head, ``[E', R*(T or keep), H]``."""
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
-        x = functional.embedding(layout.embedding_ids(token_ids, self._vocab), self._embeddings)
+        ids = layout.embedding_ids(token_ids, 0 if self._shared else self._vocab)
+        x = functional.embedding(ids, self._embeddings)
         delta: Tensor | None = None
         for layer in self._layers:
             x, delta = layer(x, delta, step, layout, self._rotary, self._kernels)

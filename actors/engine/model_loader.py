@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from paceline.actors.engine.attention import ATTENTION_NAME
 from paceline.actors.weights.checkpoint import read_causal_lm
+from paceline.actors.weights.target_ends import TargetEnds, share_ends
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -44,6 +45,7 @@ def load_causal_lm(
     device: torch.device | str = "cpu",
     *,
     attention: str = ATTENTION_NAME,
+    ends: TargetEnds | None = None,
 ) -> Any:
     """Load a transformers causal LM in eval mode, see :func:`read_causal_lm`.
 
@@ -52,12 +54,15 @@ def load_causal_lm(
         dtype: of the weights.
         device: of the weights.
         attention: attention implementation; the engine's by default.
+        ends: of the target, in place of the model's own.
 
     Raises:
         ModelError: a tensor is missing or of another shape.
         OSError: there is no model.
     """
     model = read_causal_lm(path, dtype=dtype, attn_implementation=attention)
+    if ends is not None:
+        share_ends(model, ends)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -36,7 +36,7 @@ class Adapters:
             draft: a causal LM.
             rank: r.
             alpha: scale of the product, times r.
-            embeddings: whether the embedding is adapted too.
+            embeddings: whether the embedding is adapted too, if it is the draft's own.
 
         Raises:
             ValueError: for a draft without linear layers.
@@ -47,6 +47,7 @@ class Adapters:
         self._hooks: list[Any] = []
         draft.requires_grad_(False)
         head, table = draft.get_output_embeddings(), draft.get_input_embeddings()
+        embeddings = embeddings and isinstance(table, nn.Embedding)  # the draft's own
         noise = torch.Generator().manual_seed(0)
         for name, module in draft.named_modules():
             if isinstance(module, nn.Linear) and module is not head:

@@ -38,6 +38,7 @@ from paceline.actors.training.settings import DistillerSettings, ObjectiveSettin
 from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.weights.checkpoint import tied_names
 from paceline.actors.weights.eagle import VOCABULARY, EagleDraft, published_dtype
+from paceline.actors.weights.target_ends import SharedEmbedding, share_ends
 
 _STEPS = "steps"
 
@@ -431,9 +432,11 @@ class Distiller:
         own = self._engine.module.draft
         if isinstance(own, EagleDraft):
             return own.twin()
-        return AutoModelForCausalLM.from_config(own.config, attn_implementation="eager").to(
-            self.device, self.dtype
-        )
+        draft = AutoModelForCausalLM.from_config(own.config, attn_implementation="eager")
+        table = own.get_input_embeddings()
+        if isinstance(table, SharedEmbedding):
+            share_ends(draft, table.ends)
+        return draft.to(self.device, self.dtype)
 
     def served(self, state: Mapping[str, Tensor] | None) -> Any:
         """Another draft in eval mode with these weights (None: the initial ones)."""

@@ -13,8 +13,9 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training import eagle
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.branches import Packed, layout
-from paceline.actors.weights.checkpoint import ModelError, read_causal_lm
+from paceline.actors.weights.checkpoint import ModelError, has_shared_head, read_causal_lm
 from paceline.actors.weights.eagle import EagleDraft, is_eagle, load_draft
+from paceline.actors.weights.target_ends import read_target_ends, share_ends
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,17 @@ def load_trainable(path: str, target: str | None, dtype: torch.dtype, device: to
         ModelError: a tensor is missing or of another shape, or the draft is another target's.
     """
     if is_eagle(path):
-        if target is None:
-            raise ModelError(f"draft: {path} cannot be loaded without its target")
-        return load_draft(path, target, dtype, device)
-    return read_causal_lm(path, dtype=dtype, attn_implementation="eager").to(device)
+        return load_draft(path, _needed(target, path), dtype, device)
+    draft = read_causal_lm(path, dtype=dtype, attn_implementation="eager")
+    if has_shared_head(draft.config):
+        share_ends(draft, read_target_ends(_needed(target, path), device, dtype))
+    return draft.to(device)
+
+
+def _needed(target: str | None, path: str) -> str:
+    if target is None:
+        raise ModelError(f"draft: {path} cannot be loaded without its target")
+    return target
 
 
 def trains_on(draft: Any, record: ReplayRecord) -> bool:

@@ -95,7 +95,7 @@ def read_causal_lm(folder: str | Path, **options: Any) -> Any:
 
     Tensors that the model does not have are ignored, as transformers does. ``tie_word_embeddings``
     of its config says afterwards whether the head is the embedding: a head of other values in the
-    files unties it.
+    files unties it. One with ``head: shared`` in its config may lack embedding and head.
 
     Args:
         folder: of the model.
@@ -114,6 +114,32 @@ def read_causal_lm(folder: str | Path, **options: Any) -> Any:
         tied = head.weight is model.get_input_embeddings().weight
         model.config.tie_word_embeddings = tied
     return model
+
+
+def has_shared_head(config: Any) -> bool:
+    """Whether a causal LM shares its target's embedding and head, by its config."""
+    return getattr(config, "head", None) == "shared"
+
+
+def ends_of(model: Any) -> tuple[Any, Any]:
+    """A causal LM's embedding and head, as modules that another model's can replace.
+
+    Raises:
+        ModelError: they are more than tables.
+    """
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = type(table) is torch.nn.Embedding and type(head) is torch.nn.Linear
+    if not plain or head.bias is not None:
+        kind = model.config.model_type
+        raise ModelError(f"draft: head: shared: models of type {kind} cannot share them")
+    return table, head
+
+
+def end_names(model: Any) -> set[str]:
+    """Names of a causal LM's embedding and head; raises as :func:`ends_of`."""
+    ends = {id(end.weight) for end in ends_of(model)}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in ends}
 
 
 def tied_names(model: Any) -> set[str]:
@@ -164,6 +190,8 @@ def _loaded(kind: Any, folder: str | Path | None, name: str, **options: Any) -> 
         raise ModelError(
             f"{name}: the tensors of its files do not make up the model ({_first_line(error)})"
         ) from error
+    if has_shared_head(model.config):
+        info["missing_keys"] = set(info["missing_keys"]) - end_names(model)
     faults = _faults(info, model.state_dict())
     if faults:
         raise ModelError(f"{name}: {'; '.join(faults)}")

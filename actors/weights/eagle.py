@@ -13,8 +13,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from paceline.actors.weights.checkpoint import ModelError, weight_files
+from paceline.actors.weights.target_ends import (
+    EMBEDDING,
+    TargetEnds,
+    read_target_ends,
+    read_tensors,
+)
 
 MODEL_TYPE = "eagle"
 VOCABULARY = "vocabulary"
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_NORM = "model.norm.weight"
 _LAYERS = "model.layers."
 _MARKED_ROWS = 64
 _FACTS = {"target_mark", "draft_vocab_size", "trunk"}
@@ -45,37 +49,6 @@ def is_eagle(folder: str | Path) -> bool:
     return isinstance(facts, dict) and facts.get("model_type") == MODEL_TYPE
 
 
-@dataclass(frozen=True, slots=True)
-class TargetEnds:
-    """The parts of a target that its drafts share: V tokens, hidden states of size H.
-
-    Attributes:
-        embedding: ``[V, H]``.
-        head: ``[V, H]``; the embedding itself if the target ties them.
-    """
-
-    embedding: Tensor
-    head: Tensor
-
-    def __deepcopy__(self, _: dict[int, Any]) -> TargetEnds:
-        """Copies of a draft share them."""
-        return self
-
-
-@lru_cache(maxsize=4)  # the drafts of a process share them
-def read_target_ends(target: str, device: torch.device, dtype: torch.dtype) -> TargetEnds:
-    """Read a target's embedding and head from its files.
-
-    Raises:
-        ModelError: the files lack the embedding.
-    """
-    found = _read(target, lambda name: name in (_EMBEDDING, _HEAD))
-    if _EMBEDDING not in found:
-        raise ModelError(f"target: {target} has no {_EMBEDDING}, which an EAGLE draft shares")
-    own = {name: tensor.to(device, dtype) for name, tensor in found.items()}
-    return TargetEnds(own[_EMBEDDING], own.get(_HEAD, own[_EMBEDDING]))
-
-
 def target_mark(target: str | Path) -> str:
     """Mark of a target, by its config's sizes, final norm and some rows of its embedding.
 
@@ -87,18 +60,10 @@ def target_mark(target: str | Path) -> str:
     digest.update(json.dumps(sizes).encode())
     for file in weight_files(target, "target"):
         with safe_open(file, "pt") as tensors:
-            for name in sorted({_EMBEDDING, _NORM} & set(tensors.keys())):
+            for name in sorted({EMBEDDING, _NORM} & set(tensors.keys())):
                 rows = tensors.get_slice(name)[:_MARKED_ROWS]
                 digest.update(name.encode() + rows.float().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _read(folder: str | Path, wanted: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in weight_files(folder, "target"):
-        with safe_open(file, "pt") as tensors:
-            found |= {n: tensors.get_tensor(n) for n in tensors.keys() if wanted(n)}  # noqa: SIM118
-    return found
 
 
 _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -234,7 +199,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
     if getattr(trunk, "layer_types", None) is not None:
         trunk.layer_types = ["full_attention"] * layers
     prefixes = (_NORM, *(f"{_LAYERS}{layer}." for layer in range(layers)))
-    state = _read(target, lambda name: name.startswith(prefixes))
+    state = read_tensors(target, lambda name: name.startswith(prefixes))
     draft = EagleDraft(trunk, mark, len(vocabulary))
     own = {name.replace("model.", "trunk.", 1): tensor for name, tensor in state.items()}
     hidden = int(config.hidden_size)
@@ -353,6 +318,11 @@ def trunk_config(folder: str | Path) -> Any:
     return AutoConfig.for_model(trunk.pop("model_type"), **trunk)
 
 
+def draft_vocabulary_size(folder: str | Path) -> int:
+    """D, tokens that a folder's draft proposes from; raises as :func:`trunk_config`."""
+    return int(_facts(Path(folder))["draft_vocab_size"])
+
+
 def read_draft(folder: str | Path) -> EagleDraft:
     """Read what :func:`save_draft` wrote, in float32 and without the target's ends.
 
@@ -362,7 +332,8 @@ def read_draft(folder: str | Path) -> EagleDraft:
     """
     folder = Path(folder)
     facts = _facts(folder)
-    draft = EagleDraft(trunk_config(folder), facts["target_mark"], int(facts["draft_vocab_size"]))
+    size = draft_vocabulary_size(folder)
+    draft = EagleDraft(trunk_config(folder), facts["target_mark"], size)
     try:
         draft.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -18,7 +18,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from paceline.actors.weights.checkpoint import read_causal_lm, tied_names
+from paceline.actors.weights.checkpoint import (
+    end_names,
+    has_shared_head,
+    read_causal_lm,
+    tied_names,
+)
 from paceline.actors.weights.eagle import is_eagle, published_dtype, read_draft
 
 _CARRIERS: dict[torch.dtype, tuple[str, torch.dtype]] = {
@@ -152,8 +157,8 @@ def load_model(folder: str | Path) -> FlatWeights:
         state = read_draft(folder).state_dict()
         return flatten({name: t.to(published_dtype(t)) for name, t in state.items()})
     model = read_causal_lm(folder)
-    tied = tied_names(model)
-    return flatten({name: t for name, t in model.state_dict().items() if name not in tied})
+    left_out = end_names(model) if has_shared_head(model.config) else tied_names(model)
+    return flatten({name: t for name, t in model.state_dict().items() if name not in left_out})
 
 
 def load_safetensors(path: str | Path) -> FlatWeights:

@@ -117,9 +117,12 @@ def _check_fetched(key: str, name: str | None) -> None:
 
 def _check_draft(config: PacelineConfig, path: str, name: str) -> None:
     from paceline.actors.weights.eagle import check_made_for, is_eagle, read_draft
+    from paceline.actors.weights.target_ends import check_shared_ends, shares_ends
 
     if not is_eagle(path):
         check_tensors(path, f"draft {name}")
+        if shares_ends(path):
+            check_shared_ends(path, config.target_path, f"draft {name}")
         return
     if config.drafts.placement == "pool":
         raise ConfigError(

@@ -24,6 +24,7 @@ from paceline.actors.engine.model_runner import kv_shapes
 from paceline.actors.engine.native.library import kernels_for
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pending_updates import SwapWeights
+from paceline.actors.weights.eagle import VOCABULARY, new_draft, read_draft, save_draft
 
 
 @pytest.mark.parametrize("max_model_len", [4, 8, 12, None])
@@ -119,6 +120,32 @@ def test_the_default_kv_cache_fits_the_free_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(meminfo, tmp_path) == 64 * 1024
     assert free_memory(tmp_path / "none", tmp_path) > 2**20
+
+
+@pytest.mark.parametrize("canary", [0.0, 0.1])
+def test_the_memory_of_eagle_drafts_has_the_rows_of_the_head_that_each_may_need(
+    tmp_path: Path, canary: float
+) -> None:
+    target = save_tiny(tmp_path / "t", 1)
+    save_draft(new_draft(target, vocabulary=torch.arange(50, dtype=torch.int32)), tmp_path / "d")
+    folder = str(tmp_path / "d")
+    drafts = {"general": folder, "sql": folder}
+    settings = TargetSettings(
+        str(target), drafts, dtype="float32", num_threads=1, max_num_seqs=1, canary_share=canary
+    )
+    engine, _, _ = build_engine(settings)
+    stack = engine.draft_runner._proposer._stacks["sql"]  # type: ignore[attr-defined]
+    slots = [name for name in stack.names if "@0" not in name]
+    for i, name in enumerate(slots):  # of vocabularies that all differ
+        state = read_draft(folder).state_dict()
+        state[VOCABULARY] = state[VOCABULARY] + i + 1
+        engine.updates.put(SwapWeights(name, 1, state))
+    run(engine, [request("r", [5, 6], draft="sql")])
+    heads = [head.linear.weight for head in stack.runner.decoder._heads.values()]
+    assert len(heads) == len(stack.names) == (3 if canary == 0.0 else 5)
+    own = [tensor for model in stack.runner.models for tensor in model.state_dict().values()]
+    weights = sum(tensor.nbytes for tensor in (*own, *heads))
+    assert draft_memory(settings, torch.float32).weights == weights
 
 
 @pytest.mark.parametrize("canary", [0.0, 0.1])

@@ -360,7 +360,7 @@ def test_the_first_draft_is_the_targets_first_layer(target: Path) -> None:
 
 
 def load_draft_ends(target: Path) -> Any:
-    from paceline.actors.weights.eagle import read_target_ends
+    from paceline.actors.weights.target_ends import read_target_ends
 
     return read_target_ends(str(target), torch.device("cpu"), torch.float32)
 

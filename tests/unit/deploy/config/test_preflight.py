@@ -112,6 +112,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
             with_config(max_position_embeddings=512),
             "set target.max_model_len to 512 or less",
         ),
+        (
+            "drafts.general",
+            "draft-general",
+            with_config(head="shared"),
+            "draft general: head: shared: its hidden_size is 256, the target's 384",
+        ),
         ("router.path", "router", write("config.json", "{"), "router: "),
         ("router.path", "router", with_config(id2label=None), "names no topics"),
         ("router.path", "router", with_config(min_confidence="high"), "min_confidence"),
