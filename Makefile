@@ -1,6 +1,6 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
-#   make experts | make bench-decode ARGS="--quick" | bench-memory | bench-placement | bench-faults
+#   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-placement | bench-faults
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa
 #   make bench-routes | bench-router | bench-traffic | bench-idle | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
@@ -25,7 +25,7 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve experts bench-decode bench-memory bench-placement bench-faults soak \
+.PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-placement bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-router bench-traffic \
 	bench-idle bench-proof test test-full test-cluster test-gpu check format clean
 
@@ -80,6 +80,12 @@ experts: setup
 
 bench-decode: setup
 	@$(PY) benchmarks/decode.py $(ARGS)
+
+# Paceline over HTTP against llama.cpp, OpenVINO, vLLM and transformers: all modes of each on the same
+# weights, ARGS="--target FOLDER_OR_GGUF --data FOLDER --experts FOLDER". Their environments (5 GB) are
+# made once in Paceline's cache.
+bench-peers: setup
+	@PYTHONPATH=benchmarks $(PY) -m peers $(ARGS)
 
 # Requests that fit in 1 GiB of keys and values.
 bench-memory: setup

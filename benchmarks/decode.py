@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import peers
+import generate
 import phases
 import torch
 from decoding import Cell, Served, Variant, load_engine, make_blocks, run_cell, run_pairs, summary
@@ -109,15 +109,15 @@ class Bench:
         fixed, auto = engine(0), engine(None)
         self.memory["with two engines"] = rss_mib()
         self.engines = {AUTO: auto, OFF: fixed}
-        self.generate = peers.Generate(self.target)
-        self.continuous = peers.Continuous(load(target))
+        self.generate = generate.Generate(self.target)
+        self.continuous = generate.Continuous(load(target))
         self.auto, self.off = Served(AUTO, auto, None), Served(OFF, fixed, 0)
         self.fixed = [Served(f"paceline k={k}", fixed, k) for k in FIXED]
         gc.freeze()  # collections between runs can skip what is loaded
 
-    def assisted(self, k: int) -> peers.Assisted:
+    def assisted(self, k: int) -> generate.Assisted:
         """Assisted generation with a constant number of draft tokens."""
-        return peers.Assisted(f"assisted k={k}", self.target, self.experts, tokens=k)
+        return generate.Assisted(f"assisted k={k}", self.target, self.experts, tokens=k)
 
     def pilot(self, temperature: float) -> tuple[int, dict[int, float]]:
         """Best constant k of assisted generation on prompts that are not measured, and all."""

@@ -1,0 +1,211 @@
+"""Paceline over HTTP against what a user would pick instead, on the same weights.
+
+    make bench-peers ARGS="--quick"
+
+The same weights, prompts (as token ids), lengths, threads and client for all; blocks of a few
+prompts in turns, in which every other server is suspended. Blocks that are there are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Store, digest, machine, rotation, say, show, write
+from harness import arguments as common_arguments
+from prompts import Prompt, bench_texts, encode
+from tqdm import tqdm
+
+from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.deploy import model_store
+from peers import report
+from peers.catalogue import PEERS, PLAIN, Peer, Setup
+from peers.environments import PeerError, versions
+from peers.fleet import Fleet
+from peers.load import Reply, Work
+
+_CONTEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Requests in flight, and temperature (0 is greedy)."""
+
+    in_flight: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Prompts of one topic that every peer answers once; no other block has them."""
+
+    number: int
+    topic: str
+    prompts: tuple[Prompt, ...]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments(__doc__, "quick", "out", "published")
+    parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
+    parser.add_argument("--target", default="smollm2", help="as target.path")
+    parser.add_argument("--experts", type=Path, help="a trained state, or a draft per topic")
+    parser.add_argument("--draft", type=Path, help="draft model for the peers, as a folder")
+    parser.add_argument("--peers", nargs="+", help="those whose names have one of these words")
+    parser.add_argument("--in-flight", type=int, nargs="+")
+    parser.add_argument("--temperatures", type=float, nargs="+")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (128; quick: 96)")
+    parser.add_argument("--blocks", type=int, help="per topic (3; quick: 1)")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args(argv)
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """All cells of a run, in order."""
+    levels = options.in_flight or ((1, 8) if options.quick else (1, 4, 8, 16))
+    temperatures = options.temperatures or ((0.0,) if options.quick else (0.0, 0.8))
+    return [Cell(level, t) for t in temperatures for level in levels]
+
+
+def blocks_of(
+    prompts: Mapping[str, Sequence[Prompt]], cells: Sequence[Cell], per_topic: int
+) -> dict[Cell, list[Block]]:
+    """Blocks of every cell, the topics taking turns; no prompt is in two, so that no cache helps.
+
+    Raises:
+        ValueError: there are too few prompts.
+    """
+    needed = per_topic * sum(max(cell.in_flight, 2) for cell in cells)
+    if short := [topic for topic, own in prompts.items() if len(own) < needed]:
+        raise ValueError(f"{', '.join(short)}: fewer than {needed} prompts")
+    queues = {topic: iter(own) for topic, own in prompts.items()}
+    return {
+        cell: [
+            Block(turn * len(queues) + at, topic, tuple(_take(queue, max(cell.in_flight, 2))))
+            for turn in range(per_topic)
+            for at, (topic, queue) in enumerate(queues.items())
+        ]
+        for cell in cells
+    }
+
+
+def _take(queue: Any, count: int) -> list[Prompt]:
+    return [next(queue) for _ in range(count)]
+
+
+def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, tokens: int) -> Any:
+    """Every peer's replies to one block, one peer after another."""
+    work = Work([p.token_ids for p in block.prompts], tokens, cell.temperature, cell.in_flight)
+    found: dict[str, Any] = {}
+    for peer in rotation(peers, block.number):
+        if cell.in_flight > peer.most:
+            continue
+        try:
+            found[peer.name] = _figures(fleet.run(peer.name, work))
+        except PeerError as error:
+            found[peer.name] = {"failed": str(error)}
+    return {"topic": block.topic, "peers": found}
+
+
+def _figures(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Figures of a block: seconds from the first sending to the last event, and per request."""
+    ends = [reply.last for reply in replies if reply.last is not None]
+    waits = np.array([wait for reply in replies for wait in reply.waits_s])
+    return {
+        "tokens": sum(reply.tokens for reply in replies),
+        "seconds": max(ends) - min(reply.sent for reply in replies),
+        "ttft_s": [round(reply.ttft_s, 5) for reply in replies],
+        "tpot_s": [round(reply.tpot_s, 6) for reply in replies],
+        "longest_waits_s": np.sort(waits)[::-1][: max(len(waits) // 50, 1)].round(5).tolist(),
+        "waits": len(waits),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 1 if Paceline itself could not be measured."""
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    target = model_store.fetch(options.target, say, "--target")
+    cells = cells_of(options)
+    blocks = options.blocks or (1 if options.quick else 3)
+    tokens = options.max_tokens or (96 if options.quick else 128)
+    prompts = {
+        topic: own
+        for topic, own in encode(load_tokenizer(target), bench_texts(options.data)).items()
+        if own
+    }
+    plan = blocks_of(prompts, cells, blocks)
+    peers = [peer for peer in PEERS if _is_wanted(peer, options)]
+    out = options.out / "peers"
+    work = (out / "work").absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    slots = max(cell.in_flight for cell in cells)
+    setup = Setup(target, options.threads, slots, _CONTEXT, options.experts, options.draft, work)
+    store = Store(out / "units", options.published)
+    shared = {
+        "target": target.name,
+        "threads": options.threads,
+        "slots": slots,
+        "tokens": tokens,
+        "peers": [peer.name for peer in peers],
+        "experts": None if options.experts is None else str(options.experts),
+        "draft": None if options.draft is None else str(options.draft),
+    }
+    before, fleet = machine(), Fleet(peers, setup)
+    units: dict[Cell, list[Any]] = {}
+    try:
+        for cell in tqdm(cells, desc="cells"):
+            for block in tqdm(plan[cell], desc=str(cell), leave=False):
+                ids = digest({"ids": [p.token_ids for p in block.prompts]})
+                settings = shared | asdict(cell) | {"block": block.number, "prompts": ids}
+                unit = store.unit(
+                    "peers",
+                    settings,
+                    lambda c=cell, b=block: measure(fleet, peers, c, b, tokens),  # type: ignore[misc]
+                )
+                units.setdefault(cell, []).append(unit | {"block": block.number})
+    finally:
+        fleet.stop()
+    figures = {
+        "machine": before,
+        "load_average_after": machine()["load_average"],
+        "settings": shared
+        | {"quick": options.quick, "blocks": blocks, "context": _CONTEXT}
+        | {"data": "self-written" if options.data is None else options.data.name},
+        "cells": [asdict(cell) | report.summary(own, peers) for cell, own in units.items()],
+        "servers": {
+            name: asdict(server.facts)
+            for name, server in fleet.servers.items()
+            if server.facts.start_s
+        },
+        "failed": report.failures(units.values()),
+        "versions": _versions(peers),
+    }
+    write(options.out / "peers.json", figures)
+    for cell in figures["cells"]:
+        title = f"{cell['in_flight']} in flight, temperature {cell['temperature']:g}"
+        show(title, report.rows(cell))
+    show("Wanted", report.bars(figures["cells"]))
+    print(report.markdown(figures), flush=True)  # noqa: T201
+    for name, cause in figures["failed"].items():
+        say(f"not measured: {name}: {cause}")
+    return int(PLAIN in figures["failed"])
+
+
+def _is_wanted(peer: Peer, options: argparse.Namespace) -> bool:
+    if options.peers is not None:
+        return any(word.lower() in peer.name.lower() for word in options.peers)
+    return peer.main or not options.quick
+
+
+def _versions(peers: Sequence[Peer]) -> dict[str, Mapping[str, str]]:
+    environments = {p.environment for p in peers if p.environment is not None}
+    return {each.name: versions(each) for each in environments}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

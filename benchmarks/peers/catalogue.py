@@ -1,0 +1,242 @@
+"""What is compared: Paceline's modes and the peers, each as the command that serves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, PeerError, python_of
+from peers.weights import bf16_gguf, checkpoint, openvino_ir, own_gguf
+
+HOSTS = Path(__file__).parent / "hosts"
+MODEL_NAME = "paceline"  # what requests name
+PLAIN, ALONE = "Paceline, no drafts", "Paceline's engine alone, no drafts"
+DAY0, LEARNT, AUTO = "Paceline, day-0 draft", "Paceline, learnt drafts", "Paceline, defaults"
+LLAMA_BF16 = "llama.cpp, bf16"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every server gets.
+
+    Attributes:
+        target: its folder.
+        threads: of each.
+        slots: requests at once at most.
+        context: tokens of a request at most.
+        experts: folder of a trained state, or of a draft per topic; None if there is none.
+        draft: folder of a draft model for the peers; None if there is none.
+        work: folder of configurations, states and logs of this run.
+    """
+
+    target: Path
+    threads: int
+    slots: int
+    context: int
+    experts: Path | None
+    draft: Path | None
+    work: Path
+
+
+Command = Callable[[Setup, int], list[str]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to serve the target.
+
+    Attributes:
+        name: shown.
+        command: of its server, from the setup and a port. It raises PeerError if it cannot be had.
+        environment: what it runs in; None is Paceline's own.
+        same_weights: bfloat16 and plain decoding, so that its speed is that of its kernels.
+        most: requests in flight that it takes at once.
+        main: whether it is part of a quick run.
+        body: fields that its requests need.
+        variables: of its process.
+        over_http: False is driven through its standard input.
+        ours: whether it is Paceline.
+    """
+
+    name: str
+    command: Command
+    environment: Environment | None = None
+    same_weights: bool = False
+    most: int = 1000
+    main: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    over_http: bool = True
+    ours: bool = False
+
+
+def _paceline(name: str, threads: int | None = None, **sections: Any) -> Command:
+    """``paceline serve`` with these sections; ``drafts: learnt`` stands for the trained state."""
+
+    def command(setup: Setup, port: int) -> list[str]:
+        file = _configuration(setup, name, port, threads or setup.threads, sections)
+        return [sys.executable, "-m", "paceline.deploy.cli.main", "serve", str(file)]
+
+    return command
+
+
+def _learnt(setup: Setup, port: int) -> list[str]:
+    if setup.experts is None:
+        raise PeerError("no trained state was given: --experts FOLDER")
+    sections: dict[str, Any] = {"training": {"enabled": False}}
+    paths = {each.parent.name: str(each.parent) for each in setup.experts.glob("*/config.json")}
+    if paths:
+        sections["drafts"] = {"paths": paths, "topics": sorted(paths)}
+    else:
+        state = setup.work / "learnt-state"
+        shutil.rmtree(state, ignore_errors=True)
+        shutil.copytree(setup.experts, state)  # a server writes into its own
+        sections["state_dir"] = str(state)
+    return _paceline("learnt", **sections)(setup, port)
+
+
+def _alone(setup: Setup, port: int) -> list[str]:
+    sections = {"drafts": {"general": "none"}}
+    file = _configuration(setup, "alone", port, setup.threads, sections)
+    return [sys.executable, str(HOSTS / "engine_alone.py"), str(file)]
+
+
+def _configuration(
+    setup: Setup, name: str, port: int, threads: int, sections: Mapping[str, Any]
+) -> Path:
+    state = setup.work / f"{name}-state"
+    shutil.rmtree(state, ignore_errors=True) if "state_dir" not in sections else None
+    target = {
+        "path": str(setup.target),
+        "num_threads": threads,
+        "max_num_seqs": setup.slots,
+        "max_model_len": setup.context,
+    }
+    ray = {"dashboard": False, "object_store_mb": 200}
+    common = {"port": port, "model_name": MODEL_NAME, "target": target, "ray": ray}
+    file = setup.work / f"{name}.yaml"  # JSON is YAML
+    file.write_text(json.dumps(common | {"state_dir": str(state)} | sections), encoding="utf-8")
+    return file
+
+
+def _llama(
+    weights: Callable[[Path], Path], *options: str, draft: bool = False, threads: int | None = None
+) -> Command:
+    def command(setup: Setup, port: int) -> list[str]:
+        python = python_of(LLAMA_CPP)
+        own = [*options, *(["--draft", str(bf16_gguf(_draft(setup)))] if draft else [])]
+        limits = ["--slots", str(setup.slots), "--context", str(setup.context)]
+        command = [str(python), str(HOSTS / "serve_llamacpp.py"), str(weights(setup.target))]
+        return [*command, *_common(setup, port, threads), *limits, *own]
+
+    return command
+
+
+def _openvino(weight_format: str, *options: str, draft: bool = False) -> Command:
+    def command(setup: Setup, port: int) -> list[str]:
+        python, model = python_of(OPENVINO), openvino_ir(setup.target, weight_format)
+        own = [*options]
+        if draft:
+            own += ["--draft", str(openvino_ir(_draft(setup), weight_format))]
+        command = [str(python), str(HOSTS / "serve_openvino.py"), str(model)]
+        return [*command, *_common(setup, port), "--slots", str(setup.slots), *own]
+
+    return command
+
+
+def _transformers(mode: str) -> Command:
+    def command(setup: Setup, port: int) -> list[str]:
+        own = ["--mode", mode, *(["--draft", str(_draft(setup))] if mode == "draft" else [])]
+        limits = ["--slots", str(setup.slots), "--context", str(setup.context)]
+        command = [sys.executable, str(HOSTS / "serve_transformers.py")]
+        command += [str(checkpoint(setup.target))]
+        return [*command, *_common(setup, port), *limits, *own]
+
+    return command
+
+
+def _vllm(**speculative: Any) -> Command:
+    def command(setup: Setup, port: int) -> list[str]:
+        command = [str(python_of(VLLM)), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(checkpoint(setup.target)), "--served-model-name", MODEL_NAME]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+        command += ["--max-model-len", str(setup.context), "--max-num-seqs", str(setup.slots)]
+        command += ["--generation-config", "vllm", "--kv-cache-memory-bytes", str(2**29)]
+        own = ["--speculative-config", json.dumps(speculative)] if speculative else []
+        return [*command, *own]
+
+    return command
+
+
+def _draft(setup: Setup) -> Path:
+    if setup.draft is None:
+        raise PeerError("no draft model with the target's vocabulary was given: --draft FOLDER")
+    return setup.draft
+
+
+def _common(setup: Setup, port: int, threads: int | None = None) -> list[str]:
+    return ["--port", str(port), "--threads", str(threads or setup.threads)]
+
+
+_OURS: dict[str, Any] = {"ours": True, "body": {"model": MODEL_NAME}}
+_LLAMA: dict[str, Any] = {"environment": LLAMA_CPP}
+_OPENVINO: dict[str, Any] = {"environment": OPENVINO}
+_VLLM: dict[str, Any] = {
+    "environment": VLLM,
+    "body": {"model": MODEL_NAME},
+    "variables": {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+}
+_NO_TRAINING = {"training": {"enabled": False}}
+
+PEERS: tuple[Peer, ...] = (
+    Peer(PLAIN, _paceline("plain", drafts={"general": "none"}), main=True, **_OURS),
+    Peer(DAY0, _paceline("day0", **_NO_TRAINING), main=True, **_OURS),
+    Peer(LEARNT, _learnt, main=True, **_OURS),
+    Peer(AUTO, _paceline("auto"), main=True, **_OURS),
+    Peer(f"{PLAIN}, 1 thread", _paceline("single", 1, drafts={"general": "none"}), **_OURS),
+    Peer(ALONE, _alone, main=True, ours=True, over_http=False),
+    Peer(LLAMA_BF16, _llama(bf16_gguf), same_weights=True, main=True, **_LLAMA),
+    Peer(f"{LLAMA_BF16}, 1 thread", _llama(bf16_gguf, threads=1), **_LLAMA),
+    Peer("llama.cpp, the checkpoint's own file", _llama(own_gguf), main=True, **_LLAMA),
+    Peer("llama.cpp, that file, n-grams", _llama(own_gguf, "--speculative", "NGRAM_MOD"), **_LLAMA),
+    Peer("llama.cpp, bf16, n-grams", _llama(bf16_gguf, "--speculative", "NGRAM_MOD"), **_LLAMA),
+    Peer(
+        "llama.cpp, bf16, draft model",
+        _llama(bf16_gguf, "--speculative", "DRAFT_SIMPLE", draft=True),
+        **_LLAMA,
+    ),
+    Peer("OpenVINO, bf16", _openvino("fp16"), same_weights=True, main=True, **_OPENVINO),
+    Peer("OpenVINO, int8", _openvino("int8"), main=True, **_OPENVINO),
+    Peer("OpenVINO, int8, prompt lookup", _openvino("int8", "--lookup"), **_OPENVINO),
+    Peer("OpenVINO, int8, draft model", _openvino("int8", draft=True), **_OPENVINO),
+    Peer("vLLM, bf16", _vllm(), same_weights=True, main=True, **_VLLM),
+    Peer(
+        "vLLM, bf16, n-grams",
+        _vllm(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2),
+        **_VLLM,
+    ),
+    Peer("transformers, generate", _transformers("generate"), same_weights=True, most=1),
+    Peer("transformers, prompt lookup", _transformers("lookup"), most=1),
+    Peer("transformers, assisted", _transformers("draft"), most=1),
+    Peer("transformers, continuous batching", _transformers("continuous"), same_weights=True),
+)
+
+
+def variables_of(peer: Peer, setup: Setup) -> dict[str, str]:
+    """Environment of a peer's process: its own number of threads, no hub, no usage statistics."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))
+    }
+    own = {"HF_HUB_OFFLINE": "1", **peer.variables}
+    if peer.environment is VLLM:
+        own |= {"OMP_NUM_THREADS": str(setup.threads)}
+        own |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}"}
+    if peer.environment is not None:
+        inherited.pop("PYTHONPATH", None)
+    return inherited | own

@@ -1,0 +1,325 @@
+"""The servers of a run: started when they are needed, stopped in their tracks between turns.
+
+All that fit in memory stay alive; those that start fastest make room for others.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from harness import say
+
+from peers import load
+from peers.catalogue import Peer, Setup, variables_of
+from peers.environments import PeerError, last_line
+from peers.load import Reply, Work
+
+_START_S = 420.0
+_STOP_S = 60.0
+_IDLE_S = 2.0
+_UNKNOWN_MIB = 3500.0  # of a server that was never started
+_RESERVE_MIB = 2500.0  # of the machine's memory: Ray kills at 95 %
+_FASTEST_WORST = 2.0  # tokens/s of a request, for the limit of a block's time
+_MIB = 2.0**20
+
+
+@dataclass
+class Facts:
+    """What was seen of a server.
+
+    Attributes:
+        start_s: seconds from its start to its first answer.
+        memory_mib: of all its processes, shared pages in proportion.
+        idle_cores: that it uses without any request.
+    """
+
+    start_s: float = 0.0
+    memory_mib: float = 0.0
+    idle_cores: float = 0.0
+
+
+class Server:
+    """A peer's processes.
+
+    Args:
+        peer: its catalogue entry.
+        setup: of the run.
+    """
+
+    def __init__(self, peer: Peer, setup: Setup) -> None:
+        self.peer, self.facts = peer, Facts()
+        self._setup = setup
+        slug = "".join(c if c.isalnum() else "-" for c in peer.name)
+        self._log = setup.work / f"{slug}.log"
+        self._process: subprocess.Popen[str] | None = None
+        self._url = ""
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs, or is suspended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it and wait for its first answer.
+
+        Raises:
+            PeerError: it cannot be had, ended, or took too long.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = self.peer.command(self._setup, port)
+        self._url = f"http://127.0.0.1:{port}"
+        say(f"  starting {self.peer.name}")
+        began = time.monotonic()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if self.peer.over_http else subprocess.PIPE,
+                stdout=log if self.peer.over_http else subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=variables_of(self.peer, self._setup),
+                start_new_session=True,
+            )
+        try:
+            self._wait(began + _START_S)
+            self.warm_up()
+            first, self.facts.start_s = self.facts.start_s == 0.0, time.monotonic() - began
+            if first:
+                used = _seconds(self.tree())
+                time.sleep(_IDLE_S)
+                self.facts.idle_cores = round((_seconds(self.tree()) - used) / _IDLE_S, 3)
+        except PeerError:
+            self.stop()
+            raise
+
+    def _wait(self, deadline: float) -> None:
+        if not self.peer.over_http:
+            self._lines = queue.SimpleQueue()
+            threading.Thread(target=self._read, args=(self._lines,), daemon=True).start()
+            self._next_line(deadline - time.monotonic())
+            return
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self._url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                pass
+            if not self.alive:
+                raise self._ended()
+            if time.monotonic() > deadline:
+                raise PeerError(f"no answer within {_START_S:.0f} s")
+            time.sleep(0.2)
+
+    def _read(self, lines: queue.SimpleQueue[str]) -> None:
+        assert self._process is not None
+        for line in self._process.stdout or ():
+            lines.put(line)
+        lines.put("")
+
+    def _next_line(self, timeout_s: float) -> str:
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty as error:
+            raise PeerError(f"no answer within {timeout_s:.0f} s") from error
+        if not line:
+            raise self._ended()
+        return line
+
+    def _ended(self) -> PeerError:
+        """How the server ended: its exit status, and the line of its log that says why."""
+        assert self._process is not None
+        log = self._log.read_text(encoding="utf-8", errors="replace")
+        return PeerError(f"ended with {self._process.wait()}: {last_line(log)}")
+
+    def warm_up(self) -> None:
+        """A short answer: what was suspended finds its pages and timers again.
+
+        Raises:
+            PeerError: see run.
+        """
+        self.run(Work([[1, 2, 3, 4, 5, 6, 7, 8]], 8, 0.0, 1))
+
+    def run(self, work: Work) -> list[Reply]:
+        """Replies to a block.
+
+        Raises:
+            PeerError: a request failed, the server ended, or it took too long.
+        """
+        limit = 60.0 + len(work.prompts) * work.max_tokens / _FASTEST_WORST / work.at_once
+        try:
+            if self.peer.over_http:
+                return load.answer(self._url, work, self.peer.body, limit)
+            assert self._process is not None
+            assert self._process.stdin is not None
+            block = {name: getattr(work, name) for name in Work.__slots__}
+            self._process.stdin.write(json.dumps(block) + "\n")
+            self._process.stdin.flush()
+            return [Reply(**reply) for reply in json.loads(self._next_line(limit))]
+        except (PeerError, OSError) as error:
+            if self.alive:
+                raise PeerError(str(error)) from error
+            raise self._ended() from error
+
+    def tree(self) -> list[psutil.Process]:
+        """Its processes, the first one first."""
+        if self._process is None:
+            return []
+        try:
+            first = psutil.Process(self._process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def suspend(self) -> None:
+        """Stop all its processes where they are; note their memory."""
+        tree = self.tree()
+        self.facts.memory_mib = round(_memory_mib(tree), 0)
+        _signal(tree, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        _signal(self.tree(), signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it: as it wishes, then by force."""
+        tree = self.tree()
+        if self._process is None:
+            return
+        _signal(tree, signal.SIGCONT)
+        _signal(tree[:1], signal.SIGINT if self.peer.ours else signal.SIGTERM)
+        _, left = psutil.wait_procs(tree, timeout=_STOP_S)
+        _signal(left, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+
+class Fleet:
+    """All servers of a run.
+
+    Args:
+        peers: to serve.
+        setup: of the run.
+
+    Attributes:
+        failed: name of a peer that cannot be had, or died twice, to the cause.
+    """
+
+    def __init__(self, peers: Sequence[Peer], setup: Setup) -> None:
+        self.servers = {peer.name: Server(peer, setup) for peer in peers}
+        self.failed: dict[str, str] = {}
+        self._pids = setup.work / "processes.json"
+        _end_leftovers(self._pids)
+
+    def run(self, name: str, work: Work) -> list[Reply]:
+        """Replies of a peer to a block; the others are suspended meanwhile.
+
+        Raises:
+            PeerError: it failed twice; it is not tried again.
+        """
+        if name in self.failed:
+            raise PeerError(self.failed[name])
+        server = self.servers[name]
+        for attempt in (1, 2):
+            try:
+                self._ready(server)
+                replies = server.run(work)
+                break
+            except PeerError as error:
+                say(f"  {name}: {error}")
+                server.stop()
+                if attempt == 2 or server.facts.start_s == 0.0:
+                    self.failed[name] = str(error)
+                    raise
+        server.suspend()
+        self._note()
+        return replies
+
+    def _ready(self, server: Server) -> None:
+        if server.alive:
+            server.resume()
+            server.warm_up()
+            return
+        needed = server.facts.memory_mib or _UNKNOWN_MIB
+        by_start = sorted(self.servers.values(), key=lambda each: each.facts.start_s)
+        idle = [each for each in by_start if each.alive]
+        while idle and _available_mib() < needed + _RESERVE_MIB:
+            say(f"  stopping {idle[0].peer.name}: memory is short")
+            idle.pop(0).stop()
+        server.start()
+        self._note()
+
+    def _note(self) -> None:
+        """Write down all processes: a run that is killed leaves them suspended."""
+        processes = [p for server in self.servers.values() for p in server.tree()]
+        noted = [[p.pid, p.create_time()] for p in processes if p.is_running()]
+        self._pids.write_text(json.dumps(noted), encoding="utf-8")
+
+    def stop(self) -> None:
+        """End all servers."""
+        for server in self.servers.values():
+            server.stop()
+        self._pids.unlink(missing_ok=True)
+
+
+def _end_leftovers(file: Path) -> None:
+    """End what a killed run has left, the same processes only."""
+    try:
+        noted = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    for pid, created in noted:
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                process.kill()
+        except psutil.Error:
+            continue
+
+
+def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.Error:
+            continue
+
+
+def _seconds(processes: Sequence[psutil.Process]) -> float:
+    total = 0.0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def _memory_mib(processes: Sequence[psutil.Process]) -> float:
+    total = 0.0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss / _MIB
+        except psutil.Error:
+            continue
+    return total
+
+
+def _available_mib() -> float:
+    return float(psutil.virtual_memory().available / _MIB)

@@ -1,0 +1,62 @@
+"""Paceline's engine without HTTP, Ray and events: reads blocks of prompts, writes their timings.
+
+A line of JSON on stdin per block: prompts, max_tokens, temperature, at_once. A line on stdout:
+the replies' fields.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from decoding import drive
+from harness import say
+from peers.load import Reply
+
+from paceline.actors.engine.build import build_engine
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.deploy.config.config import load_config
+from paceline.deploy.config.replica_settings import target_settings
+from paceline.deploy.draft_store import fetch_models
+
+
+def answer(engine: Engine, block: dict[str, Any]) -> list[Reply]:
+    """Replies to a block's prompts, in order."""
+    began = time.monotonic()
+    replies = [Reply(began) for _ in block["prompts"]]
+    sampling = SamplingParams(
+        block["max_tokens"], temperature=block["temperature"], ignore_eos=True
+    )
+    requests = [
+        GenerationRequest(str(index), tuple(prompt), sampling)
+        for index, prompt in enumerate(block["prompts"])
+    ]
+    for output in drive(engine, requests, block["at_once"]):
+        reply = replies[int(output.request_id)]
+        if output.chunk.token_ids:
+            reply.event(time.monotonic())
+            reply.tokens += len(output.chunk.token_ids)
+        if output.chunk.finish_reason is not None and block["at_once"] == 1:
+            following = int(output.request_id) + 1
+            if following < len(replies):
+                replies[following].sent = time.monotonic()
+    return replies
+
+
+def main(argv: Sequence[str]) -> None:
+    config = fetch_models(load_config(Path(argv[0])), say)
+    engine, _, _ = build_engine(target_settings(config))
+    print("ready", flush=True)  # noqa: T201
+    for line in sys.stdin:
+        replies = answer(engine, json.loads(line))
+        print(json.dumps([asdict(reply) for reply in replies]), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,128 @@
+"""The client of every server: streamed completions of token ids, timed event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from peers.environments import PeerError
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(slots=True)
+class Reply:
+    """Reply to one request; times are of ``time.monotonic``.
+
+    Attributes:
+        sent: when.
+        first: time of the first event with tokens.
+        last: time of the last one.
+        tokens: generated, by the server's count.
+        waits_s: between events with tokens.
+    """
+
+    sent: float
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+    waits_s: list[float] = field(default_factory=list)
+
+    def event(self, now: float) -> None:
+        """Note an event with tokens."""
+        if self.last is None:
+            self.first = now
+        else:
+            self.waits_s.append(now - self.last)
+        self.last = now
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return (self.first or self.sent) - self.sent
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per token after the first."""
+        return ((self.last or 0.0) - (self.first or 0.0)) / max(self.tokens - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A block of prompts, ``at_once`` of them in flight."""
+
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int
+    temperature: float
+    at_once: int
+
+
+async def _ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
+    reply = Reply(time.monotonic())
+    async with http.stream("POST", COMPLETIONS, json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            text = (await response.aread()).decode("utf-8", "replace")
+            raise PeerError(f"HTTP {response.status_code}: {text[:200]}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            if '"error"' in line and '"choices"' not in line:
+                raise PeerError(line[:300])
+            if '"choices":[]' not in line and '"choices": []' not in line:
+                reply.event(time.monotonic())
+            if '"usage":{' in line or '"usage": {' in line:
+                usage = json.loads(line.removeprefix("data: "))["usage"]
+                reply.tokens = usage["completion_tokens"]
+    if reply.first is None or not reply.tokens:
+        raise PeerError("an answer without tokens, or without their count")
+    return reply
+
+
+async def _run(url: str, work: Work, extra: Mapping[str, Any]) -> list[Reply]:
+    gate = asyncio.Semaphore(work.at_once)
+    # A connection per request: llama.cpp's server sometimes ends one that is to be used again.
+    limits, timeout = httpx.Limits(max_keepalive_connections=0), httpx.Timeout(60, read=None)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as http:
+
+        async def one(prompt: Sequence[int]) -> Reply:
+            async with gate:
+                body = {
+                    "prompt": list(prompt),
+                    "max_tokens": work.max_tokens,
+                    "temperature": work.temperature,
+                    "top_p": 1.0,
+                    "top_k": 0,
+                    "min_p": 0.0,
+                    "ignore_eos": True,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+                return await _ask(http, body | dict(extra))
+
+        return list(await asyncio.gather(*map(one, work.prompts)))
+
+
+def answer(url: str, work: Work, extra: Mapping[str, Any], timeout_s: float) -> list[Reply]:
+    """Replies of a server to all prompts of a block, in order.
+
+    Args:
+        url: scheme, host and port.
+        work: the block.
+        extra: fields of the body that this server needs.
+        timeout_s: of the block.
+
+    Raises:
+        PeerError: any request failed, or the block took longer.
+    """
+    try:
+        return asyncio.run(asyncio.wait_for(_run(url, work, extra), timeout_s))
+    except TimeoutError as error:
+        raise PeerError(f"no whole block within {timeout_s:.0f} s") from error
+    except httpx.HTTPError as error:
+        raise PeerError(f"{type(error).__name__}: {error}") from error
