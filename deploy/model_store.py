@@ -275,7 +275,7 @@ def _hub_snapshot(name: str) -> Path | None:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write a GGUF file as bfloat16 safetensors with config, tokenizer and chat template.
+    """Write a GGUF file as bfloat16 safetensors with config, tokenizer, chat template and codes.
 
     Raises:
         ModelError: the result is no causal LM with all its tensors.
@@ -284,6 +284,7 @@ def convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from paceline.actors.weights.checkpoint import check_tensors
+    from paceline.actors.weights.codes import write_codes
 
     options: dict[str, Any] = {"gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(
@@ -295,6 +296,7 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_codes(file, model.config, folder)
     check_tensors(folder, "target")
 
 

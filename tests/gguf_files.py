@@ -28,8 +28,8 @@ _LAYER = {
 }
 
 
-def write_gguf(path: Path, seed: int = 1, layers: int = 2) -> Any:
-    """Write the tiny Llama of a seed as float32; returns the model."""
+def write_gguf(path: Path, seed: int = 1, layers: int = 2, kind: str = "F32") -> Any:
+    """Write the tiny Llama of a seed, its matrices in a format of GGUF; returns the model."""
     model = tiny_llama(seed, layers=layers)
     config, tokenizer = model.config, tiny_tokenizer()
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -52,7 +52,11 @@ def write_gguf(path: Path, seed: int = 1, layers: int = 2) -> Any:
     writer.add_token_merges(merges or ["a b"])
     writer.add_eos_token_id(tokenizer.eos_token_id)
     for name, tensor in model.state_dict().items():
-        writer.add_tensor(_gguf_name(name), _array(name, tensor, config))
+        array, raw = _array(name, tensor, config), gguf.GGMLQuantizationType[kind]
+        if kind != "F32" and array.ndim == 2:
+            writer.add_tensor(_gguf_name(name), gguf.quantize(array, raw), raw_dtype=raw)
+        else:
+            writer.add_tensor(_gguf_name(name), array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -257,7 +257,8 @@ def _ends(
     model = target.models[0]
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
-    return TargetEnds(embedding, embedding if model.config.tie_word_embeddings else head)
+    own = embedding if model.config.tie_word_embeddings else head
+    return TargetEnds(embedding, own)
 
 
 def _keeps_hidden(settings: TargetSettings) -> bool:

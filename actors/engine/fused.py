@@ -17,9 +17,11 @@ from torch.nn import functional
 
 from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.expert_layout import ExpertLayout
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error, stack
-from paceline.actors.engine.native.library import Kernels, kernels_for
+from paceline.actors.engine.native.library import CachePlan, Kernels, LayerPlan, kernels_for
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
+from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.target_ends import SharedEmbedding
 
 
@@ -39,106 +41,61 @@ class Norm:
         # Not rms_norm's weight: transformers rounds before it multiplies by it.
         return functional.rms_norm(x, (x.shape[-1],), None, self.eps) * weight
 
-    def add_and_norm(
+    def of_sum(
         self, x: Tensor, delta: Tensor | None, layout: ExpertLayout, kernels: Kernels | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``x + delta`` and its norm, ``[E', N, size]`` each; ``x`` may be modified."""
+    ) -> Tensor:
+        """Return the norm of ``x + delta``, ``[E', N, size]`` each; ``x`` may be modified."""
         if kernels is None:
-            x = x if delta is None else x + delta
-            return x, self(x, layout)
+            return self(x if delta is None else x + delta, layout)
         parts = [
             kernels.add_norm(
                 x[i], None if delta is None else delta[i], self.weight[expert], self.eps
             )
             for i, expert in enumerate(layout.experts)
         ]
-        return x, parts[0][None] if len(parts) == 1 else torch.stack(parts)
-
-
-class _Attention:
-    """Self-attention of one layer of E experts."""
-
-    def __init__(self, modules: Sequence[Any], window: int | None) -> None:
-        first = modules[0]
-        self._qkv = fuse([(m.q_proj, m.k_proj, m.v_proj) for m in modules])
-        self._output = fuse([(m.o_proj,) for m in modules])
-        self.linears = (self._qkv, self._output)
-        self._norms = None
-        if hasattr(first, "q_norm"):
-            self._norms = Norm([m.q_norm for m in modules]), Norm([m.k_norm for m in modules])
-        self._layer = int(first.layer_idx)
-        self._head_dim = int(first.head_dim)
-        self._scaling = float(first.scaling)
-        self._window = window
-        queries = first.q_proj.weight.shape[0] // self._head_dim
-        keys = first.k_proj.weight.shape[0] // self._head_dim
-        self._heads = (queries, keys)
-
-    def __call__(
-        self,
-        x: Tensor,
-        step: StepContext,
-        layout: ExpertLayout,
-        rotary: Rotary,
-        kernels: Kernels | None,
-    ) -> Tensor:
-        """Attend for ``[E', N, H]`` and store the new tokens' keys and values."""
-        qkv = self._qkv(x, layout)
-        if self._norms is not None:
-            q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self._head_dim))
-            parts = (self._norms[0](q, layout), self._norms[1](k, layout), v)
-            qkv = torch.cat(parts, dim=2).flatten(2)
-        qkv = layout.to_rows(qkv)
-        if kernels is not None:
-            mixed = kernels.attend(
-                qkv,
-                (rotary.cos, rotary.sin),
-                step.rows,
-                step.positions,
-                step.kv.block_tables,
-                step.span,
-                (step.kv.keys[self._layer], step.kv.values[self._layer]),
-                self._heads,
-                self._scaling,
-                self._window,
-            )
-        else:
-            mixed = self._attend(qkv, step, rotary)
-        return self._output(layout.to_experts(mixed), layout)
-
-    def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
-        """Attend for ``[B, T, (heads + 2 * kv_heads) * dim]``; returns ``[B, T, heads * dim]``."""
-        heads = qkv.view(*qkv.shape[:2], -1, self._head_dim)
-        rotated = rotary.rotate(heads[:, :, : sum(self._heads)], step)
-        q, k = (part.transpose(1, 2) for part in torch.split(rotated, [*self._heads], dim=2))
-        v = heads[:, :, sum(self._heads) :].transpose(1, 2)
-        return attend(step, self._layer, q, k, v, self._scaling, self._window).flatten(2)
-
-    def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys = self._heads
-        q, k, v = torch.split(heads, [queries, keys, keys], dim=2)
-        return q, k, v
+        return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
 
 class Layer:
     """One decoder layer of E experts."""
 
     def __init__(self, layers: Sequence[Any], window: int | None) -> None:
-        self._attention = _Attention([layer.self_attn for layer in layers], window)
-        self._before_attention = Norm([layer.input_layernorm for layer in layers])
-        self._before_mlp = Norm([layer.post_attention_layernorm for layer in layers])
-        self._gate_up = fuse([(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers])
-        self._down = fuse([(layer.mlp.down_proj,) for layer in layers])
+        attentions = [layer.self_attn for layer in layers]
+        first = attentions[0]
+        self.index = int(first.layer_idx)
+        self.window = window
+        self.head_dim, self.scaling = int(first.head_dim), float(first.scaling)
+        queries = first.q_proj.weight.shape[0] // self.head_dim
+        self.heads = (queries, first.k_proj.weight.shape[0] // self.head_dim)
+        self.before_attention = Norm([layer.input_layernorm for layer in layers])
+        self.before_mlp = Norm([layer.post_attention_layernorm for layer in layers])
+        self.head_norms: tuple[Norm, Norm] | None = None
+        if hasattr(first, "q_norm"):
+            self.head_norms = (
+                Norm([m.q_norm for m in attentions]),
+                Norm([m.k_norm for m in attentions]),
+            )
         self._activation = layers[0].mlp.act_fn
-        self._window = window
-        self.linears = (*self._attention.linears, self._gate_up, self._down)
+        self.linears = (
+            fuse([(m.q_proj, m.k_proj, m.v_proj) for m in attentions]),
+            fuse([(m.o_proj,) for m in attentions]),
+            fuse([(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers]),
+            fuse([(layer.mlp.down_proj,) for layer in layers]),
+        )
 
     def extended(self, layers: Sequence[Any], count: int) -> Layer:
         """Return the layer of these experts, of which the first ``count`` are this layer's."""
-        extended = Layer(layers, self._window)
+        extended = Layer(layers, self.window)
         for linear, own in zip(extended.linears, self.linears, strict=True):
             linear.copy_packed(own, count)
         return extended
+
+    def norms(self, expert: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Weights of an expert's norms: before attention, before the MLP, of queries, of keys."""
+        before = self.before_attention.weight[expert], self.before_mlp.weight[expert]
+        if not self.head_norms:
+            return *before, None, None
+        return *before, self.head_norms[0].weight[expert], self.head_norms[1].weight[expert]
 
     def __call__(
         self,
@@ -147,26 +104,117 @@ class Layer:
         step: StepContext,
         layout: ExpertLayout,
         rotary: Rotary,
-        kernels: Kernels | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream ``[E', N, H]`` after attention, and the MLP's output.
 
         Args:
-            x: the residual stream; may be modified.
+            x: the residual stream.
             delta: output of the previous layer's MLP, not yet added.
             step: rows and positions.
             layout: experts of the rows.
             rotary: rotary tables.
-            kernels: of the CPU, if there are any.
         """
-        x, normed = self._before_attention.add_and_norm(x, delta, layout, kernels)
-        mixed = self._attention(normed, step, layout, rotary, kernels)
-        x, normed = self._before_mlp.add_and_norm(x, mixed, layout, kernels)
-        gate_up = self._gate_up(normed, layout)
-        if kernels is not None:
-            return x, self._down(kernels.silu_mul(gate_up), layout)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return x, self._down(self._activation(gate) * up, layout)
+        to_qkv, output, gate_up, down = self.linears
+        x = x if delta is None else x + delta
+        qkv = to_qkv(self.before_attention(x, layout), layout)
+        if self.head_norms:
+            q, k, v = self._split(qkv.view(*qkv.shape[:2], -1, self.head_dim))
+            parts = (self.head_norms[0](q, layout), self.head_norms[1](k, layout), v)
+            qkv = torch.cat(parts, dim=2).flatten(2)
+        mixed = layout.to_experts(self._attend(layout.to_rows(qkv), step, rotary))
+        x = x + output(mixed, layout)
+        gate, up = gate_up(self.before_mlp(x, layout), layout).chunk(2, dim=-1)
+        return x, down(self._activation(gate) * up, layout)
+
+    def _attend(self, qkv: Tensor, step: StepContext, rotary: Rotary) -> Tensor:
+        """Attend for ``[B, T, (heads + 2 * kv_heads) * dim]``; returns ``[B, T, heads * dim]``."""
+        heads = qkv.view(*qkv.shape[:2], -1, self.head_dim)
+        rotated = rotary.rotate(heads[:, :, : sum(self.heads)], step)
+        q, k = (part.transpose(1, 2) for part in torch.split(rotated, [*self.heads], dim=2))
+        v = heads[:, :, sum(self.heads) :].transpose(1, 2)
+        return attend(step, self.index, q, k, v, self.scaling, self.window).flatten(2)
+
+    def _split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys = self.heads
+        q, k, v = torch.split(heads, [queries, keys, keys], dim=2)
+        return q, k, v
+
+
+class LayerStack:
+    """Decoder layers of E experts; on CPUs one call of the C++ kernels runs them all.
+
+    Attributes:
+        layers: see :meth:`replace`.
+        kernels: of the CPU, if there are any.
+    """
+
+    def __init__(self, layers: Sequence[Layer], rotary: Rotary, activation: str) -> None:
+        """Take the layers; ``activation`` is the config's name of the MLP's."""
+        self.layers, self._rotary = list(layers), rotary
+        weight = layers[0].linears[0].weight
+        native = activation in ("silu", "swish")
+        self.kernels = kernels_for(weight.device, weight.dtype) if native else None
+        self._plans: dict[int, LayerPlan] = {}
+        self._caches: tuple[KVCache, CachePlan] | None = None
+
+    def refresh(self, expert: int | None = None) -> None:
+        """Note that the weights of one expert, or all, have changed."""
+        for layer in self.layers:
+            for linear in layer.linears:
+                linear.pack(expert)
+        self._plans.clear()
+
+    def replace(self, index: int, layer: Layer) -> None:
+        """Replace a layer by one whose weights are packed."""
+        self.layers[index] = layer
+        self._plans.clear()
+
+    def __call__(self, x: Tensor, step: StepContext, layout: ExpertLayout) -> tuple[Tensor, Tensor]:
+        """Return the residual stream ``[E', N, H]``, and the last MLP's output, not yet added.
+
+        Args:
+            x: the residual stream; may be modified.
+            step: rows and positions.
+            layout: experts of the rows.
+        """
+        if self.kernels is not None:
+            return x, self._run_native(self.kernels, x, step, layout)
+        delta: Tensor | None = None
+        for layer in self.layers:
+            x, delta = layer(x, delta, step, layout, self._rotary)
+        assert delta is not None
+        return x, delta
+
+    def _run_native(
+        self, kernels: Kernels, x: Tensor, step: StepContext, layout: ExpertLayout
+    ) -> Tensor:
+        kv, first = step.kv, self.layers[0]
+        if self._caches is None or self._caches[0] is not kv:
+            index = [layer.index for layer in self.layers]
+            keys, values = ([plane[i] for i in index] for plane in (kv.keys, kv.values))
+            self._caches = kv, CachePlan(keys, values, [layer.window for layer in self.layers])
+        steps = step.positions.shape[1]
+        return kernels.forward(
+            x,
+            [self._plan(expert) for expert in layout.experts],
+            self._caches[1],
+            (self._rotary.cos, self._rotary.sin),
+            layout.to_experts(step.rows[:, None]).flatten(),
+            layout.to_experts(step.positions).view(-1, steps),
+            kv.block_tables,
+            step.span,
+            first.heads,
+            first.scaling,
+        )
+
+    def _plan(self, expert: int) -> LayerPlan:
+        if expert not in self._plans:
+            self._plans[expert] = LayerPlan(
+                [tuple(linear.packed(expert) for linear in layer.linears) for layer in self.layers],
+                [layer.norms(expert) for layer in self.layers],
+                self.layers[0].before_attention.eps,
+            )
+        return self._plans[expert]
 
 
 class Rotary:
@@ -217,15 +265,14 @@ class FusedDecoder:
         self._embeddings = embeddings.view(-1, hidden)
         self._head = self._make_head(models, embeddings)
         self._norm = Norm([body.norm for body in bodies])
-        self._layers = [
+        layers = [
             Layer(layers, layer_window(models[0].config, i))
             for i, layers in enumerate(zip(*(body.layers for body in bodies), strict=True))
         ]
-        self._rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
-        silu = models[0].config.hidden_act in ("silu", "swish")
-        self._kernels = kernels_for(embeddings.device, embeddings.dtype) if silu else None
-        for linear in self._linears():
-            linear.pack()
+        rotary = Rotary(bodies[0].rotary_emb, embeddings, capacity)
+        self._stack = LayerStack(layers, rotary, models[0].config.hidden_act)
+        self._head.pack()
+        self._stack.refresh()
 
     @property
     def count(self) -> int:
@@ -242,22 +289,23 @@ class FusedDecoder:
         return tables[0][None] if self._shared else stack(tables)
 
     def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
-        if self._tied:
-            return StackedLinear(embeddings)
+        if not self._tied and not self._shared:
+            return fuse([(model.lm_head,) for model in models])
+        heads = [model.get_output_embeddings().weight for model in models]
         if self._shared:
-            return StackedLinear(models[0].lm_head.weight[None])
-        return fuse([(m.lm_head,) for m in models])
+            return StackedLinear(heads[0][None], codes=[codes_of(heads[0])])
+        return StackedLinear(embeddings, codes=[codes_of(head) for head in heads])
 
     def _linears(self) -> Iterator[StackedLinear]:
         yield self._head
-        for layer in self._layers:
+        for layer in self._stack.layers:
             yield from layer.linears
 
     def refresh(self, expert: int | None = None) -> None:
         """Update packed weights after the parameters of one expert, or all, have changed."""
-        for linear in self._linears():
-            if not (self._shared and linear is self._head):
-                linear.pack(expert)
+        if not self._shared:
+            self._head.pack(expert)
+        self._stack.refresh(expert)
 
     def grow(self, models: Sequence[Any]) -> Iterator[None]:
         """Add models, one layer per iteration.
@@ -270,7 +318,7 @@ class FusedDecoder:
             models: the present ones, then the new ones.
         """
         try:
-            for i in range(len(self._layers)):
+            for i in range(len(self._stack.layers)):
                 self._resize(i, models)
                 yield
             with restore_on_error(models):
@@ -289,11 +337,11 @@ class FusedDecoder:
     def _resize(self, i: int, models: Sequence[Any]) -> None:
         layers = [model.model.layers[i] for model in models]
         with restore_on_error(layers):
-            self._layers[i] = self._layers[i].extended(layers, self._count)
+            self._stack.replace(i, self._stack.layers[i].extended(layers, self._count))
 
     def _shrink(self, models: Sequence[Any]) -> None:
         """Restore the layers of the present models, as far as the memory allows."""
-        for i in range(len(self._layers)):
+        for i in range(len(self._stack.layers)):
             with suppress(RuntimeError, MemoryError):
                 self._resize(i, models)
 
@@ -332,14 +380,9 @@ class FusedDecoder:
         if self.vocab_size > self._vocab:
             token_ids = known_ids(token_ids, self._vocab)
         ids = layout.embedding_ids(token_ids, 0 if self._shared else self._vocab)
-        x = functional.embedding(ids, self._embeddings)
-        delta: Tensor | None = None
-        for layer in self._layers:
-            x, delta = layer(x, delta, step, layout, self._rotary, self._kernels)
-        if delta is not None:
-            delta = layout.last_tokens(delta, keep)
-        x = layout.last_tokens(x, keep)
-        return self._norm.add_and_norm(x, delta, layout, self._kernels)[1]
+        x, delta = self._stack(functional.embedding(ids, self._embeddings), step, layout)
+        x, delta = layout.last_tokens(x, keep), layout.last_tokens(delta, keep)
+        return self._norm.of_sum(x, delta, layout, self._stack.kernels)
 
 
 def layer_window(config: Any, layer: int) -> int | None:

@@ -10,38 +10,64 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.library import PackedWeight, kernels_for
+from paceline.actors.weights.codes import Codes, codes_of, concatenated
 
 
 class StackedLinear:
     """The same linear layer of E experts.
 
-    On CPUs a second copy of the weights has the layout that the C++ product reads. A row's bits do
-    not depend on the other rows.
+    On CPUs a second copy of the weights, or the codes of a quantized checkpoint, is laid out as
+    the C++ product reads it. A row's bits do not depend on the other rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Share the weights ``[E, out, in]`` and the bias ``[E, out]`` or None, without a copy."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        codes: Sequence[Codes | None] | None = None,
+    ) -> None:
+        """Share the weights ``[E, out, in]`` and the bias ``[E, out]`` or None, without a copy.
+
+        Args:
+            weight: of the experts.
+            bias: of the experts.
+            codes: of the experts' weights; used while they decode to them.
+        """
         self.weight = weight
         self.bias = bias
+        self._codes = list(codes) if codes is not None else [None] * len(weight)
         self._kernels = kernels_for(weight.device, weight.dtype)
-        self._packed: list[Tensor] = []
+        self._packed: list[PackedWeight] = []
 
     def pack(self, expert: int | None = None) -> None:
         """Pack the weights of one expert or all again, after a change."""
         if self._kernels is None:
             return
         if not self._packed:
-            self._packed = [self._kernels.pack(weight) for weight in self.weight]
+            self._packed = [self._pack(e) for e in range(len(self.weight))]
             return
         for e in range(len(self._packed)) if expert is None else (expert,):
-            self._kernels.pack(self.weight[e], into=self._packed[e])
+            self._packed[e] = self._pack(e, self._packed[e])
+
+    def _pack(self, expert: int, into: PackedWeight | None = None) -> PackedWeight:
+        assert self._kernels is not None
+        return self._kernels.pack(
+            self.weight[expert], self._bias(expert), self._codes[expert], into
+        )
+
+    def _bias(self, expert: int) -> Tensor | None:
+        return None if self.bias is None else self.bias[expert]
 
     def copy_packed(self, other: StackedLinear, count: int) -> None:
         """Take over the packed weights of the first ``count`` experts, and pack the others."""
         if self._kernels is not None:
-            new = map(self._kernels.pack, self.weight[count:])
-            self._packed = [*other._packed[:count], *new]
+            own = [other._packed[e].with_bias(self._bias(e)) for e in range(count)]
+            self._packed = [*own, *(self._pack(e) for e in range(count, len(self.weight)))]
+
+    def packed(self, expert: int) -> PackedWeight:
+        """The weights of an expert as the kernels read them."""
+        return self._packed[expert]
 
     def __call__(self, x: Tensor, layout: ExpertLayout) -> Tensor:
         """``[E', N, in]`` to ``[E', N, out]`` for the layout's E' experts."""
@@ -53,10 +79,9 @@ class StackedLinear:
         return torch.stack([self._apply(x[i], e) for i, e in enumerate(layout.experts)])
 
     def _apply(self, x: Tensor, expert: int) -> Tensor:
-        bias = None if self.bias is None else self.bias[expert]
         if self._kernels is None:
-            return functional.linear(x, self.weight[expert], bias)
-        return self._kernels.multiply(x, self._packed[expert], self.weight.shape[1], bias)
+            return functional.linear(x, self.weight[expert], self._bias(expert))
+        return self._kernels.multiply(x, self._packed[expert])
 
 
 def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
@@ -77,7 +102,8 @@ def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
         if bias is not None:
             for linear, part in zip(group, torch.split(bias[e], sizes), strict=True):
                 move_parameter(linear.bias, part)
-    return StackedLinear(weight, bias)
+    codes = [concatenated([codes_of(linear.weight) for linear in group]) for group in groups]
+    return StackedLinear(weight, bias, codes)
 
 
 def move_parameter(parameter: Tensor, storage: Tensor) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from paceline.actors.engine.attention import ATTENTION_NAME
 from paceline.actors.weights.checkpoint import read_causal_lm
+from paceline.actors.weights.codes import attach_codes
 from paceline.actors.weights.target_ends import TargetEnds, share_ends
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -63,6 +64,8 @@ def load_causal_lm(
     model = read_causal_lm(path, dtype=dtype, attn_implementation=attention)
     if ends is not None:
         share_ends(model, ends)
+    if dtype is torch.bfloat16 and torch.device(device).type == "cpu":
+        attach_codes(model, path)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -12,15 +12,15 @@ from torch.nn import functional
 
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.fused import Layer, Norm, Rotary
+from paceline.actors.engine.fused import Layer, LayerStack, Norm, Rotary
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
 from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
-from paceline.actors.engine.native.library import kernels_for
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.weights.checkpoint import copy_state
+from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
 
 # Tokens of a row that a round's first forward computes with the target's hidden states, at most.
@@ -52,9 +52,6 @@ class EagleDecoder:
         self._ends = first.ends
         self._vocab_size = len(self._ends.embedding)
         self._rotary = Rotary(first.trunk.rotary_emb, self._ends.embedding, capacity)
-        self._kernels = None
-        if first.config.hidden_act in ("silu", "swish"):
-            self._kernels = kernels_for(first.device, first.dtype)
         self._shared = ExpertLayout([0], first.device)
         self._heads: dict[bytes, _Head] = {}
         self._logits_buffer: tuple[tuple[bytes, int], Tensor] | None = None
@@ -67,10 +64,11 @@ class EagleDecoder:
             stacked = zip(*(draft.trunk.layers for draft in drafts), strict=True)
             layers = [Layer(own, None) for own in stacked]
             norm = Norm([draft.trunk.norm for draft in drafts])
-            for linear in (fused, *(own for layer in layers for own in layer.linears)):
-                linear.pack()
+            stack = LayerStack(layers, self._rotary, drafts[0].config.hidden_act)
+            fused.pack()
+            stack.refresh()
         self._drafts = list(drafts)
-        self._fuse, self._layers, self._norm = fused, layers, norm
+        self._fuse, self._stack, self._norm = fused, stack, norm
 
     def grow(self, drafts: Sequence[EagleDraft]) -> Iterator[None]:
         """Add drafts; see Decoder."""
@@ -80,8 +78,8 @@ class EagleDecoder:
 
     def refresh(self, expert: int | None = None) -> None:
         """Note that the weights of one draft, or all, have changed."""
-        for linear in (self._fuse, *(own for layer in self._layers for own in layer.linears)):
-            linear.pack(expert)
+        self._fuse.pack(expert)
+        self._stack.refresh(expert)
         self._share_heads()
 
     def _share_heads(self) -> None:
@@ -93,7 +91,9 @@ class EagleDecoder:
 
     def _head(self, draft: EagleDraft) -> _Head:
         ids = draft.get_buffer(VOCABULARY).long()
-        linear = StackedLinear(self._ends.head[ids][None])
+        codes = codes_of(self._ends.head)
+        own = None if codes is None else codes.rows(ids.cpu())
+        linear = StackedLinear(self._ends.head[ids][None], codes=[own])
         linear.pack()
         return _Head(ids, linear)
 
@@ -114,13 +114,9 @@ class EagleDecoder:
         """
         embedded = functional.embedding(token_ids, self._ends.embedding)
         x = self._fuse(layout.to_experts(torch.cat([embedded, hidden], dim=-1)), layout)
-        delta: Tensor | None = None
-        for layer in self._layers:
-            x, delta = layer(x, delta, step, layout, self._rotary, self._kernels)
-        x = layout.last_tokens(x, 1)
-        if delta is not None:
-            delta = layout.last_tokens(delta, 1)
-        last = layout.to_rows(self._norm.add_and_norm(x, delta, layout, self._kernels)[1])
+        x, delta = self._stack(x, step, layout)
+        x, delta = layout.last_tokens(x, 1), layout.last_tokens(delta, 1)
+        last = layout.to_rows(self._norm.of_sum(x, delta, layout, self._stack.kernels))
         return self._logits(last, layout.expert_of_row), last
 
     def _logits(self, hidden: Tensor, experts: Sequence[int]) -> Tensor:

@@ -25,6 +25,7 @@ from paceline.actors.weights.checkpoint import (
     has_shared_head,
     weight_files,
 )
+from paceline.actors.weights.codes import give_codes, read_codes
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SIZES = ("hidden_size", "vocab_size")
@@ -71,6 +72,9 @@ def read_target_ends(target: str, device: torch.device, dtype: torch.dtype) -> T
     if EMBEDDING not in found:
         raise ModelError(f"target: {target} has no {EMBEDDING}, which its drafts share")
     own = {name: tensor.to(device, dtype) for name, tensor in found.items()}
+    for name, codes in read_codes(target).items():
+        if name in own:
+            give_codes(own[name], codes)
     return TargetEnds(own[EMBEDDING], own.get(HEAD, own[EMBEDDING]))
 
 

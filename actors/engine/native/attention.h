@@ -1,6 +1,8 @@
 // Attention over the paged KV cache.
 #pragma once
 
+#include <vector>
+
 #include "layers.h"
 
 namespace {
@@ -52,6 +54,8 @@ inline Vector transposed_sum(const Vector* sums) {
 
 struct Attention {
   int64_t batch, steps, q_heads, kv_heads, dim, block_size, columns, span, window;
+  const int64_t *rows, *positions;  // [batch], [batch, steps]
+  const int32_t* tables;            // [rows of the cache, columns]
   float scale;
 };
 
@@ -183,29 +187,28 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
   }
 }
 
-// Rotates and stores the new keys, stores the new values.
+// Rotates and stores the new keys of one token, stores its new values.
 template <class T>
-void store(const Attention& a, const T* qkv, const T* cos, const T* sin, const int64_t* rows,
-           const int64_t* positions, const int32_t* tables, T* keys, T* values) {
-  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim;
-  for (int64_t token = 0; token < a.batch * a.steps; ++token) {
-    const int64_t at = positions[token];
-    const int64_t block = tables[rows[token / a.steps] * a.columns + at / a.block_size];
-    const int64_t offset = (block * a.block_size + at % a.block_size) * a.kv_heads * a.dim;
-    const T* key = qkv + token * width + a.q_heads * a.dim;
-    for (int64_t h = 0; h < a.kv_heads; ++h)
-      rotate(key + h * a.dim, cos + at * a.dim, sin + at * a.dim, a.dim, keys + offset + h * a.dim);
-    std::memcpy(values + offset, key + a.kv_heads * a.dim, a.kv_heads * a.dim * sizeof(T));
-  }
+void store_token(const Attention& a, int64_t token, const T* qkv, const T* cos, const T* sin,
+                 T* keys, T* values) {
+  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, at = a.positions[token];
+  const int64_t block = a.tables[a.rows[token / a.steps] * a.columns + at / a.block_size];
+  const int64_t offset = (block * a.block_size + at % a.block_size) * a.kv_heads * a.dim;
+  const T* key = qkv + token * width + a.q_heads * a.dim;
+  for (int64_t h = 0; h < a.kv_heads; ++h)
+    rotate(key + h * a.dim, cos + at * a.dim, sin + at * a.dim, a.dim, keys + offset + h * a.dim);
+  std::memcpy(values + offset, key + a.kv_heads * a.dim, a.kv_heads * a.dim * sizeof(T));
 }
 
-// Buffers of a tile of queries, parts of one allocation.
+// Buffers of a tile of queries, parts of one allocation of the thread's.
 struct Scratch {
   float *rotated, *sums, *wide, *scores;
 
-  Scratch(const Attention& a, float* memory) {
+  explicit Scratch(const Attention& a) {
+    thread_local std::vector<float> memory;
     const int64_t size = padded(a.dim);
-    rotated = memory;
+    memory.resize(kTile * (2 * size + kLanes + a.span) + a.block_size * size);
+    rotated = memory.data();
     sums = rotated + kTile * size;
     wide = sums + kTile * (size + kLanes);
     scores = wide + a.block_size * size;
@@ -239,23 +242,21 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
   }
 }
 
-// Rotates queries and keys, stores keys and values, attends. See library.py for the shapes.
+inline int64_t tiles_per_head(const Attention& a) {
+  return (a.q_heads / a.kv_heads * a.steps + kTile - 1) / kTile;
+}
+
+// Attends for one tile of the batch * kv_heads * tiles_per_head() there are.
 template <class T>
-void attend(const Attention& a, const T* qkv, const T* cos, const T* sin, const int64_t* rows,
-            const int64_t* positions, const int32_t* tables, T* keys, T* values, float* memory,
-            T* out) {
-  store(a, qkv, cos, sin, rows, positions, tables, keys, values);
-  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim;
-  const int64_t queries = a.q_heads / a.kv_heads * a.steps;
-  const Scratch scratch(a, memory);
-  for (int64_t row = 0; row < a.batch; ++row) {
-    const int64_t token = row * a.steps;
-    for (int64_t h = 0; h < a.kv_heads; ++h)
-      for (int64_t start = 0; start < queries; start += kTile)
-        attend_some(a, qkv + token * width, cos, sin, positions + token,
-                    tables + rows[row] * a.columns, keys, values, scratch, h, start,
-                    std::min(kTile, queries - start), out + token * a.q_heads * a.dim);
-  }
+void attend_one(const Attention& a, int64_t index, const T* qkv, const T* cos, const T* sin,
+                const T* keys, const T* values, T* out) {
+  const int64_t tiles = tiles_per_head(a), row = index / (a.kv_heads * tiles);
+  const int64_t h = index / tiles % a.kv_heads, start = index % tiles * kTile;
+  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, token = row * a.steps;
+  const int64_t count = std::min(kTile, a.q_heads / a.kv_heads * a.steps - start);
+  attend_some(a, qkv + token * width, cos, sin, a.positions + token,
+              a.tables + a.rows[row] * a.columns, keys, values, Scratch(a), h, start, count,
+              out + token * a.q_heads * a.dim);
 }
 
 }  // namespace

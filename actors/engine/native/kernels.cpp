@@ -1,13 +1,23 @@
-// Operations of a decoder layer on CPUs.
+// Decoder layers and selection of tokens on CPUs.
 //
 // A token's result is computed by the same instructions in the same order in every batch, so its
 // bits do not depend on the batch. Rounding follows transformers' modules: what they round to the
-// model's dtype is rounded here, sums are float32. Only products use threads. Plain C entry points.
+// model's dtype is rounded here, sums are float32. Plain C entry points.
 
-#include "attention.h"
-#include "layers.h"
-#include "products.h"
+#include "forward.h"
 #include "tokens.h"
+
+extern "C" int64_t packed_codes_size(int64_t in, int64_t out, int64_t bits) {
+  return coded_size(in, out, bits);
+}
+extern "C" bool pack_weight_codes(const void* weight, const void* codes, const void* scales,
+                                  const void* mins, int64_t in, int64_t out, int64_t bits,
+                                  void* packed) {
+  return pack_codes(static_cast<const Bf16*>(weight), static_cast<const uint8_t*>(codes),
+                    static_cast<const uint16_t*>(scales), static_cast<const uint16_t*>(mins), in,
+                    out, bits, packed);
+}
+extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
 
 #define PACELINE_KERNELS(NAME, T)                                                              \
   extern "C" int64_t packed_size_##NAME(int64_t in, int64_t out) {                             \
@@ -16,26 +26,24 @@
   extern "C" void pack_##NAME(const void* weight, int64_t in, int64_t out, void* packed) {     \
     pack(static_cast<const T*>(weight), in, out, static_cast<T*>(packed));                     \
   }                                                                                            \
-  extern "C" void multiply_##NAME(const void* x, const void* packed, const void* bias,         \
-                                  int64_t rows, int64_t in, int64_t out, int64_t threads,      \
-                                  void* y) {                                                   \
-    multiply<T>({x, packed, bias, y, rows, in, out, 0}, static_cast<int>(threads));            \
+  extern "C" void multiply_##NAME(const void* x, const Weight* weight, int64_t rows,           \
+                                  int64_t threads, void* y) {                                  \
+    const Product product{x, y, rows, *weight};                                                \
+    multiply<T>(&product, 1, threads);                                                         \
+  }                                                                                            \
+  extern "C" void forward_##NAME(const Forward* f) { LayerRun<T>(*f).run(); }                  \
+  extern "C" void attend_##NAME(const Attention* a, const void* qkv, const void* cos,          \
+                                const void* sin, void* keys, void* values, void* out) {        \
+    attend(*a, 1, static_cast<const T*>(qkv), static_cast<const T*>(cos),                      \
+           static_cast<const T*>(sin), static_cast<T*>(keys), static_cast<T*>(values),         \
+           static_cast<T*>(out));                                                              \
   }                                                                                            \
   extern "C" void add_norm_##NAME(void* x, const void* delta, const void* weight, float eps,   \
                                   int64_t n, int64_t size, void* out) {                        \
-    add_norm(static_cast<T*>(x), static_cast<const T*>(delta), static_cast<const T*>(weight),  \
-             eps, n, size, static_cast<T*>(out));                                              \
-  }                                                                                            \
-  extern "C" void silu_mul_##NAME(const void* gate_up, int64_t n, int64_t size, void* out) {   \
-    silu_mul(static_cast<const T*>(gate_up), n, size, static_cast<T*>(out));                   \
-  }                                                                                            \
-  extern "C" void attend_##NAME(const Attention* a, const void* qkv, const void* cos,          \
-                                const void* sin, const int64_t* rows, const int64_t* positions, \
-                                const int32_t* tables, void* keys, void* values,               \
-                                float* scratch, void* out) {                                   \
-    attend(*a, static_cast<const T*>(qkv), static_cast<const T*>(cos),                         \
-           static_cast<const T*>(sin), rows, positions, tables, static_cast<T*>(keys),         \
-           static_cast<T*>(values), scratch, static_cast<T*>(out));                            \
+    for (int64_t i = 0; i < n; ++i)                                                            \
+      add_norm(static_cast<T*>(x) + i * size,                                                  \
+               delta == nullptr ? nullptr : static_cast<const T*>(delta) + i * size,           \
+               static_cast<const T*>(weight), eps, size, static_cast<T*>(out) + i * size);     \
   }                                                                                            \
   extern "C" void top_one_##NAME(const void* logits, int64_t n, int64_t size, int64_t* ids,    \
                                  float* probs) {                                               \

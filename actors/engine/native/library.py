@@ -16,16 +16,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.actors.weights.codes import Codes
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_HEADERS = ("numbers.h", "threads.h", "products.h", "layers.h", "attention.h", "tokens.h")
+_HEADERS = (
+    *("numbers.h", "threads.h", "products.h", "codes.h", "layers.h", "attention.h"),
+    *("forward.h", "tokens.h"),
+)
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -37,92 +43,219 @@ _FLAGS = (
     "-fPIC",
     "-pthread",
 )
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _TIMEOUT_S = 120
 
 
-class _Attention(ctypes.Structure):
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("in", "out", "bits")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Weight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("before_attention", "before_mlp")),
+        *((name, ctypes.c_void_p) for name in ("queries", "keys")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("window", ctypes.c_int64))
+
+
+class Attention(ctypes.Structure):
+    """Sizes and places of an attention, as in attention.h."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "steps", "q_heads", "kv_heads")),
         *((name, ctypes.c_int64) for name in ("dim", "block_size", "columns", "span", "window")),
+        *((name, ctypes.c_void_p) for name in ("rows", "positions", "tables")),
         ("scale", ctypes.c_float),
     )
 
 
-# As in attention.h: queries per tile, and lanes of the widest vectors.
-_TILE, _LANES = 16, 16
+class _Forward(ctypes.Structure):
+    _fields_ = (
+        ("attention", Attention),
+        *((name, ctypes.c_int64) for name in ("experts", "tokens", "layers", "hidden")),
+        *((name, ctypes.c_int64) for name in ("intermediate", "threads")),
+        *((name, ctypes.c_void_p) for name in ("weights", "caches", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("x", "memory", "out")),
+    )
+
+
+_LANES = 16  # of the widest vectors, as in attention.h
+
+
+class PackedWeight:
+    """A weight ``[out, in]`` and its bias as :class:`Kernels` read them.
+
+    Attributes:
+        packed: the memory.
+        bits: of a code; 0 if the weights themselves are packed.
+        out: outputs.
+        size: inputs.
+    """
+
+    def __init__(
+        self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None, bits: int
+    ) -> None:
+        self.packed, self.bits = packed, bits
+        self.out, self.size = shape
+        self._bias = bias
+        bias_at = None if bias is None else bias.data_ptr()
+        self.struct = _Weight(packed.data_ptr(), bias_at, self.size, self.out, bits)
+
+    def with_bias(self, bias: Tensor | None) -> PackedWeight:
+        """The same weight with a bias elsewhere in memory."""
+        return PackedWeight(self.packed, (self.out, self.size), bias, self.bits)
+
+
+class LayerPlan:
+    """Weights of one expert's decoder layers, as :meth:`Kernels.forward` reads them."""
+
+    def __init__(
+        self,
+        weights: Sequence[Sequence[PackedWeight]],
+        norms: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
+        eps: float,
+    ) -> None:
+        """Point at the weights.
+
+        Args:
+            weights: of each layer: queries, keys and values; output; gate and up; down.
+            norms: of each layer: before attention, before the MLP, of queries, of keys.
+            eps: of the norms.
+        """
+        self._held = weights, norms
+        self.size = len(weights)
+        self.struct = (_Layer * self.size)(
+            *(
+                _Layer(
+                    *(part.struct for part in parts),
+                    *(None if norm is None else norm.data_ptr() for norm in own),
+                    eps,
+                )
+                for parts, own in zip(weights, norms, strict=True)
+            )
+        )
+
+
+class CachePlan:
+    """Keys and values of the layers, as :meth:`Kernels.forward` reads them."""
+
+    def __init__(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], windows: Sequence[int | None]
+    ) -> None:
+        """Point at ``[blocks, block_size, kv_heads, dim]`` of each layer.
+
+        Args:
+            keys: block_size is a multiple of 16.
+            values: like ``keys``.
+            windows: sliding window of each layer, None for none.
+        """
+        assert keys[0].shape[1] % _LANES == 0
+        self._held = keys, values
+        self.shape = keys[0].shape
+        self.struct = (_Cache * len(keys))(
+            *(
+                _Cache(k.data_ptr(), v.data_ptr(), window or 0)
+                for k, v, window in zip(keys, values, windows, strict=True)
+            )
+        )
 
 
 class Kernels:
     """Kernels for one dtype.
 
     They access raw memory: every tensor must be on the CPU, of this dtype unless another is named,
-    and contiguous, and positions must be inside the rows.
+    and contiguous, and positions must be inside the rows. They use torch's number of threads.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self._add_norm = library[f"add_norm_{_NAMES[dtype]}"]
+        self._add_norm = library[f"add_norm_{NAMES[dtype]}"]
         self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, size, size, pointer]
-        self._silu_mul = library[f"silu_mul_{_NAMES[dtype]}"]
-        self._silu_mul.argtypes = [pointer, size, size, pointer]
-        self._attend = library[f"attend_{_NAMES[dtype]}"]
-        self._attend.argtypes = [pointer] * 11
-        self._top_one = library[f"top_one_{_NAMES[dtype]}"]
+        self._forward = library[f"forward_{NAMES[dtype]}"]
+        self._forward.argtypes = [ctypes.POINTER(_Forward)]
+        self._top_one = library[f"top_one_{NAMES[dtype]}"]
         self._top_one.argtypes = [pointer, size, size, pointer, pointer]
-        self._top_k = library[f"top_k_{_NAMES[dtype]}"]
+        self._top_k = library[f"top_k_{NAMES[dtype]}"]
         self._top_k.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
-        self._accept = library[f"accept_{_NAMES[dtype]}"]
+        self._accept = library[f"accept_{NAMES[dtype]}"]
         self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
-        self._packed_size = library[f"packed_size_{_NAMES[dtype]}"]
+        self._packed_size = library[f"packed_size_{NAMES[dtype]}"]
         self._packed_size.argtypes = [size, size]
         self._packed_size.restype = size
-        self._pack = library[f"pack_{_NAMES[dtype]}"]
+        self._pack = library[f"pack_{NAMES[dtype]}"]
         self._pack.argtypes = [pointer, size, size, pointer]
-        self._multiply = library[f"multiply_{_NAMES[dtype]}"]
-        self._multiply.argtypes = [*[pointer] * 3, *[size] * 4, pointer]
-        layers = (self._add_norm, self._silu_mul, self._attend, self._pack, self._multiply)
+        self._multiply = library[f"multiply_{NAMES[dtype]}"]
+        self._multiply.argtypes = [pointer, ctypes.POINTER(_Weight), size, size, pointer]
+        layers = (self._add_norm, self._forward, self._pack, self._multiply)
         for function in (*layers, self._top_one, self._top_k, self._accept):
             function.restype = None
+        self._reads_codes = dtype is torch.bfloat16
+        self._codes_size, self._pack_codes = library.packed_codes_size, library.pack_weight_codes
+        self._codes_size.argtypes, self._codes_size.restype = [size] * 3, size
+        self._pack_codes.argtypes = [*[pointer] * 4, *[size] * 3, pointer]
+        self._pack_codes.restype = ctypes.c_bool
+        self._work_size = library.forward_work_size
+        self._work_size.argtypes, self._work_size.restype = [ctypes.POINTER(_Forward)], size
 
-    def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """Lay a weight ``[out, in]`` out as :meth:`multiply` reads it.
+    def pack(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        codes: Codes | None = None,
+        into: PackedWeight | None = None,
+    ) -> PackedWeight:
+        """Lay a weight out as the products read it: its codes if they decode to it.
 
         Args:
-            weight: any strides.
+            weight: ``[out, in]``, any strides.
+            bias: ``[out]`` or None.
+            codes: of the checkpoint's quantized weight, if there is one.
             into: an earlier result for a weight of this shape, to be overwritten.
         """
         weight = weight.contiguous()
         out, size = weight.shape
-        packed = weight.new_empty(self._packed_size(size, out)) if into is None else into
+        coded = None if codes is None else self._coded(weight, codes)
+        if coded is not None:
+            assert codes is not None
+            return PackedWeight(coded, (out, size), bias, codes.bits)
+        if into is None or into.bits:
+            packed = weight.new_empty(self._packed_size(size, out))
+        else:
+            packed = into.packed
         self._pack(weight.data_ptr(), size, out, packed.data_ptr())
-        return packed
+        return PackedWeight(packed, (out, size), bias, 0)
 
-    def multiply(self, x: Tensor, packed: Tensor, out: int, bias: Tensor | None) -> Tensor:
-        """``x W^T + bias`` on torch's number of threads; a row's bits depend on that row alone.
+    def _coded(self, weight: Tensor, codes: Codes) -> Tensor | None:
+        out, size = weight.shape
+        nbytes = self._codes_size(size, out, codes.bits) if self._reads_codes else 0
+        if not nbytes:
+            return None
+        packed = torch.empty(nbytes, dtype=torch.uint8)
+        parts = [
+            None if part is None else part.contiguous()
+            for part in (codes.codes, codes.scales, codes.mins)
+        ]
+        pointers = [None if part is None else part.data_ptr() for part in parts]
+        shape = (size, out, codes.bits)
+        decoded = self._pack_codes(weight.data_ptr(), *pointers, *shape, packed.data_ptr())
+        return packed if decoded else None
 
-        Args:
-            x: ``[..., in]``.
-            packed: W of ``[out, in]`` as :meth:`pack` gives it.
-            out: its outputs.
-            bias: ``[out]`` or None.
-
-        Returns:
-            ``[..., out]``.
-        """
+    def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """``x W^T + bias``, ``[..., in]`` to ``[..., out]``; a row's bits depend on it alone."""
         x = x.contiguous()
-        size = x.shape[-1]
-        y = x.new_empty(*x.shape[:-1], out)
-        self._multiply(
-            x.data_ptr(),
-            packed.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            x.numel() // size,
-            size,
-            out,
-            torch.get_num_threads(),
-            y.data_ptr(),
-        )
+        y = x.new_empty(*x.shape[:-1], weight.out)
+        rows, threads = x.numel() // weight.size, torch.get_num_threads()
+        self._multiply(x.data_ptr(), weight.struct, rows, threads, y.data_ptr())
         return y
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -148,12 +281,59 @@ class Kernels:
         )
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute silu(gate) * up, ``[..., 2 * size]`` to ``[..., size]``."""
-        size = gate_up.shape[-1] // 2
-        assert gate_up.is_contiguous()
-        out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self._silu_mul(gate_up.data_ptr(), out.numel() // size, size, out.data_ptr())
+    def forward(
+        self,
+        x: Tensor,
+        layers: Sequence[LayerPlan],
+        caches: CachePlan,
+        rotary: tuple[Tensor, Tensor],
+        rows: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        span: int,
+        heads: tuple[int, int],
+        scale: float,
+    ) -> Tensor:
+        """Run decoder layers; the new tokens' keys and values are stored.
+
+        Args:
+            x: residual stream ``[E, N, H]``, N tokens of every expert; modified in place.
+            layers: of the E experts.
+            caches: of the layers.
+            rotary: cosine and signed sine, ``[capacity, dim]`` each.
+            rows: int64 ``[B]``, the experts' one after another.
+            positions: int64 ``[B, T]``; B * T is E * N.
+            tables: int32 ``[rows, columns]``, block tables.
+            span: positions that are read, in whole blocks.
+            heads: query heads and key/value heads.
+            scale: of the scores.
+
+        Returns:
+            ``[E, N, H]``, the last MLP's output, not yet added to ``x``.
+        """
+        assert x.is_contiguous()
+        rows, positions = rows.contiguous(), positions.contiguous()
+        _, block_size, kv_heads, dim = caches.shape
+        assert span % block_size == 0
+        batch, steps = positions.shape
+        experts, tokens, hidden = x.shape
+        attention = Attention(
+            *(batch, steps, heads[0], kv_heads, dim, block_size, tables.shape[1], span, 0),
+            *(rows.data_ptr(), positions.data_ptr(), tables.data_ptr()),
+            scale,
+        )
+        weights = (ctypes.c_void_p * experts)(*(ctypes.addressof(own.struct) for own in layers))
+        intermediate = getattr(layers[0].struct[0].down, "in")
+        out = torch.empty_like(x)
+        call = _Forward(
+            attention,
+            *(experts, tokens, layers[0].size, hidden, intermediate, torch.get_num_threads()),
+            *(ctypes.addressof(weights), ctypes.addressof(caches.struct)),
+            *(rotary[0].data_ptr(), rotary[1].data_ptr(), x.data_ptr(), None, out.data_ptr()),
+        )
+        memory = x.new_empty(self._work_size(call))
+        call.memory = memory.data_ptr()
+        self._forward(call)
         return out
 
     def top_one(self, logits: Tensor, ids: Tensor, probs: Tensor | None = None) -> None:
@@ -226,75 +406,19 @@ class Kernels:
         )
         return accepted, final
 
-    def attend(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        rows: Tensor,
-        positions: Tensor,
-        tables: Tensor,
-        span: int,
-        kv: tuple[Tensor, Tensor],
-        heads: tuple[int, int],
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Rotate queries and keys, store keys and values, attend over the rows' blocks.
-
-        Args:
-            qkv: ``[B, T, (heads + 2 * kv_heads) * dim]``.
-            rotary: cosine and signed sine, ``[capacity, dim]`` each.
-            rows: int64 ``[B]``.
-            positions: int64 ``[B, T]``.
-            tables: int32 ``[rows, columns]``, block tables.
-            span: positions that are read, in whole blocks.
-            kv: ``[blocks, block_size, kv_heads, dim]`` each; block_size is a multiple of 16.
-            heads: query heads and key/value heads.
-            scale: of the scores.
-            window: sliding window, None for none.
-
-        Returns:
-            ``[B, T, heads * dim]``.
-        """
-        batch, steps, _ = qkv.shape
-        _, block_size, keys, dim = kv[0].shape
-        assert block_size % _LANES == 0
-        assert span % block_size == 0
-        # Expanded views have no memory of their own.
-        qkv, rows, positions = qkv.contiguous(), rows.contiguous(), positions.contiguous()
-        sizes = (batch, steps, heads[0], keys, dim, block_size, tables.shape[1], span, window or 0)
-        shape = _Attention(*sizes, scale)
-        padded = -(-dim // _LANES) * _LANES
-        per_query = 2 * padded + _LANES + span
-        scratch = torch.empty(_TILE * per_query + block_size * padded)
-        out = qkv.new_empty(batch, steps, heads[0] * dim)
-        self._attend(
-            ctypes.addressof(shape),
-            qkv.data_ptr(),
-            rotary[0].data_ptr(),
-            rotary[1].data_ptr(),
-            rows.data_ptr(),
-            positions.data_ptr(),
-            tables.data_ptr(),
-            kv[0].data_ptr(),
-            kv[1].data_ptr(),
-            scratch.data_ptr(),
-            out.data_ptr(),
-        )
-        return out
-
 
 @functools.cache
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     """Return the kernels of a dtype, or None if the device or the machine has none."""
-    if device.type != "cpu" or dtype not in _NAMES:
+    if device.type != "cpu" or dtype not in NAMES:
         return None
-    library = _load()
+    library = load_library()
     return None if library is None else Kernels(library, dtype)
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
+    """Return the kernels, compiled if need be, or None if the machine has no compiler."""
     try:
         return ctypes.CDLL(str(_build()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:

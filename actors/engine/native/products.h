@@ -2,13 +2,12 @@
 //
 // Every element of y is one chain of sums over the columns of x in ascending order (in bfloat16 two
 // columns at a time, as the processor's dot product takes them). So its bits depend on its own row
-// alone: not on how many rows there are, nor on threads.
+// alone: not on how many rows there are, nor on threads, nor on whether W is read as codes.
 #pragma once
 
 #include <type_traits>
 
 #include "numbers.h"
-#include "threads.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -20,14 +19,21 @@ constexpr int kOutputs = 16;
 typedef float Sums __attribute__((vector_size(kOutputs * sizeof(float)), aligned(4)));
 typedef uint32_t Pairs __attribute__((vector_size(kOutputs * sizeof(uint32_t)), aligned(4)));
 
-struct Product {
-  const void* x;       // [rows, in]
-  const void* weight;  // packed, see pack()
+struct Weight {
+  const void* packed;  // see pack() and pack_codes()
   const void* bias;    // [out] or null
-  void* y;             // [rows, out]
-  int64_t rows, in, out;
-  int64_t blocks;  // of kOutputs outputs, in a chunk
+  int64_t in, out;
+  int64_t bits;  // of a code; 0 if the weights themselves are packed
 };
+
+struct Product {
+  const void* x;  // [rows, in]
+  void* y;        // [rows, out]
+  int64_t rows;
+  Weight weight;
+};
+
+inline int64_t all_blocks(const Weight& weight) { return (weight.out + kOutputs - 1) / kOutputs; }
 
 // One step takes kDepth columns: of every output its weights lie together, 16 outputs side by side.
 template <class T>
@@ -93,83 +99,97 @@ inline void pack(const T* weight, int64_t in, int64_t out, T* packed) {
 }
 
 // R rows by B blocks of 16 outputs; rows beyond `rows` repeat the last one and are not stored.
-template <class T, int R, int B>
-void tile(const Product& p, int64_t row, int64_t block) {
-  constexpr int depth = Step<T>::kDepth;
-  const int64_t stride = packed_block<T>(p.in);
-  const int rows = static_cast<int>(std::min<int64_t>(R, p.rows - row));
+template <class T, int R>
+struct Rows {
   const T* x[R];
-  for (int r = 0; r < R; ++r)
-    x[r] = static_cast<const T*>(p.x) + (row + std::min(r, rows - 1)) * p.in;
-  const T* w = static_cast<const T*>(p.weight) + block * stride;
+  int count;
+
+  Rows(const Product& p, int64_t row) : count(static_cast<int>(std::min<int64_t>(R, p.rows - row))) {
+    for (int r = 0; r < R; ++r)
+      x[r] = static_cast<const T*>(p.x) + (row + std::min(r, count - 1)) * p.weight.in;
+  }
+};
+
+template <class T, int R, int B>
+void store(const Product& p, int64_t row, int count, int64_t block, const Sums (&sums)[R][B]) {
+  const int64_t out = p.weight.out;
+  const T* bias = static_cast<const T*>(p.weight.bias);
+  for (int r = 0; r < count; ++r)
+    for (int b = 0; b < B; ++b) {
+      const int64_t n = (block + b) * kOutputs;
+      const int lanes = static_cast<int>(std::min<int64_t>(kOutputs, out - n));
+      T* y = static_cast<T*>(p.y) + (row + r) * out + n;
+      for (int i = 0; i < lanes; ++i)
+        y[i] = narrow<T>(bias ? sums[r][b][i] + widen(bias[n + i]) : sums[r][b][i]);
+    }
+}
+
+// `packed` are the weights of the first block.
+template <class T, int R, int B>
+void tile(const Product& p, int64_t row, int64_t block, const T* packed) {
+  constexpr int depth = Step<T>::kDepth;
+  const int64_t in = p.weight.in, stride = packed_block<T>(in);
+  const Rows<T, R> rows(p, row);
+  const T* const* x = rows.x;
+  const T* w = packed;
   Sums sums[R][B] = {};
   int64_t k = 0;
-  for (; k + depth <= p.in; k += depth, w += depth * kOutputs) {
+  for (; k + depth <= in; k += depth, w += depth * kOutputs) {
     for (int b = 0; b < B; ++b) {
       const auto part = Step<T>::load(w + b * stride);
       if (R <= 4) __builtin_prefetch(w + b * stride + 16 * depth * kOutputs);
       for (int r = 0; r < R; ++r) Step<T>::add(sums[r][b], part, x[r] + k);
     }
   }
-  if (k < p.in)
+  if (k < in)
     for (int b = 0; b < B; ++b) {
       const auto part = Step<T>::load(w + b * stride);
       for (int r = 0; r < R; ++r) Step<T>::last(sums[r][b], part, x[r] + k);
     }
-  const T* bias = static_cast<const T*>(p.bias);
-  for (int r = 0; r < rows; ++r)
-    for (int b = 0; b < B; ++b) {
-      const int64_t n = (block + b) * kOutputs;
-      const int lanes = static_cast<int>(std::min<int64_t>(kOutputs, p.out - n));
-      T* y = static_cast<T*>(p.y) + (row + r) * p.out + n;
-      for (int i = 0; i < lanes; ++i)
-        y[i] = narrow<T>(bias ? sums[r][b][i] + widen(bias[n + i]) : sums[r][b][i]);
-    }
+  store<T, R, B>(p, row, rows.count, block, sums);
 }
 
+// `packed` are the weights of block `from`.
 template <class T, int R, int B>
-void panel(const Product& p, int64_t row, int64_t from, int64_t to) {
+void panel(const Product& p, int64_t row, int64_t from, int64_t to, const T* packed) {
+  const int64_t stride = packed_block<T>(p.weight.in);
   int64_t block = from;
-  for (; block + B <= to; block += B) tile<T, R, B>(p, row, block);
-  for (; block < to; ++block) tile<T, R, 1>(p, row, block);
+  for (; block + B <= to; block += B) tile<T, R, B>(p, row, block, packed + (block - from) * stride);
+  for (; block < to; ++block) tile<T, R, 1>(p, row, block, packed + (block - from) * stride);
 }
 
-constexpr int kMany = 8;  // more rows than these are taken 6 by 6 over weights in the cache
+constexpr int kMany = 8;    // more rows than these are taken 6 by 6 over weights in the cache
+constexpr int kCached = 4;  // so many blocks at a time
 
 template <class T>
-void chunk(const void* job, int64_t index) {
-  const Product& p = *static_cast<const Product*>(job);
-  const int64_t all = (p.out + kOutputs - 1) / kOutputs;
-  const int64_t from = index * p.blocks, to = std::min(all, from + p.blocks);
-  if (p.rows > kMany) {
-    for (int64_t block = from; block < to; block += 4) {
-      const int64_t end = std::min(to, block + 4);
-      int64_t row = 0;
-      for (; p.rows - row > 4; row += 6) panel<T, 6, 4>(p, row, block, end);
-      if (p.rows - row > 2) panel<T, 4, 4>(p, row, block, end);
-      else if (p.rows > row) panel<T, 2, 4>(p, row, block, end);
-    }
-    return;
-  }
+void many_rows(const Product& p, int64_t from, int64_t to, const T* packed) {
+  int64_t row = 0;
+  for (; p.rows - row > 4; row += 6) panel<T, 6, 4>(p, row, from, to, packed);
+  if (p.rows - row > 2) panel<T, 4, 4>(p, row, from, to, packed);
+  else if (p.rows > row) panel<T, 2, 4>(p, row, from, to, packed);
+}
+
+template <class T>
+void few_rows(const Product& p, int64_t from, int64_t to, const T* packed) {
   switch (p.rows) {
-    case 1: return panel<T, 1, 8>(p, 0, from, to);
-    case 2: return panel<T, 2, 8>(p, 0, from, to);
+    case 1: return panel<T, 1, 8>(p, 0, from, to, packed);
+    case 2: return panel<T, 2, 8>(p, 0, from, to, packed);
     case 3:
-    case 4: return panel<T, 4, 6>(p, 0, from, to);
+    case 4: return panel<T, 4, 6>(p, 0, from, to, packed);
     case 5:
-    case 6: return panel<T, 6, 4>(p, 0, from, to);
-    default: return panel<T, 8, 3>(p, 0, from, to);
+    case 6: return panel<T, 6, 4>(p, 0, from, to, packed);
+    default: return panel<T, 8, 3>(p, 0, from, to, packed);
   }
 }
 
+// Computes the outputs of blocks from .. to - 1.
 template <class T>
-void multiply(Product p, int max_threads) {
-  if (p.rows == 0) return;
-  const int64_t all = (p.out + kOutputs - 1) / kOutputs;
-  // Eight chunks a thread, of whole panels, and none so small that taking it costs.
-  const int64_t share = std::max<int64_t>(1, all / (8 * std::max(1, max_threads)));
-  p.blocks = std::max<int64_t>(8, (share + 7) / 8 * 8);
-  threads().run(chunk<T>, &p, (all + p.blocks - 1) / p.blocks, max_threads);
+void multiply_blocks(const Product& p, int64_t from, int64_t to) {
+  const int64_t stride = packed_block<T>(p.weight.in);
+  const T* packed = static_cast<const T*>(p.weight.packed);
+  if (p.rows <= kMany) return few_rows<T>(p, from, to, packed + from * stride);
+  for (int64_t block = from; block < to; block += kCached)
+    many_rows<T>(p, block, std::min(to, block + kCached), packed + block * stride);
 }
 
 }  // namespace

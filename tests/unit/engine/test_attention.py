@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.kv_cache import KVCache
-from paceline.actors.engine.native.library import Kernels, kernels_for
+from paceline.actors.engine.native import library
 
 ROWS, CAPACITY = 3, 150
 BEHIND = (60, 0, 97)  # cached positions of the three rows
@@ -85,11 +87,34 @@ def test_gathered_blocks(
     case.check(attend(case.step, 0, *parts, 0.3, window), window)
 
 
-def kernels(dtype: torch.dtype) -> Kernels:
-    found = kernels_for(torch.device("cpu"), dtype)
-    if found is None:
+def attend_natively(
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    rows: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    span: int,
+    kv: tuple[Tensor, Tensor],
+    heads: tuple[int, int],
+    window: int | None,
+) -> Tensor:
+    """The kernel alone, as Kernels.forward uses it in every layer."""
+    loaded = library.load_library()
+    if loaded is None:
         pytest.skip("no compiler made the kernels")
-    return found
+    batch, steps, _ = qkv.shape
+    _, block_size, keys, dim = kv[0].shape
+    positions = positions.contiguous()
+    shape = library.Attention(
+        *(batch, steps, heads[0], keys, dim, block_size, tables.shape[1], span, window or 0),
+        *(rows.data_ptr(), positions.data_ptr(), tables.data_ptr()),
+        0.3,
+    )
+    out = qkv.new_empty(batch, steps, heads[0] * dim)
+    tensors = (qkv, *rotary, *kv, out)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    loaded[f"attend_{library.NAMES[qkv.dtype]}"](ctypes.byref(shape), *pointers)
+    return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
@@ -105,7 +130,7 @@ def test_the_kernel(
     kv, step = (case.kv.keys[0], case.kv.values[0]), case.step
     rows = step.rows, step.positions
     tables, span = case.kv.block_tables, step.span
-    found = kernels(dtype).attend(qkv, still, *rows, tables, span, kv, heads, 0.3, window)
+    found = attend_natively(qkv, still, *rows, tables, span, kv, heads, window)
     case.check(found.view(ROWS, steps, heads[0], dim), window)
 
 
@@ -124,7 +149,7 @@ def test_padding_beyond_a_rows_blocks_does_not_affect_others(dtype: torch.dtype)
         positions = (start + torch.arange(count)).expand(len(rows), -1)
         step = StepContext.at(kv, torch.tensor(rows), positions, start + count)
         at = step.rows, step.positions, kv.block_tables, step.span
-        return kernels(dtype).attend(qkv[rows, :count], still, *at, stored, heads, 0.3, None)
+        return attend_natively(qkv[rows, :count].contiguous(), still, *at, stored, heads, None)
 
     both = run([0, 1], steps, 15)
     assert torch.equal(run([0], 1, 15), both[:1, :1])

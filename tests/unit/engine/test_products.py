@@ -57,12 +57,12 @@ def test_any_size_is_the_product_and_each_row_is_computed_as_if_alone(
     weight = torch.randn(out, size, generator=generator).to(dtype)
     x = torch.randn(rows, size, generator=generator).to(dtype)
     offset = torch.randn(out, generator=generator).to(dtype) if bias else None
-    packed = multiply.pack(weight)
+    packed = multiply.pack(weight, offset)
     torch.set_num_threads(1)
-    alone = torch.cat([multiply.multiply(row[None], packed, out, offset) for row in x])
+    alone = torch.cat([multiply.multiply(row[None], packed) for row in x])
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(multiply.multiply(x, packed, out, offset), alone)
+        assert torch.equal(multiply.multiply(x, packed), alone)
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     scale = x.double().abs() @ weight.double().abs().T + (0 if offset is None else offset.abs())
     assert bool(((alone.double() - exact).abs() <= _ERRORS[dtype] * scale + 1e-30).all())
@@ -76,9 +76,9 @@ def test_sizes_of_real_models(dtype: torch.dtype, sizes: tuple[int, int]) -> Non
     generator = torch.Generator().manual_seed(0)
     packed = multiply.pack(torch.randn(out, size, generator=generator).to(dtype))
     x = torch.randn(130, size, generator=generator).to(dtype)
-    many = multiply.multiply(x, packed, out, None)
+    many = multiply.multiply(x, packed)
     for rows in (*range(1, 18), 31, 64, 129):
-        assert torch.equal(multiply.multiply(x[:rows], packed, out, None), many[:rows])
+        assert torch.equal(multiply.multiply(x[:rows], packed), many[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,12 +89,12 @@ def test_several_callers_at_once_get_their_own_products(dtype: torch.dtype) -> N
     weights = [torch.randn(300, 200, generator=generator).to(dtype) for _ in range(4)]
     packed = [multiply.pack(weight) for weight in weights]
     x = torch.randn(5, 200, generator=generator).to(dtype)
-    expected = [multiply.multiply(x, part, 300, None) for part in packed]
+    expected = [multiply.multiply(x, part) for part in packed]
 
     def same(i: int) -> bool:
         torch.set_num_threads(3)
         which = i % 4
-        return torch.equal(multiply.multiply(x, packed[which], 300, None), expected[which])
+        return torch.equal(multiply.multiply(x, packed[which]), expected[which])
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(same, range(400)))

@@ -1,0 +1,217 @@
+// Products with weights that are read as the codes of a quantized checkpoint.
+//
+// A code q of 4 or 8 bits stands for the weight bf16(scale * q + min), scale and min in float16 for
+// 32 columns of an output. Decoding in registers gives the bits of the bfloat16 weights, which
+// pack_codes() checks, from a third to a half of their bytes; the sums are those of products.h.
+#pragma once
+
+#include <vector>
+
+#include "products.h"
+
+namespace {
+
+constexpr int64_t kGroup = 32;  // columns of a scale
+
+#if defined(__AVX512BF16__)
+
+// 16 outputs' weights of 32 columns. Word `lane` of codes[j] has 32 / Bits codes: the v-th, counted
+// from its low bits, is that of output lane / 2 + 8 * (v % 2) and of column 32 / Bits * j + v / 2 * 2
+// + lane % 2. Codes of 8 bits have 128 added, and no min.
+template <int Bits>
+struct Group {
+  uint16_t scale[kOutputs], min[Bits == 4 ? kOutputs : 0];
+  uint32_t codes[Bits][16];
+};
+
+template <int Bits>
+struct Decoder {
+  __m512 scale[2], offset[2];
+
+  // A code is shifted to where, as mantissa under this exponent, it reads kBase + code.
+  static constexpr int kAt = Bits == 4 ? 16 : 15;
+  static constexpr float kBase = Bits == 4 ? 128.0f : 256.0f;
+  static constexpr int kExponent = Bits == 4 ? 0x43000000 : 0x43800000;
+
+  void read(const Group<Bits>& group) {
+    const __m512 s = half(group.scale);
+    __m512 m;
+    if constexpr (Bits == 4) m = _mm512_fnmadd_ps(s, _mm512_set1_ps(kBase), half(group.min));
+    else m = _mm512_mul_ps(s, _mm512_set1_ps(-kBase - 128.0f));
+    const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    for (int i = 0; i < 2; ++i) {
+      const __m512i lanes = _mm512_add_epi32(twice, _mm512_set1_epi32(8 * i));
+      scale[i] = _mm512_permutexvar_ps(lanes, s);
+      offset[i] = _mm512_permutexvar_ps(lanes, m);
+    }
+  }
+
+  static __m512 half(const uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+
+  // The V-th code of every word.
+  template <int V>
+  __m512 one(__m512i words) const {
+    constexpr int shift = kAt - V * Bits;
+    if constexpr (shift > 0) words = _mm512_slli_epi32(words, shift);
+    if constexpr (shift < 0) words = _mm512_srli_epi32(words, -shift);
+    const __m512i mask = _mm512_set1_epi32(((1 << Bits) - 1) << kAt);
+    words = _mm512_ternarylogic_epi32(words, mask, _mm512_set1_epi32(kExponent), 0xEA);  // & then |
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(words), scale[V % 2], offset[V % 2]);
+  }
+
+  // The P-th pair of columns of the 16 outputs, as products.h packs it.
+  template <int P>
+  __m512bh pair(__m512i words) const {
+    return _mm512_cvtne2ps_pbh(one<2 * P + 1>(words), one<2 * P>(words));
+  }
+};
+
+// Calls take(P) for every pair of columns of a word, as a constant.
+template <int Bits, class F>
+__attribute__((always_inline)) inline void each_pair(const F& take) {
+  take(std::integral_constant<int, 0>{});
+  take(std::integral_constant<int, 1>{});
+  if constexpr (Bits == 4) {
+    take(std::integral_constant<int, 2>{});
+    take(std::integral_constant<int, 3>{});
+  }
+}
+
+template <int Bits, int R, int B>
+void coded_tile(const Product& p, int64_t row, int64_t block) {
+  constexpr int kPairs = 16 / Bits;  // of columns, in a word
+  const int64_t groups = p.weight.in / kGroup;
+  const Group<Bits>* own = static_cast<const Group<Bits>*>(p.weight.packed) + block * groups;
+  const Bf16* x = static_cast<const Bf16*>(p.x) + row * p.weight.in;
+  Sums sums[R][B] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    Decoder<Bits> decoders[B];
+    for (int b = 0; b < B; ++b) decoders[b].read(own[b * groups + g]);
+    for (int64_t line = 0; line < static_cast<int64_t>(sizeof(Group<Bits>)); line += 64)
+      for (int b = 0; b < B; ++b)
+        __builtin_prefetch(reinterpret_cast<const char*>(own + b * groups + g + 8) + line);
+#pragma GCC unroll 8
+    for (int j = 0; j < Bits; ++j, x += 2 * kPairs) {
+      __m512i words[B];
+      for (int b = 0; b < B; ++b) words[b] = _mm512_loadu_si512(own[b * groups + g].codes[j]);
+      each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
+        Pairs w[B];
+        for (int b = 0; b < B; ++b)
+          w[b] = (Pairs)(__m512i)decoders[b].template pair<pair.value>(words[b]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          for (int b = 0; b < B; ++b)
+            Step<Bf16>::add(sums[r][b], w[b], x + r * p.weight.in + 2 * pair.value);
+      });
+    }
+  }
+  store<Bf16, R, B>(p, row, R, block, sums);
+}
+
+template <int Bits, int B>
+void coded_rows(const Product& p, int64_t block) {
+  int64_t row = 0;
+  for (; row + 8 <= p.rows; row += 8) coded_tile<Bits, 8, B>(p, row, block);
+  switch (p.rows - row) {
+    case 1: return coded_tile<Bits, 1, B>(p, row, block);
+    case 2: return coded_tile<Bits, 2, B>(p, row, block);
+    case 3: return coded_tile<Bits, 3, B>(p, row, block);
+    case 4: return coded_tile<Bits, 4, B>(p, row, block);
+    case 5: return coded_tile<Bits, 5, B>(p, row, block);
+    case 6: return coded_tile<Bits, 6, B>(p, row, block);
+    case 7: return coded_tile<Bits, 7, B>(p, row, block);
+  }
+}
+
+template <int Bits>
+void multiply_coded_blocks(const Product& p, int64_t from, int64_t to) {
+  for (; from + 2 <= to; from += 2) coded_rows<Bits, 2>(p, from);
+  if (from < to) coded_rows<Bits, 1>(p, from);
+}
+
+// Decodes a block into the layout of products.h.
+template <int Bits>
+void decode_block(const Weight& weight, int64_t block, Bf16* out) {
+  const int64_t groups = weight.in / kGroup;
+  const Group<Bits>* own = static_cast<const Group<Bits>*>(weight.packed) + block * groups;
+  for (int64_t g = 0; g < groups; ++g) {
+    Decoder<Bits> decoder;
+    decoder.read(own[g]);
+    for (int j = 0; j < Bits; ++j) {
+      const __m512i words = _mm512_loadu_si512(own[g].codes[j]);
+      each_pair<Bits>([&](auto pair) {
+        _mm512_storeu_si512(out, (__m512i)decoder.template pair<pair.value>(words));
+        out += 2 * kOutputs;
+      });
+    }
+  }
+}
+
+inline bool is_tiny(Bf16 x) { return (x.bits & 0x7f80u) == 0; }  // products take it as zero
+
+// Packs codes; returns whether they decode to the weights.
+template <int Bits>
+bool pack_coded(const Bf16* weight, const uint8_t* codes, const uint16_t* scales,
+                const uint16_t* mins, int64_t in, int64_t out, void* packed) {
+  const int64_t groups = in / kGroup, blocks = (out + kOutputs - 1) / kOutputs;
+  std::memset(packed, 0, blocks * groups * sizeof(Group<Bits>));
+  auto* to = static_cast<Group<Bits>*>(packed);
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t g = 0; g < groups; ++g, ++to)
+      for (int64_t lane = 0; lane < std::min<int64_t>(kOutputs, out - block * kOutputs); ++lane) {
+        const int64_t row = block * kOutputs + lane;
+        to->scale[lane] = scales[row * groups + g];
+        if constexpr (Bits == 4) to->min[lane] = mins[row * groups + g];
+        for (int64_t column = 0; column < kGroup; ++column) {
+          const int64_t at = row * in + g * kGroup + column;
+          const uint32_t code =
+              Bits == 4 ? (codes[at / 2] >> (4 * (at % 2))) & 15u : codes[at];
+          const int64_t inside = column % (32 / Bits);
+          const int64_t v = inside / 2 * 2 + lane / 8;
+          to->codes[column / (32 / Bits)][lane % 8 * 2 + inside % 2] |= code << (v * Bits);
+        }
+      }
+  std::vector<Bf16> decoded(packed_block<Bf16>(in));
+  const Weight own{packed, nullptr, in, out, Bits};
+  for (int64_t block = 0; block < blocks; ++block) {
+    decode_block<Bits>(own, block, decoded.data());
+    for (int64_t lane = 0; lane < std::min<int64_t>(kOutputs, out - block * kOutputs); ++lane)
+      for (int64_t k = 0; k < in; ++k) {
+        const Bf16 found = decoded[(k / 2 * kOutputs + lane) * 2 + k % 2];
+        const Bf16 wanted = weight[(block * kOutputs + lane) * in + k];
+        if (found.bits != wanted.bits && !(is_tiny(found) && is_tiny(wanted))) return false;
+      }
+  }
+  return true;
+}
+
+inline int64_t coded_size(int64_t in, int64_t out, int64_t bits) {  // bytes
+  const int64_t groups = in / kGroup * ((out + kOutputs - 1) / kOutputs);
+  return groups * (bits == 4 ? sizeof(Group<4>) : sizeof(Group<8>));
+}
+
+inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t* scales,
+                       const uint16_t* mins, int64_t in, int64_t out, int64_t bits, void* packed) {
+  return bits == 4 ? pack_coded<4>(weight, codes, scales, mins, in, out, packed)
+                   : pack_coded<8>(weight, codes, scales, mins, in, out, packed);
+}
+
+inline void multiply_codes(const Product& p, int64_t from, int64_t to) {
+  if (p.weight.bits == 4) multiply_coded_blocks<4>(p, from, to);
+  else multiply_coded_blocks<8>(p, from, to);
+}
+
+#else  // without the processor's dot product of bfloat16 decoding costs more than it saves
+
+inline int64_t coded_size(int64_t, int64_t, int64_t) { return 0; }
+inline bool pack_codes(const Bf16*, const uint8_t*, const uint16_t*, const uint16_t*, int64_t,
+                       int64_t, int64_t, void*) {
+  return false;
+}
+inline void multiply_codes(const Product&, int64_t, int64_t) {}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,160 @@
+// Decoder layers in one call: a call from Python for every operation costs as much as the operation.
+#pragma once
+
+#include "attention.h"
+#include "codes.h"
+#include "products.h"
+#include "threads.h"
+
+namespace {
+
+// Calls f(0) .. f(count - 1), on several threads.
+template <class F>
+void each(int64_t count, int64_t threads_, const F& f) {
+  const auto call = [](const void* job, int64_t i) { (*static_cast<const F*>(job))(i); };
+  threads().run(call, &f, count, static_cast<int>(threads_));
+}
+
+// Products of one shape with several weights.
+template <class T>
+void multiply(const Product* products, int64_t count, int64_t threads_) {
+  const Weight& first = products[0].weight;
+  if (products[0].rows == 0) return;
+  const int64_t all = all_blocks(first);
+  // Eight chunks a thread, of whole panels, and none so small that taking it costs.
+  const int64_t share = std::max<int64_t>(1, all / (8 * std::max<int64_t>(1, threads_)));
+  const int64_t blocks = std::max<int64_t>(8, (share + 7) / 8 * 8);
+  const int64_t chunks = (all + blocks - 1) / blocks;
+  each(count * chunks, threads_, [&](int64_t i) {
+    const Product& p = products[i / chunks];
+    const int64_t from = i % chunks * blocks, to = std::min(all, from + blocks);
+    if constexpr (std::is_same_v<T, Bf16>)
+      if (p.weight.bits != 0) return multiply_codes(p, from, to);
+    multiply_blocks<T>(p, from, to);
+  });
+}
+
+// Rotates queries and keys, stores the new keys and values, attends: qkv [batch, steps, width] to out
+// [batch, steps, q_heads * dim].
+template <class T>
+void attend(const Attention& a, int64_t threads_, const T* qkv, const T* cos, const T* sin, T* keys,
+            T* values, T* out) {
+  each(a.batch * a.steps, threads_,
+       [&](int64_t i) { store_token(a, i, qkv, cos, sin, keys, values); });
+  each(a.batch * a.kv_heads * tiles_per_head(a), threads_, [&](int64_t i) {
+    attend_one<T>(a, i, qkv, cos, sin, keys, values, out);
+  });
+}
+
+struct LayerWeights {
+  Weight qkv, output, gate_up, down;
+  const void *before_attention, *before_mlp;  // norms, [hidden]
+  const void *queries, *keys;                 // norms of the heads, [dim] or null
+  float eps;
+};
+
+struct LayerCache {
+  void *keys, *values;  // of all blocks
+  int64_t window;       // 0 for none
+};
+
+struct Forward {
+  Attention attention;  // of the batch's rows in the order of the experts
+  int64_t experts, tokens, layers, hidden, intermediate, threads;  // `tokens` of each expert
+  const LayerWeights* const* weights;  // [experts][layers]
+  const LayerCache* caches;            // [layers]
+  const void *cos, *sin;               // [capacity, dim]
+  void *x, *memory;  // [experts * tokens, hidden], changed; work_size() elements
+  void* out;         // [experts * tokens, hidden], of the last layer's MLP, not yet added to x
+};
+
+inline int64_t work_size(const Forward& f) {
+  const Attention& a = f.attention;
+  const int64_t heads = 2 * (a.q_heads + a.kv_heads) * a.dim;
+  return f.experts * f.tokens * (f.hidden + heads + 3 * f.intermediate);
+}
+
+template <class T>
+class LayerRun {
+ public:
+  explicit LayerRun(const Forward& f) : f_(f), a_(f.attention), n_(f.experts * f.tokens) {
+    width_ = (a_.q_heads + 2 * a_.kv_heads) * a_.dim;
+    normed_ = static_cast<T*>(f.memory);
+    qkv_ = normed_ + n_ * f.hidden;
+    mixed_ = qkv_ + n_ * width_;
+    gate_up_ = mixed_ + n_ * a_.q_heads * a_.dim;
+    active_ = gate_up_ + n_ * 2 * f.intermediate;
+  }
+
+  void run() {
+    for (layer_ = 0; layer_ < f_.layers; ++layer_) {
+      norm(layer_ == 0 ? nullptr : static_cast<const T*>(f_.out), &LayerWeights::before_attention);
+      product(&LayerWeights::qkv, normed_, qkv_);
+      attend_layer();
+      product(&LayerWeights::output, mixed_, static_cast<T*>(f_.out));
+      norm(static_cast<const T*>(f_.out), &LayerWeights::before_mlp);
+      product(&LayerWeights::gate_up, normed_, gate_up_);
+      activate();
+      product(&LayerWeights::down, active_, static_cast<T*>(f_.out));
+    }
+  }
+
+ private:
+  const LayerWeights& weights(int64_t expert) const { return f_.weights[expert][layer_]; }
+
+  // Adds `delta` to the residual stream and normalises it.
+  void norm(const T* delta, const void* LayerWeights::* weight) {
+    T* x = static_cast<T*>(f_.x);
+    each(n_, f_.threads, [&](int64_t i) {
+      const LayerWeights& own = weights(i / f_.tokens);
+      const int64_t at = i * f_.hidden;
+      add_norm(x + at, delta == nullptr ? nullptr : delta + at, static_cast<const T*>(own.*weight),
+               own.eps, f_.hidden, normed_ + at);
+    });
+  }
+
+  void product(Weight LayerWeights::* weight, const T* x, T* y) {
+    products_.resize(f_.experts);
+    for (int64_t e = 0; e < f_.experts; ++e) {
+      const Weight& own = weights(e).*weight;
+      products_[e] = {x + e * f_.tokens * own.in, y + e * f_.tokens * own.out, f_.tokens, own};
+    }
+    multiply<T>(products_.data(), f_.experts, f_.threads);
+  }
+
+  void attend_layer() {
+    const LayerCache& cache = f_.caches[layer_];
+    if (weights(0).queries != nullptr)
+      each(n_, f_.threads, [&](int64_t i) { norm_heads(i); });
+    a_.window = cache.window;
+    attend(a_, f_.threads, qkv_, static_cast<const T*>(f_.cos), static_cast<const T*>(f_.sin),
+           static_cast<T*>(cache.keys), static_cast<T*>(cache.values), mixed_);
+  }
+
+  void norm_heads(int64_t token) {
+    const LayerWeights& own = weights(token / f_.tokens);
+    T* head = qkv_ + token * width_;
+    for (int64_t h = 0; h < a_.q_heads + a_.kv_heads; ++h, head += a_.dim) {
+      const void* weight = h < a_.q_heads ? own.queries : own.keys;
+      add_norm<T>(head, nullptr, static_cast<const T*>(weight), own.eps, a_.dim, head);
+    }
+  }
+
+  void activate() {
+    constexpr int64_t kPart = 512;
+    const int64_t size = f_.intermediate, parts = (size + kPart - 1) / kPart;
+    each(n_ * parts, f_.threads, [&](int64_t i) {
+      const int64_t token = i / parts, from = i % parts * kPart;
+      const T* gate = gate_up_ + token * 2 * size + from;
+      silu_mul(gate, gate + size, std::min(kPart, size - from), active_ + token * size + from);
+    });
+  }
+
+  const Forward& f_;
+  Attention a_;
+  int64_t n_, width_ = 0, layer_ = 0;
+  T *normed_, *qkv_, *mixed_, *gate_up_, *active_;
+  std::vector<Product> products_;
+};
+
+}  // namespace
