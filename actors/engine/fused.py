@@ -193,14 +193,14 @@ class LayerStack:
             index = [layer.index for layer in self.layers]
             keys, values = ([plane[i] for i in index] for plane in (kv.keys, kv.values))
             self._caches = kv, CachePlan(keys, values, [layer.window for layer in self.layers])
-        steps = step.positions.shape[1]
         return kernels.forward(
             x,
             [self._plan(expert) for expert in layout.experts],
             self._caches[1],
             (self._rotary.cos, self._rotary.sin),
-            layout.to_experts(step.rows[:, None]).flatten(),
-            layout.to_experts(step.positions).view(-1, steps),
+            step.rows,
+            step.positions,
+            layout.result_index if layout.single is None else None,
             kv.block_tables,
             step.span,
             first.heads,

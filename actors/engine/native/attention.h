@@ -55,8 +55,11 @@ inline Vector transposed_sum(const Vector* sums) {
 struct Attention {
   int64_t batch, steps, q_heads, kv_heads, dim, block_size, columns, span, window;
   const int64_t *rows, *positions;  // [batch], [batch, steps]
+  const int64_t* slots;             // [batch], where a row's tokens lie; null if in order
   const int32_t* tables;            // [rows of the cache, columns]
   float scale;
+
+  int64_t first_token(int64_t row) const { return (slots == nullptr ? row : slots[row]) * steps; }
 };
 
 constexpr int64_t kTile = 16;   // queries that share a widened block
@@ -187,12 +190,13 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
   }
 }
 
-// Rotates and stores the new keys of one token, stores its new values.
+// Rotates and stores the new keys of one token of batch * steps, stores its new values.
 template <class T>
-void store_token(const Attention& a, int64_t token, const T* qkv, const T* cos, const T* sin,
+void store_token(const Attention& a, int64_t index, const T* qkv, const T* cos, const T* sin,
                  T* keys, T* values) {
-  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, at = a.positions[token];
-  const int64_t block = a.tables[a.rows[token / a.steps] * a.columns + at / a.block_size];
+  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, at = a.positions[index];
+  const int64_t row = index / a.steps, token = a.first_token(row) + index % a.steps;
+  const int64_t block = a.tables[a.rows[row] * a.columns + at / a.block_size];
   const int64_t offset = (block * a.block_size + at % a.block_size) * a.kv_heads * a.dim;
   const T* key = qkv + token * width + a.q_heads * a.dim;
   for (int64_t h = 0; h < a.kv_heads; ++h)
@@ -252,9 +256,9 @@ void attend_one(const Attention& a, int64_t index, const T* qkv, const T* cos, c
                 const T* keys, const T* values, T* out) {
   const int64_t tiles = tiles_per_head(a), row = index / (a.kv_heads * tiles);
   const int64_t h = index / tiles % a.kv_heads, start = index % tiles * kTile;
-  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, token = row * a.steps;
+  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, token = a.first_token(row);
   const int64_t count = std::min(kTile, a.q_heads / a.kv_heads * a.steps - start);
-  attend_some(a, qkv + token * width, cos, sin, a.positions + token,
+  attend_some(a, qkv + token * width, cos, sin, a.positions + row * a.steps,
               a.tables + a.rows[row] * a.columns, keys, values, Scratch(a), h, start, count,
               out + token * a.q_heads * a.dim);
 }

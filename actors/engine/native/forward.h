@@ -59,7 +59,7 @@ struct LayerCache {
 };
 
 struct Forward {
-  Attention attention;  // of the batch's rows in the order of the experts
+  Attention attention;
   int64_t experts, tokens, layers, hidden, intermediate, threads;  // `tokens` of each expert
   const LayerWeights* const* weights;  // [experts][layers]
   const LayerCache* caches;            // [layers]

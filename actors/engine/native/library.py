@@ -74,7 +74,7 @@ class Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batch", "steps", "q_heads", "kv_heads")),
         *((name, ctypes.c_int64) for name in ("dim", "block_size", "columns", "span", "window")),
-        *((name, ctypes.c_void_p) for name in ("rows", "positions", "tables")),
+        *((name, ctypes.c_void_p) for name in ("rows", "positions", "slots", "tables")),
         ("scale", ctypes.c_float),
     )
 
@@ -289,6 +289,7 @@ class Kernels:
         rotary: tuple[Tensor, Tensor],
         rows: Tensor,
         positions: Tensor,
+        slots: Tensor | None,
         tables: Tensor,
         span: int,
         heads: tuple[int, int],
@@ -301,8 +302,10 @@ class Kernels:
             layers: of the E experts.
             caches: of the layers.
             rotary: cosine and signed sine, ``[capacity, dim]`` each.
-            rows: int64 ``[B]``, the experts' one after another.
-            positions: int64 ``[B, T]``; B * T is E * N.
+            rows: int64 ``[B]``.
+            positions: int64 ``[B, T]``.
+            slots: int64 ``[B]``, index of each row's T tokens among the ``E * N / T``; None if they
+                are in order. Tokens of no row attend to nothing.
             tables: int32 ``[rows, columns]``, block tables.
             span: positions that are read, in whole blocks.
             heads: query heads and key/value heads.
@@ -319,7 +322,8 @@ class Kernels:
         experts, tokens, hidden = x.shape
         attention = Attention(
             *(batch, steps, heads[0], kv_heads, dim, block_size, tables.shape[1], span, 0),
-            *(rows.data_ptr(), positions.data_ptr(), tables.data_ptr()),
+            *(rows.data_ptr(), positions.data_ptr()),
+            *(None if slots is None else slots.data_ptr(), tables.data_ptr()),
             scale,
         )
         weights = (ctypes.c_void_p * experts)(*(ctypes.addressof(own.struct) for own in layers))
@@ -331,7 +335,8 @@ class Kernels:
             *(ctypes.addressof(weights), ctypes.addressof(caches.struct)),
             *(rotary[0].data_ptr(), rotary[1].data_ptr(), x.data_ptr(), None, out.data_ptr()),
         )
-        memory = x.new_empty(self._work_size(call))
+        size = self._work_size(call)
+        memory = x.new_empty(size) if slots is None else x.new_zeros(size)
         call.memory = memory.data_ptr()
         self._forward(call)
         return out

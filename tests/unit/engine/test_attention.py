@@ -107,7 +107,7 @@ def attend_natively(
     positions = positions.contiguous()
     shape = library.Attention(
         *(batch, steps, heads[0], keys, dim, block_size, tables.shape[1], span, window or 0),
-        *(rows.data_ptr(), positions.data_ptr(), tables.data_ptr()),
+        *(rows.data_ptr(), positions.data_ptr(), None, tables.data_ptr()),
         0.3,
     )
     out = qkv.new_empty(batch, steps, heads[0] * dim)
