@@ -41,6 +41,13 @@ class Method:
         self.remote = call
 
 
+class Broadcast:
+    """A call of Serve to all replicas, of which there are none."""
+
+    async def _fetch_replica_results_async(self) -> list[Any]:
+        return []
+
+
 class Handle:
     """A Serve handle of a target in this process."""
 
@@ -51,6 +58,9 @@ class Handle:
 
     def _generate(self, request: GenerationRequest, whole: bool) -> Stream:
         return Stream(self._target.generate(request, whole))
+
+    def broadcast(self, _: str) -> Broadcast:
+        return Broadcast()
 
     def options(self, **_: object) -> Handle:
         return self

@@ -128,6 +128,11 @@ class Engine:
         return self._scheduler.num_preemptions
 
     @property
+    def prefix_cache(self) -> tuple[int, int]:
+        """Prompt tokens that were looked up in the prefix cache so far, and found."""
+        return self._scheduler.num_looked_up, self._scheduler.num_cached
+
+    @property
     def kv_blocks(self) -> tuple[int, int]:
         """(total, available) blocks of the target's KV cache."""
         allocator = self._runner.kv.allocator

@@ -232,6 +232,7 @@ class EngineLoop:
             kv_blocks=blocks,
             kv_blocks_available=available,
             preemptions=self._engine.preemptions,
+            prefix_cache=self._engine.prefix_cache,
             draft_failures=self._engine.draft_failures,
             drafts=self._engine.drafts(),
             chosen=chosen,

@@ -20,6 +20,9 @@ class Scheduler:
         running: by request id, in order of arrival; all of them arrived before ``waiting``.
         waiting: queue in order of arrival.
         num_preemptions: preemptions so far.
+        num_looked_up: prompt tokens that were looked up in the prefix cache so far; those of
+            preempted requests not again.
+        num_cached: of these, found.
         admitted: ids of the requests that got a row in the latest :meth:`schedule`.
     """
 
@@ -45,6 +48,7 @@ class Scheduler:
         self.running: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
+        self.num_looked_up = self.num_cached = 0
         self.admitted: list[str] = []
         self._not_admitted: tuple[str, int, int] | None = None  # id, available blocks, running
         self._kv = kv
@@ -96,6 +100,9 @@ class Scheduler:
             self.waiting.popleft()
             self.running[sequence.request_id] = sequence
             self.admitted.append(sequence.request_id)
+            if self._prefix_cache and sequence.num_cached is None:
+                self.num_looked_up += len(sequence.tokens)
+                self.num_cached += num_computed
             sequence.start(num_computed)
 
     def cache_prefix(self, sequence: Sequence) -> None:

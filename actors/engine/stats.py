@@ -6,14 +6,42 @@ it is now, not all of them as of one round.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.actors.engine.request import FAILED, FINISH_NOT_FINITE, GenerationRequest
+from paceline.actors.engine.request import FAILED, FINISH_ABORT, GenerationRequest
 
 _MAX_VERSIONS = 3  # per slot: the current one, and those that requests may still draft with
-_MAX_LATENCIES = 4096  # kept until drained; the oldest are dropped
+_MAX_RECENT = 4096  # kept until drained; the oldest are dropped
+# Upper bounds of histograms.
+SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LONG_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS = tuple(float(digit * 10**power) for power in range(5) for digit in (1, 2, 5))
+
+
+class Histogram:
+    """Values by bucket since the start.
+
+    Attributes:
+        bounds: upper bounds of the buckets, increasing; values above them are in one more.
+        counts: values per bucket, ``len(bounds) + 1``.
+        sum: of all values.
+        recent: values that were not drained yet; the oldest are dropped.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self.recent: deque[float] = deque(maxlen=_MAX_RECENT)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.recent.append(value)
 
 
 @dataclass(slots=True)
@@ -121,7 +149,9 @@ class _Times:
     admitted: bool = False
     first_at: float | None = None
     first_tokens: int = 0
+    last_at: float = 0.0
     tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class RequestStats:
@@ -132,8 +162,12 @@ class RequestStats:
         generation_tokens: by topic.
         queue_s: from arrival to admission.
         first_token_s: from arrival to the first token.
-        per_token_s: mean time per token after the first chunk, of each request.
-        not_finite: requests that failed with NaN or infinite logits.
+        inter_token_s: between two rounds that gave tokens to a request.
+        per_token_s: mean time per token after the first round, of each request.
+        e2e_s: from arrival to the end, of requests that did not fail.
+        prompt_lengths: tokens of their prompts.
+        output_lengths: tokens of their answers.
+        finished: requests by finish reason.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -142,10 +176,11 @@ class RequestStats:
         self._requests: dict[str, _Times] = {}
         self.prompt_tokens: Counter[str] = Counter()
         self.generation_tokens: Counter[str] = Counter()
-        self.queue_s: deque[float] = deque(maxlen=_MAX_LATENCIES)
-        self.first_token_s: deque[float] = deque(maxlen=_MAX_LATENCIES)
-        self.per_token_s: deque[float] = deque(maxlen=_MAX_LATENCIES)
-        self.not_finite = 0
+        self.queue_s, self.first_token_s = Histogram(LONG_S), Histogram(LONG_S)
+        self.inter_token_s, self.per_token_s = Histogram(SHORT_S), Histogram(SHORT_S)
+        self.e2e_s = Histogram(LONG_S)
+        self.prompt_lengths, self.output_lengths = Histogram(TOKENS), Histogram(TOKENS)
+        self.finished: Counter[str] = Counter()
 
     def on_arrival(self, request: GenerationRequest, at: float) -> None:
         """Note a request that arrived at ``at``.
@@ -153,9 +188,10 @@ class RequestStats:
         The latencies of a resumed one are not counted: when its client sent it is not known here.
         """
         resumed = bool(request.output_token_ids) or request.attempt > 0
-        self._requests[request.run_id] = _Times(request.topic, at, resumed)
+        tokens = len(request.prompt_token_ids)
+        self._requests[request.run_id] = _Times(request.topic, at, resumed, prompt_tokens=tokens)
         if not resumed:
-            self.prompt_tokens[request.topic] += len(request.prompt_token_ids)
+            self.prompt_tokens[request.topic] += tokens
 
     def on_admitted(self, run_ids: Iterable[str], at: float) -> None:
         """Note requests that got a row, perhaps not for the first time."""
@@ -165,33 +201,42 @@ class RequestStats:
                 continue
             times.admitted = True
             if not times.resumed:
-                self.queue_s.append(max(0.0, at - times.arrived_at))
+                self.queue_s.observe(max(0.0, at - times.arrived_at))
 
     def on_output(self, run_id: str, tokens: int, finish_reason: str | None) -> None:
         """Note tokens of a request, or that it finished."""
         times = self._requests.get(run_id)
         if times is None:
             return
+        now = self._clock()
         if tokens:
             self.generation_tokens[times.topic] += tokens
             times.tokens += tokens
             if times.first_at is None:
-                times.first_at, times.first_tokens = self._clock(), times.tokens
+                times.first_at, times.first_tokens = now, times.tokens
                 if not times.resumed:
-                    self.first_token_s.append(times.first_at - times.arrived_at)
+                    self.first_token_s.observe(now - times.arrived_at)
+            else:
+                self.inter_token_s.observe(now - times.last_at)
+            times.last_at = now
         if finish_reason is not None:
-            self.not_finite += finish_reason == FINISH_NOT_FINITE
+            self.finished[finish_reason] += 1
             del self._requests[run_id]
-            self._finish(times, finish_reason)
+            if finish_reason not in FAILED:
+                self._finish(times, now)
 
     def on_abort(self, run_id: str) -> None:
         """Forget a request if it is known."""
-        self._requests.pop(run_id, None)
+        self.finished[FINISH_ABORT] += self._requests.pop(run_id, None) is not None
 
-    def _finish(self, times: _Times, finish_reason: str) -> None:
+    def _finish(self, times: _Times, now: float) -> None:
         further = times.tokens - times.first_tokens
-        if times.first_at is not None and further > 0 and finish_reason not in FAILED:
-            self.per_token_s.append((self._clock() - times.first_at) / further)
+        if times.first_at is not None and further > 0:
+            self.per_token_s.observe((now - times.first_at) / further)
+        if not times.resumed:
+            self.e2e_s.observe(now - times.arrived_at)
+            self.prompt_lengths.observe(times.prompt_tokens)
+            self.output_lengths.observe(times.tokens)
 
 
 def drain(values: deque[float]) -> tuple[float, ...]:
@@ -204,6 +249,7 @@ class EngineStats:
     """Present state of an engine, and its totals since the start.
 
     Attributes:
+        prefix_cache: prompt tokens that were looked up in the prefix cache, and found.
         drafts: weight_version by slot.
         chosen: the controller's current k by draft.
         predicted_goodput: tokens per second that the controller expects of it; None without a
@@ -215,6 +261,7 @@ class EngineStats:
     kv_blocks: int
     kv_blocks_available: int
     preemptions: int
+    prefix_cache: tuple[int, int]
     draft_failures: int
     drafts: Mapping[str, int]
     chosen: Mapping[str, int]

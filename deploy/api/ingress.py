@@ -9,7 +9,7 @@ import time
 import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from paceline.actors.router.policy import MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
+from paceline.deploy.api.actor_calls import call_or_none
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
@@ -59,11 +60,13 @@ from paceline.deploy.api.traffic import ArrivalNotifier, RecentTraffic
 from paceline.deploy.config.user_config import IngressUserConfig, UserConfigState
 from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded
 from paceline.deploy.monitoring.outcomes import is_disconnect
+from paceline.deploy.monitoring.vllm import CONTENT_TYPE, exposition
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_ATTEMPTS = 3
 _HEALTH_TIMEOUT_S = 3.0  # per attempt
+_METRICS_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class IngressSettings:
         operations: whether to serve the operators' endpoints.
         generation_config: whether the model's sampling parameters are the defaults of requests.
         cors_origins: origins whose pages may call the API from a browser.
+        metrics: who may read ``/metrics``: holders of a key, everybody, or nobody.
     """
 
     model_name: str
@@ -110,6 +114,7 @@ class IngressSettings:
     operations: bool = True
     generation_config: bool = True
     cors_origins: tuple[str, ...] = ()
+    metrics: Literal["key", "open", "off"] = "key"
 
 
 class Ingress:
@@ -188,6 +193,8 @@ class Ingress:
         api.add_api_route("/v1/paceline/topics", self.add_topic, methods=["POST"])
         api.add_api_route("/v1/paceline/live", self.live, methods=["GET"])
         api.add_api_route("/openapi.json", self.openapi, methods=["GET"])
+        if self._settings.metrics != "off":
+            api.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
         self._operations.add_routes(api)
         with suppress(RuntimeError):  # without a running loop the first request starts polling
             asyncio.get_running_loop()
@@ -195,9 +202,10 @@ class Ingress:
         if self._settings.ui:
             add_page(api)
         if digests := self._settings.key_digests:
-            api.add_middleware(
-                ApiKeyMiddleware, digests=digests, open_paths=("/health", *OPEN_PATHS)
-            )
+            open_paths = ["/health", *OPEN_PATHS]
+            if self._settings.metrics == "open":
+                open_paths.append("/metrics")
+            api.add_middleware(ApiKeyMiddleware, digests=digests, open_paths=open_paths)
         if origins := self._settings.cors_origins:  # outside of the keys: preflights have none
             api.add_middleware(
                 CORSMiddleware,
@@ -292,6 +300,26 @@ class Ingress:
         """Recent traffic of this replica."""
         since = query_number(request.query_params.get("since"), "since")
         return JSONResponse(self._recent_traffic.snapshot(since))
+
+    async def metrics(self) -> Response:
+        """Metrics of all target replicas with vLLM's names; those that do not answer are left out.
+
+        Raises:
+            ApiError: 503 if no replica answers.
+        """
+        replies = await call_or_none(
+            # One by one: `results_async` gives nothing if a single replica hangs.
+            self._target.broadcast("metrics")._fetch_replica_results_async,
+            _METRICS_TIMEOUT_S,
+        )
+        answers = await asyncio.gather(
+            *(call_or_none(reply.get_async, _METRICS_TIMEOUT_S) for reply in replies or ())
+        )
+        replicas = [answer for answer in answers if answer is not None]
+        if not replicas:
+            raise overloaded("The target does not answer.")
+        text = exposition(self._settings.model_name, replicas)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def openapi(self) -> Response:
         """The OpenAPI document."""

@@ -48,6 +48,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         operations=config.operations.enabled,
         generation_config=config.target.generation_config == "auto",
         cors_origins=config.ingress.cors_origins,
+        metrics=config.ingress.metrics,
     )
 
 

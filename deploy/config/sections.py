@@ -348,11 +348,20 @@ class IngressConfig(Section):
     finish its requests.
 
     Pages of ``cors_origins`` may call the API from a browser, but not the operations.
+
+    ``metrics`` says who may read ``GET /metrics``: key, whoever may read the rest of the API; open,
+    everybody; off, nobody.
     """
 
     num_replicas: Count = 1
     drain_timeout_s: Seconds | None = None
     cors_origins: tuple[str, ...] = ()
+    metrics: Literal["key", "open", "off"] = "key"
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _yaml_switch(cls, switch: object) -> object:
+        return "off" if switch is False else switch
 
     @field_validator("cors_origins")
     @classmethod

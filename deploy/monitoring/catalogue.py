@@ -15,11 +15,14 @@ update.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from paceline.actors.engine.stats import LONG_S, SHORT_S, TOKENS
 
 PREFIX = "paceline_"
 RAY_PREFIX = "ray_"
+VLLM_PREFIX = "vllm:"
 
 
 class Kind(StrEnum):
@@ -58,7 +61,14 @@ class Metric:
     @property
     def series(self) -> tuple[str, ...]:
         """Names in Prometheus."""
-        name = RAY_PREFIX + self.full_name
+        return self._series(RAY_PREFIX + self.full_name)
+
+    @property
+    def vllm_series(self) -> tuple[str, ...]:
+        """Names at the API's ``/metrics``, see `VLLM_METRICS`."""
+        return self._series(VLLM_PREFIX + self.name)
+
+    def _series(self, name: str) -> tuple[str, ...]:
         if self.kind is Kind.COUNTER:
             return (name + "_total",)
         if self.kind is Kind.HISTOGRAM:
@@ -79,8 +89,6 @@ PARTS = {
 
 _DRAFT = ("topic", "draft", "slot")
 _VERSION = ("draft", "weight_version")
-_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_LONG_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 def _counter(part: str, name: str, text: str, *labels: str) -> Metric:
@@ -144,6 +152,8 @@ METRICS: tuple[Metric, ...] = (
         TARGET, "corrupted_requests", "Requests that failed because of NaN or infinite logits"
     ),
     _counter(TARGET, "num_preemptions", "Requests whose memory was freed and that were recomputed"),
+    _counter(TARGET, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    _counter(TARGET, "prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     _gauge(TARGET, "num_requests_running", "Requests in the running batch"),
     _gauge(TARGET, "num_requests_waiting", "Requests that wait for a row or for KV blocks"),
     _gauge(TARGET, "kv_blocks", "Blocks of the target's KV cache", "state"),
@@ -175,31 +185,37 @@ METRICS: tuple[Metric, ...] = (
         TARGET,
         "request_queue_time_seconds",
         "From a request's arrival at the engine to its start",
-        _LONG_S,
+        LONG_S,
     ),
     _histogram(
         TARGET,
         "time_to_first_token_seconds",
         "From a request's arrival at the engine to its first token",
-        _LONG_S,
+        LONG_S,
+    ),
+    _histogram(
+        TARGET,
+        "inter_token_latency_seconds",
+        "Between two rounds that gave tokens to a request, in the engine",
+        SHORT_S,
     ),
     _histogram(
         TARGET,
         "request_time_per_output_token_seconds",
         "Mean time per token of a request after its first token, in the engine: coalescing of "
         "stream chunks may delay a token by up to 50 ms",
-        _SHORT_S,
+        SHORT_S,
     ),
     _counter(INGRESS, "requests", "Generation requests by outcome", "outcome"),
     _histogram(
         INGRESS,
         "e2e_request_latency_seconds",
         "From a request's arrival to the end of its answer, of complete answers",
-        _LONG_S,
+        LONG_S,
     ),
     _gauge(INGRESS, "requests_in_flight", "Admitted sequences that are not finished"),
     _counter(INGRESS, "router_requests", "Requests to the router by outcome", "outcome"),
-    _histogram(INGRESS, "router_latency_seconds", "Latency of the router's answers", _SHORT_S),
+    _histogram(INGRESS, "router_latency_seconds", "Latency of the router's answers", SHORT_S),
     _counter(
         INGRESS, "routed_requests", "Routed requests by topic and drafting expert", "topic", "draft"
     ),
@@ -282,11 +298,46 @@ METRICS: tuple[Metric, ...] = (
         SCHEDULER,
         "training_yield_seconds",
         "From the request that ends an idle period, or a pause, to the trainer's stop",
-        _SHORT_S,
+        SHORT_S,
     ),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}
+
+# Of the target, at the API's own /metrics: without topic and draft, which vLLM does not have.
+VLLM_METRICS: tuple[Metric, ...] = (
+    *(
+        replace(BY_NAME[name], labels=tuple({"position"} & set(BY_NAME[name].labels)))
+        for name in (
+            "spec_decode_num_drafts",
+            "spec_decode_num_draft_tokens",
+            "spec_decode_num_accepted_tokens",
+            "spec_decode_num_accepted_tokens_per_pos",
+            "prompt_tokens",
+            "generation_tokens",
+            "prefix_cache_queries",
+            "prefix_cache_hits",
+            "num_preemptions",
+            "corrupted_requests",
+            "num_requests_running",
+            "num_requests_waiting",
+            "request_queue_time_seconds",
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_time_per_output_token_seconds",
+        )
+    ),
+    _gauge(TARGET, "kv_cache_usage_perc", "Share of the KV cache's blocks in use, 1 is all"),
+    _counter(TARGET, "request_success", "Finished requests by reason", "finished_reason"),
+    _histogram(
+        TARGET,
+        "e2e_request_latency_seconds",
+        "From a request's arrival at the engine to its end",
+        LONG_S,
+    ),
+    _histogram(TARGET, "request_prompt_tokens", "Prompt tokens of a request", TOKENS),
+    _histogram(TARGET, "request_generation_tokens", "Generated tokens of a request", TOKENS),
+)
 
 _HEAD = """# Metrics
 
@@ -301,17 +352,29 @@ metrics of the target and the ingress also have `application`, `deployment` and 
 """
 
 
+_VLLM_HEAD = """## The API's own /metrics
+
+`GET /metrics` on the API's port has vLLM's names, over all target replicas, as of the request.
+Every series also has the labels `model_name` and `engine`, the replica: sum over `engine`.
+`ingress.metrics` guards it or turns it off.
+"""
+
+
 def markdown() -> str:
     """The text of docs/metrics.md."""
     sections = [_HEAD]
     for part, title in PARTS.items():
-        rows = [f"## {title}\n", "| name | kind | labels | help |", "|---|---|---|---|"]
-        for metric in (metric for metric in METRICS if metric.part == part):
-            name = metric.series[0].removesuffix("_bucket")
-            labels = ", ".join(metric.labels) or "-"
-            rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
-        sections.append("\n".join(rows) + "\n")
-    return "\n".join(sections)
+        of_part = [(m.series[0], m) for m in METRICS if m.part == part]
+        sections += [f"## {title}\n", _table(of_part)]
+    return "\n".join([*sections, _VLLM_HEAD, _table([(m.vllm_series[0], m) for m in VLLM_METRICS])])
+
+
+def _table(metrics: list[tuple[str, Metric]]) -> str:
+    rows = ["| name | kind | labels | help |", "|---|---|---|---|"]
+    for series, metric in metrics:
+        name, labels = series.removesuffix("_bucket"), ", ".join(metric.labels) or "-"
+        rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

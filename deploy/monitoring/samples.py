@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.actors.engine.request import FINISH_NOT_FINITE
 from paceline.actors.engine.stats import DraftStats, EngineStats, drain
 from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.actors.weights.versions import RegistryMetrics
@@ -68,21 +69,27 @@ def slot_labels(draft: str) -> tuple[str, str]:
 
 def target_samples(stats: EngineStats) -> Iterator[Sample]:
     """Samples of an engine; removes the latencies it returns."""
+    yield from engine_samples(stats)
+    requests = stats.requests
+    for name, histogram in (
+        ("request_queue_time_seconds", requests.queue_s),
+        ("time_to_first_token_seconds", requests.first_token_s),
+        ("inter_token_latency_seconds", requests.inter_token_s),
+        ("request_time_per_output_token_seconds", requests.per_token_s),
+    ):
+        yield from (Sample(name, value) for value in drain(histogram.recent))
+
+
+def engine_samples(stats: EngineStats) -> Iterator[Sample]:
+    """Samples of an engine's counters and gauges."""
     yield from _speculation(stats)
     yield from _engine(stats)
-    requests = stats.requests
     for name, totals in (
-        ("prompt_tokens", requests.prompt_tokens),
-        ("generation_tokens", requests.generation_tokens),
+        ("prompt_tokens", stats.requests.prompt_tokens),
+        ("generation_tokens", stats.requests.generation_tokens),
     ):
         for topic, total in list(totals.items()):
             yield Sample(name, total, (topic,))
-    for name, values in (
-        ("request_queue_time_seconds", requests.queue_s),
-        ("time_to_first_token_seconds", requests.first_token_s),
-        ("request_time_per_output_token_seconds", requests.per_token_s),
-    ):
-        yield from (Sample(name, value) for value in drain(values))
 
 
 def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
@@ -104,7 +111,9 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
         yield Sample("plain_decode_seconds", rounds.plain_s)
     yield Sample("draft_failures", stats.draft_failures)
     yield Sample("num_preemptions", stats.preemptions)
-    yield Sample("corrupted_requests", stats.requests.not_finite)
+    for name, count in zip(("queries", "hits"), stats.prefix_cache, strict=True):
+        yield Sample(f"prefix_cache_{name}", count)
+    yield Sample("corrupted_requests", stats.requests.finished[FINISH_NOT_FINITE])
     yield Sample("num_requests_running", stats.running)
     yield Sample("num_requests_waiting", stats.waiting)
     free = stats.kv_blocks_available

@@ -12,6 +12,7 @@ from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.config.user_config import TargetUserConfig, UserConfigState
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 from paceline.deploy.monitoring.samples import pool_samples, target_samples
+from paceline.deploy.monitoring.vllm import ReplicaMetrics, replica_metrics
 
 
 class MeteredTarget(TargetReplica):
@@ -24,6 +25,10 @@ class MeteredTarget(TargetReplica):
 
     def _samples(self) -> Iterable[Sample]:
         return chain(target_samples(self.stats()), pool_samples(self.experts()))
+
+    def metrics(self) -> ReplicaMetrics:
+        """Return what the API's ``/metrics`` shows of this replica."""
+        return replica_metrics(self._replica_id, self.stats())
 
     async def reconfigure(self, user_config: Any) -> None:
         """Apply new settings while requests run; called by Serve. See TargetUserConfig."""

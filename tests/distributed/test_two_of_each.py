@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -129,6 +130,33 @@ def test_both_targets_log_to_one_shard_and_take_up_one_version(running: RunningA
     deadline = time.monotonic() + BACK_S
     while not taken_up():
         assert time.monotonic() < deadline
+
+
+def generated(url: str) -> dict[str, float]:
+    """Tokens that each target replica has generated, at the API's own /metrics."""
+    found = re.findall(r'^vllm:generation_tokens_total{.*engine="(.+)"} (.+)$',
+                       httpx.get(f"{url}/metrics", timeout=60).text, re.M)  # fmt: skip
+    return {engine: float(tokens) for engine, tokens in found}
+
+
+def test_metrics_are_those_of_both_targets_and_of_one_that_does_not_hang(
+    running: RunningApp,
+) -> None:
+    url = running.base_url
+    before = generated(url)
+    assert before.keys() == both_targets(url).keys()
+    load = Load(url, [b | {"ignore_eos": True} for b in bodies(REQUESTS, MAX_TOKENS)], AT_ONCE)
+    answered(asyncio.run(load.run()))
+    after = generated(url)
+    assert all(after[engine] > before[engine] for engine in before)
+    assert sum(after.values()) - sum(before.values()) == REQUESTS * MAX_TOKENS
+    hung = processes.of("target")[0]
+    hung.suspend()
+    try:
+        assert len(generated(url)) == 1
+    finally:
+        hung.resume()
+    assert generated(url) == after
 
 
 def test_one_front_door_dies_and_the_other_lets_requests_in(

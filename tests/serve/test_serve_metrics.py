@@ -121,3 +121,60 @@ def test_counters_of_rare_events_are_exported_at_zero(families: dict[str, Family
 def test_no_series_names_a_request(families: dict[str, Family]) -> None:
     values = {v for f in families.values() for s in f.samples for v in s.labels.values()}
     assert not [value for value in values if re.match(r"(chat)?cmpl-", value)]
+
+
+def own(base_url: str, *names: str) -> list[float]:
+    """Values at the API's own /metrics, summed over their series."""
+    answer = httpx.get(f"{base_url}/metrics", timeout=60)
+    assert answer.headers["content-type"].startswith("text/plain")
+    sums = dict.fromkeys(names, 0.0)
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            if sample.name in sums:
+                assert sample.labels["model_name"] == "paceline"
+                sums[sample.name] += sample.value
+    return list(sums.values())
+
+
+def test_the_api_s_own_metrics_are_those_of_the_requests_at_once(base_url: str) -> None:
+    """As `vllm bench serve` reads them: before and after, without waiting for an export."""
+    counters = [
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_success_total",
+    ]
+    before = own(base_url, *counters)
+    body = CHAT | {"max_tokens": 24, "ignore_eos": True}
+    body["speculative"] = {"draft": "sql", "num_speculative_tokens": 3}
+    answer = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=60).json()
+    figures, usage = answer["metrics"]["speculative_decoding"], answer["usage"]
+    after = own(base_url, *counters)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [
+        figures["num_draft_tokens"],
+        figures["num_accepted_draft_tokens"],
+        usage["prompt_tokens"],
+        24,
+        1,
+        1,
+        1,
+    ]
+    assert httpx.head(f"{base_url}/metrics", timeout=60).status_code == 200
+
+
+def test_the_prefix_cache_s_hits_are_the_cached_tokens_of_the_answers(base_url: str) -> None:
+    counters = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+    long = {"role": "user", "content": "Name every tool in this shed, one after the other."}
+    body = CHAT | {"messages": [long], "max_tokens": 4}
+    httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=60)
+    before = own(base_url, *counters)
+    usage = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+    queries, hits = (b - a for a, b in zip(before, own(base_url, *counters), strict=True))
+    assert (queries, hits) == (
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
+    assert hits > 0

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable
+from itertools import accumulate
 
 from engines import make_engine, request
+from hypothesis import given
+from hypothesis import strategies as st
 from unit.speculation.test_goodput import A, World, make_policy, target_s
 
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.request import (
+    FINISH_ABORT,
     FINISH_ERROR,
     FINISH_LENGTH,
     GenerationChunk,
     GenerationRequest,
 )
-from paceline.actors.engine.stats import EngineStats, RequestStats, RoundStats
+from paceline.actors.engine.stats import LONG_S, EngineStats, Histogram, RequestStats, RoundStats
 
 WAIT_S = 20.0
 
@@ -70,9 +74,11 @@ def test_tokens_and_latencies_of_every_request_are_counted() -> None:
     requests, rounds = figures.requests, figures.rounds
     assert dict(requests.generation_tokens) == {"sql": 6 * 13}
     assert dict(requests.prompt_tokens) == {"sql": 6 * 3}
-    assert len(requests.queue_s) == len(requests.first_token_s) == 6
-    assert max(requests.queue_s) <= max(requests.first_token_s)  # four rows, so two have waited
-    assert 1 <= len(requests.per_token_s) <= 6
+    assert len(requests.queue_s.recent) == len(requests.first_token_s.recent) == 6
+    assert max(requests.queue_s.recent) <= max(
+        requests.first_token_s.recent
+    )  # four rows, so two have waited
+    assert 1 <= len(requests.per_token_s.recent) <= 6
     assert rounds.tokens >= 6 * 13
     assert 0.0 < rounds.drafting_s < rounds.seconds
     assert (figures.running, figures.waiting) == (0, 0)
@@ -129,9 +135,13 @@ def test_latencies_of_a_request() -> None:
     stats.on_admitted(["r"], 14.0)  # again: it gave up its memory
     clock.now = 15.0
     stats.on_output("r", 4, FINISH_LENGTH)
-    assert list(stats.queue_s) == [2.0]
-    assert list(stats.first_token_s) == [3.0]
-    assert list(stats.per_token_s) == [0.5]
+    assert list(stats.queue_s.recent) == [2.0]
+    assert list(stats.first_token_s.recent) == [3.0]
+    assert list(stats.per_token_s.recent) == [0.5]
+    assert list(stats.inter_token_s.recent) == [2.0]
+    assert list(stats.e2e_s.recent) == [5.0]
+    assert (list(stats.prompt_lengths.recent), list(stats.output_lengths.recent)) == ([2], [7])
+    assert stats.finished == {FINISH_LENGTH: 1}
     stats.on_output("r", 1, FINISH_LENGTH)
     assert stats.generation_tokens["sql"] == 7
 
@@ -149,10 +159,24 @@ def test_failed_resumed_and_aborted_requests_have_no_latencies() -> None:
     clock.now = 5.0
     stats.on_output("failed", 2, FINISH_ERROR)
     stats.on_output("resumed#1", 2, FINISH_LENGTH)
-    assert list(stats.per_token_s) == []
-    assert list(stats.first_token_s) == [0.0]
+    assert list(stats.per_token_s.recent) == []
+    assert list(stats.first_token_s.recent) == [0.0]
     assert stats.prompt_tokens["sql"] == 2
     assert stats.generation_tokens["sql"] == 5
+    assert list(stats.e2e_s.recent) == list(stats.output_lengths.recent) == []
+    assert stats.finished == {FINISH_ABORT: 1, FINISH_ERROR: 1, FINISH_LENGTH: 1}
+
+
+@given(st.lists(st.floats(0.0, 200.0)))
+def test_a_histogram_counts_every_value_once_in_the_first_bucket_that_holds_it(
+    values: list[float],
+) -> None:
+    histogram = Histogram(LONG_S)
+    for value in values:
+        histogram.observe(value)
+    below = list(accumulate(histogram.counts))
+    assert below == [sum(v <= bound for v in values) for bound in (*LONG_S, float("inf"))]
+    assert histogram.sum == sum(values)
 
 
 def test_the_policy_says_what_it_chose_and_expects() -> None:

@@ -124,6 +124,20 @@ def test_with_a_key_all_is_as_without_keys(folder: Path) -> None:
     assert "401" not in document["paths"]["/health"]["get"]["responses"]
 
 
+@pytest.mark.parametrize(
+    ("metrics", "without", "with_key"), [("key", 401, 503), ("open", 503, 503), ("off", 401, 404)]
+)
+def test_metrics_are_behind_the_key_open_or_off(
+    folder: Path, metrics: str, without: int, with_key: int
+) -> None:
+    """503: no replica answers here."""
+    for header, status in ((None, without), ("Bearer first-key", with_key)):
+        asked = ask(
+            folder, ("GET", "/metrics"), header=header, key_digests=DIGESTS, metrics=metrics
+        )
+        assert [answer.status_code for answer in asked] == [status]
+
+
 def test_pages_of_other_sites_call_the_api_only_where_their_origin_is_configured(
     folder: Path,
 ) -> None:
