@@ -67,7 +67,7 @@ FAULTS = (
     Fault(("trainer",)),
     Fault(("registry",)),
     Fault(("shard",)),
-    Fault(("board",)),
+    Fault(("scheduler",)),
     Fault(("controller",)),
     Fault(("registry", "shard")),
     Fault(("router", "trainer")),
@@ -110,7 +110,7 @@ def is_back(role: str, victims: set[int], before: int, url: str) -> bool:
         status = httpx.get(f"{url}/v1/paceline/status", timeout=5).json()
     except Exception:  # not back
         return False
-    learners = {"registry": "weight_versions", "trainer": "trainer", "board": "board"}
+    learners = {"registry": "weight_versions", "trainer": "trainer", "scheduler": "scheduler"}
     parts = [status[learners[role]]] if role in learners else list(status["shards"].values())
     return not any("error" in part for part in parts)
 

@@ -18,7 +18,7 @@ TITLES = {
     "trainer": "ray::TrainerActor",
     "registry": "ray::MeteredWeightRegistry",
     "shard": "ray::MeteredReplayShard",
-    "board": "ray::MeteredTrainerScheduler",
+    "scheduler": "ray::MeteredTrainerScheduler",
 }
 
 

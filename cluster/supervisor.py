@@ -38,6 +38,21 @@ _TOPICS_TIMEOUT_S = 30.0
 ActorFactory = Callable[[], Any]  # starts an actor, returns its handle
 
 
+@dataclass(frozen=True, slots=True)
+class SupervisorStatus:
+    """What a supervisor did.
+
+    Attributes:
+        starts: actor to how often it was started here.
+        last_error: of a start, or of a death; None without one.
+        warning: for operators, None without one.
+    """
+
+    starts: Mapping[str, int]
+    last_error: str | None = None
+    warning: str | None = None
+
+
 @dataclass(slots=True)
 class _Actor:
     """``ping`` is an unanswered call; ``answers`` whether the last one was answered."""
@@ -205,10 +220,10 @@ class TrainerSupervisor:
         """Trainer to actor handle, of those that are started."""
         return self._trainers.handles()
 
-    def describe(self) -> dict[str, Any]:
-        """How often each trainer was started here, and the last error or None."""
+    def status(self) -> SupervisorStatus:
+        """Starts of the trainers, and their last error."""
         error = self._trainers.start_error or self._trainers.death
-        return {"made": dict(self._trainers.starts), "last_error": error}
+        return SupervisorStatus(dict(self._trainers.starts), error)
 
     def _run(self, step: Callable[[], None], period_s: float) -> None:
         while not self._stopped.wait(period_s):
@@ -356,14 +371,14 @@ class Supervisor:
         self._polled_at = time.monotonic()
         threading.Thread(target=self._run, name="paceline-supervisor", daemon=True).start()
 
-    async def describe(self) -> dict[str, Any]:
-        """How often each actor was started here; the last error and the warning, or None."""
-        trainers = self._trainers.describe()
-        return {
-            "made": self._actors.starts | trainers["made"],
-            "last_error": self._actors.start_error or trainers["last_error"] or self._actors.death,
-            "warning": self._warning,
-        }
+    async def status(self) -> SupervisorStatus:
+        """Starts of all actors, the last error, and the warning."""
+        trainers = self._trainers.status()
+        return SupervisorStatus(
+            {**self._actors.starts, **trainers.starts},
+            self._actors.start_error or trainers.last_error or self._actors.death,
+            self._warning,
+        )
 
     def check_health(self) -> None:
         """Raise RuntimeError if the thread hangs: Serve replaces the replica."""

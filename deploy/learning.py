@@ -114,7 +114,7 @@ def start_shard(config: PacelineConfig, expert: str) -> Any:
 
 def _scheduler(config: PacelineConfig) -> Any:
     metered_scheduler = metered(
-        TrainerScheduler, lambda s: scheduler_samples(s.snapshot(), s.pop_yield_times())
+        TrainerScheduler, lambda s: scheduler_samples(s.status(), s.pop_yield_times())
     )
     scheduler = _restarted(config, metered_scheduler, SCHEDULER)
     occupied = occupied_above(config, os.cpu_count() or 1)

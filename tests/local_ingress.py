@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.engine.target import TargetReplica
 from paceline.cluster.learning_actors import LearningActors
+from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 
@@ -71,14 +72,14 @@ class SchedulerHandle:
 
     def __init__(self) -> None:
         self.scheduler, self.told = TrainerScheduler(), 0
-        self.announce_request, self.snapshot = Method(self._announce), Method(self._snapshot)
+        self.announce_request, self.status = Method(self._announce), Method(self._status)
 
     def _announce(self) -> None:
         self.told += 1
         self.scheduler.announce_request()
 
-    async def _snapshot(self) -> dict[str, Any]:
-        return self.scheduler.snapshot()
+    async def _status(self) -> SchedulerStatus:
+        return self.scheduler.status()
 
 
 def application(

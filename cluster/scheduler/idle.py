@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 _ROUTING_S = 0.25  # from the ingress to a replica's report; a longer queue is in the report
 
@@ -26,16 +25,18 @@ class IdleDetector:
             replicas report every second or so.
         occupied_above: requests that a replica may decode and still count as idle. 0 if
             training takes its processor; more if it has one to itself.
+        paused: whether training is paused.
+        draining: whether the server is being drained.
     """
 
     idle_after_s: float = 0.05
     stale_after_s: float = 6.0
     occupied_above: int = 0
+    paused: bool = False
+    draining: bool = False
     _loads: dict[str, _Load] = field(default_factory=dict)
     _busy_until: float = -math.inf
     _announced_until: float = -math.inf
-    _paused: bool = False
-    _draining: bool = False
 
     def report_load(self, replica_id: str, running: int, waiting: int, now: float) -> None:
         """Take a replica's load.
@@ -59,18 +60,6 @@ class IdleDetector:
         if not self.occupied_above:
             self._announced_until = now + _ROUTING_S
 
-    def pause(self) -> None:
-        """Allow no training until :meth:`resume`."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """End a pause."""
-        self._paused = False
-
-    def drain(self, *, on: bool) -> None:
-        """Start or end a drain of the server, during which no training is allowed."""
-        self._draining = on
-
     def may_train(self, now: float) -> bool:
         """Whether a micro-step may start at ``now``, monotonic seconds."""
         begun = self.idle_since(now)
@@ -84,25 +73,28 @@ class IdleDetector:
         """
         self._loads = {k: r for k, r in self._loads.items() if now - r.at <= self.stale_after_s}
         if (
-            self._paused
-            or self._draining
+            self.paused
+            or self.draining
             or now < self._announced_until
             or any(self._busy(load) for load in self._loads.values())
         ):
             return None
         return self._busy_until + self.idle_after_s
 
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Load and switches as plain data."""
-        may_train = self.may_train(now)
-        return {
-            "may_train": may_train,
-            "paused": self._paused,
-            "draining": self._draining,
-            "running": sum(load.running for load in self._loads.values()),
-            "waiting": sum(load.waiting for load in self._loads.values()),
-            "replicas": len(self._loads),
-        }
+    @property
+    def running(self) -> int:
+        """Requests being decoded, of all replicas."""
+        return sum(load.running for load in self._loads.values())
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the replicas' queues."""
+        return sum(load.waiting for load in self._loads.values())
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that report."""
+        return len(self._loads)
 
     def _busy(self, load: _Load) -> bool:
         return load.running > self.occupied_above or load.waiting > 0

@@ -1,4 +1,4 @@
-"""Leases of trainers, settings of the scheduler, and its instructions to the supervisor.
+"""Leases of trainers, settings and status of the scheduler, instructions to the supervisor.
 
 A trainer is *assigned* a topic for a round and holds a *lease* on a slot while it computes. A lease
 is revoked when serving needs the processor; the assignment lasts until the round ends.
@@ -21,7 +21,7 @@ class LeaseEnd(StrEnum):
     RELEASED = "released"  # by the trainer
     REVOKED = "revoked"  # the trainer yielded in time
     KILLED = "killed"  # the trainer did not yield in time
-    PREEMPTED = "freed"  # ended for a pending replica
+    PREEMPTED = "preempted"  # ended for a pending replica
     DIED = "died"  # the process ended by itself
 
 
@@ -74,6 +74,72 @@ class SchedulerSettings:
     pending_stale_s: float = 15.0
     settle_s: float = 3.0
     restart_after_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStatus:
+    """A running trainer, as the status shows it.
+
+    Attributes:
+        trainer: its name.
+        topic: of its round, None between two rounds.
+        state: ``working``, ``revoked``, ``waiting`` for a permit, or ``no topic``.
+        slot: that it computes on, None without a lease.
+        for_s: age of the lease, seconds.
+    """
+
+    trainer: str
+    topic: str | None
+    state: str
+    slot: str | None
+    for_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStatus:
+    """Load of serving, leases, and totals since the start of the scheduler.
+
+    Attributes:
+        may_train: whether a micro-step may start now.
+        paused: see IdleDetector.
+        draining: see IdleDetector.
+        running: requests being decoded.
+        waiting: requests in the replicas' queues.
+        replicas: target replicas that report.
+        replicas_pending: replicas of Serve that wait for resources.
+        trainers_preempted: trainers that were ended for these and not started again.
+        leases: of the running trainers.
+        permits_requested: by trainers, scorer and prompt generator.
+        permits_granted: of these.
+        leases_granted: leases that began.
+        leases_ended: by reason, see LeaseEnd.
+        idle_s: see SchedulerStats.
+        idle_used_share: of the idle time in which a trainer had a topic; None without any.
+        last_yield_s: see SchedulerStats.
+        longest_yield_s: see SchedulerStats.
+        yield_p50_s: median of the last thousand yields, None without any.
+        yield_p99_s: their 99th percentile.
+    """
+
+    may_train: bool
+    paused: bool
+    draining: bool
+    running: int
+    waiting: int
+    replicas: int
+    replicas_pending: int
+    trainers_preempted: tuple[str, ...]
+    leases: tuple[LeaseStatus, ...]
+    permits_requested: int
+    permits_granted: int
+    leases_granted: int
+    leases_ended: Mapping[str, int]
+    idle_s: Mapping[str, float]
+    idle_used_share: float | None
+    last_yield_s: float | None
+    longest_yield_s: float | None
+    yield_p50_s: float | None
+    yield_p99_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

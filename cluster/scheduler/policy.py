@@ -6,7 +6,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.actors.training.permits import (
     Assignment,
@@ -21,7 +20,9 @@ from paceline.cluster.scheduler.leases import (
     Instruction,
     Lease,
     LeaseEnd,
+    LeaseStatus,
     SchedulerSettings,
+    SchedulerStatus,
 )
 from paceline.cluster.scheduler.preemption import PreemptionTracker
 
@@ -40,6 +41,8 @@ class SchedulerStats:
             retries after a denial), ``unwanted`` if none had a topic.
         lease_ends: leases that ended, by reason.
         grants: leases that began.
+        permits_requested: by trainers, scorer and prompt generator.
+        permits_granted: of these.
         last_yield_s: from the last revocation to the trainer's stop.
         longest_yield_s: the longest of these.
     """
@@ -47,11 +50,16 @@ class SchedulerStats:
     def __init__(self) -> None:
         self.idle_s = {USED: 0.0, WAITING: 0.0, UNWANTED: 0.0}
         self.lease_ends: Counter[LeaseEnd] = Counter()
-        self.grants = 0
+        self.grants = self.permits_requested = self.permits_granted = 0
         self.last_yield_s: float | None = None
         self.longest_yield_s: float | None = None
         self._unexported: deque[float] = deque(maxlen=_MAX_UNEXPORTED_YIELDS)
         self._window: deque[float] = deque(maxlen=_YIELD_WINDOW)
+
+    def record_permit(self, *, granted: bool) -> None:
+        """Count a requested permit."""
+        self.permits_requested += 1
+        self.permits_granted += granted
 
     def record_yield(self, seconds: float) -> None:
         """Count the time from a revocation to the trainer's stop."""
@@ -66,24 +74,14 @@ class SchedulerStats:
         self._unexported.clear()
         return yields
 
-    def snapshot(self) -> dict[str, Any]:
-        """All totals; ``idle_used_share`` is of the idle time in which a trainer had a topic.
-
-        Percentiles are of the last thousand yields.
-        """
+    @property
+    def idle_used_share(self) -> float | None:
+        """Share of the idle time in which a trainer had a topic; None without any."""
         wanted = self.idle_s[USED] + self.idle_s[WAITING]
-        return {
-            "idle_s": dict(self.idle_s),
-            "idle_used_share": self.idle_s[USED] / wanted if wanted > 0.0 else None,
-            "leases_granted": self.grants,
-            "leases_ended": {reason.value: self.lease_ends[reason] for reason in LeaseEnd},
-            "last_yield_s": self.last_yield_s,
-            "longest_yield_s": self.longest_yield_s,
-            "yield_p50_s": self._percentile(0.5),
-            "yield_p99_s": self._percentile(0.99),
-        }
+        return self.idle_s[USED] / wanted if wanted > 0.0 else None
 
-    def _percentile(self, share: float) -> float | None:
+    def yield_percentile(self, share: float) -> float | None:
+        """Percentile of the last thousand yields, seconds; None without any."""
         ordered = sorted(self._window)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
@@ -204,10 +202,17 @@ class TrainerState:
 
     @property
     def state(self) -> str:
-        """State in words, as the status shows it."""
+        """State in words, see LeaseStatus."""
         if self.lease is not None:
             return "working" if self.lease.revoked_at is None else "revoked"
         return "no topic" if self.topic is None else "waiting"
+
+    def status(self, now: float) -> LeaseStatus:
+        """The trainer at ``now``, monotonic seconds."""
+        slot, for_s = None, None
+        if self.lease is not None:
+            slot, for_s = self.lease.slot.name, now - self.lease.granted_at
+        return LeaseStatus(self.name, self.topic, self.state, slot, for_s)
 
 
 class SchedulerPolicy:
@@ -255,18 +260,18 @@ class SchedulerPolicy:
     def pause(self, now: float) -> None:
         """Grant no permits until :meth:`resume`."""
         self._account(now)
-        self._idle.pause()
+        self._idle.paused = True
         self._revoke_unless_idle(now)
 
     def resume(self, now: float) -> None:
         """End a pause."""
         self._account(now)
-        self._idle.resume()
+        self._idle.paused = False
 
     def drain(self, now: float, *, on: bool) -> None:
         """Start or end a drain of the server."""
         self._account(now)
-        self._idle.drain(on=on)
+        self._idle.draining = on
         self._revoke_unless_idle(now)
 
     def may_train(self, now: float) -> bool:
@@ -364,25 +369,31 @@ class SchedulerPolicy:
 
     # Views
 
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Load, leases and totals as plain data."""
+    def status(self, now: float) -> SchedulerStatus:
+        """Load, leases and totals."""
         self._account(now)
-        leases = [
-            {
-                "trainer": trainer.name,
-                "topic": trainer.topic,
-                "state": trainer.state,
-                "fraction": None if trainer.lease is None else trainer.lease.slot.name,
-                "for_s": None if trainer.lease is None else now - trainer.lease.granted_at,
-            }
-            for trainer in self._trainers.values()
-        ]
-        return self._idle.snapshot(now) | {
-            "leases": leases,
-            "replicas_pending": self.preemption.pending(now),
-            "trainers_freed": sorted(self.preemption.preempted),
-            **self.stats.snapshot(),
-        }
+        idle, stats, preemption = self._idle, self.stats, self.preemption
+        return SchedulerStatus(
+            may_train=idle.may_train(now),
+            paused=idle.paused,
+            draining=idle.draining,
+            running=idle.running,
+            waiting=idle.waiting,
+            replicas=idle.replicas,
+            replicas_pending=preemption.pending(now),
+            trainers_preempted=tuple(sorted(preemption.preempted)),
+            leases=tuple(trainer.status(now) for trainer in self._trainers.values()),
+            permits_requested=stats.permits_requested,
+            permits_granted=stats.permits_granted,
+            leases_granted=stats.grants,
+            leases_ended={reason.value: stats.lease_ends[reason] for reason in LeaseEnd},
+            idle_s=dict(stats.idle_s),
+            idle_used_share=stats.idle_used_share,
+            last_yield_s=stats.last_yield_s,
+            longest_yield_s=stats.longest_yield_s,
+            yield_p50_s=stats.yield_percentile(0.5),
+            yield_p99_s=stats.yield_percentile(0.99),
+        )
 
     def leases(self) -> list[Lease]:
         """Current leases."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from paceline.actors.training.permits import (
     Assignment,
@@ -21,6 +20,7 @@ from paceline.cluster.scheduler.leases import (
     Instruction,
     ReplicaDemand,
     SchedulerSettings,
+    SchedulerStatus,
 )
 from paceline.cluster.scheduler.policy import SchedulerPolicy
 
@@ -56,8 +56,6 @@ class TrainerScheduler:
         idle = IdleDetector(idle_after_s, stale_after_s, occupied_above)
         self._policy = SchedulerPolicy(idle, settings)
         self._clock = clock
-        self._asked = 0
-        self._granted = 0
         self._lock = threading.Lock()
 
     def report_load(self, replica_id: str, running: int, waiting: int) -> None:
@@ -73,7 +71,9 @@ class TrainerScheduler:
     def may_train(self) -> bool:
         """Whether one forward without a lease may run: the scorer's or the prompt generator's."""
         with self._lock:
-            return self._counted(self._policy.may_train(self._clock()))
+            granted = self._policy.may_train(self._clock())
+            self._policy.stats.record_permit(granted=granted)
+            return granted
 
     def acquire_topic(
         self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float]
@@ -93,7 +93,7 @@ class TrainerScheduler:
         """Grant or deny one micro-step."""
         with self._lock:
             permit = self._policy.acquire_permit(trainer, incarnation, self._clock())
-            self._counted(permit is Permit.GRANTED)
+            self._policy.stats.record_permit(granted=permit is Permit.GRANTED)
             return permit
 
     def release_permit(self, trainer: str, incarnation: str) -> None:
@@ -153,11 +153,10 @@ class TrainerScheduler:
         with self._lock:
             self._policy.drain(self._clock(), on=on)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Load, leases and totals as plain data; ``asked`` and ``granted`` count permits."""
+    def status(self) -> SchedulerStatus:
+        """Load, leases and totals."""
         with self._lock:
-            view = self._policy.snapshot(self._clock())
-            return view | {"asked": self._asked, "granted": self._granted}
+            return self._policy.status(self._clock())
 
     def pop_yield_times(self) -> list[float]:
         """Seconds from revocation to yield, of the yields since the last call."""
@@ -167,8 +166,3 @@ class TrainerScheduler:
     def ping(self) -> bool:
         """Return True: the actor answers."""
         return True
-
-    def _counted(self, granted: bool) -> bool:
-        self._asked += 1
-        self._granted += granted
-        return granted

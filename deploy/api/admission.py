@@ -110,4 +110,4 @@ class DrainState:
         await self._poller.poll_once()
 
     async def _poll(self) -> None:
-        self.draining = bool((await self._scheduler.snapshot.remote()).get("draining"))
+        self.draining = (await self._scheduler.status.remote()).draining

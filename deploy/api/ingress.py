@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
+from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -275,9 +276,9 @@ class Ingress:
         own = {
             "failover": self._failover.counts(),
             "routed": self._route_selector.counts(),
-            "live": self._user_config.describe(),
+            "user_config": self._user_config.status(),
         }
-        return JSONResponse(status | own)
+        return JSONResponse(jsonable_encoder(status | own))
 
     def _shards(self) -> dict[str, Any]:
         return {**self._actors.shards, **self._experts.shards}

@@ -147,8 +147,12 @@ class Operations:
         await _call("trainer scheduler", lambda: self._scheduler.drain.remote(body.on))
         self._drain_state.ensure_polling()
         await self._drain_state.refresh()
-        snapshot = await _call("trainer scheduler", lambda: self._scheduler.snapshot.remote())
-        state = {name: snapshot[name] for name in ("draining", "running", "waiting")}
+        status = await _call("trainer scheduler", lambda: self._scheduler.status.remote())
+        state = {
+            "draining": status.draining,
+            "running": status.running,
+            "waiting": status.waiting,
+        }
         logger.warning("draining: %s", state)
         return JSONResponse(state)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import asdict
 from typing import Any
 
-from paceline.actors.weights.versions import TopicStatus
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_error
 
@@ -31,20 +29,15 @@ async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
     if actors.scorer is not None:
         queries["routing"] = query(actors.scorer.table)
     if actors.scheduler is not None:
-        queries["board"] = query(actors.scheduler.snapshot)
+        queries["scheduler"] = query(actors.scheduler.status)
     if actors.supervisor is not None:
-        queries["steward"] = query(actors.supervisor.describe)
+        queries["supervisor"] = query(actors.supervisor.status)
     further = {name: query(one.status) for name, one in actors.further_trainers.items()}
     shards = {topic: query(shard.stats) for topic, shard in actors.shards.items()}
     results, trainer_results, shard_results = await asyncio.gather(
         *(asyncio.gather(*group.values()) for group in (queries, further, shards))
     )
     status = dict(zip(queries, results, strict=True))
-    if "live_drafts" in status:
-        status["live_drafts"] = {
-            topic: asdict(found) if isinstance(found, TopicStatus) else found
-            for topic, found in status["live_drafts"].items()
-        }
     if further:
         status["further_trainers"] = dict(zip(further, trainer_results, strict=True))
     if isinstance(status.get("decisions"), list):

@@ -131,7 +131,7 @@ def _wait_for_rollout(url: str, topic: str, version: int) -> None:
     deadline = time.monotonic() + _ROLLOUT_S
     while True:
         status = call(url, "GET", _STATUS)
-        state, load = part(part(status, "live_drafts"), topic), part(status, "board")
+        state, load = part(part(status, "live_drafts"), topic), part(status, "scheduler")
         # A restarted registry does not know all of them yet; idle replicas report no load.
         known = state.get("subscribers", 0) >= max(1, load.get("replicas", 1))
         if known and not state["lagging"]:

@@ -132,9 +132,9 @@ def added_topic_lines(answer: Mapping[str, Any]) -> list[str]:
 
 def status_text(url: str, status: Mapping[str, Any]) -> str:
     """The status on one screen; a part that does not answer is named with its error."""
-    load = part(status, "board")
+    load = part(status, "scheduler")
     lines = [*_target_lines(url, part(status, "target")), _load_line(load)]
-    if warning := part(status, "steward").get("warning"):
+    if warning := part(status, "supervisor").get("warning"):
         lines.append(f"warning   {warning}")
     lines += ["", *_draft_lines(status), "", *_trainer_lines(status), *_lease_lines(load)]
     decisions = status.get("decisions")
@@ -220,7 +220,7 @@ def _lease_lines(load: Mapping[str, Any]) -> list[str]:
         return []
     states = [lease["state"] for lease in load["leases"]]
     counts = [f"{states.count(state)} {state}" for state in sorted(set(states))]
-    counts += [f"{name} preempted for a replica" for name in load["trainers_freed"]]
+    counts += [f"{name} preempted for a replica" for name in load["trainers_preempted"]]
     used, idle = load["idle_s"]["used"], sum(load["idle_s"].values())
     longest = load["longest_yield_s"]
     tail = "" if longest is None else f", yields within {1e3 * longest:.0f} ms"

@@ -6,7 +6,8 @@ A key that is left out is as configured; an empty mapping restores the configura
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field, ValidationError
@@ -55,6 +56,19 @@ class IngressUserConfig(Section):
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 
+@dataclass(frozen=True, slots=True)
+class UserConfigStatus:
+    """What a ``user_config`` has changed, and why the last one was refused.
+
+    Attributes:
+        changed: key to value, of what differs from the configuration now.
+        refused: error of the last ``user_config``, None if it was applied.
+    """
+
+    changed: Mapping[str, object]
+    refused: str | None
+
+
 class UserConfigState(Generic[ConfigT]):
     """Applies a ``user_config`` completely or not at all.
 
@@ -66,14 +80,14 @@ class UserConfigState(Generic[ConfigT]):
         apply: applies it; raises ValueError before it changes anything.
 
     Attributes:
-        changed: what differs from the configuration now.
-        refused: error of the last ``user_config``, None if it was applied.
+        changed: see UserConfigStatus.
+        refused: likewise.
     """
 
     def __init__(self, model: type[ConfigT], apply: Callable[[ConfigT], None]) -> None:
         self._model = model
         self._apply = apply
-        self.changed: dict[str, Any] = {}
+        self.changed: dict[str, object] = {}
         self.refused: str | None = None
 
     def update(self, user_config: Any) -> None:
@@ -92,6 +106,6 @@ class UserConfigState(Generic[ConfigT]):
         self.refused = reason
         logger.error("user_config: %s; nothing was changed", reason)
 
-    def describe(self) -> dict[str, Any]:
-        """The attributes, for the status."""
-        return {"changed": self.changed, "refused": self.refused}
+    def status(self) -> UserConfigStatus:
+        """The attributes."""
+        return UserConfigStatus(self.changed, self.refused)

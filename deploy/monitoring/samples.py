@@ -13,6 +13,7 @@ from paceline.actors.engine.request import FINISH_NOT_FINITE
 from paceline.actors.engine.stats import DraftStats, EngineStats, drain
 from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.actors.weights.versions import RegistryMetrics
+from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.deploy.monitoring.exporter import Sample
 from paceline.deploy.monitoring.outcomes import OUTCOMES
 
@@ -245,21 +246,21 @@ def trainer_samples(
             yield Sample("routing_weight", weight, (topic, expert))
 
 
-def scheduler_samples(snapshot: Mapping[str, Any], yields: Iterable[float]) -> Iterator[Sample]:
-    """Samples of ``TrainerScheduler.snapshot`` and ``TrainerScheduler.pop_yield_times``."""
-    yield Sample("training_permitted", float(snapshot["may_train"]))
-    yield Sample("training_paused", float(snapshot["paused"]))
-    yield Sample("draining", float(snapshot["draining"]))
-    yield Sample("training_permit_requests", snapshot["asked"])
-    yield Sample("training_permits_granted", snapshot["granted"])
-    yield Sample("serving_replicas", snapshot["replicas"])
-    yield Sample("serving_replicas_pending", snapshot["replicas_pending"])
-    yield Sample("trainers_preempted", len(snapshot["trainers_freed"]))
-    states = [lease["state"] for lease in snapshot["leases"]]
+def scheduler_samples(status: SchedulerStatus, yields: Iterable[float]) -> Iterator[Sample]:
+    """Samples of ``TrainerScheduler.status`` and ``TrainerScheduler.pop_yield_times``."""
+    yield Sample("training_permitted", float(status.may_train))
+    yield Sample("training_paused", float(status.paused))
+    yield Sample("draining", float(status.draining))
+    yield Sample("training_permit_requests", status.permits_requested)
+    yield Sample("training_permits_granted", status.permits_granted)
+    yield Sample("serving_replicas", status.replicas)
+    yield Sample("serving_replicas_pending", status.replicas_pending)
+    yield Sample("trainers_preempted", len(status.trainers_preempted))
+    states = [lease.state for lease in status.leases]
     for state, label in LEASE_STATES.items():
         yield Sample("training_leases", states.count(state), (label,))
-    for reason, total in snapshot["leases_ended"].items():
+    for reason, total in status.leases_ended.items():
         yield Sample("training_leases_ended", total, (reason,))
-    for use, seconds in snapshot["idle_s"].items():
+    for use, seconds in status.idle_s.items():
         yield Sample("idle_seconds", seconds, (use,))
     yield from (Sample("training_yield_seconds", seconds) for seconds in yields)

@@ -40,5 +40,5 @@ class MeteredTarget(TargetReplica):
         )
 
     async def describe(self, attempt: int = 0) -> dict[str, Any]:
-        """See TargetReplica; ``live`` has the settings that were changed since the start."""
-        return await super().describe(attempt) | {"live": self._user_config.describe()}
+        """See TargetReplica; ``user_config`` has the settings that were changed since the start."""
+        return await super().describe(attempt) | {"user_config": self._user_config.status()}

@@ -51,7 +51,7 @@ export class Live {
     const minute = this.traffic.total(60);
     const online = this.traffic.total(60, (row) => armOf(row.draft) === "online");
     const frozen = this.traffic.total(60, (row) => armOf(row.draft) === "frozen");
-    const load = object(this.status.board), trainer = object(this.status.trainer);
+    const load = object(this.status.scheduler), trainer = object(this.status.trainer);
     const seconds = 60 + this.traffic.bucket / 2; // the last bucket is half full, on average
     const tiles = [
       ["Tokens per second", count(minute.tokens / seconds), `${figure(minute.requests / seconds, 1)} answers per second`],
@@ -166,14 +166,14 @@ export class Live {
   }
 
   trainer() {
-    const trainer = object(this.status.trainer), load = object(this.status.board);
+    const trainer = object(this.status.trainer), load = object(this.status.scheduler);
     if (!this.status.trainer) return el("p", { class: "empty" }, "Training is off.");
     if (trainer.error) return el("p", { class: "empty" }, "The trainer does not answer; it restarts by itself.");
-    const granted = load.asked ? percent(load.granted / load.asked) : "–";
+    const granted = load.permits_requested ? percent(load.permits_granted / load.permits_requested) : "–";
     return facts([
       ["state", trainerText(trainer)],
       ["permit", permitRefusal(load) || "granted"],
-      ["permit requests, granted", `${count(load.asked)}, ${granted}`],
+      ["permit requests, granted", `${count(load.permits_requested)}, ${granted}`],
       ...leases(load),
       ["training time", known(trainer.training_s) ? `${count(trainer.training_s)} s` : "–"],
       ["loss", figure(trainer.loss, 3)],
@@ -229,7 +229,7 @@ function leases(load) {
 
 // Why the trainer has no permit now.
 function permitRefusal(load) {
-  if (!known(load.asked)) return "";
+  if (!known(load.permits_requested)) return "";
   return load.paused ? "paused" : load.may_train ? "" : "refused: serving is busy";
 }
 

@@ -59,7 +59,7 @@ PARTS = {
     "target": 2,
     "expert": 2,
     "registry": 1,
-    "board": 1,
+    "scheduler": 1,
     "shard": 2,
     "trainer": 1,
 }

@@ -98,7 +98,7 @@ def topic_of(running: RunningApp, prompt: str) -> str:
 def rejoined(running: RunningApp) -> bool:
     """Every part answers for itself, and the router tells topics again."""
     status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()
-    parts = [status[name] for name in ("target", "weight_versions", "trainer", "board")]
+    parts = [status[name] for name in ("target", "weight_versions", "trainer", "scheduler")]
     if any("error" in part for part in [*parts, *status["shards"].values()]):
         return False
     return topic_of(running, "Write a SQL query that lists the names of all people.") == "sql"
@@ -114,7 +114,7 @@ def rejoined(running: RunningApp) -> bool:
         ("trainer",),
         ("registry",),
         ("shard",),
-        ("board",),
+        ("scheduler",),
         ("controller",),
         ("controller", "router"),
         ("target", "router"),

@@ -31,7 +31,7 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
-from paceline.cluster.scheduler.leases import SchedulerSettings
+from paceline.cluster.scheduler.leases import SchedulerSettings, SchedulerStatus
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import ray_session, thread_environment
 from paceline.cluster.supervisor import TrainerSupervisor
@@ -53,8 +53,8 @@ class System:
     supervisor: TrainerSupervisor
     optimizer_dir: Path
 
-    def snapshot(self) -> dict[str, Any]:
-        found: dict[str, Any] = ray.get(self.scheduler.snapshot.remote(), timeout=5)
+    def scheduling(self) -> SchedulerStatus:
+        found: SchedulerStatus = ray.get(self.scheduler.status.remote(), timeout=5)
         return found
 
     def status(self, name: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class System:
         return found
 
     def at_work(self, trainers: int = 2) -> bool:
-        return [lease["state"] for lease in self.snapshot()["leases"]].count("working") >= trainers
+        return [lease.state for lease in self.scheduling().leases].count("working") >= trainers
 
     def load(self, running: int) -> None:
         ray.get(self.scheduler.report_load.remote("replica", running, 0), timeout=5)
@@ -127,11 +127,11 @@ def test_two_trainers_learn_two_topics(system: System) -> None:
     began = time.time()
     eventually(system.at_work)
     for _ in range(20):
-        leases = system.snapshot()["leases"]
-        topics = [lease["topic"] for lease in leases if lease["topic"] is not None]
-        fractions = [lease["fraction"] for lease in leases if lease["fraction"] is not None]
+        leases = system.scheduling().leases
+        topics = [lease.topic for lease in leases if lease.topic is not None]
+        slots = [lease.slot for lease in leases if lease.slot is not None]
         assert len(topics) == len(set(topics))
-        assert len(fractions) == len(set(fractions))
+        assert len(slots) == len(set(slots))
         time.sleep(0.02)
     eventually(lambda: system.judged(began) == set(TOPICS))
     assert all(eventually(lambda n=n: system.status(n)["rounds"]) for n in NAMES)
@@ -152,21 +152,21 @@ def test_two_trainers_learn_two_topics(system: System) -> None:
 
 def test_a_request_has_both_yield_and_its_end_lets_them_go_on(system: System) -> None:
     eventually(system.at_work)
-    before = system.snapshot()["leases_ended"]["revoked"]
+    before = system.scheduling().leases_ended["revoked"]
     system.load(1)
-    eventually(lambda: not system.at_work(1) and "revoked" not in str(system.snapshot()["leases"]))
+    eventually(lambda: not system.at_work(1) and "revoked" not in str(system.scheduling().leases))
     steps = [system.status(name)["micro_steps"] for name in NAMES]
-    seen = system.snapshot()
-    assert seen["leases_ended"]["revoked"] >= before + 1
-    assert 0.0 < seen["last_yield_s"] <= seen["longest_yield_s"] < LEASES.yield_timeout_s
+    seen = system.scheduling()
+    assert seen.leases_ended["revoked"] >= before + 1
+    assert 0.0 < seen.last_yield_s <= seen.longest_yield_s < LEASES.yield_timeout_s
     for _ in range(5):  # a replica that is at work says so every second
         system.load(1)
         time.sleep(0.1)
     assert [system.status(name)["micro_steps"] for name in NAMES] == steps
-    assert seen["leases_ended"]["killed"] == 0
+    assert seen.leases_ended["killed"] == 0
     system.load(0)
     eventually(system.at_work)
-    assert system.snapshot()["idle_s"]["used"] > 0.0
+    assert system.scheduling().idle_s["used"] > 0.0
 
 
 def test_a_trainer_that_hangs_is_killed_and_comes_back(system: System) -> None:
@@ -184,21 +184,21 @@ def test_a_trainer_that_hangs_is_killed_and_comes_back(system: System) -> None:
     eventually(hangs_in_a_micro_step)
     began = time.monotonic()
     system.load(1)
-    eventually(lambda: system.snapshot()["leases_ended"]["killed"] == 1)
+    eventually(lambda: system.scheduling().leases_ended["killed"] == 1)
     assert time.monotonic() - began >= LEASES.yield_timeout_s
     system.load(0)
     eventually(lambda: system.status(hung)["pid"] != pids[hung])
     eventually(system.at_work)
     assert system.status(NAMES[1])["pid"] == pids[NAMES[1]]
-    assert system.supervisor.describe()["made"] == dict.fromkeys(NAMES, 1)
+    assert system.supervisor.status().starts == dict.fromkeys(NAMES, 1)
 
 
 def _state(system: System, name: str) -> str:
-    found = [one["state"] for one in system.snapshot()["leases"] if one["trainer"] == name]
+    found = [one.state for one in system.scheduling().leases if one.trainer == name]
     return str(found[0]) if found else ""
 
 
-def test_a_broker_that_dies_has_trainers_ask_anew(system: System) -> None:
+def test_trainers_acquire_topics_again_from_a_scheduler_that_died(system: System) -> None:
     eventually(system.at_work)
     began = time.time()
     pids = {name: system.status(name)["pid"] for name in NAMES}
@@ -206,7 +206,7 @@ def test_a_broker_that_dies_has_trainers_ask_anew(system: System) -> None:
     ray.kill(system.scheduler, no_restart=False)
     eventually(lambda: pid_of(system.scheduler) != scheduler)
     eventually(system.at_work)
-    assert system.snapshot()["leases_ended"]["killed"] == 0  # it has forgotten
+    assert system.scheduling().leases_ended["killed"] == 0  # it has forgotten
     eventually(lambda: system.judged(began) == set(TOPICS))
     assert {name: system.status(name)["pid"] for name in NAMES} == pids
     assert [system.status(name)["failures"] for name in NAMES] == [0, 0]
@@ -223,13 +223,13 @@ def test_a_replica_that_waits_gets_the_trainers_room_and_they_come_back(system: 
     began = time.monotonic()
     handle = serve.run(small.bind(), name="second", route_prefix=None)
     assert handle.ping.remote().result(timeout_s=60)
-    seen = system.snapshot()
-    assert seen["trainers_freed"] == list(NAMES)
+    seen = system.scheduling()
+    assert seen.trainers_preempted == NAMES
     assert system.supervisor.handles() == {}
-    assert seen["leases_ended"]["killed"] == 0
+    assert seen.leases_ended["killed"] == 0
     assert time.monotonic() - began < 60.0
     serve.delete("second")
     eventually(lambda: set(system.supervisor.handles()) == set(NAMES))
     eventually(system.at_work)
-    assert system.snapshot()["trainers_freed"] == []
-    assert system.supervisor.describe()["made"] == dict.fromkeys(NAMES, 2)
+    assert system.scheduling().trainers_preempted == ()
+    assert system.supervisor.status().starts == dict.fromkeys(NAMES, 2)

@@ -153,9 +153,9 @@ def test_user_config_changes_what_runs_and_breaks_no_stream(
         asked = bodies(STREAMS, MAX_TOKENS)
         async with traffic(cluster.url, undisturbed, asked, at_once=4) as load:
             cluster.retune(target=quiet, ingress={"min_confidence": 0.9})
-            taken = shows(cluster, lambda s: s["target"]["live"]["changed"], quiet)
+            taken = shows(cluster, lambda s: s["target"]["user_config"]["changed"], quiet)
             await until(taken, "the target's values", COMES_S)
-            taken = shows(cluster, lambda s: s["live"]["changed"], {"min_confidence": 0.9})
+            taken = shows(cluster, lambda s: s["user_config"]["changed"], {"min_confidence": 0.9})
             await until(taken, "the front door's values", COMES_S)
             assert load.begun > 0
 
@@ -165,20 +165,22 @@ def test_user_config_changes_what_runs_and_breaks_no_stream(
     async def refuses() -> list[int]:
         cluster.retune(target={"max_speculative_tokns": 3}, ingress=limits)
         said = "max_speculative_tokns: no such key; did you mean max_speculative_tokens?"
-        refused = shows(cluster, lambda s: s["target"]["live"]["refused"], said)
+        refused = shows(cluster, lambda s: s["target"]["user_config"]["refused"], said)
         await until(refused, "the refusal", COMES_S)
-        taken = shows(cluster, lambda s: s["live"]["changed"], limits)
+        taken = shows(cluster, lambda s: s["user_config"]["changed"], limits)
         await until(taken, "the front door's values", COMES_S)
         replies = await Load(cluster.url, bodies(2, 40)).run()
         return [reply.error is None for reply in replies]
 
     assert sorted(asyncio.run(refuses())) == [False, True]  # one is let in at a time
-    assert cluster.status()["target"]["live"]["changed"] == quiet  # what was there stays
+    assert cluster.status()["target"]["user_config"]["changed"] == quiet  # what was there stays
     assert drafted(cluster.url) == 0
     cluster.retune(target={}, ingress={})
-    taken_back = shows(
-        cluster, lambda s: (s["live"]["changed"], s["target"]["live"]["changed"]), ({}, {})
-    )
+
+    def changed(status: Any) -> list[Any]:
+        return [own["user_config"]["changed"] for own in (status, status["target"])]
+
+    taken_back = shows(cluster, changed, [{}, {}])
     asyncio.run(until(taken_back, "everything as configured", COMES_S))
     asyncio.run(until(lambda: drafted(cluster.url) > 0, "drafts", 60))
     asyncio.run(until(cluster.running, "the application", COMES_S))

@@ -13,6 +13,7 @@ from ray import serve
 from tiny_models import tiny_llama, tiny_tokenizer
 from waiting import eventually
 
+from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.cluster.session import NAMESPACE, ray_session
 from paceline.deploy.cluster_app import build
 from paceline.deploy.config.config import load_config
@@ -62,7 +63,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[
 
 
 def made(handle: Any) -> dict[str, int]:
-    found: dict[str, int] = handle.describe.remote().result(timeout_s=30)["made"]
+    found: dict[str, int] = handle.status.remote().result(timeout_s=30).starts
     return found
 
 
@@ -82,7 +83,7 @@ def versions() -> Any:
 
 def test_it_knows_where_serve_listens(handle: Any) -> None:
     assert serve_host() == "127.0.0.1"
-    assert handle.describe.remote().result(timeout_s=30)["warning"] is None
+    assert handle.status.remote().result(timeout_s=30).warning is None
 
 
 def test_what_ray_gives_up_on_is_made_anew_under_its_name(handle: Any) -> None:
@@ -100,8 +101,8 @@ def test_a_trainer_that_ray_gives_up_on_is_made_anew_and_both_have_themselves_he
 ) -> None:
     def heard() -> set[str]:
         scheduler = ray.get_actor("paceline-scheduler", NAMESPACE)
-        leases = ray.get(scheduler.snapshot.remote(), timeout=30)["leases"]
-        return {lease["trainer"] for lease in leases}
+        status: SchedulerStatus = ray.get(scheduler.status.remote(), timeout=30)
+        return {lease.trainer for lease in status.leases}
 
     eventually(lambda: heard() == TRAINERS)
     ray.kill(ray.get_actor("paceline-trainer-2", NAMESPACE), no_restart=True)

@@ -100,8 +100,8 @@ def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: Running
         return found["records_synthetic"] >= PER_RECORD * found["records_train"] - 1
 
     assert eventually(done)
-    load = ray.get(running.scheduler.snapshot.remote(), timeout=10)
-    assert (load["running"], load["waiting"]) == (0, 0)
+    load = ray.get(running.scheduler.status.remote(), timeout=10)
+    assert (load.running, load.waiting) == (0, 0)
     assert eventually(
         lambda: ray.get(running.registry.stable_versions.remote(), timeout=10)["sql"] >= 1
     )

@@ -49,9 +49,9 @@ STATUS: dict[str, Any] = {
         decision("a word of tomorrow's", 4, 5),
     ],
     "routing": {"acceptance": {"sql": {"sql": 0.61, "general": 0.2}}},
-    "board": {
+    "scheduler": {
         "running": 1, "waiting": 0, "replicas": 1, "may_train": False, "paused": False,
-        "asked": 400, "granted": 100, "longest_yield_s": 0.031,
+        "permits_requested": 400, "permits_granted": 100, "longest_yield_s": 0.031,
         "leases": [{"trainer": "paceline-trainer", "topic": "sql", "state": "computes"}],
         "idle_s": {"used": 90.0, "waiting": 6.0, "unwanted": 4.0}, "leases_ended": {"killed": 2},
     },

@@ -101,7 +101,7 @@ def test_health_and_status_tell_what_runs(http: httpx.Client) -> None:
     assert set(seen["target"]["drafts"]) >= {"general", "sql", "sql@0"}
     assert seen["weight_versions"]["sql"] == 0
     assert set(seen["shards"]) == {"general", "math", "code", "sql", "shell"}
-    assert seen["board"]["paused"] is False
+    assert seen["scheduler"]["paused"] is False
 
 
 def records(http: httpx.Client) -> int:

@@ -15,6 +15,7 @@ from paceline.cluster.scheduler.idle import IdleDetector
 from paceline.cluster.scheduler.leases import (
     Action,
     Instruction,
+    LeaseEnd,
     ReplicaDemand,
     SchedulerSettings,
 )
@@ -75,7 +76,7 @@ def test_a_lease_is_granted_renewed_and_given_back() -> None:
     assert request(policy, "t", {"sql": 1.0}, 0.3) == Assignment("sql", stale=False)
     assert policy.topics.progress_of_others("t") == {}
     assert policy.topics.progress_of_others("other") == {"sql": progress}
-    assert policy.stats.snapshot()["leases_ended"]["released"] == 1
+    assert policy.stats.lease_ends[LeaseEnd.RELEASED] == 1
 
 
 def test_a_request_revokes_and_the_next_call_is_the_yield() -> None:
@@ -88,11 +89,10 @@ def test_a_request_revokes_and_the_next_call_is_the_yield() -> None:
     assert policy.acquire_permit("t", "life", 1.03) is DENIED
     assert policy.leases() == []
     assert policy.assignments() == {"t": "sql"}  # the round is under way
-    figures = policy.stats.snapshot()
-    assert figures["last_yield_s"] == pytest.approx(0.03)
+    assert policy.stats.last_yield_s == pytest.approx(0.03)
     assert policy.stats.pop_yield_times() == [pytest.approx(0.03)]
     assert policy.stats.pop_yield_times() == []
-    assert (figures["yield_p50_s"], figures["yield_p99_s"]) == (pytest.approx(0.03),) * 2
+    assert [policy.stats.yield_percentile(p) for p in (0.5, 0.99)] == [pytest.approx(0.03)] * 2
     policy.report_load("r", 0, 0, 2.0)
     assert policy.acquire_permit("t", "life", 2.05) is DENIED
     assert policy.acquire_permit("t", "life", 2.11) is GRANTED
@@ -145,7 +145,7 @@ def test_a_new_life_frees_what_the_old_one_had() -> None:
     again = request(policy, "t", {"sql": 1.0}, 1.0, incarnation="next")
     assert again == Assignment("sql", stale=True)
     assert policy.leases() == []
-    assert policy.stats.snapshot()["leases_ended"]["died"] == 1
+    assert policy.stats.lease_ends[LeaseEnd.DIED] == 1
 
 
 def test_two_trainers_have_two_topics_and_a_third_has_none() -> None:
@@ -191,9 +191,8 @@ def test_idle_time_is_counted_by_its_use() -> None:
     policy.report_load("r", 1, 0, 5.6)
     policy.acquire_permit("t", "life", 5.7)
     policy.tick(9.0)
-    figures = policy.stats.snapshot()
-    assert figures["idle_s"] == pytest.approx({"unwanted": 2.0, "waiting": 0.5, "used": 2.0})
-    assert figures["idle_used_share"] == pytest.approx(0.8)
+    assert policy.stats.idle_s == pytest.approx({"unwanted": 2.0, "waiting": 0.5, "used": 2.0})
+    assert policy.stats.idle_used_share == pytest.approx(0.8)
 
 
 def pending(
@@ -238,7 +237,7 @@ def test_a_trainer_that_hangs_is_preempted_all_the_same() -> None:
     assert revoked(policy) == {"t": 1.0}
     assert policy.tick(2.4) == []
     assert policy.tick(2.5) == [Instruction(Action.PREEMPT, "t")]
-    assert policy.stats.snapshot()["leases_ended"]["freed"] == 1
+    assert policy.stats.lease_ends[LeaseEnd.PREEMPTED] == 1
 
 
 def test_a_replica_that_no_longer_waits_preempts_none() -> None:

@@ -10,7 +10,7 @@ import pytest
 from paceline.cluster import supervisor as module
 from paceline.cluster.pending_replicas import PendingReplicas, count_starting, demands_of_serve
 from paceline.cluster.scheduler.leases import Action, Instruction, ReplicaDemand
-from paceline.cluster.supervisor import TrainerSupervisor
+from paceline.cluster.supervisor import SupervisorStatus, TrainerSupervisor
 
 OWN = {"GPU": 0.25}
 REPLICA = {"GPU": 0.5, "CPU": 1.0}
@@ -110,7 +110,7 @@ def test_orders_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
     assert made == ["a", "b", "a"]
     supervisor._tick()
     assert scheduler.calls[-1][1] == []
-    assert supervisor.describe() == {"made": {"a": 2, "b": 1}, "last_error": None}
+    assert supervisor.status() == SupervisorStatus({"a": 2, "b": 1})
 
 
 @pytest.mark.usefixtures("killed")

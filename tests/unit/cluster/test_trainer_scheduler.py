@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.cluster.scheduler.idle import IdleDetector
+from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 
 
@@ -53,7 +54,7 @@ def test_a_replica_that_died_busy_is_forgotten() -> None:
     idle.report_load("a", 4, 0, 10.0)
     assert not idle.may_train(15.0)
     assert idle.may_train(15.01)
-    assert idle.snapshot(15.01)["replicas"] == 0
+    assert idle.replicas == 0
 
 
 def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
@@ -97,27 +98,27 @@ def test_pause_wins_over_idleness() -> None:
     assert not scheduler.may_train()
     scheduler.resume()
     assert scheduler.may_train()
-    assert scheduler.snapshot() == {
-        "may_train": True,
-        "paused": False,
-        "draining": False,
-        "running": 0,
-        "waiting": 0,
-        "replicas": 0,
-        "asked": 2,
-        "granted": 1,
-        "leases": [],
-        "replicas_pending": 0,
-        "trainers_freed": [],
-        "idle_s": {"used": 0.0, "waiting": 0.0, "unwanted": 0.0},
-        "idle_used_share": None,
-        "leases_granted": 0,
-        "leases_ended": dict.fromkeys(("released", "revoked", "killed", "freed", "died"), 0),
-        "last_yield_s": None,
-        "longest_yield_s": None,
-        "yield_p50_s": None,
-        "yield_p99_s": None,
-    }
+    assert scheduler.status() == SchedulerStatus(
+        may_train=True,
+        paused=False,
+        draining=False,
+        running=0,
+        waiting=0,
+        replicas=0,
+        replicas_pending=0,
+        trainers_preempted=(),
+        leases=(),
+        permits_requested=2,
+        permits_granted=1,
+        leases_granted=0,
+        leases_ended=dict.fromkeys(("released", "revoked", "killed", "preempted", "died"), 0),
+        idle_s={"used": 0.0, "waiting": 0.0, "unwanted": 0.0},
+        idle_used_share=None,
+        last_yield_s=None,
+        longest_yield_s=None,
+        yield_p50_s=None,
+        yield_p99_s=None,
+    )
 
 
 def test_gaps_between_requests_of_a_steady_stream_are_used() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -145,8 +146,8 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
     supervised = supervisor.Supervisor({}, {}, {}, scheduler, check)  # actors would start Ray
     begun = time.monotonic()
     wait_until(lambda: supervised._polled_at > begun, "a poll", 10)
-    facts = asyncio.run(supervised.describe())
-    words = status_text("u", {"target": {"error": "Died"}, "steward": facts})
+    facts = asyncio.run(supervised.status())
+    words = status_text("u", {"target": {"error": "Died"}, "supervisor": asdict(facts)})
     said = [record.getMessage() for record in caplog.records if "API key" in record.getMessage()]
     assert len(said) == (1 if warned else 0)
     assert ("host 0.0.0.0 can be reached from other machines" in words) == warned

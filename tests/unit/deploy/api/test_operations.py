@@ -223,7 +223,7 @@ def test_operators_alone_are_heard(
     world = World(tmp_path, keyed=keyed)
     answer = world.post("drain", {"on": True}, client, **headers)
     assert answer.status_code == status
-    assert world.scheduler.snapshot()["draining"] is (status == 200)
+    assert world.scheduler.status().draining is (status == 200)
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
                 "live_drafts": {
                     topic: asdict(own) for topic, own in world.registry.topic_status().items()
                 },
-                "board": {"replicas": 2},
+                "scheduler": {"replicas": 2},
             }
         assert method == "POST"
         answer = world.post(path.removeprefix("/v1/paceline/"), body)
@@ -364,7 +364,7 @@ def test_the_command_waits_until_nothing_is_under_way(
     asked.scheduler.report_load("r", 1, 0)
     assert not operations_command.drain("u", said.append, wait_s=-1.0)
     assert operations_command.drain("u", said.append, on=False)
-    assert not asked.scheduler.snapshot()["draining"]
+    assert not asked.scheduler.status().draining
 
 
 def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
@@ -380,7 +380,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
             "kv_blocks_available": 60,
             "draft_failures": 0,
         },
-        "board": {"may_train": False, "paused": False, "draining": False, "running": 1}
+        "scheduler": {"may_train": False, "paused": False, "draining": False, "running": 1}
         | {"replicas": 1, "waiting": 0},
         "weight_versions": {"general": 0, "sql": 3},
         "live_drafts": {"sql": {"requests": 9, "rounds": 40, "accepted": 30}},
@@ -403,7 +403,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     scheduler.acquire_topic(TrainerIdentity("paceline-trainer"), "life", {"sql": 1.0})
     assert scheduler.acquire_permit("paceline-trainer", "life") is Permit.GRANTED
     busy = status | {
-        "board": scheduler.snapshot(),
+        "scheduler": asdict(scheduler.status()),
         "further_trainers": {"t-2": {"state": "training"}},
     }
     words = tables.status_text("http://x", busy)
@@ -414,7 +414,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert "trainer   off" in bare
 
 
-def test_the_command_tells_a_board_again_that_was_away(
+def test_drain_is_repeated_to_a_scheduler_that_restarts(
     asked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -432,7 +432,7 @@ def test_the_command_tells_a_board_again_that_was_away(
     monkeypatch.setattr(operations_command.time, "sleep", pass_time)
     assert operations_command.drain("u", said.append)
     assert any("did not answer" in line for line in said)
-    assert asked.scheduler.snapshot()["draining"]
+    assert asked.scheduler.status().draining
 
 
 def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:

@@ -71,7 +71,7 @@ def test_a_rollback_waits_for_replicas_that_a_restarted_registry_does_not_know(
     subscribers: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operations_command, "_ROLLOUT_S", 0.05)
-    status = live(subscribers=subscribers) | {"board": {"replicas": 2}}
+    status = live(subscribers=subscribers) | {"scheduler": {"replicas": 2}}
     server = Server(rollback={"topic": "sql", "weight_version": 5}, status=status)
     assert run(server, monkeypatch, "rollback", "sql") == code
 

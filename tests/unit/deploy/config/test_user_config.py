@@ -16,7 +16,12 @@ from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.config.user_config import IngressUserConfig, TargetUserConfig, UserConfigState
+from paceline.deploy.config.user_config import (
+    IngressUserConfig,
+    TargetUserConfig,
+    UserConfigState,
+    UserConfigStatus,
+)
 from paceline.deploy.errors import ApiError
 from paceline.deploy.monitoring.target import MeteredTarget
 
@@ -63,12 +68,12 @@ def drafted(target: MeteredTarget, tokens: int = 60) -> int:
     return asyncio.run(ask())
 
 
-def retuned(target: MeteredTarget, user_config: Any) -> dict[str, Any]:
+def retuned(target: MeteredTarget, user_config: Any) -> UserConfigStatus:
     async def ask() -> Any:
         await target.reconfigure(user_config)
-        return (await target.describe())["live"]
+        return (await target.describe())["user_config"]
 
-    found: dict[str, Any] = asyncio.run(ask())
+    found: UserConfigStatus = asyncio.run(ask())
     return found
 
 
@@ -76,16 +81,16 @@ def test_a_target_drafts_no_more_than_it_may_and_as_configured_again(
     target: MeteredTarget,
 ) -> None:
     looks = {"probe_share": 0.5}  # drafts as large as the target do not pay
-    assert retuned(target, looks) == {"changed": looks, "refused": None}
+    assert retuned(target, looks) == UserConfigStatus(looks, None)
     wait_until(lambda: drafted(target) > 0, "drafts", 30)
     asked = {"max_speculative_tokens": 0, "sample_share": 0.125}
-    assert retuned(target, asked) == {"changed": asked, "refused": None}
+    assert retuned(target, asked) == UserConfigStatus(asked, None)
     assert target._scored == (0.125, 0.25)
     assert drafted(target) == 0
-    assert retuned(target, looks) == {"changed": looks, "refused": None}
+    assert retuned(target, looks) == UserConfigStatus(looks, None)
     assert target._scored == (0.5, 0.25)
     wait_until(lambda: drafted(target) > 0, "drafts", 30)
-    assert retuned(target, {}) == {"changed": {}, "refused": None}
+    assert retuned(target, {}) == UserConfigStatus({}, None)
     assert target._loop.stats().draft_failures == 0
 
 
@@ -106,10 +111,10 @@ def test_what_is_wrong_is_named_and_the_old_values_stay(
 ) -> None:
     retuned(target, {"sample_share": 0.25})
     found = retuned(target, wrong)
-    assert found["changed"] == {"sample_share": 0.25}
-    assert found["refused"].startswith(said)
+    assert found.changed == {"sample_share": 0.25}
+    assert (found.refused or "").startswith(said)
     assert target._scored == (0.25, 0.25)
-    assert retuned(target, {}) == {"changed": {}, "refused": None}
+    assert retuned(target, {}) == UserConfigStatus({}, None)
 
 
 def test_a_fixed_number_of_tokens_cannot_be_limited(
@@ -117,9 +122,9 @@ def test_a_fixed_number_of_tokens_cannot_be_limited(
 ) -> None:
     fixed = replace(target._settings, num_speculative_tokens=3)
     monkeypatch.setattr(target, "_settings", fixed)
-    assert "is fixed" in retuned(target, {"max_speculative_tokens": 1})["refused"]
+    assert "is fixed" in retuned(target, {"max_speculative_tokens": 1}).refused
     monkeypatch.undo()
-    assert retuned(target, {})["refused"] is None
+    assert retuned(target, {}).refused is None
 
 
 @pytest.fixture
@@ -149,7 +154,7 @@ def test_the_front_door_takes_other_limits_and_keeps_what_is_under_way(
     asked = {"max_in_flight": 7, "max_seqs_per_client": 1, "request_timeout_s": 5.0}
     more = {"router_timeout_s": 0.25, "min_confidence": 0.75, "failover_timeout_s": 30.0}
     asyncio.run(ingress.reconfigure(asked | more))
-    assert ingress._user_config.describe() == {"changed": asked | more, "refused": None}
+    assert ingress._user_config.status() == UserConfigStatus(asked | more, None)
     assert lets_in(ingress) == 1
     asyncio.run(ingress.reconfigure({"max_in_flight": 2}))
     assert lets_in(ingress) == 0
@@ -176,9 +181,9 @@ def test_the_front_door_refuses_what_is_wrong_whole(
 ) -> None:
     asyncio.run(ingress.reconfigure({"max_in_flight": 4}))
     asyncio.run(ingress.reconfigure(wrong))
-    found = ingress._user_config.describe()
-    assert found["changed"] == {"max_in_flight": 4}
-    assert found["refused"].startswith(said)
+    found = ingress._user_config.status()
+    assert found.changed == {"max_in_flight": 4}
+    assert (found.refused or "").startswith(said)
     assert lets_in(ingress) == 4
 
 
@@ -199,7 +204,7 @@ def test_a_check_that_refuses_leaves_what_was_changed_before() -> None:
     live = UserConfigState(TargetUserConfig, apply)
     live.update({"sample_share": 0.5})
     live.update({"sample_share": 1.0})
-    assert live.describe() == {"changed": {"sample_share": 0.5}, "refused": "not that much"}
+    assert live.status() == UserConfigStatus({"sample_share": 0.5}, "not that much")
     live.update(None)
-    assert live.describe() == {"changed": {}, "refused": None}
+    assert live.status() == UserConfigStatus({}, None)
     assert [asked.sample_share for asked in taken] == [0.5, None]

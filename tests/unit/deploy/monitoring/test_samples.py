@@ -281,7 +281,7 @@ def test_scheduler_samples() -> None:
     scheduler.report_load("r", 1, 0)
     now[0] = 130.5
     assert scheduler.acquire_permit("t", "life") is Permit.DENIED
-    samples = list(scheduler_samples(scheduler.snapshot(), scheduler.pop_yield_times()))
+    samples = list(scheduler_samples(scheduler.status(), scheduler.pop_yield_times()))
     check(samples, SCHEDULER)
     values = {sample.name: sample.value for sample in samples}
     assert values["training_permit_requests"] == 4
