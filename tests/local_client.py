@@ -9,7 +9,7 @@ from typing import Any
 
 from training_records import training_record
 
-from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.buffer import ReplaySettings, ShardStats
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.permits import Assignment, TopicProgress
@@ -42,7 +42,7 @@ class LocalClient:
         )
         self.permitted: Callable[[], bool] = lambda: True
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, ShardStats]:
         return {topic: shard.stats() for topic, shard in self.shards.items()}
 
     def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:

@@ -78,6 +78,50 @@ class ReplaySettings:
         return min(_SLACK_SHARE * self.retention_s, _MAX_SLACK_S)
 
 
+@dataclass(frozen=True, slots=True)
+class SplitStats:
+    """Records of a split, and their bytes."""
+
+    records: int
+    bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStats:
+    """Records of a topic; ``_total`` counts since the start, of all splits together.
+
+    Attributes:
+        topic: of the shard.
+        splits: by name.
+        bytes: of all splits.
+        capacity_bytes: see ReplaySettings.
+        inserted_total: records, kept or not.
+        inserted_synthetic_total: of these.
+        evicted_total: removed for others.
+        expired_total: removed past retention.
+        refused_total: invalid ones that came to the shard.
+        refused_values_total: of these, because of impossible numbers.
+        left_out_total: requests that the rate limiter left without a record.
+    """
+
+    topic: str = ""
+    splits: Mapping[Split, SplitStats]
+    bytes: int
+    capacity_bytes: int
+    inserted_total: int
+    inserted_synthetic_total: int
+    evicted_total: int
+    expired_total: int
+    refused_total: int = 0
+    refused_values_total: int = 0
+    left_out_total: int = 0
+
+    def records(self, *splits: Split) -> int:
+        """Records of these splits together."""
+        return sum(self.splits[split].records for split in splits)
+
+
 class ReplayBuffer:
     """The tables of one topic: training, held-out and synthetic records."""
 
@@ -148,25 +192,19 @@ class ReplayBuffer:
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in table for table in self._tables.values())
 
-    def stats(self, now: float) -> dict[str, int]:
-        """Records and bytes per split, and counts since the start of all splits together."""
+    def stats(self, now: float) -> ShardStats:
+        """Records, bytes and counts, without those of the shard."""
         self.expire(now)
         tables = self._tables.values()
-        by_split = {
-            f"{what}_{name}": int(value)
-            for name, table in self._tables.items()
-            for what, value in (
-                ("records", len(table)),
-                ("bytes", table.bytes),
-                ("capacity_bytes", table.capacity),
-            )
-        }
-        return {
-            **by_split,
-            "bytes": sum(table.bytes for table in tables),
-            "capacity_bytes": self._settings.capacity_bytes,
-            "inserted_total": sum(table.inserted for table in tables),
-            "inserted_synthetic_total": self._tables["synthetic"].inserted,
-            "evicted_total": sum(table.evicted for table in tables),
-            "expired_total": sum(table.expired for table in tables),
-        }
+        return ShardStats(
+            splits={
+                split: SplitStats(len(table), table.bytes, table.capacity)
+                for split, table in self._tables.items()
+            },
+            bytes=sum(table.bytes for table in tables),
+            capacity_bytes=self._settings.capacity_bytes,
+            inserted_total=sum(table.inserted for table in tables),
+            inserted_synthetic_total=self._tables["synthetic"].inserted,
+            evicted_total=sum(table.evicted for table in tables),
+            expired_total=sum(table.expired for table in tables),
+        )

@@ -9,12 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings, Split
+from paceline.actors.handles import remote_method
+from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings, ShardStats, Split
 from paceline.actors.replay.record import (
     RecordError,
     RecordValueError,
@@ -161,19 +162,16 @@ class ReplayShard:
             self._buffer.expire(self._clock())
             self._compact_if_due()
 
-    def stats(self) -> dict[str, Any]:
-        """Topic, counts per split, bytes; counts since the start of what was not recorded.
-
-        ``refused_values_total`` of ``refused_total`` held impossible numbers.
-        """
+    def stats(self) -> ShardStats:
+        """Counts per split, and since the start."""
         with self._lock:
-            counts = self._buffer.stats(self._clock())
-        refused = {
-            "refused_total": self._refused,
-            "refused_values_total": self._refused_values,
-            "left_out_total": self._left_out,
-        }
-        return {"topic": self._topic, **counts, **refused}
+            return replace(
+                self._buffer.stats(self._clock()),
+                topic=self._topic,
+                refused_total=self._refused,
+                refused_values_total=self._refused_values,
+                left_out_total=self._left_out,
+            )
 
     def ping(self) -> bool:
         """True: the actor answers."""
@@ -220,6 +218,17 @@ class ReplayShard:
             records = self._buffer.records()
             self._journal.rewrite(record.data for record in records)
             self._oldest_written = min((r.created for r in records), default=math.inf)
+
+
+class ShardHandle:
+    """Actor handle of a ReplayShard."""
+
+    insert = remote_method(ReplayShard.insert)
+    sample = remote_method(ReplayShard.sample)
+    update_losses = remote_method(ReplayShard.update_losses)
+    delete = remote_method(ReplayShard.delete)
+    stats = remote_method(ReplayShard.stats)
+    ping = remote_method(ReplayShard.ping)
 
 
 def _start_expiry_thread(reference: weakref.ref[ReplayShard], interval_s: float) -> None:

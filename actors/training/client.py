@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import ray
 
+from paceline.actors.replay.buffer import ShardStats, Split
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
 from paceline.actors.training.permits import Assignment, Permit, TopicProgress, TrainerIdentity
 from paceline.actors.training.progress import LeaseRevoked
@@ -26,10 +27,10 @@ logger = logging.getLogger(__name__)
 class TrainerClient(Protocol):
     """Shards, registry and scheduler. Only ``publish`` raises when they do not answer."""
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, ShardStats]:
         """Statistics of the shards that answered, by topic."""
 
-    def sample(self, topic: str, count: int, split: str) -> Iterable[ReplayRecord]:
+    def sample(self, topic: str, count: int, split: Split) -> Iterable[ReplayRecord]:
         """At most ``count`` records of a topic, decoded one by one."""
 
     def update_losses(self, topic: str, losses: dict[str, float]) -> None:
@@ -110,13 +111,13 @@ class RayTrainerClient:
         self._topics = TopicsView(etag="")
         self._subscriber = RegistrySubscriber(registry, on_topics=self._take_topics)
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, ShardStats]:
         asked = {topic: shard.stats.remote() for topic, shard in self._shards.items()}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._timeout_s)
         answers = {topic: self._get(reference, 0.1) for topic, reference in asked.items()}
         return {topic: answer for topic, answer in answers.items() if answer is not None}
 
-    def sample(self, topic: str, count: int, split: str) -> Iterator[ReplayRecord]:
+    def sample(self, topic: str, count: int, split: Split) -> Iterator[ReplayRecord]:
         shard = self._shards.get(topic)
         if shard is None or count <= 0:
             return

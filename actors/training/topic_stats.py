@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.actors.backoff import Backoff
+from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.drift import Drift, DriftSettings
 from paceline.actors.training.permits import TopicProgress
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.actors.training.candidate import Candidate
     from paceline.actors.training.settings import TrainerSettings
 
-ShardStats = Mapping[str, Mapping[str, Any]]  # by topic
+StatsByTopic = Mapping[str, ShardStats]
 
 
 class LiveStats:
@@ -176,20 +177,20 @@ class TopicStats:
             rolled_back=rolled_back,
         )
 
-    def views(self, stats: ShardStats, candidates: Mapping[str, Candidate]) -> list[TopicView]:
+    def views(self, stats: StatsByTopic, candidates: Mapping[str, Candidate]) -> list[TopicView]:
         """All topics as the schedule sees them.
 
         Args:
             stats: of the shards that answered.
             candidates: drafts in training, by topic.
         """
-        totals = {topic: requests(facts) for topic, facts in stats.items()}
+        totals = {topic: requests(shard) for topic, shard in stats.items()}
         now = self._clock()
         self._traffic.update(totals, now)
         return [self._view(topic, stats, candidates.get(topic), now) for topic in self._states]
 
     def _view(
-        self, topic: str, stats: ShardStats, candidate: Candidate | None, now: float
+        self, topic: str, stats: StatsByTopic, candidate: Candidate | None, now: float
     ) -> TopicView:
         state, others = self._states[topic], self._others.get(topic)
         progress = others or self.progress(topic, candidate)
@@ -199,7 +200,7 @@ class TopicStats:
         return TopicView(
             name=topic,
             records_train=to_learn_from(stats, topic),
-            records_held_out=total(stats, topic, "records_held_out"),
+            records_held_out=total(stats, topic, lambda shard: shard.records("held_out")),
             new_records=records - progress.inserted if records >= progress.inserted else records,
             traffic=self._traffic.level(topic),
             acceptance=progress.acceptance,
@@ -212,24 +213,23 @@ class TopicStats:
         )
 
 
-def inserted(stats: ShardStats, topic: str) -> int:
+def inserted(stats: StatsByTopic, topic: str) -> int:
     """Records inserted into a topic's shard since it started."""
-    return total(stats, topic, "inserted_total")
+    return total(stats, topic, lambda shard: shard.inserted_total)
 
 
-def requests(facts: Mapping[str, Any]) -> int:
+def requests(shard: ShardStats) -> int:
     """A topic's requests since its shard started, recorded or not, without synthetic ones."""
-    recorded = int(facts["inserted_total"]) - int(facts["inserted_synthetic_total"])
-    return recorded + int(facts.get("left_out_total", 0))
+    return shard.inserted_total - shard.inserted_synthetic_total + shard.left_out_total
 
 
-def to_learn_from(stats: ShardStats, topic: str) -> int:
+def to_learn_from(stats: StatsByTopic, topic: str) -> int:
     """Training records of a topic, synthetic ones included."""
-    return total(stats, topic, "records_train") + total(stats, topic, "records_synthetic")
+    return total(stats, topic, lambda shard: shard.records("train", "synthetic"))
 
 
-def total(stats: ShardStats, topic: str, key: str) -> int:
+def total(stats: StatsByTopic, topic: str, figure: Callable[[ShardStats], int]) -> int:
     """A topic's figure; the sum over all topics for ``general``, which learns from all."""
     if topic == GENERAL:
-        return sum(int(facts[key]) for facts in stats.values())
-    return int(stats[topic][key]) if topic in stats else 0
+        return sum(figure(shard) for shard in stats.values())
+    return figure(stats[topic]) if topic in stats else 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.actors.replay.buffer import Split
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.candidate import Candidate
@@ -27,7 +28,7 @@ from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.step_runner import StepRunner
 from paceline.actors.training.topic_schedule import topic_priorities
 from paceline.actors.training.topic_stats import (
-    ShardStats,
+    StatsByTopic,
     TopicStats,
     inserted,
     to_learn_from,
@@ -194,7 +195,11 @@ class TrainingLoop:
         logger.info("%s: the round is over, its lease was revoked", topic)
 
     def _round(
-        self, topic: str, assignment: Assignment, versions: dict[str, int], stats: ShardStats
+        self,
+        topic: str,
+        assignment: Assignment,
+        versions: dict[str, int],
+        stats: StatsByTopic,
     ) -> bool:
         """Train and evaluate; False if no time for training was left."""
         candidate = self.candidate(topic)
@@ -302,17 +307,20 @@ class TrainingLoop:
             candidate.rebase(newest[1])
             logger.info("%s: adapters on general's version %d", candidate.topic, newest[0])
 
-    def _training_records(self, topic: str, stats: ShardStats) -> list[ReplayRecord]:
+    def _training_records(self, topic: str, stats: StatsByTopic) -> list[ReplayRecord]:
         """Training records, synthetic ones in their proportion."""
         count, have = self._settings.train_records, to_learn_from(stats, topic)
-        synthetic = round(count * total(stats, topic, "records_synthetic") / max(have, 1))
+        made = total(stats, topic, lambda shard: shard.records("synthetic"))
+        synthetic = round(count * made / max(have, 1))
         records = self._sample(topic, count - synthetic, "train", stats)
         return records + (self._sample(topic, synthetic, "synthetic", stats) if synthetic else [])
 
-    def _sample(self, topic: str, count: int, split: str, stats: ShardStats) -> list[ReplayRecord]:
+    def _sample(
+        self, topic: str, count: int, split: Split, stats: StatsByTopic
+    ) -> list[ReplayRecord]:
         shares = {topic: count}
         if topic == GENERAL:
-            have = {name: int(facts[f"records_{split}"]) for name, facts in stats.items()}
+            have = {name: shard.records(split) for name, shard in stats.items()}
             all_records = max(sum(have.values()), 1)
             shares = {name: -(-count * kept // all_records) for name, kept in have.items()}
         records: list[ReplayRecord] = []

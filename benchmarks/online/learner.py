@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from online.serving import ROWS
 from paceline.actors.engine.model_loader import resolve_dtype
-from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.buffer import ReplaySettings, ShardStats
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.speculation.pending_updates import SwapWeights
@@ -149,7 +149,7 @@ class LocalClient:
         self.registry = WeightRegistry(str(folder), experts, "bench", put=lambda flat: flat)
         self.publish, self.reject = self.registry.publish, self.registry.reject
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, ShardStats]:
         return {topic: shard.stats() for topic, shard in self.shards.items()}
 
     def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:

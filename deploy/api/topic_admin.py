@@ -183,7 +183,7 @@ class TopicAdmin:
                     "weight_version": (versions or {}).get(name),
                     "routed": None if labels is None else name in labels,
                     "drafting": None if facts is None else name in facts.get("drafts", {}),
-                    "records": own and own["records_train"] + own["records_held_out"],
+                    "records": own and own.records("train", "held_out"),
                 }
             )
         return {"object": "list", "data": rows, "mutable": self._settings.mutable}

@@ -180,8 +180,8 @@ def _draft_lines(status: Mapping[str, Any]) -> list[str]:
         rounds = own.get("rounds", 0)
         share = f"{own['accepted'] / rounds:.2f}" if rounds else "-"
         records = (
-            shard["records_train"] + shard["records_held_out"] + shard.get("records_synthetic", 0)
-            if "records_train" in shard
+            sum(split["records"] for split in shard["splits"].values())
+            if "splits" in shard
             else shard.get("error", "-")
         )
         lines.append(

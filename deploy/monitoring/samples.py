@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.actors.engine.request import FINISH_NOT_FINITE
 from paceline.actors.engine.stats import DraftStats, EngineStats, drain
+from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.actors.weights.versions import RegistryMetrics
 from paceline.cluster.scheduler.leases import SchedulerStatus
@@ -50,14 +51,6 @@ LEASE_STATES = {
     "no topic": "no_topic",
 }
 _NOT_TRAINABLE = "topic_not_trainable"  # any other state: the reason
-SPLITS = ("train", "held_out", "synthetic")
-REPLAY_COUNTERS = {
-    "replay_inserted": "inserted_total",
-    "replay_evicted": "evicted_total",
-    "replay_expired": "expired_total",
-    "replay_invalid": "refused_total",
-    "replay_rate_limited": "left_out_total",
-}
 
 
 def slot_labels(draft: str) -> tuple[str, str]:
@@ -209,15 +202,22 @@ def registry_samples(metrics: RegistryMetrics) -> Iterator[Sample]:
                 yield Sample("expected_acceptance", acceptance, (draft, weights))
 
 
-def shard_samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
+def shard_samples(stats: ShardStats) -> Iterator[Sample]:
     """Samples of ``ReplayShard.stats``; a split without capacity has none."""
-    topic = stats["topic"]
-    for split in SPLITS:
-        if stats[f"capacity_bytes_{split}"] > 0:
-            for name in ("records", "bytes", "capacity_bytes"):
-                yield Sample(f"replay_{name}", stats[f"{name}_{split}"], (topic, split))
-    for metric, name in REPLAY_COUNTERS.items():
-        yield Sample(metric, stats[name], (topic,))
+    for split, own in stats.splits.items():
+        if own.capacity_bytes > 0:
+            labels = stats.topic, split
+            yield Sample("replay_records", own.records, labels)
+            yield Sample("replay_bytes", own.bytes, labels)
+            yield Sample("replay_capacity_bytes", own.capacity_bytes, labels)
+    for metric, total in (
+        ("replay_inserted", stats.inserted_total),
+        ("replay_evicted", stats.evicted_total),
+        ("replay_expired", stats.expired_total),
+        ("replay_invalid", stats.refused_total),
+        ("replay_rate_limited", stats.left_out_total),
+    ):
+        yield Sample(metric, total, (stats.topic,))
 
 
 def trainer_samples(

@@ -183,16 +183,16 @@ export class Live {
 
   replay() {
     const shards = Object.entries(object(this.status.shards));
-    const most = Math.max(1, ...shards.map(([, own]) => ["train", "held_out", "synthetic"].reduce((sum, split) => sum + (own[`records_${split}`] ?? 0), 0)));
+    const most = Math.max(1, ...shards.map(([, own]) => ["train", "held_out", "synthetic"].reduce((sum, split) => sum + records(own, split), 0)));
     return shards.map(([topic, own]) => {
       if (own.error) return el("p", { class: "share" }, `${topic}: does not answer`);
       const parts = [
-        { share: own.records_train / most, kind: "e1", name: "train" },
-        { share: own.records_held_out / most, kind: "e2", name: "held out" },
-        { share: (own.records_synthetic ?? 0) / most, kind: "e3", name: "synthetic" },
+        { share: records(own, "train") / most, kind: "e1", name: "train" },
+        { share: records(own, "held_out") / most, kind: "e2", name: "held out" },
+        { share: records(own, "synthetic") / most, kind: "e3", name: "synthetic" },
       ];
-      const synthetic = own.records_synthetic ? ` + ${count(own.records_synthetic)} synthetic` : "";
-      const words = `${count(own.records_train)} + ${count(own.records_held_out)} held out${synthetic}, ${bytes(own.bytes)}`;
+      const synthetic = records(own, "synthetic") ? ` + ${count(records(own, "synthetic"))} synthetic` : "";
+      const words = `${count(records(own, "train"))} + ${count(records(own, "held_out"))} held out${synthetic}, ${bytes(own.bytes)}`;
       return el("div", { class: "share" },
         el("p", { class: "words" }, el("span", {}, topic), el("span", {}, words)),
         stackedBar(parts, `${topic}: ${words}`));
@@ -214,6 +214,8 @@ function trainerText(trainer) {
   if (!trainer.state) return "off";
   return trainer.topic && ["training", "evaluating"].includes(trainer.state) ? `${trainer.state} ${trainer.topic}` : trainer.state;
 }
+
+const records = (shard, split) => object(object(shard.splits)[split]).records ?? 0;
 
 // Leases of trainers, and the use of idle time; none from a scheduler without leases.
 function leases(load) {

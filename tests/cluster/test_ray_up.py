@@ -209,7 +209,7 @@ def test_a_host_dies_under_load_and_no_request_is_lost(
     version = before["weight_versions"]["sql"]
     (lost,) = places(cluster, "registry")
     assert on_host(lost, "target") == 1
-    kept = before["shards"]["sql"]["records_train"]
+    kept = before["shards"]["sql"]["splits"]["train"]["records"]
 
     async def load() -> list[Reply]:
         running = Load(cluster.url, bodies(REQUESTS, MAX_TOKENS), AT_ONCE)
@@ -225,7 +225,8 @@ def test_a_host_dies_under_load_and_no_request_is_lost(
     def recovered() -> bool:
         now = status(cluster)
         shards, versions = now["shards"], now["weight_versions"]
-        records = shards.get("sql", {}).get("records_train", 0)
+        splits = shards.get("sql", {}).get("splits", {})
+        records = splits.get("train", {}).get("records", 0)
         whole = records >= 0.9 * kept  # what came in the last moment may not be on the disk
         return versions.get("sql", -1) >= version and whole and "error" not in now["trainer"]
 

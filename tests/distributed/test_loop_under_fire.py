@@ -181,14 +181,14 @@ def test_a_topic_whose_expert_is_bad_goes_to_general_and_keeps_its_records(
         drafts.extend(f["draft"] for f in figures if f["topic"] == "math")
         return drafts[-1:] == ["general"]
 
-    before = ray.get(running.shards["math"].stats.remote())["inserted_total"]
+    before = ray.get(running.shards["math"].stats.remote()).inserted_total
     wait_until(routed, "the generalist", 90)
     status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=30).json()
     table = status["routing"]
     assert table["weights"]["math"]["general"] > table["weights"]["math"]["math"]
     assert table["acceptance"]["math"]["general"] > table["acceptance"]["math"]["math"]
     assert status["routed"]["math"]["general"] >= 1
-    kept = ray.get(running.shards["math"].stats.remote())["inserted_total"]
+    kept = ray.get(running.shards["math"].stats.remote()).inserted_total
     assert kept - before >= len(drafts) - 10  # the last ones may be on their way
 
 

@@ -15,6 +15,7 @@ from fixture_models import SMALL_MODELS
 from free_ports import find_port
 from waiting import eventually
 
+from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.replay.record import ReplayRecord, belongs, decode, source_id
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
@@ -64,8 +65,8 @@ def ask(running: RunningApp, prompt: str) -> dict[str, Any]:
     return found
 
 
-def stats(running: RunningApp) -> dict[str, int]:
-    found: dict[str, int] = ray.get(running.shards["sql"].stats.remote(), timeout=10)
+def stats(running: RunningApp) -> ShardStats:
+    found: ShardStats = ray.get(running.shards["sql"].stats.remote(), timeout=10)
     return found
 
 
@@ -77,7 +78,7 @@ def synthetic_records(running: RunningApp) -> list[ReplayRecord]:
 def test_an_idle_target_makes_prompts_up_unnoticed(running: RunningApp) -> None:
     prompts = generate("sql", 40, seed=11)
     first = [ask(running, prompt) for prompt in prompts]
-    assert eventually(lambda: stats(running)["records_synthetic"] >= 8)
+    assert eventually(lambda: stats(running).records("synthetic") >= 8)
     again = [ask(running, prompt) for prompt in prompts]
     for one, two in zip(first, again, strict=True):
         assert one["choices"][0]["token_ids"] == two["choices"][0]["token_ids"]
@@ -96,8 +97,8 @@ def test_an_idle_target_makes_prompts_up_unnoticed(running: RunningApp) -> None:
 def test_there_are_no_more_than_wanted_and_they_are_learnt_from(running: RunningApp) -> None:
     def done() -> bool:
         found = stats(running)
-        assert found["records_synthetic"] <= PER_RECORD * found["records_train"] + 4
-        return found["records_synthetic"] >= PER_RECORD * found["records_train"] - 1
+        assert found.records("synthetic") <= PER_RECORD * found.records("train") + 4
+        return found.records("synthetic") >= PER_RECORD * found.records("train") - 1
 
     assert eventually(done)
     load = ray.get(running.scheduler.status.remote(), timeout=10)

@@ -15,7 +15,7 @@ from tiny_models import tiny_llama
 from training_records import TINY_VOCAB, training_record
 from waiting import eventually
 
-from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.buffer import ReplaySettings, ShardStats
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
@@ -55,8 +55,8 @@ def feed(shard: Any, numbers: range) -> None:
     ray.get([shard.insert.remote(encode(training_record(n, created=time.time()))) for n in numbers])
 
 
-def total(stats: dict[str, Any]) -> int:
-    return int(stats["records_train"] + stats["records_held_out"])
+def total(stats: ShardStats) -> int:
+    return stats.records("train", "held_out")
 
 
 def decisions_since(registry: Any, when: float) -> list[dict[str, Any]]:
@@ -111,8 +111,8 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     pid, killed_at = pid_of(shard), time.time()
     kill(pid)
     after = eventually(lambda: ray.get(shard.stats.remote(), timeout=5), 60)
-    assert after["records_train"] == before["records_train"] > 0
-    assert after["inserted_total"] == total(before)  # counted anew, from disk
+    assert after.records("train") == before.records("train") > 0
+    assert after.inserted_total == total(before)  # counted anew, from disk
     feed(shard, range(70, 80))
     assert total(ray.get(shard.stats.remote())) == total(before) + 10
     eventually(lambda: decisions_since(registry, killed_at))

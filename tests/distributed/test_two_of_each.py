@@ -19,6 +19,7 @@ from free_ports import find_port
 from replies import answered
 
 from paceline.actors.engine.model_loader import load_causal_lm
+from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.weights.flat_weights import flatten
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
@@ -81,8 +82,8 @@ def both_targets(url: str) -> dict[str, dict[str, Any]]:
     pytest.fail(f"only {set(seen)} ever answered")
 
 
-def shard_facts(running: RunningApp) -> dict[str, Any]:
-    facts: dict[str, Any] = ray.get(running.shards["sql"].stats.remote(), timeout=30)
+def shard_facts(running: RunningApp) -> ShardStats:
+    facts: ShardStats = ray.get(running.shards["sql"].stats.remote(), timeout=30)
     return facts
 
 
@@ -106,14 +107,14 @@ def test_both_targets_log_to_one_shard_and_take_up_one_version(running: RunningA
     def answered_by() -> dict[str, int]:
         return {name: t["experts"]["sql"]["answered"] for name, t in both_targets(url).items()}
 
-    before, inserted = answered_by(), shard_facts(running)["inserted_total"]
+    before, inserted = answered_by(), shard_facts(running).inserted_total
     assert all(reply.error is None for reply in asyncio.run(Load(url, asked, AT_ONCE).run()))
     after = answered_by()
     assert after.keys() == before.keys()
     assert all(after[name] > before[name] for name in after)  # both had a part in it
     asyncio.run(
         until(
-            lambda: shard_facts(running)["inserted_total"] == inserted + REQUESTS,
+            lambda: shard_facts(running).inserted_total == inserted + REQUESTS,
             "every record",
             30,
         )

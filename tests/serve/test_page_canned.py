@@ -60,7 +60,10 @@ STATUS: dict[str, Any] = {
         "training_s": 81.0, "loss": 0.75, "failures": 0,
     },
     "shards": {
-        "sql": {"records_train": 80, "records_held_out": 20, "bytes": 2_000_000},
+        "sql": {
+            "splits": {"train": {"records": 80}, "held_out": {"records": 20}},
+            "bytes": 2_000_000,
+        },
         "general": {"error": "ActorDiedError"},
     },
 }  # fmt: skip

@@ -24,6 +24,7 @@ from paceline.actors.engine.request import (
     GenerationRequest,
     merge_chunks,
 )
+from paceline.actors.replay.buffer import ShardStats, SplitStats
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.synthetic.prompts import (
@@ -149,7 +150,7 @@ class SyntheticPromptGenerator:
 
 
 def lacking(
-    stats: Mapping[str, Mapping[str, Any]],
+    stats: Mapping[str, ShardStats],
     settings: SyntheticSettings,
     resting: Container[str] = (),
 ) -> tuple[str | None, int]:
@@ -162,16 +163,20 @@ def lacking(
         resting: topics to leave out.
     """
     missing = {
-        topic: int(settings.per_record * facts["records_train"]) - int(facts["records_synthetic"])
-        for topic, facts in stats.items()
+        topic: int(settings.per_record * shard.records("train")) - shard.records("synthetic")
+        for topic, shard in stats.items()
         if topic not in resting
-        and facts["records_train"] >= settings.least_records
-        and facts["bytes_synthetic"] < _FULL * facts["capacity_bytes_synthetic"]
+        and shard.records("train") >= settings.least_records
+        and not _is_full(shard.splits["synthetic"])
     }
     topic = max(missing, key=lambda name: missing[name], default=None)
     if topic is None or missing[topic] <= 0:
         return None, 0
     return topic, missing[topic]
+
+
+def _is_full(split: SplitStats) -> bool:
+    return split.bytes >= _FULL * split.capacity_bytes
 
 
 class ServeTargetClient:

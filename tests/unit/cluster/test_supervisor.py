@@ -125,4 +125,4 @@ def test_what_cannot_be_made_is_named_and_the_other_one_runs() -> None:
     supervisor._trainers._factories = {"a": refuse, "b": factories["b"]}
     supervisor._tick()
     assert made == ["b"]
-    assert supervisor.describe()["last_error"] == "a: ValueError: the name is taken"
+    assert supervisor.status().last_error == "a: ValueError: the name is taken"

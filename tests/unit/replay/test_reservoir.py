@@ -65,7 +65,7 @@ def test_synthetic_records_make_way_by_key_and_not_by_age() -> None:
     kept = {record.request_id for record in table.records() if record.request_id.startswith("i")}
     best = sorted((f"i{number}" for number in range(40)), key=reservoir_key)[-15:]
     assert kept == set(best)
-    assert table.stats(0.0)["evicted_total"] == 25
+    assert table.stats(0.0).evicted_total == 25
 
 
 def test_synthetic_records_make_way_by_what_was_learnt_of_them() -> None:

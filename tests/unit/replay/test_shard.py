@@ -41,9 +41,9 @@ def test_splits_by_prompt_and_counts() -> None:
     fill(shard, 200)
     stats = shard.stats()
     expected = sum(is_held_out((n, n + 1), 0.25) for n in range(200))
-    assert stats["records_held_out"] == expected
-    assert stats["records_train"] == 200 - expected
-    assert stats["inserted_total"] == 200
+    assert stats.records("held_out") == expected
+    assert stats.records("train") == 200 - expected
+    assert stats.inserted_total == 200
     held = shard.sample(1_000, "held_out")
     assert all(is_held_out(decode(data).prompt_token_ids, 0.25) for data in held)
     assert not ids(held) & ids(shard.sample(1_000, "train"))
@@ -78,7 +78,7 @@ def test_capacity_in_bytes_holds(remover: str) -> None:
     fill(shard, 300)
     kept = {int(name[1:]) for name in ids(shard.sample(1_000, "train"))}
     assert 15 <= len(kept) <= 20
-    assert shard.stats()["bytes"] <= 20 * size
+    assert shard.stats().bytes <= 20 * size
     if remover != "reservoir":  # by priority too: of records that nobody has learnt from
         assert min(kept) >= 280
     else:
@@ -139,7 +139,7 @@ def test_records_past_retention_are_dropped() -> None:
     clock.now = 1_070.0
     assert ids(shard.sample(100, "train")) == {f"r{n}" for n in range(5, 10)}
     clock.now = 2_000.0
-    assert shard.stats()["records_train"] == 0
+    assert shard.stats().records("train") == 0
 
 
 def test_retention_acts_on_insert_alone() -> None:
@@ -168,7 +168,7 @@ def test_the_file_keeps_nothing_beyond_retention_and_slack(tmp_path: Path, trigg
     fill(shard, 5, start=5, created=1_500.0)
     clock.now = 2_005.0  # past retention, within the slack: the file is not rewritten each time
     shard.expire()
-    assert shard.stats()["records_train"] == 5
+    assert shard.stats().records("train") == 5
     assert len(on_disk(tmp_path)) == 10
     clock.now = 2_011.0
     if trigger == "insert":
@@ -187,7 +187,7 @@ def test_a_quiet_shard_drops_what_is_past_retention_by_itself(tmp_path: Path) ->
     while (tmp_path / "sql.records").stat().st_size > 0:
         assert time.monotonic() < deadline, "nobody called, and the records are still there"
         time.sleep(0.01)
-    assert shard.stats()["records_train"] == 0
+    assert shard.stats().records("train") == 0
 
 
 def test_the_expiry_thread_ends_with_its_shard() -> None:
@@ -224,14 +224,14 @@ def test_delete_one_request_or_everything() -> None:
     assert shard.delete("r7") == 0
     assert "r7" not in ids(shard.sample(100, "train") + shard.sample(100, "held_out"))
     assert shard.delete(None) == 29
-    assert shard.stats()["bytes"] == 0
+    assert shard.stats().bytes == 0
 
 
 def test_garbage_is_counted_and_dropped() -> None:
     shard = ReplayShard("sql", clock=Clock())
     shard.insert(b"nonsense")
-    assert shard.stats()["refused_total"] == 1
-    assert shard.stats()["inserted_total"] == 0
+    assert shard.stats().refused_total == 1
+    assert shard.stats().inserted_total == 0
 
 
 def test_records_with_impossible_numbers_are_counted_apart() -> None:
@@ -242,8 +242,8 @@ def test_records_with_impossible_numbers_are_counted_apart() -> None:
     shard.insert(encode(dataclasses.replace(record, processed_top_probs=broken)))
     shard.insert(b"nonsense")
     stats = shard.stats()
-    assert (stats["refused_total"], stats["refused_values_total"]) == (2, 1)
-    assert stats["inserted_total"] == 0
+    assert (stats.refused_total, stats.refused_values_total) == (2, 1)
+    assert stats.inserted_total == 0
 
 
 def test_a_persistent_shard_comes_back_without_what_was_deleted(tmp_path: Path) -> None:
@@ -252,13 +252,13 @@ def test_a_persistent_shard_comes_back_without_what_was_deleted(tmp_path: Path) 
     fill(first, 20)
     first.delete("r3")
     second = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
-    assert second.stats() == first.stats() | {"inserted_total": 19}
+    assert second.stats() == dataclasses.replace(first.stats(), inserted_total=19)
     with (tmp_path / "sql.records").open("ab") as file:
         file.write(b"\xff\x00\x00\x00torn")
     third = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
     fill(third, 1, start=20)
     fourth = ReplayShard("sql", settings, str(tmp_path), clock=Clock())
-    assert fourth.stats()["inserted_total"] == 20
+    assert fourth.stats().inserted_total == 20
 
 
 def test_the_file_of_a_persistent_shard_stays_bounded(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.request import FINISH_YIELDED, GenerationChunk, GenerationRequest
-from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.buffer import ReplaySettings, ShardStats, Split, SplitStats
 from paceline.actors.replay.record import (
     ReplayRecord,
     belongs,
@@ -163,8 +163,8 @@ def test_synthetic_records_are_apart_and_never_judge() -> None:
     for n, prompt in enumerate(prompts):
         shard.insert(encode(make_record(request_id=synthetic_id("real", str(n)), prompt=prompt)))
     stats = shard.stats()
-    assert stats["records_synthetic"] == len(prompts) - len(judges)
-    assert stats["records_train"] + stats["records_held_out"] == 1
+    assert stats.records("synthetic") == len(prompts) - len(judges)
+    assert stats.records("train") + stats.records("held_out") == 1
     assert {is_synthetic(record.request_id) for record in kept(shard, "synthetic")} == {True}
     assert [r.request_id for s in ("train", "held_out") for r in kept(shard, s)] == ["real"]
 
@@ -175,7 +175,7 @@ def test_a_purge_and_age_take_their_synthetic_records_along() -> None:
         for name in (f"r{n}", synthetic_id(f"r{n}", "a"), synthetic_id(f"r{n}", "b")):
             old = 850.0 if n == 3 else 1_000.0
             shard.insert(encode(make_record(request_id=name, created=old)))
-    assert shard.stats()["records_synthetic"] == 6
+    assert shard.stats().records("synthetic") == 6
     assert shard.delete("r1") == 3
     late = make_record(request_id=synthetic_id("r1", "c"))  # under way meanwhile
     shard.insert(encode(late))
@@ -187,25 +187,25 @@ def test_synthetic_records_have_what_the_traffic_leaves() -> None:
     size = len(encode(make_record(request_id="r0000"))) + 64
     shard = shard_of(3.0, held_out_fraction=0.0, capacity_bytes=40 * size)
 
-    def insert(name: str) -> dict[str, int]:
+    def insert(name: str) -> ShardStats:
         shard.insert(encode(make_record(request_id=name)))
         stats = shard.stats()
-        assert stats["bytes"] <= stats["capacity_bytes"] == stats["capacity_bytes_train"]
-        assert stats["capacity_bytes_synthetic"] == 40 * size - stats["bytes_train"]
+        assert stats.bytes <= stats.capacity_bytes == stats.splits["train"].capacity_bytes
+        assert stats.splits["synthetic"].capacity_bytes == 40 * size - stats.splits["train"].bytes
         return stats
 
     for n in range(5):
         insert(f"r{n:04}")
     for n in range(200):
         stats = insert(synthetic_id("r0000", str(n)))
-    assert stats["records_train"] == 5
-    assert 25 <= stats["records_synthetic"] <= 40
+    assert stats.records("train") == 5
+    assert 25 <= stats.records("synthetic") <= 40
     for n in range(5, 100):
         before, stats = stats, insert(f"r{n:04}")
-        assert stats["records_train"] >= before["records_train"]
-        assert stats["records_synthetic"] <= before["records_synthetic"]
-    assert stats["records_train"] >= 38, "they make way for all that can be kept of the traffic"
-    assert stats["records_synthetic"] <= 2
+        assert stats.records("train") >= before.records("train")
+        assert stats.records("synthetic") <= before.records("synthetic")
+    assert stats.records("train") >= 38, "they make way for all that can be kept of the traffic"
+    assert stats.records("synthetic") <= 2
 
 
 def test_no_expert_is_scored_on_them() -> None:
@@ -321,7 +321,7 @@ class Desk:
         self.shard.insert(encode(replace(record, created=1_000.0)))
         self.put_count += is_synthetic(record.request_id)
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, ShardStats]:
         return {"sql": self.shard.stats()}
 
     def sample(self, topic: str, count: int, split: Any) -> list[ReplayRecord]:
@@ -355,16 +355,34 @@ def desk() -> Iterator[Desk]:
     desk.loop.close()
 
 
+def shard_stats(train: int, synthetic: int, used: float = 0.9) -> ShardStats:
+    """Statistics of a shard; ``used`` is the share of the synthetic records' capacity."""
+    splits: dict[Split, SplitStats] = {
+        "train": SplitStats(train, 0, 100),
+        "held_out": SplitStats(0, 0, 0),
+        "synthetic": SplitStats(synthetic, int(100 * used), 100),
+    }
+    return ShardStats(
+        splits=splits,
+        bytes=0,
+        capacity_bytes=200,
+        inserted_total=0,
+        inserted_synthetic_total=0,
+        evicted_total=0,
+        expired_total=0,
+    )
+
+
 def settings(per_record: float = 0.5) -> SyntheticSettings:
     return SyntheticSettings(MARKS, per_record, held_out_fraction=0.3, at_once=4, seed=0)
 
 
 def test_as_many_are_made_as_is_wanted_and_no_more(desk: Desk) -> None:
     generator = SyntheticPromptGenerator(settings())
-    wanted = desk.stats()["sql"]["records_train"] // 2
+    wanted = desk.stats()["sql"].records("train") // 2
     for _ in range(400):
         generator.run_once(desk, desk)
-    assert desk.stats()["sql"]["records_synthetic"] == wanted == generator.counts["made"]
+    assert desk.stats()["sql"].records("synthetic") == wanted == generator.counts["made"]
     assert not generator.run_once(desk, desk)
     real = {r.request_id: r for r in kept(desk.shard, "train")}
     for record in kept(desk.shard, "synthetic"):
@@ -383,14 +401,11 @@ def test_nothing_is_asked_without_a_permit_or_without_records(desk: Desk) -> Non
     assert not SyntheticPromptGenerator(settings()).run_once(desk, desk)
     assert desk.asked == []
     assert lacking({}, settings()) == (None, 0)
-    room = {"bytes_synthetic": 90, "capacity_bytes_synthetic": 100}
-    few = {"records_train": 7, "records_synthetic": 0} | room
-    assert lacking({"sql": few}, settings()) == (None, 0)
-    few = {"records_train": 100, "records_synthetic": 49} | room
-    full = few | {"bytes_synthetic": 96, "records_synthetic": 10}
+    assert lacking({"sql": shard_stats(7, 0)}, settings()) == (None, 0)
+    few, full = shard_stats(100, 49), shard_stats(100, 10, used=0.96)
     assert lacking({"sql": few, "math": full}, settings()) == ("sql", 1)
     assert lacking({"sql": few}, settings(), {"sql": 3}) == (None, 0)
-    assert lacking({"sql": few, "math": few | {"records_synthetic": 45}}, settings()) == ("math", 5)
+    assert lacking({"sql": few, "math": shard_stats(100, 45)}, settings()) == ("math", 5)
 
 
 def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
@@ -407,14 +422,12 @@ def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
     ticking.join(WAIT_S)
     assert whole(held.chunks)[1] == "length"
     assert generator.counts["yielded"] > 0
-    assert generator.counts["made"] == desk.stats()["sql"]["records_synthetic"]
+    assert generator.counts["made"] == desk.stats()["sql"].records("synthetic")
 
 
 def test_a_topic_of_which_nothing_comes_does_not_keep_the_others_from_it(desk: Desk) -> None:
     both, plain = desk.stats, desk.sample
-    much = {"records_train": 10_000, "records_synthetic": 0}
-    much |= {"bytes_synthetic": 0, "capacity_bytes_synthetic": 1}
-    desk.stats = lambda: both() | {"untold": much}  # type: ignore[method-assign]
+    desk.stats = lambda: both() | {"untold": shard_stats(10_000, 0)}  # type: ignore[method-assign]
     raw = make_record(prompt=(5, 6, 7))
 
     def sample(topic: str, count: int, split: Any) -> list[ReplayRecord]:

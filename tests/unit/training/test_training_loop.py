@@ -172,9 +172,9 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     }
     client.registry.publish("sql", flatten(served), {})
     candidate.scale_rate(0.25)
-    begun = client.stats()["sql"]["records_train"]
+    begun = client.stats()["sql"].records("train")
     steps, fruitless = [], []
-    while client.stats()["sql"]["records_train"] < 5 * begun:
+    while client.stats()["sql"].records("train") < 5 * begun:
         for _ in range(4):
             client.shards["sql"].insert(encode(training_record(4_000 + next(NUMBERS))))
         assert loop.run_round()
@@ -230,8 +230,8 @@ def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
         ),
         client,
     )
-    begun, steps = client.stats()["sql"]["records_train"], [0]
-    while client.stats()["sql"]["records_train"] < 5 * begun:
+    begun, steps = client.stats()["sql"].records("train"), [0]
+    while client.stats()["sql"].records("train") < 5 * begun:
         for _ in range(16):
             client.shards["sql"].insert(encode(training_record(8_000 + next(NUMBERS))))
         assert loop.run_round()
@@ -258,7 +258,7 @@ def test_general_does_not_start_over_because_shards_had_been_silent(
     turn = Assignment("general")
     for stats in (silent, every):
         loop._round("general", turn, {"general": 0, "sql": 0}, stats)
-    assert begun == [sum(int(facts["records_train"]) for facts in every.values())]
+    assert begun == [sum(shard.records("train") for shard in every.values())]
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
@@ -444,7 +444,7 @@ def test_synthetic_records_are_learnt_in_their_proportion(draft: Path, tmp_path:
         for _ in range(4):
             loop.run_round()
         stats = client.shards["sql"].stats()
-        share = stats["records_synthetic"] / (stats["records_synthetic"] + stats["records_train"])
+        share = stats.records("synthetic") / stats.records("synthetic", "train")
         assert client.drawn["synthetic"] == round(20 * share) * 4
         assert client.registry is not None
         history = client.registry.history("sql")

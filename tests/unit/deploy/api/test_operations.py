@@ -150,7 +150,7 @@ def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> 
     assert world.post("replay/purge", {"request_id": "cmpl-a"}).json() == {
         "removed": {"sql": 2, "general": 0}
     }
-    assert world.shards["sql"].stats()["records_train"] == 2
+    assert world.shards["sql"].stats().records("train") == 2
     assert world.post("replay/purge", {"topic": "sql"}).json() == {"removed": {"sql": 2}}
     assert world.post("replay/purge", {"topic": "art"}).status_code == 404
 
@@ -230,7 +230,7 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
     world = World(tmp_path, enabled=False)
     world.insert("cmpl-a-0")
     assert world.post("replay/purge", {}).status_code == 403
-    assert world.shards["sql"].stats()["records_train"] == 1
+    assert world.shards["sql"].stats().records("train") == 1
 
 
 @pytest.fixture
@@ -385,7 +385,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
         "weight_versions": {"general": 0, "sql": 3},
         "live_drafts": {"sql": {"requests": 9, "rounds": 40, "accepted": 30}},
         "shards": {
-            "sql": {"records_train": 7, "records_held_out": 2},
+            "sql": {"splits": {"train": {"records": 7}, "held_out": {"records": 2}}},
             "general": {"error": "Died"},
         },
         "trainer": {"error": "ActorDiedError"},

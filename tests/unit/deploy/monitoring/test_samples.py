@@ -154,10 +154,10 @@ def test_every_record_is_kept_evicted_or_expired(remover: Any) -> None:
         shard.insert(encode(training_record(number)))
     now[0] = 200.0
     stats = shard.stats()
-    assert stats["records_train"] == stats["records_held_out"] == 0
-    assert stats["evicted_total"] > 0
-    assert stats["expired_total"] > 0
-    assert stats["evicted_total"] + stats["expired_total"] == 40
+    assert stats.records("train") == stats.records("held_out") == 0
+    assert stats.evicted_total > 0
+    assert stats.expired_total > 0
+    assert stats.evicted_total + stats.expired_total == 40
 
 
 def test_synthetic_records_are_reported_where_any_are_kept() -> None:
