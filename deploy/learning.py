@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from ray.util import metrics
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.background import lower_priority
 from paceline.actors.training.permits import TrainerIdentity
-from paceline.actors.training.scorer import Scorer
+from paceline.actors.training.progress import TrainerStatus
+from paceline.actors.training.scorer import Scorer, ScorerTable
 from paceline.actors.training.synthetic.generator import SyntheticPrompts
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.state_folder import fingerprints
@@ -194,12 +196,10 @@ class TrainerActor(Trainer):
     def _samples(self) -> Iterable[Sample]:
         return trainer_samples(self.status(), self.drifts(), self.table())
 
-    def status(self) -> dict[str, Any]:
-        """See Trainer; with synthetic prompts, their counts as ``synthetic``."""
-        status = super().status()
-        if self._synthetic is not None:
-            status["synthetic"] = self._synthetic.figures()
-        return status
+    def status(self) -> TrainerStatus:
+        """See Trainer; with the status of the prompt generator."""
+        synthetic = None if self._synthetic is None else self._synthetic.status()
+        return replace(super().status(), synthetic=synthetic)
 
     def offer(self, data: bytes) -> None:
         """See Scorer."""
@@ -210,9 +210,9 @@ class TrainerActor(Trainer):
         """See Scorer."""
         return 0 if self._scorer is None else self._scorer.delete(request_id, topic)
 
-    def table(self) -> dict[str, Any]:
-        """See Scorer."""
-        return {} if self._scorer is None else self._scorer.table()
+    def table(self) -> ScorerTable | None:
+        """See Scorer; None without one."""
+        return None if self._scorer is None else self._scorer.table()
 
 
 def trainer_gpus(config: PacelineConfig) -> float:

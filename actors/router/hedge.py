@@ -96,6 +96,23 @@ def updated(
     return {**weights, **moved}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HedgeTable:
+    """The routing table.
+
+    Attributes:
+        weights: by topic and expert, of the topics with a row that compares experts.
+        acceptance: means, likewise.
+        rows: number of them by topic.
+        versions: weight_version of the scored experts.
+    """
+
+    weights: Mapping[str, Mapping[str, float]]
+    acceptance: Mapping[str, Mapping[str, float]]
+    rows: Mapping[str, int]
+    versions: Mapping[str, int]
+
+
 class Hedge:
     """Weights of all topics, from the last rows of each.
 
@@ -166,26 +183,22 @@ class Hedge:
             weights = updated(weights, start, gains, self.settings)
         return weights
 
-    def table(self) -> dict[str, Any]:
-        """The routing table, as plain data.
-
-        ``weights`` and mean ``acceptance`` by topic and expert, of the topics with a row that
-        compares experts; number of ``rows`` by topic; ``versions`` of the scored experts.
-        """
+    def table(self) -> HedgeTable:
+        """The routing table."""
         measured = [t for t, rows in self._rows.items() if any(len(r) > 1 for r in rows.values())]
-        return {
-            "weights": {topic: self.weights(topic) for topic in measured},
-            "acceptance": {topic: self._means(topic) for topic in measured},
-            "rows": {topic: len(rows) for topic, rows in self._rows.items()},
-            "versions": dict(self.versions),
-        }
+        return HedgeTable(
+            weights={topic: self.weights(topic) for topic in measured},
+            acceptance={topic: self._means(topic) for topic in measured},
+            rows={topic: len(rows) for topic, rows in self._rows.items()},
+            versions=dict(self.versions),
+        )
 
     def _means(self, topic: str) -> dict[str, float]:
         rows = self._rows[topic].values()
         known = {e: [row[e] for row in rows if e in row] for e in self.versions}
         return {e: math.fsum(gains) / len(gains) for e, gains in known.items() if gains}
 
-    def export(self) -> dict[str, Any]:
+    def export(self) -> dict[str, object]:
         """State as plain data, for :meth:`restore`."""
         rows = {
             topic: [[key, dict(gains)] for key, gains in rows.items() if gains]

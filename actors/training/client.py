@@ -16,6 +16,7 @@ from paceline.actors.training.permits import Assignment, Permit, TopicProgress, 
 from paceline.actors.training.progress import LeaseRevoked
 from paceline.actors.training.topic_schedule import TopicPriority, select_topic
 from paceline.actors.weights.flat_weights import FlatWeights
+from paceline.actors.weights.history import Decision
 from paceline.actors.weights.notifications import SlotWeights
 from paceline.actors.weights.subscriber import RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
@@ -66,7 +67,7 @@ class TrainerClient(Protocol):
         Weights of None are the initial ones: at version 0, or after files were lost.
         """
 
-    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+    def publish(self, topic: str, flat: FlatWeights, decision: Decision) -> int:
         """Publish weights; returns the new weight_version.
 
         Raises:
@@ -75,10 +76,10 @@ class TrainerClient(Protocol):
             Exception: it is not known whether they are published.
         """
 
-    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+    def reject(self, topic: str, decision: Decision) -> None:
         """Record a rejected candidate."""
 
-    def note(self, topic: str, decision: dict[str, Any]) -> None:
+    def note(self, topic: str, decision: Decision) -> None:
         """Record another decision, by its ``outcome``."""
 
 
@@ -210,14 +211,14 @@ class RayTrainerClient:
         flat = self._get(stable.reference)
         return None if flat is None else (stable.weight_version, flat)
 
-    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+    def publish(self, topic: str, flat: FlatWeights, decision: Decision) -> int:
         call = self._registry.publish.remote(topic, flat, decision)
         return int(ray.get(call, timeout=self._timeout_s))
 
-    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+    def reject(self, topic: str, decision: Decision) -> None:
         self._get(self._registry.reject.remote(topic, decision))
 
-    def note(self, topic: str, decision: dict[str, Any]) -> None:
+    def note(self, topic: str, decision: Decision) -> None:
         self._get(self._registry.record_decision.remote(topic, decision))
 
     def _get(self, reference: Any, timeout_s: float | None = None) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,23 @@ class DriftSettings:
     fall: float = 0.08
     recovered: float = 0.03
     min_requests: int = 48
+
+
+@dataclass(frozen=True, slots=True)
+class DriftStatus:
+    """A topic's live acceptance.
+
+    Attributes:
+        drifting: see DriftSettings.
+        fast: the fast mean, None before the first request.
+        slow: the slow mean, likewise.
+        requests: seen.
+    """
+
+    drifting: bool
+    fast: float | None
+    slow: float | None
+    requests: int
 
 
 @dataclass(slots=True)
@@ -74,14 +90,12 @@ class Drift:
         self.drifting = self._seen >= self.settings.min_requests and fall > self.settings.fall
         return self.drifting
 
-    def figures(self) -> dict[str, Any]:
-        """The means and their requests, for JSON."""
-        known = self._seen > 0
-        return {
-            "acceptance_fast": round(self._fast, 4) if known else None,
-            "acceptance_slow": round(self._slow, 4) if known else None,
-            "requests": self._seen,
-        }
+    def status(self) -> DriftStatus:
+        """The means and their requests."""
+        if not self._seen:
+            return DriftStatus(drifting=False, fast=None, slow=None, requests=0)
+        fast, slow = round(self._fast, 4), round(self._slow, 4)
+        return DriftStatus(self.drifting, fast, slow, self._seen)
 
 
 def _moved(mean: float, rate: float, requests: int, memory: float) -> float:

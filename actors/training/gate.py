@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.actors.weights.draft_outcomes import student_quantile
+from paceline.actors.weights.history import Decision
 
 NOT_FINITE = "the candidate's scores are not finite"
 TOO_FEW = "too few held-out records"
@@ -47,8 +47,8 @@ class GateDecision:
     records: int
     gain_upper_bound: float = math.nan
 
-    def facts(self) -> dict[str, Any]:
-        """The decision for JSON; figures that are not finite are None."""
+    def facts(self) -> Decision:
+        """The figures for the history; those that are not finite are None."""
         return {
             "reason": self.reason,
             "candidate_expected_acceptance": _figure(self.candidate),

@@ -1,4 +1,4 @@
-"""Progress of a trainer, early ends of a round, and the wait for a permit."""
+"""Status of a trainer, early ends of a round, and the wait for a permit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,39 @@ class Diverged(Exception):  # noqa: N818 - not an error: the candidate is reset
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """State of a trainer; replaced whole, so that any thread may read it."""
+class SyntheticStatus:
+    """Counts of the prompt generator, see SyntheticPromptGenerator, and its failures."""
+
+    made: int
+    unfinished: int
+    unsuited: int
+    refused: int
+    yielded: int
+    failures: int = 0
+    last_error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """State of a trainer; replaced whole, so that any thread may read it.
+
+    Attributes:
+        state: what it does, in words.
+        topic: of its round, None without one.
+        steps: optimizer steps of the present candidate.
+        micro_steps: since the start, as all below.
+        training_s: seconds of micro-steps.
+        loss: of the last micro-step, None before the first or if it is not finite.
+        rounds: that ended with a decision.
+        published: of these.
+        rejected: likewise.
+        failures: rounds that raised.
+        last_error: of these, None before the first.
+        alive: whether the training thread runs.
+        pid: of the process.
+        started: unix seconds.
+        synthetic: of the prompt generator in the same process, None without one.
+    """
 
     state: str = "starting"
     topic: str | None = None
@@ -40,6 +71,12 @@ class Progress:
     rounds: int = 0
     published: int = 0
     rejected: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    alive: bool = True
+    pid: int = 0
+    started: float = 0.0
+    synthetic: SyntheticStatus | None = None
 
 
 def wait_for_permit(

@@ -9,12 +9,13 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.actors.replay.record import RecordError, belongs, decode
-from paceline.actors.router.hedge import Hedge
+from paceline.actors.router.hedge import Hedge, HedgeTable
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.progress import Stopped, wait_for_permit
 from paceline.actors.training.settings import ScorerSettings
@@ -37,6 +38,27 @@ class _Encoded(NamedTuple):
     topic: str
     created: float
     data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerTable(HedgeTable):
+    """The routing table, and counts of the scorer.
+
+    Attributes:
+        waiting: records that some expert is still to be scored on.
+        on_trial: experts with a candidate that live requests are to evaluate.
+        offered: records since the start, as the next ones.
+        refused: of these.
+        scores: of an expert on a record.
+        failures: of the scorer's thread.
+    """
+
+    waiting: int
+    on_trial: tuple[str, ...]
+    offered: int
+    refused: int
+    scores: int
+    failures: int = 0
 
 
 class ScoringLoop:
@@ -135,20 +157,24 @@ class ScoringLoop:
                 self.hedge.remove_row(own, key)
             return len(gone)
 
-    def table(self) -> dict[str, Any]:
-        """See Hedge.table, with counts.
-
-        ``waiting`` are records that some expert is still to be scored on, ``on_trial`` experts with
-        a candidate that live requests are to evaluate.
-        """
+    def table(self) -> ScorerTable:
+        """The routing table, and counts."""
         with self._lock:
             waiting = sum(
                 any(key not in done for done in self._scored.values()) for key in self._records
             )
-            own = {"waiting": waiting, "on_trial": self._on_trial}
-            return self.hedge.table() | own | self._counts
+            table = self.hedge.table()
+            return ScorerTable(
+                weights=table.weights,
+                acceptance=table.acceptance,
+                rows=table.rows,
+                versions=table.versions,
+                waiting=waiting,
+                on_trial=tuple(self._on_trial),
+                **self._counts,
+            )
 
-    def export(self) -> dict[str, Any]:
+    def export(self) -> dict[str, object]:
         """The state without records, for JSON."""
         with self._lock:
             return {"fingerprints": dict(self._fingerprints), "hedge": self.hedge.export()}
@@ -314,9 +340,9 @@ class Scorer:
         """Take an encoded record of a finished request."""
         self._scoring.offer(data)
 
-    def table(self) -> dict[str, Any]:
-        """See ScoringLoop.table, with ``failures``."""
-        return self._scoring.table() | {"failures": self._background.failures}
+    def table(self) -> ScorerTable:
+        """See ScoringLoop, with the failures of its thread."""
+        return replace(self._scoring.table(), failures=self._background.failures)
 
     def delete(self, request_id: str | None, topic: str | None = None) -> int:
         """See ScoringLoop."""

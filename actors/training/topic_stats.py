@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.actors.backoff import Backoff
 from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.training.drift import Drift, DriftSettings
+from paceline.actors.training.drift import Drift, DriftSettings, DriftStatus
 from paceline.actors.training.permits import TopicProgress
 from paceline.actors.training.topic_schedule import ScheduleSettings, TopicView, TrafficMeter
 from paceline.actors.weights.versions import TopicStatus
@@ -56,14 +56,13 @@ class LiveStats:
         """Whether a topic drifts."""
         return self._drifts[topic].drifting
 
-    def drift_figures(self, topic: str) -> dict[str, Any]:
-        """See Drift.figures."""
-        return self._drifts[topic].figures()
+    def drift(self, topic: str) -> DriftStatus:
+        """A topic's drift."""
+        return self._drifts[topic].status()
 
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """Drift.figures by topic, and whether it is ``drifting``."""
-        drifts = list(self._drifts.items())
-        return {topic: drift.figures() | {"drifting": drift.drifting} for topic, drift in drifts}
+    def drifts(self) -> dict[str, DriftStatus]:
+        """Drift by topic; from any thread."""
+        return {topic: drift.status() for topic, drift in list(self._drifts.items())}
 
     def candidate(self, topic: str) -> int | None:
         """The version on trial, None without one."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
+from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.permits import TrainerIdentity
+from paceline.actors.training.progress import TrainerStatus
 
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
@@ -65,20 +67,19 @@ class Trainer:
         )
         self._background.start()
 
-    def status(self) -> dict[str, Any]:
-        """Progress, counts of failures and ``last_error`` (None before the first); no nan."""
-        loop = self._loop
-        progress = asdict(loop.progress) if loop else {"state": "starting", "topic": None}
-        return progress | {
-            "failures": self._background.failures,
-            "last_error": self._background.last_error,
-            "alive": self._background.alive,
-            "pid": os.getpid(),
-            "started": self._started,
-        }
+    def status(self) -> TrainerStatus:
+        """Progress and failures."""
+        return replace(
+            self._loop.progress if self._loop else TrainerStatus(),
+            failures=self._background.failures,
+            last_error=self._background.last_error,
+            alive=self._background.alive,
+            pid=os.getpid(),
+            started=self._started,
+        )
 
-    def drifts(self) -> dict[str, dict[str, Any]]:
-        """See LiveStats.figures; empty at the start."""
+    def drifts(self) -> dict[str, DriftStatus]:
+        """Drift by topic; empty at the start."""
         return self._loop.drifts() if self._loop else {}
 
     def ping(self) -> bool:

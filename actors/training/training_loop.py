@@ -14,15 +14,16 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.client import TrainerClient
+from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, decide
 from paceline.actors.training.learning_rate import decreased
 from paceline.actors.training.permits import Assignment
 from paceline.actors.training.progress import (
     Diverged,
     LeaseRevoked,
-    Progress,
     Stopped,
     TopicNotTrainable,
+    TrainerStatus,
 )
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.step_runner import StepRunner
@@ -37,6 +38,7 @@ from paceline.actors.training.topic_stats import (
 from paceline.actors.training.worker_group import WorkerGroup, WorkerGroupError
 from paceline.actors.weights.cooldown import CandidateRefusedError
 from paceline.actors.weights.flat_weights import flatten
+from paceline.actors.weights.history import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class TrainingLoop:
         self._topics = TopicStats(settings, clock)
         self._live = self._topics.live
         self._waited_s = 0.0  # for the present round's first permit
-        self.progress = Progress()
+        self.progress = TrainerStatus()
 
     def candidate(self, topic: str) -> Candidate:
         """A topic's candidate, created on first use."""
@@ -92,9 +94,9 @@ class TrainingLoop:
             self._candidates[topic] = Candidate(topic, self._settings, self._workers)
         return self._candidates[topic]
 
-    def drifts(self) -> dict[str, dict[str, Any]]:
-        """See LiveStats.figures; from any thread."""
-        return self._live.figures()
+    def drifts(self) -> dict[str, DriftStatus]:
+        """Drift by topic; from any thread."""
+        return self._live.drifts()
 
     def run_round(self) -> bool:
         """Run a round of the topic with the highest priority; False if nothing was trained.
@@ -224,7 +226,8 @@ class TrainingLoop:
                 return False
         except Diverged:
             self._client.release_permit()
-            self._reject(candidate, {"reason": _DIVERGED} | _training_facts(candidate), reset=True)
+            facts: Decision = {"reason": _DIVERGED, **_training_facts(candidate)}
+            self._reject(candidate, facts, reset=True)
             return True
         self._client.release_permit()
         if self._steps.losses:
@@ -253,9 +256,15 @@ class TrainingLoop:
     def _update_live_stats(self) -> None:
         """Fetch live statistics; log drift that begins."""
         for topic in self._live.update(self._client.topic_status()):
-            figures = self._live.drift_figures(topic)
-            logger.info("%s: drift %s", topic, figures)
-            self._client.note(topic, {"outcome": "drift", **figures})
+            drift = self._live.drift(topic)
+            logger.info("%s: drifts, %s", topic, drift)
+            decision: Decision = {
+                "outcome": "drift",
+                "acceptance_fast": drift.fast,
+                "acceptance_slow": drift.slow,
+                "requests": drift.requests,
+            }
+            self._client.note(topic, decision)
             if topic in self._candidates:
                 self._candidates[topic].refresh_rate()
 
@@ -347,7 +356,11 @@ class TrainingLoop:
         self._client.release_permit()
         looks = candidate.rejections + 1
         decision = decide(scores, served, self._settings.gate, looks=looks)
-        facts = decision.facts() | _training_facts(candidate) | {"train_records": train_records}
+        facts: Decision = {
+            **decision.facts(),
+            **_training_facts(candidate),
+            "train_records": train_records,
+        }
         if not decision.publish:
             if math.isfinite(decision.served):
                 candidate.acceptance = decision.served
@@ -375,7 +388,7 @@ class TrainingLoop:
         candidate.mark_published(version, state, held_out, scores, self._steps.wait_for_permit)
         self._client.release_permit()
 
-    def _reject(self, candidate: Candidate, facts: dict[str, Any], *, reset: bool) -> None:
+    def _reject(self, candidate: Candidate, facts: Decision, *, reset: bool) -> None:
         """Reject the candidate; reset it if it is worse than the served draft.
 
         One that is only not shown to be better trains on: small gains add up over rounds.
@@ -411,7 +424,7 @@ class TrainingLoop:
         self.progress = replace(self.progress, **changes)
 
 
-def _training_facts(candidate: Candidate) -> dict[str, Any]:
+def _training_facts(candidate: Candidate) -> Decision:
     return {"steps": candidate.steps, "rate_share": round(candidate.rate_share, 4)}
 
 

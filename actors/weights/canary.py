@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 from paceline.actors.weights.draft_outcomes import (
     AcceptanceStats,
@@ -19,6 +18,7 @@ from paceline.actors.weights.draft_outcomes import (
     VariancePrior,
     compare,
 )
+from paceline.actors.weights.history import Decision
 
 # A slot is idle below the first share of drafted requests, active from the second one on. Far
 # apart: chance must not decide a topic for which both slots draft rarely.
@@ -160,20 +160,24 @@ class Canary:
         """Whether a candidate that was rolled back was shown to be worse, not only no better."""
         return self._comparison is not None and self._comparison.upper < 0.0
 
-    def stats(self) -> dict[str, Any]:
-        """Figures of the trial so far, JSON-able."""
+    def stats(self) -> Decision:
+        """Figures of the trial so far."""
         candidate, stable = self.candidate_stats, self.stable_stats
-        return {
+        figures: Decision = {
             "canary_requests": candidate.requests,
             "stable_requests": stable.requests,
             "canary_acceptance": rounded(candidate.rate),
             "stable_acceptance": rounded(stable.rate),
-            **({"canary_silent": candidate.undrafted} if candidate.undrafted else {}),
-            **({"stable_silent": stable.undrafted} if stable.undrafted else {}),
             "looks": self._looks,
             **interval(self._comparison),
-            **({"reason": self._reason} if self._reason else {}),
         }
+        if candidate.undrafted:
+            figures["canary_silent"] = candidate.undrafted
+        if stable.undrafted:
+            figures["stable_silent"] = stable.undrafted
+        if self._reason:
+            figures["reason"] = self._reason
+        return figures
 
 
 class PromotionWatch:
@@ -213,8 +217,8 @@ class PromotionWatch:
         """Whether all looks have been taken."""
         return self._looks >= len(self._settings.watch)
 
-    def stats(self) -> dict[str, Any]:
-        """Figures so far, JSON-able."""
+    def stats(self) -> Decision:
+        """Figures so far."""
         return {
             "requests": self.after.requests,
             "acceptance": rounded(self.after.rate),
@@ -223,8 +227,8 @@ class PromotionWatch:
         }
 
 
-def interval(found: Comparison | None) -> dict[str, float | None]:
-    """A comparison, JSON-able; empty before the first."""
+def interval(found: Comparison | None) -> Decision:
+    """The figures of a comparison; none before the first."""
     if found is None:
         return {}
     return {
@@ -246,7 +250,7 @@ class CanaryInstruction:
     action: CanaryAction
     expert: str
     version: int
-    stats: dict[str, Any]
+    stats: Decision
 
 
 @dataclass(slots=True)
@@ -305,7 +309,7 @@ class CanaryMonitor:
             return False
         return canary.proven if action is CanaryAction.PROMOTE else canary.disproven
 
-    def stats(self, expert: str) -> dict[str, Any]:
+    def stats(self, expert: str) -> Decision:
         """Figures of an expert's trial; empty if there is none."""
         canary = self._experts[expert].canary
         return {} if canary is None else canary.stats()

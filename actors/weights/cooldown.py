@@ -7,12 +7,11 @@ the requests for ever. So pauses between trials grow with rollbacks in a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from paceline.actors.backoff import Backoff
 from paceline.actors.weights.canary import CanarySettings
-from paceline.actors.weights.history import decision_time
+from paceline.actors.weights.history import Decision, decision_time
 from paceline.actors.weights.versions import TopicVersions
 
 MANUAL = "asked for"  # reason of a rollback through the API
@@ -29,14 +28,14 @@ class Cooldown:
         rollbacks: in a row.
     """
 
-    def __init__(self, decisions: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, decisions: Iterable[Decision] = ()) -> None:
         """Count past decisions, oldest first."""
         self.rollbacks = 0
         self._last = -math.inf  # unix seconds
         for decision in decisions:
             self.add(decision)
 
-    def add(self, decision: Mapping[str, Any]) -> None:
+    def add(self, decision: Decision) -> None:
         """Count a decision of the canary; manual ones and those of a start are ignored.
 
         An earlier version that wins its trial counts as a rollback of the later one; one that
@@ -72,11 +71,11 @@ class CandidateAdmission:
         self._cooldowns: dict[str, Cooldown] = {}
         self._trials: dict[str, tuple[int, float]] = {}  # topic to candidate, unix seconds
 
-    def load(self, topic: str, decisions: Iterable[Mapping[str, Any]]) -> None:
+    def load(self, topic: str, decisions: Iterable[Decision]) -> None:
         """Count a topic's past decisions, oldest first."""
         self._cooldowns[topic] = Cooldown(decisions)
 
-    def add(self, topic: str, decision: Mapping[str, Any]) -> None:
+    def add(self, topic: str, decision: Decision) -> None:
         """Count a decision of the canary, which has its time."""
         self._cooldowns.setdefault(topic, Cooldown()).add(decision)
 

@@ -7,9 +7,97 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 HISTORY_NAME = "history.jsonl"
+
+
+Outcome = Literal[
+    "published",
+    "promoted",
+    "rolled_back",
+    "kept",
+    "rejected",
+    "refused",
+    "restored",
+    "added",
+    "drift",
+    "plateau",
+]
+
+
+class Decision(TypedDict, total=False):
+    """An entry of the history; it has the fields of its kind, and None for figures without value.
+
+    Attributes:
+        time: unix seconds.
+        topic: whose weights are decided about.
+        outcome: what was decided, or noted.
+        version: weight_version.
+        parent: the stable version before.
+        reason: in words.
+        canary: whether a published version is on trial.
+        restored_from: the earlier version whose weights are served again.
+        audit: whether the last known good version is tried, see CanarySettings.
+        proven: whether a promoted version was shown to be better.
+        candidate_expected_acceptance: the gate's, as the next six; see GateDecision.
+        served_expected_acceptance: of the served draft.
+        gain_lower_bound: of the candidate's gain.
+        gain_upper_bound: likewise.
+        records: held-out ones.
+        train_records: that it learnt from.
+        steps: optimizer steps.
+        rate_share: share of the learning rate.
+        canary_requests: the canary's, as the next eight; drafted ones of the candidate.
+        stable_requests: drafted ones of the stable version.
+        canary_acceptance: of the candidate.
+        stable_acceptance: of the stable version.
+        canary_silent: requests that the candidate did not draft for.
+        stable_silent: likewise of the stable version.
+        looks: at the data.
+        difference: of acceptance, candidate minus stable.
+        difference_lower_bound: its bounds.
+        difference_upper_bound: likewise.
+        requests: since a promotion, or seen by the drift monitor.
+        acceptance: of these.
+        acceptance_before: of the predecessor.
+        acceptance_fast: the drift monitor's fast mean.
+        acceptance_slow: and its slow one.
+    """
+
+    time: float
+    topic: str
+    outcome: Outcome
+    version: int
+    parent: int
+    reason: str
+    canary: bool
+    restored_from: int | None
+    audit: bool
+    proven: bool
+    candidate_expected_acceptance: float | None
+    served_expected_acceptance: float | None
+    gain_lower_bound: float | None
+    gain_upper_bound: float | None
+    records: int
+    train_records: int
+    steps: int
+    rate_share: float
+    canary_requests: int
+    stable_requests: int
+    canary_acceptance: float | None
+    stable_acceptance: float | None
+    canary_silent: int
+    stable_silent: int
+    looks: int
+    difference: float | None
+    difference_lower_bound: float | None
+    difference_upper_bound: float | None
+    requests: int
+    acceptance: float | None
+    acceptance_before: float | None
+    acceptance_fast: float | None
+    acceptance_slow: float | None
 
 
 def finite(value: Any) -> Any:
@@ -23,7 +111,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
+def append_decision(path: Path, decision: Decision) -> None:
     """Append a line, on a new line if a kill cut the last one short."""
     with path.open("ab+") as file:
         if file.tell() > 0:
@@ -33,7 +121,7 @@ def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
         file.write(json.dumps(finite(decision), allow_nan=False).encode() + b"\n")
 
 
-def read_decisions(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+def read_decisions(path: Path, limit: int | None = None) -> list[Decision]:
     """The last ``limit`` decisions of a file (None: all), oldest first.
 
     Broken lines are left out; a missing file holds none.
@@ -41,7 +129,7 @@ def read_decisions(path: Path, limit: int | None = None) -> list[dict[str, Any]]
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    decisions = []
+    decisions: list[Decision] = []
     for line in lines if limit is None else lines[-limit:]:
         try:
             decision = json.loads(line)
@@ -52,7 +140,7 @@ def read_decisions(path: Path, limit: int | None = None) -> list[dict[str, Any]]
     return decisions
 
 
-def read_all_decisions(folder: Path, topic: str | None = None) -> list[dict[str, Any]]:
+def read_all_decisions(folder: Path, topic: str | None = None) -> list[Decision]:
     """All decisions under a folder, of all models it was used with, by time.
 
     Args:
@@ -63,7 +151,7 @@ def read_all_decisions(folder: Path, topic: str | None = None) -> list[dict[str,
     return sorted((d for d in found if topic in (None, d.get("topic"))), key=decision_time)
 
 
-def decision_time(decision: Mapping[str, Any]) -> float:
+def decision_time(decision: Mapping[str, object]) -> float:
     """Time of a decision, unix seconds; 0 if it has none."""
     time = decision.get("time")
     return float(time) if isinstance(time, int | float) else 0.0

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from paceline.actors.handles import Reference
 from paceline.actors.weights.slots import candidate_of
 from paceline.actors.weights.topics import TopicsView
 from paceline.actors.weights.versions import TopicVersions
+
+if TYPE_CHECKING:  # imports torch
+    from paceline.actors.weights.flat_weights import FlatWeights
 
 T = TypeVar("T")
 
@@ -24,7 +28,7 @@ class SlotWeights:
     """
 
     weight_version: int
-    reference: Any = None
+    reference: Reference[FlatWeights] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,9 @@ class ChangeNotifier:
 
 
 def changed_weights(
-    known: Mapping[str, int], states: Mapping[str, TopicVersions], references: Mapping[str, Any]
+    known: Mapping[str, int],
+    states: Mapping[str, TopicVersions],
+    references: Mapping[str, Reference[FlatWeights]],
 ) -> dict[str, SlotWeights]:
     """Slots that differ from the known versions.
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import ray
 
+from paceline.actors.handles import Reference
 from paceline.actors.weights.canary import (
     CanaryAction,
     CanaryInstruction,
@@ -25,6 +25,7 @@ from paceline.actors.weights.canary import (
 from paceline.actors.weights.cooldown import MANUAL, CandidateAdmission, CandidateRefusedError
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import FlatWeights
+from paceline.actors.weights.history import Decision
 from paceline.actors.weights.notifications import ChangeNotifier, RegistryChanges, SlotWeights
 from paceline.actors.weights.slots import expert_of
 from paceline.actors.weights.state_folder import lock_folder
@@ -59,7 +60,7 @@ class WeightRegistry:
         keep_versions: int = 3,
         canary: CanarySettings | None = None,
         initial: Mapping[str, str] | None = None,
-        put: Callable[[Any], Any] = ray.put,
+        put: Callable[[FlatWeights], Reference[FlatWeights]] = ray.put,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Restore the newest versions from disk.
@@ -102,7 +103,7 @@ class WeightRegistry:
             self._admission.load(topic, self._store.decisions.of(topic))
             self._restart_trial(topic)
 
-    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+    def publish(self, topic: str, flat: FlatWeights, decision: Decision) -> int:
         """Publish new weights of a topic, as the candidate if there is a canary.
 
         A candidate that has no outcomes for a while is replaced.
@@ -123,12 +124,17 @@ class WeightRegistry:
         """
         state = self._store.state(topic)
         if not flat.finite():
-            facts = {"outcome": "refused", "version": state.stable, "reason": _NOT_FINITE}
-            self._store.decisions.add(topic, decision | facts | {"parent": state.stable})
+            refused: Decision = {
+                "outcome": "refused",
+                "version": state.stable,
+                "reason": _NOT_FINITE,
+                "parent": state.stable,
+            }
+            self._store.decisions.add(topic, {**decision, **refused})
             raise ValueError(f"{topic}: {_NOT_FINITE}")
         if (refusal := self._refusal(topic)) is not None:
             raise CandidateRefusedError(f"{topic}: {refusal}")
-        entry = decision | {"outcome": "published", "parent": state.stable}
+        entry: Decision = {**decision, "outcome": "published", "parent": state.stable}
         return self._store.publish(topic, flat, entry, trial=self._canary is not None)
 
     def _refusal(self, topic: str) -> str | None:
@@ -168,13 +174,13 @@ class WeightRegistry:
             self._try_earlier(topic, state.previous, reason, stats)
             return
         significant = self._monitor.is_significant(topic, action)
-        facts = stats | {"version": decided.version, "parent": state.stable}
+        facts: Decision = {**stats, "version": decided.version, "parent": state.stable}
         earlier = state.candidate_from is not None
         if earlier:
             facts["restored_from"] = state.candidate_from
         if action is CanaryAction.PROMOTE:
             after = state.promoted(proven=significant)
-            facts |= {"outcome": "promoted", "proven": significant}
+            facts["outcome"], facts["proven"] = "promoted", significant
             self._monitor.promote(topic)
         else:
             after = state.rolled_back(shown=significant)
@@ -192,13 +198,15 @@ class WeightRegistry:
         reason = f"{state.unproven} versions in a row were not shown to be better"
         if not self._try_earlier(topic, earlier, reason, {"audit": True}):
             reason = f"version {earlier} cannot be read: the stable one is the last known good"
-            facts = {"version": state.stable, "parent": state.stable, "reason": reason}
-            facts["outcome"] = "restored"
+            facts: Decision = {
+                "outcome": "restored",
+                "version": state.stable,
+                "parent": state.stable,
+                "reason": reason,
+            }
             self._store.commit(topic, state.with_stable_known_good(), facts)
 
-    def _try_earlier(
-        self, topic: str, version: int | None, reason: str, facts: Mapping[str, Any]
-    ) -> bool:
+    def _try_earlier(self, topic: str, version: int | None, reason: str, facts: Decision) -> bool:
         """Make an earlier version the candidate; False if it cannot be read."""
         try:
             flat = None if version is None else self._store.weights(topic, version)
@@ -209,8 +217,14 @@ class WeightRegistry:
             logger.warning("%s: %s, and version %s is missing", topic, reason, version)
             return False
         stable = self._store.state(topic).stable
-        entry = {**facts, "outcome": "published", "parent": stable, "reason": reason}
-        self._store.publish(topic, flat, entry | {"restored_from": version}, trial=True)
+        entry: Decision = {
+            **facts,
+            "outcome": "published",
+            "parent": stable,
+            "reason": reason,
+            "restored_from": version,
+        }
+        self._store.publish(topic, flat, entry, trial=True)
         return True
 
     def roll_back(self, topic: str, version: int | None = None, expected: int | None = None) -> int:
@@ -238,16 +252,16 @@ class WeightRegistry:
             raise VersionChangedError(
                 f"{topic}: version {state.newest} is served, and not {expected}"
             )
-        entry: dict[str, Any] = {"outcome": "rolled_back", "reason": MANUAL}
+        entry: Decision = {"outcome": "rolled_back", "parent": state.stable, "reason": MANUAL}
         if version in (None, state.stable) and state.candidate is not None:
-            facts = self._monitor.stats(topic) | {"version": state.candidate}
-            self._store.commit(topic, state.rolled_back(), entry | facts | {"parent": state.stable})
+            entry = {**entry, **self._monitor.stats(topic), "version": state.candidate}
+            self._store.commit(topic, state.rolled_back(), entry)
             return state.stable
         wanted = state.previous if version is None else version
         flat = None if wanted is None else self._store.weights(topic, wanted)
         if wanted is None or flat is None:
             raise ValueError(f"{topic}: the weights of version {wanted} are not there")
-        entry |= {"restored_from": wanted, "parent": state.stable}
+        entry["restored_from"] = wanted
         self._monitor.reset(topic)
         return self._store.publish(topic, flat, entry, trial=False)
 
@@ -286,22 +300,22 @@ class WeightRegistry:
 
         return self._store.add(name, like, enter)
 
-    def reject(self, topic: str, decision: dict[str, Any]) -> None:
+    def reject(self, topic: str, decision: Decision) -> None:
         """Record that the gate rejected weights; nothing else changes.
 
         Raises:
             KeyError: for an unknown topic.
         """
-        self.record_decision(topic, decision | {"outcome": "rejected"})
+        self.record_decision(topic, {**decision, "outcome": "rejected"})
 
-    def record_decision(self, topic: str, decision: dict[str, Any]) -> None:
+    def record_decision(self, topic: str, decision: Decision) -> None:
         """Record a decision that changes no weights, with its ``outcome``, in the history.
 
         Raises:
             KeyError: for an unknown topic.
         """
         version = self._store.state(topic).stable
-        self._store.decisions.add(topic, decision | {"version": version, "parent": version})
+        self._store.decisions.add(topic, {**decision, "version": version, "parent": version})
 
     def stable_versions(self) -> dict[str, int]:
         """Topic to stable weight_version; 0 are the initial weights."""
@@ -376,7 +390,7 @@ class WeightRegistry:
 
         return await self._notifier.wait(look, timeout_s)
 
-    def history(self, topic: str | None = None) -> list[dict[str, Any]]:
+    def history(self, topic: str | None = None) -> list[Decision]:
         """Decisions on a topic, or on all, oldest first."""
         return self._store.decisions.of(topic)
 

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.actors.weights.flat_weights import FlatWeights, load_safetensors, save_safetensors
 from paceline.actors.weights.history import (
     HISTORY_NAME,
+    Decision,
     append_decision,
     decision_time,
     finite,
@@ -46,7 +46,7 @@ class WeightFiles:
         for partial in folder.glob(".*.partial"):
             partial.unlink(missing_ok=True)
 
-    def manifest(self, topic: str) -> dict[str, Any]:
+    def manifest(self, topic: str) -> Mapping[str, object]:
         """The manifest last written; empty if there is none or it is unreadable."""
         try:
             manifest = json.loads((self._folder(topic) / "manifest.json").read_text("utf-8"))
@@ -54,7 +54,7 @@ class WeightFiles:
             return {}
         return manifest if isinstance(manifest, dict) else {}
 
-    def write_manifest(self, topic: str, manifest: dict[str, Any]) -> None:
+    def write_manifest(self, topic: str, manifest: Mapping[str, object]) -> None:
         """Replace the manifest atomically."""
         path = self._folder(topic) / "manifest.json"
         partial = path.with_name(f".manifest.{os.getpid()}.partial")
@@ -91,11 +91,11 @@ class WeightFiles:
         old = self.versions(topic)[: -max(keep, 1)]
         self.remove(topic, (version for version in old if version not in needed))
 
-    def append_history(self, topic: str, decision: dict[str, Any]) -> None:
+    def append_history(self, topic: str, decision: Decision) -> None:
         """Append a decision on a topic."""
         append_decision(self._roots[topic] / HISTORY_NAME, decision)
 
-    def read_history(self, limit: int) -> list[dict[str, Any]]:
+    def read_history(self, limit: int) -> list[Decision]:
         """The last ``limit`` decisions on all topics, oldest first."""
         roots = dict.fromkeys(self._roots.values())
         found = [d for root in roots for d in read_decisions(root / HISTORY_NAME, limit)]
@@ -114,7 +114,7 @@ class RestoredWeights:
 
     stable: FlatWeights | None = None
     candidate: FlatWeights | None = None
-    decision: dict[str, Any] | None = None
+    decision: Decision | None = None
 
 
 class TopicStore:
@@ -152,7 +152,7 @@ class TopicStore:
     def commit(
         self,
         state: TopicVersions,
-        decision: Mapping[str, Any],
+        decision: Decision,
         new: tuple[int, FlatWeights] | None = None,
     ) -> None:
         """Write new weights, if any, then the manifest; then change the state.
@@ -215,7 +215,11 @@ class TopicStore:
         if version == wanted:
             return RestoredWeights(flat)
         number = self.state.version + 1
-        decision = {"outcome": "restored", "version": number, "restored_from": version}
+        decision: Decision = {
+            "outcome": "restored",
+            "version": number,
+            "restored_from": version,
+        }
         self.commit(self.state.published(number), decision, (number, flat))
         return RestoredWeights(flat, None, decision)
 
@@ -236,8 +240,12 @@ class TopicStore:
         if flat is not None:
             return RestoredWeights(stable, flat)
         reason = "its weights cannot be read" if self._canary else "there is no canary any more"
-        decision = {"outcome": "rolled_back", "version": version, "reason": reason}
-        decision["parent"] = self.state.stable
+        decision = {
+            "outcome": "rolled_back",
+            "version": version,
+            "reason": reason,
+            "parent": self.state.stable,
+        }
         self.commit(self.state.rolled_back(), decision)
         return RestoredWeights(stable, None, decision)
 
@@ -256,7 +264,7 @@ class TopicStore:
             return None
 
 
-def _late(version: int, stable: int) -> dict[str, Any]:
+def _late(version: int, stable: int) -> Decision:
     reason = "written before a restart, announced after it"
     return {
         "outcome": "published",

@@ -6,18 +6,17 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import cast
 
+from paceline.actors.handles import Reference
 from paceline.actors.weights.flat_weights import FlatWeights, load_model
-from paceline.actors.weights.history import decision_time, finite
+from paceline.actors.weights.history import Decision, decision_time, finite
 from paceline.actors.weights.notifications import SlotWeights, changed_weights
 from paceline.actors.weights.slots import candidate_of
 from paceline.actors.weights.topic_store import TopicStore, WeightFiles
 from paceline.actors.weights.versions import TopicVersions
 
 logger = logging.getLogger(__name__)
-
-_GATE = ("candidate_expected_acceptance", "served_expected_acceptance")
 
 
 class DecisionLog:
@@ -46,12 +45,12 @@ class DecisionLog:
         for decision in self._kept:
             self._note_gate(decision)
 
-    def add(self, topic: str, decision: Mapping[str, Any]) -> None:
+    def add(self, topic: str, decision: Decision) -> None:
         """Append a decision, with the present time if it has none.
 
         A line that cannot be written is missing in the file only; the decision holds.
         """
-        entry = finite({"time": self._clock(), "topic": topic, **decision})
+        entry: Decision = finite({"time": self._clock(), "topic": topic, **decision})
         self._kept.append(entry)
         del self._kept[: -self._limit]
         self.counts[topic, outcome_of(entry)] += 1
@@ -61,19 +60,20 @@ class DecisionLog:
         except OSError:
             logger.exception("%s: a decision could not be written to the history", topic)
 
-    def _note_gate(self, decision: Mapping[str, Any]) -> None:
-        if _GATE[0] in decision:
-            candidate, served = (decision.get(name) for name in _GATE)
-            self.gates[str(decision.get("topic"))] = candidate, served
+    def _note_gate(self, decision: Decision) -> None:
+        if "candidate_expected_acceptance" in decision:
+            self.gates[decision.get("topic", "")] = (
+                decision["candidate_expected_acceptance"],
+                decision.get("served_expected_acceptance"),
+            )
 
     def complete(self, topic: str) -> None:
         """Append the decision in the topic's manifest if a kill or a full disk left it out."""
-        decision = self._files.manifest(topic).get("decision")
-        if not isinstance(decision, dict) or self._has(topic, decision):
-            return
-        self.add(topic, decision)
+        found = self._files.manifest(topic).get("decision")
+        if isinstance(found, dict) and not self._has(topic, found):
+            self.add(topic, cast(Decision, found))
 
-    def _has(self, topic: str, decision: Mapping[str, Any]) -> bool:
+    def _has(self, topic: str, decision: Mapping[str, object]) -> bool:
         full = len(self._kept) >= self._limit
         if full and 0.0 < decision_time(decision) < decision_time(self._kept[0]):
             return True  # older than what was read
@@ -82,14 +82,14 @@ class DecisionLog:
             for entry in reversed(self._kept)
         )
 
-    def of(self, topic: str | None) -> list[dict[str, Any]]:
+    def of(self, topic: str | None) -> list[Decision]:
         """Decisions of a topic, or of all (None), oldest first."""
         return [d for d in self._kept if topic is None or d.get("topic") == topic]
 
 
-def outcome_of(decision: Mapping[str, Any]) -> str:
+def outcome_of(decision: Decision) -> str:
     """A decision's outcome; of ``published``, ``canary`` if on trial, else ``deployed``."""
-    outcome = str(decision.get("outcome", "unknown"))
+    outcome = decision.get("outcome", "unknown")
     if outcome == "published":
         return "canary" if decision.get("canary") else "deployed"
     return outcome
@@ -113,7 +113,7 @@ class VersionStore:
         keep_versions: int,
         canary: bool,
         initial: Mapping[str, str],
-        put: Callable[[Any], Any],
+        put: Callable[[FlatWeights], Reference[FlatWeights]],
         clock: Callable[[], float],
         on_change: Callable[[str], None],
     ) -> None:
@@ -139,7 +139,7 @@ class VersionStore:
         self._files = WeightFiles(directory, fingerprints)
         self.decisions = DecisionLog(self._files, clock, _HISTORY)
         self._topics = {topic: self._topic_store(topic) for topic in fingerprints}
-        self._references: dict[str, Any] = {}  # by slot
+        self._references: dict[str, Reference[FlatWeights]] = {}  # by slot
         for topic in fingerprints:
             self._restore(topic)
 
@@ -195,7 +195,7 @@ class VersionStore:
         folder = self._initial.get(topic)
         return None if folder is None else load_model(folder)
 
-    def publish(self, topic: str, flat: FlatWeights, entry: dict[str, Any], *, trial: bool) -> int:
+    def publish(self, topic: str, flat: FlatWeights, entry: Decision, *, trial: bool) -> int:
         """Serve weights under a new version, which is returned.
 
         Args:
@@ -206,10 +206,12 @@ class VersionStore:
         """
         state = self.state(topic)
         version = state.version + 1
-        entry = entry | {"version": version} | ({"canary": True} if trial else {})
+        entry = {**entry, "version": version}
         if trial:
-            audit = entry.get("audit") is True
-            new = state.on_trial(version, entry.get("restored_from"), audit=audit)
+            entry["canary"] = True
+            new = state.on_trial(
+                version, entry.get("restored_from"), audit=entry.get("audit", False)
+            )
         else:
             new = state.published(version)
         self.commit(topic, new, entry, (version, flat))
@@ -219,7 +221,7 @@ class VersionStore:
         self,
         topic: str,
         state: TopicVersions,
-        entry: dict[str, Any],
+        entry: Decision,
         new: tuple[int, FlatWeights] | None = None,
     ) -> None:
         """Change a topic's versions: put and write first, which may fail.
@@ -230,13 +232,14 @@ class VersionStore:
             entry: of the history.
             new: a version with its weights, if there is a new one.
         """
-        entry = entry | {"time": self._clock(), "topic": topic}
+        entry = {**entry, "time": self._clock(), "topic": topic}
         before, slot = self.state(topic), candidate_of(topic)
-        reference = None if new is None else self._put(new[1])
-        self._topics[topic].commit(state, entry, new)
+        put = {}
         if new is not None:
-            self._references[slot if state.candidate == new[0] else topic] = reference
-        elif before.candidate is not None and state.stable == before.candidate:
+            put[slot if state.candidate == new[0] else topic] = self._put(new[1])
+        self._topics[topic].commit(state, entry, new)
+        self._references |= put
+        if new is None and before.candidate is not None and state.stable == before.candidate:
             self._references[topic] = self._references[slot]
         if state.candidate is None:
             self._references.pop(slot, None)
@@ -269,8 +272,14 @@ class VersionStore:
         store = self._topic_store(name)
         store.restore()
         version, reason = store.state.version + 1, f"a copy of {like}"
-        entry = {"outcome": "added", "version": version, "parent": 0, "reason": reason}
-        entry |= {"time": self._clock(), "topic": name}
+        entry: Decision = {
+            "outcome": "added",
+            "version": version,
+            "parent": 0,
+            "reason": reason,
+            "time": self._clock(),
+            "topic": name,
+        }
         reference = self._put(flat)
         store.commit(store.state.published(version), entry, (version, flat))
         enter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 
 class VersionChangedError(ValueError):
@@ -129,12 +128,12 @@ class TopicVersions:
         """Versions that need their files."""
         return {v for v in (self.stable, self.candidate, self.previous, self.last_known_good) if v}
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> dict[str, object]:
         """JSON-able fields."""
         return asdict(self)
 
     @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> TopicVersions:
+    def of(cls, manifest: Mapping[str, object]) -> TopicVersions:
         """Parse a manifest; missing fields follow from ``version``."""
         version = _number(manifest.get("version")) or 0
         stable = _number(manifest.get("stable"))
@@ -200,5 +199,5 @@ class RegistryMetrics:
     gates: dict[str, tuple[float | None, float | None]]
 
 
-def _number(value: Any) -> int | None:
+def _number(value: object) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None

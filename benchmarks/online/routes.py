@@ -358,7 +358,7 @@ class Measured:
         self._hedge.add_row(topic, case.key)
         for expert, tally in case.tallies.items():
             self._hedge.add_gain(topic, case.key, expert, tally.gain)
-        self._weights = self._hedge.table()["weights"]
+        self._weights = self._hedge.table().weights
 
 
 def share_of(key: str, seed: int) -> float:

@@ -132,7 +132,7 @@ class RoutingTable:
         self._poller = BackgroundPoller(
             self._poll, timeout_s=_TABLE_TIMEOUT_S, interval_s=interval_s, name="routing table"
         )
-        self._weights: dict[str, dict[str, float]] | None = None
+        self._weights: Weights | None = None
         self._with_candidate: frozenset[str] = frozenset()
         self._polled_at = 0.0
 
@@ -149,11 +149,8 @@ class RoutingTable:
 
     async def _poll(self) -> None:
         table = await self._scorer.table.remote()
-        self._weights = {
-            str(topic): {str(expert): float(weight) for expert, weight in row.items()}
-            for topic, row in table.get("weights", {}).items()
-        }
-        self._with_candidate = frozenset(map(str, table.get("on_trial", ())))
+        self._weights = {} if table is None else table.weights
+        self._with_candidate = frozenset() if table is None else frozenset(table.on_trial)
         self._polled_at = self._clock()
 
 

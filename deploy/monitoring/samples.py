@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline.actors.engine.request import FINISH_NOT_FINITE
 from paceline.actors.engine.stats import DraftStats, EngineStats, drain
 from paceline.actors.replay.buffer import ShardStats
+from paceline.actors.training.drift import DriftStatus
+from paceline.actors.training.progress import TrainerStatus
+from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import expert_of, is_candidate
 from paceline.actors.weights.versions import RegistryMetrics
 from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.deploy.monitoring.exporter import Sample
 from paceline.deploy.monitoring.outcomes import OUTCOMES
+
+if TYPE_CHECKING:  # imports torch
+    from paceline.actors.speculation.pool.client import ExpertStats
 
 UPDATES = (
     "deployed",
@@ -86,12 +92,14 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
             yield Sample(name, total, (topic,))
 
 
-def pool_samples(experts: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+def pool_samples(experts: Mapping[str, ExpertStats]) -> Iterator[Sample]:
     """Samples of ``TargetReplica.experts``."""
-    for draft, facts in experts.items():
-        yield Sample("expert_connected", float(facts["connected"]), (draft,))
-        for outcome in ("answered", "silent", "late", "lost"):
-            yield Sample("expert_requests", facts[outcome], (draft, outcome))
+    for draft, stats in experts.items():
+        yield Sample("expert_connected", float(stats["connected"]), (draft,))
+        yield Sample("expert_requests", stats["answered"], (draft, "answered"))
+        yield Sample("expert_requests", stats["silent"], (draft, "silent"))
+        yield Sample("expert_requests", stats["late"], (draft, "late"))
+        yield Sample("expert_requests", stats["lost"], (draft, "lost"))
 
 
 def _engine(stats: EngineStats) -> Iterator[Sample]:
@@ -221,27 +229,25 @@ def shard_samples(stats: ShardStats) -> Iterator[Sample]:
 
 
 def trainer_samples(
-    status: Mapping[str, Any],
-    drifts: Mapping[str, Mapping[str, Any]],
-    table: Mapping[str, Any],
+    status: TrainerStatus, drifts: Mapping[str, DriftStatus], table: ScorerTable | None
 ) -> Iterator[Sample]:
     """Samples of ``Trainer.status``, ``Trainer.drifts`` and ``Scorer.table``."""
-    present = TRAINER_STATES.get(status["state"], _NOT_TRAINABLE)
+    present = TRAINER_STATES.get(status.state, _NOT_TRAINABLE)
     for state in (*TRAINER_STATES.values(), _NOT_TRAINABLE):
         yield Sample("trainer_state", float(state == present), (state,))
-    yield Sample("trainer_micro_steps", status.get("micro_steps", 0))
-    yield Sample("trainer_seconds", status.get("training_s", 0.0))
-    for outcome in ("published", "rejected"):
-        yield Sample("trainer_rounds", status.get(outcome, 0), (outcome,))
-    yield Sample("trainer_failures", status["failures"])
-    if status.get("loss") is not None:
-        yield Sample("trainer_loss", status["loss"])
+    yield Sample("trainer_micro_steps", status.micro_steps)
+    yield Sample("trainer_seconds", status.training_s)
+    yield Sample("trainer_rounds", status.published, ("published",))
+    yield Sample("trainer_rounds", status.rejected, ("rejected",))
+    yield Sample("trainer_failures", status.failures)
+    if status.loss is not None:
+        yield Sample("trainer_loss", status.loss)
     for draft, drift in drifts.items():
-        yield Sample("drifting", float(drift["drifting"]), (draft,))
-        for mean in ("fast", "slow"):
-            if drift[f"acceptance_{mean}"] is not None:
-                yield Sample("live_acceptance", drift[f"acceptance_{mean}"], (draft, mean))
-    for topic, weights in table.get("weights", {}).items():
+        yield Sample("drifting", float(drift.drifting), (draft,))
+        for name, mean in (("fast", drift.fast), ("slow", drift.slow)):
+            if mean is not None:
+                yield Sample("live_acceptance", mean, (draft, name))
+    for topic, weights in ({} if table is None else table.weights).items():
         for expert, weight in weights.items():
             yield Sample("routing_weight", weight, (topic, expert))
 

@@ -27,6 +27,7 @@ from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.distiller import DistillerSettings
 from paceline.actors.training.permits import ResourceSlot, TrainerIdentity
+from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
@@ -57,8 +58,8 @@ class System:
         found: SchedulerStatus = ray.get(self.scheduler.status.remote(), timeout=5)
         return found
 
-    def status(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = ray.get(self.supervisor.handles()[name].status.remote(), timeout=5)
+    def status(self, name: str) -> TrainerStatus:
+        found: TrainerStatus = ray.get(self.supervisor.handles()[name].status.remote(), timeout=5)
         return found
 
     def at_work(self, trainers: int = 2) -> bool:
@@ -134,7 +135,7 @@ def test_two_trainers_learn_two_topics(system: System) -> None:
         assert len(slots) == len(set(slots))
         time.sleep(0.02)
     eventually(lambda: system.judged(began) == set(TOPICS))
-    assert all(eventually(lambda n=n: system.status(n)["rounds"]) for n in NAMES)
+    assert all(eventually(lambda n=n: system.status(n).rounds) for n in NAMES)
 
     def kept() -> bool:
         """Whoever takes a published topic over finds the optimizer's state of it."""
@@ -155,14 +156,14 @@ def test_a_request_has_both_yield_and_its_end_lets_them_go_on(system: System) ->
     before = system.scheduling().leases_ended["revoked"]
     system.load(1)
     eventually(lambda: not system.at_work(1) and "revoked" not in str(system.scheduling().leases))
-    steps = [system.status(name)["micro_steps"] for name in NAMES]
+    steps = [system.status(name).micro_steps for name in NAMES]
     seen = system.scheduling()
     assert seen.leases_ended["revoked"] >= before + 1
     assert 0.0 < seen.last_yield_s <= seen.longest_yield_s < LEASES.yield_timeout_s
     for _ in range(5):  # a replica that is at work says so every second
         system.load(1)
         time.sleep(0.1)
-    assert [system.status(name)["micro_steps"] for name in NAMES] == steps
+    assert [system.status(name).micro_steps for name in NAMES] == steps
     assert seen.leases_ended["killed"] == 0
     system.load(0)
     eventually(system.at_work)
@@ -171,7 +172,7 @@ def test_a_request_has_both_yield_and_its_end_lets_them_go_on(system: System) ->
 
 def test_a_trainer_that_hangs_is_killed_and_comes_back(system: System) -> None:
     eventually(system.at_work)
-    pids = {name: system.status(name)["pid"] for name in NAMES}
+    pids = {name: system.status(name).pid for name in NAMES}
     hung = NAMES[0]
 
     def hangs_in_a_micro_step() -> bool:
@@ -187,9 +188,9 @@ def test_a_trainer_that_hangs_is_killed_and_comes_back(system: System) -> None:
     eventually(lambda: system.scheduling().leases_ended["killed"] == 1)
     assert time.monotonic() - began >= LEASES.yield_timeout_s
     system.load(0)
-    eventually(lambda: system.status(hung)["pid"] != pids[hung])
+    eventually(lambda: system.status(hung).pid != pids[hung])
     eventually(system.at_work)
-    assert system.status(NAMES[1])["pid"] == pids[NAMES[1]]
+    assert system.status(NAMES[1]).pid == pids[NAMES[1]]
     assert system.supervisor.status().starts == dict.fromkeys(NAMES, 1)
 
 
@@ -201,15 +202,15 @@ def _state(system: System, name: str) -> str:
 def test_trainers_acquire_topics_again_from_a_scheduler_that_died(system: System) -> None:
     eventually(system.at_work)
     began = time.time()
-    pids = {name: system.status(name)["pid"] for name in NAMES}
+    pids = {name: system.status(name).pid for name in NAMES}
     scheduler = pid_of(system.scheduler)
     ray.kill(system.scheduler, no_restart=False)
     eventually(lambda: pid_of(system.scheduler) != scheduler)
     eventually(system.at_work)
     assert system.scheduling().leases_ended["killed"] == 0  # it has forgotten
     eventually(lambda: system.judged(began) == set(TOPICS))
-    assert {name: system.status(name)["pid"] for name in NAMES} == pids
-    assert [system.status(name)["failures"] for name in NAMES] == [0, 0]
+    assert {name: system.status(name).pid for name in NAMES} == pids
+    assert [system.status(name).failures for name in NAMES] == [0, 0]
 
 
 def test_a_replica_that_waits_gets_the_trainers_room_and_they_come_back(system: System) -> None:

@@ -120,7 +120,7 @@ def test_a_purge_takes_a_request_s_synthetic_records(running: RunningApp) -> Non
 
 def test_a_killed_trainer_goes_on_making_prompts_up(running: RunningApp) -> None:
     (trainer,) = running.trainers().values()
-    pid = ray.get(trainer.status.remote(), timeout=10)["pid"]
+    pid = ray.get(trainer.status.remote(), timeout=10).pid
     os.kill(pid, signal.SIGKILL)
     for prompt in generate("sql", 12, seed=12):
         ask(running, prompt)
@@ -128,6 +128,6 @@ def test_a_killed_trainer_goes_on_making_prompts_up(running: RunningApp) -> None
     def came_back() -> bool:
         (now,) = running.trainers().values()
         found = ray.get(now.status.remote(), timeout=10)
-        return bool(found["pid"] != pid and found.get("synthetic", {}).get("made", 0) > 0)
+        return bool(found.pid != pid and found.synthetic is not None and found.synthetic.made > 0)
 
     assert eventually(came_back)

@@ -100,9 +100,9 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
 
     # the trainer dies: another one goes on from the published weights
     first = eventually(lambda: ray.get(trainer.status.remote(), timeout=5))
-    kill(first["pid"])
+    kill(first.pid)
     again = eventually(lambda: ray.get(trainer.status.remote(), timeout=5), 60)
-    assert again["pid"] != first["pid"]
+    assert again.pid != first.pid
     feed(shard, range(60, 70))
     grows()
 
@@ -138,5 +138,5 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     # the scheduler dies: training waits for its return, and no longer
     ray.kill(scheduler, no_restart=False)
     eventually(lambda: ray.get(scheduler.ping.remote(), timeout=5), 60)
-    assert eventually(lambda: ray.get(trainer.status.remote(), timeout=5))["alive"]
+    assert eventually(lambda: ray.get(trainer.status.remote(), timeout=5)).alive
     assert seen == sorted(seen)

@@ -19,6 +19,7 @@ from waiting import eventually
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
@@ -87,22 +88,22 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         )
         eventually(lambda: version() > before)
 
-    def status() -> dict[str, Any]:
-        facts: dict[str, Any] = ray.get(trainer.status.remote(), timeout=5)
+    def status() -> TrainerStatus:
+        facts: TrainerStatus = ray.get(trainer.status.remote(), timeout=5)
         return facts
 
     grows()
     [second] = eventually(ranks)
     os.kill(second, signal.SIGKILL)
     grows()
-    assert eventually(status)["failures"] >= 1
+    assert eventually(status).failures >= 1
     [third] = eventually(ranks)
     assert third != second
 
-    first = status()["pid"]
+    first = status().pid
     os.kill(first, signal.SIGKILL)
     eventually(lambda: third not in ranks())  # a rank does not outlive its trainer
     grows()
-    assert status()["pid"] != first
+    assert status().pid != first
     ray.kill(trainer, no_restart=True)
     eventually(lambda: not ranks())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -155,7 +156,7 @@ def test_only_the_last_rows_count_and_those_that_went_are_named() -> None:
     hedge.add_gain("sql", "a", "general", 1.0)
     assert hedge.weights("sql") == prior("sql", EXPERTS, hedge.settings)
     hedge.remove_row("sql", "b")
-    assert hedge.table()["rows"]["sql"] == 1
+    assert hedge.table().rows["sql"] == 1
 
 
 def filled() -> Hedge:
@@ -192,7 +193,7 @@ def test_what_is_no_state_changes_nothing(data: object) -> None:
 
 def test_the_table_tells_means_and_rows_of_what_was_compared() -> None:
     table = filled().table()
-    assert set(table["weights"]) == {"sql"}
-    assert table["acceptance"]["sql"] == pytest.approx({"sql": 1.4 / 3, "general": 0.5})
-    assert table["rows"] == {"general": 0, "math": 0, "code": 0, "sql": 3, "shell": 0}
-    json.dumps(table)
+    assert set(table.weights) == {"sql"}
+    assert table.acceptance["sql"] == pytest.approx({"sql": 1.4 / 3, "general": 0.5})
+    assert table.rows == {"general": 0, "math": 0, "code": 0, "sql": 3, "shell": 0}
+    json.dumps(dataclasses.asdict(table))

@@ -27,6 +27,7 @@ from paceline.actors.engine.request import (
 from paceline.actors.replay.buffer import ShardStats, SplitStats
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.background import BackgroundLoop
+from paceline.actors.training.progress import SyntheticStatus
 from paceline.actors.training.synthetic.prompts import (
     SyntheticSettings,
     answer_request,
@@ -261,11 +262,14 @@ class SyntheticPrompts:
         self._background = BackgroundLoop("paceline-synthetic", self._prepare, settings.refresh_s)
         self._background.start()
 
-    def figures(self) -> dict[str, Any]:
-        """The generator's counts, ``failures``, and ``last_error`` (None without one)."""
+    def status(self) -> SyntheticStatus:
+        """The generator's counts, and its failures."""
         background = self._background
-        own = {"failures": background.failures, "last_error": background.last_error}
-        return dict(self._generator.counts) | own
+        return SyntheticStatus(
+            **self._generator.counts,
+            failures=background.failures,
+            last_error=background.last_error,
+        )
 
     def _prepare(self) -> Callable[[], bool]:
         from paceline.actors.training.client import RayTrainerClient

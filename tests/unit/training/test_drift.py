@@ -83,7 +83,7 @@ def test_counters_that_start_over_are_no_drift() -> None:
     fed(drift, counters, 0.6, 500)
     again = Counters(1)
     assert fed(drift, again, 0.6, 500) == []
-    assert drift.figures()["requests"] == 1_000
+    assert drift.status().requests == 1_000
 
 
 def test_how_often_one_looks_changes_little() -> None:
@@ -93,8 +93,8 @@ def test_how_often_one_looks_changes_little() -> None:
         often.update(*now)
         if number % 10 == 9:
             seldom.update(*now)
-    for name in ("acceptance_fast", "acceptance_slow"):
-        assert often.figures()[name] == pytest.approx(seldom.figures()[name], abs=0.03)
+    one, other = often.status(), seldom.status()
+    assert (one.fast, one.slow) == pytest.approx((other.fast, other.slow), abs=0.03)
 
 
 def test_a_registry_that_does_not_answer_leaves_the_outlook_as_it_is() -> None:

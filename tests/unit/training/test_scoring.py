@@ -81,7 +81,7 @@ def run_out(scoring: ScoringLoop, client: LocalClient, evaluator: ExpertEvaluato
 
 
 def draft_for(scoring: ScoringLoop | Scorer) -> str:
-    return route({"sql": 1.0}, EXPERTS, 0.5, scoring.table()["weights"]).draft
+    return route({"sql": 1.0}, EXPERTS, 0.5, scoring.table().weights).draft
 
 
 def test_a_bad_expert_gives_way_and_a_better_version_of_it_comes_back_at_once(
@@ -92,18 +92,18 @@ def test_a_bad_expert_gives_way_and_a_better_version_of_it_comes_back_at_once(
     assert draft_for(scoring) == "sql"
     client.publish("sql", noise(), {})
     offer(scoring, texts)
-    assert scoring.table()["waiting"] == len(texts)
+    assert scoring.table().waiting == len(texts)
     assert run_out(scoring, client, evaluator) == 2  # one go per expert
     table = scoring.table()
-    assert table["acceptance"]["sql"]["general"] == pytest.approx(1.0)
-    assert table["acceptance"]["sql"]["sql"] < 0.5
-    assert table["versions"] == {"general": 0, "sql": 1}
-    assert (table["waiting"], table["scores"]) == (0, 2 * len(texts))
+    assert table.acceptance["sql"]["general"] == pytest.approx(1.0)
+    assert table.acceptance["sql"]["sql"] < 0.5
+    assert table.versions == {"general": 0, "sql": 1}
+    assert (table.waiting, table.scores) == (0, 2 * len(texts))
     assert draft_for(scoring) == "general"
     # no request comes in between: the new version is judged by those that wait
     client.publish("sql", flatten(torch_state(draft)), {})
     assert run_out(scoring, client, evaluator) == 1
-    assert scoring.table()["acceptance"]["sql"]["sql"] == pytest.approx(1.0)
+    assert scoring.table().acceptance["sql"]["sql"] == pytest.approx(1.0)
     assert draft_for(scoring) == "sql"
 
 
@@ -119,11 +119,11 @@ def test_experts_whose_candidate_is_to_be_judged_are_named(
     scoring, evaluator = ScoringLoop(settings), ExpertEvaluator(settings)
     offer(scoring, texts)
     run_out(scoring, client, evaluator)
-    assert scoring.table()["on_trial"] == []
+    assert scoring.table().on_trial == ()
     client.publish("sql", noise(), {})
     assert run_out(scoring, client, evaluator) == 0  # what is served is what it was
-    assert scoring.table()["on_trial"] == ["sql"]
-    assert scoring.table()["acceptance"]["sql"]["sql"] == pytest.approx(1.0)
+    assert scoring.table().on_trial == ("sql",)
+    assert scoring.table().acceptance["sql"]["sql"] == pytest.approx(1.0)
 
 
 def test_without_a_permit_nothing_is_scored_and_the_end_is_at_once(
@@ -143,7 +143,7 @@ def test_without_a_permit_nothing_is_scored_and_the_end_is_at_once(
     offer(scoring, texts)
     with pytest.raises(Stopped):
         scoring.run_once(client, ExpertEvaluator(settings))
-    assert scoring.table()["scores"] == 0
+    assert scoring.table().scores == 0
     assert len(asked) == 3
 
 
@@ -161,7 +161,7 @@ def test_records_expire_while_a_permit_is_waited_for(draft: Path) -> None:
 
     with pytest.raises(Stopped):
         scoring.run_once(Busy(), _Nobody())
-    assert scoring.table()["waiting"] == 0
+    assert scoring.table().waiting == 0
 
 
 def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> None:
@@ -181,11 +181,11 @@ def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> 
             return [0.5] * len(records)
 
     assert scoring.run_once(_Initial(), Slow())
-    assert scoring.table()["scores"] == 0
+    assert scoring.table().scores == 0
     for _ in range(4):  # two experts, a part of the records at a time
         assert scoring.run_once(_Initial(), Slow())
     assert not scoring.run_once(_Initial(), Slow())
-    assert (seen, scoring.table()["scores"]) == ([16, 16, 16, 3, 3], 38)
+    assert (seen, scoring.table().scores) == ([16, 16, 16, 3, 3], 38)
 
 
 def test_nothing_is_scored_if_all_has_expired_before_the_permit(draft: Path) -> None:
@@ -242,7 +242,7 @@ def test_an_expert_that_cannot_be_scored_rests_and_the_others_go_on(
     scoring, evaluator = ScoringLoop(settings, clock=lambda: now[0]), ExpertEvaluator(settings)
     offer(scoring, texts)
     assert run_out(scoring, client, evaluator) == 2
-    assert scoring.table()["scores"] == len(texts)
+    assert scoring.table().scores == len(texts)
     assert draft_for(scoring) == "sql"  # of which nothing is known
     client.publish("sql", noise(), {})
     assert run_out(scoring, client, evaluator) == 1  # other weights: no rest
@@ -271,8 +271,8 @@ def test_weights_that_are_not_finite_say_nothing(
     offer(scoring, sampled)
     run_out(scoring, client, evaluator)
     table = scoring.table()
-    assert table["waiting"] == 0
-    assert table["weights"] == {}
+    assert table.waiting == 0
+    assert table.weights == {}
     json.dumps(table, allow_nan=False)
 
 
@@ -285,17 +285,17 @@ def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:
     scoring = ScoringLoop(settings, clock=lambda: now[0])
     offer(scoring, [training_record(n) for n in range(12)])
     table = scoring.table()
-    assert table["waiting"] in (4, 5)  # an id may be a byte longer
-    assert table["rows"]["sql"] == 8
+    assert table.waiting in (4, 5)  # an id may be a byte longer
+    assert table.rows["sql"] == 8
     offer(scoring, [training_record(11)])  # a second time
     scoring.offer(b"no record")
     scoring.offer(encode(dataclasses.replace(training_record(50), topic="poetry")))
-    assert scoring.table()["refused"] == 3
+    assert scoring.table().refused == 3
     assert scoring.delete("r11") == 1
-    assert scoring.table()["rows"]["sql"] == 7
+    assert scoring.table().rows["sql"] == 7
     now[0] = 11.0
     assert not scoring.run_once(_Down(), _Nobody())  # expiry waits for no registry
-    assert scoring.table()["waiting"] == 0
+    assert scoring.table().waiting == 0
     offer(scoring, [training_record(3, created=11.0)])
     assert scoring.delete(None) == 1
 
@@ -346,13 +346,13 @@ def test_gains_outlive_the_process_and_those_of_other_drafts_do_not(
     assert "prompt" not in json.dumps(state)
     again = ScoringLoop(settings)
     again.restore(state)
-    assert again.table()["weights"] == scoring.table()["weights"]
+    assert again.table().weights == scoring.table().weights
     assert run_out(again, client, ExpertEvaluator(settings)) == 0
     other = ScoringLoop(
         dataclasses.replace(settings, fingerprints={"general": "mark", "sql": "another"})
     )
     other.restore(state)
-    assert other.table()["weights"] == {}
+    assert other.table().weights == {}
     for broken in (None, {}, {"fingerprints": {}, "hedge": {}}):
         with pytest.raises(ValueError, match=r"scorer|hedge"):
             other.restore(broken)
@@ -373,13 +373,13 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
     settings = settings_of(draft, state_file=str(file))
     scorer = Scorer(settings, ExpertEvaluator(settings), None, None)
     offer(scorer, texts)
-    wait_until(lambda: scorer.table()["scores"] == 2 * len(texts), "the scores", 60)
+    wait_until(lambda: scorer.table().scores == 2 * len(texts), "the scores", 60)
     wait_until(file.is_file, "the state on disk", 10)
     scorer.stop()
     again = Scorer(settings, ExpertEvaluator(settings), None, None)
     assert draft_for(again) == "general"
     again.stop()
-    assert again.table()["failures"] == 0
+    assert again.table().failures == 0
     file.write_text("{", encoding="utf-8")
     anew = Scorer(settings, ExpertEvaluator(settings), None, None)
     assert draft_for(anew) == "sql"
@@ -394,7 +394,7 @@ def test_an_added_expert_is_scored_from_the_prior_on(
     client.publish("general", noise(), {})
     mine = [dataclasses.replace(r, topic="geo", request_id=f"geo-{i}") for i, r in enumerate(texts)]
     offer(scoring, [*texts, *mine])
-    assert scoring.table()["refused"] == len(mine)
+    assert scoring.table().refused == len(mine)
     assert client.registry is not None
     client.registry.add_topic("geo", "general")
     assert client.added_topics() == {"geo": "general"}
@@ -407,13 +407,13 @@ def test_an_added_expert_is_scored_from_the_prior_on(
     offer(scoring, mine)
     assert run_out(scoring, client, evaluator) == 6  # three experts, 24 records in two parts each
     table = scoring.table()
-    assert table["acceptance"]["geo"]["geo"] == pytest.approx(1.0)
-    assert table["acceptance"]["sql"]["geo"] == pytest.approx(1.0)
-    assert table["acceptance"]["geo"]["general"] < 0.5
-    assert table["versions"]["geo"] == 2
+    assert table.acceptance["geo"]["geo"] == pytest.approx(1.0)
+    assert table.acceptance["sql"]["geo"] == pytest.approx(1.0)
+    assert table.acceptance["geo"]["general"] < 0.5
+    assert table.versions["geo"] == 2
     everyone = (*EXPERTS, "geo")
-    assert route({"geo": 1.0}, everyone, 0.5, table["weights"]).draft == "geo"
+    assert route({"geo": 1.0}, everyone, 0.5, table.weights).draft == "geo"
     again = ScoringLoop(settings)
     assert again.add_expert("geo", "general")
     again.restore(json.loads(json.dumps(scoring.export())))
-    assert again.table()["acceptance"] == table["acceptance"]
+    assert again.table().acceptance == table.acceptance

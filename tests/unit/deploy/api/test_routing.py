@@ -19,6 +19,7 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
 from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.router.policy import Route
+from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import slot_for
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.ingress import Ingress, IngressSettings
@@ -28,7 +29,17 @@ from paceline.deploy.config.learning_settings import evaluates_experts
 from paceline.deploy.learning import load_evaluator
 
 EXPERTS = ("general", "sql")
-AGAINST_SQL = {"weights": {"sql": {"sql": 0.1, "general": 0.9}}}
+AGAINST_SQL = ScorerTable(
+    weights={"sql": {"sql": 0.1, "general": 0.9}},
+    acceptance={},
+    rows={},
+    versions={},
+    waiting=0,
+    on_trial=(),
+    offered=0,
+    refused=0,
+    scores=0,
+)
 
 
 def remote(**calls: Callable[..., Any]) -> Any:
@@ -61,15 +72,13 @@ async def until(check: Callable[[], bool]) -> None:
 
 def test_the_table_is_followed_and_its_source_may_die_for_a_while() -> None:
     now = [0.0]
-    said = answers(
-        RuntimeError("not up"), {"weights": {"sql": "odd"}}, AGAINST_SQL, OSError("dead")
-    )
+    said = answers(RuntimeError("not up"), "odd", AGAINST_SQL, OSError("dead"))
     table = RoutingTable(remote(table=said), lambda: now[0], interval_s=0.0, max_age_s=5.0)
 
     async def follow() -> None:
         assert table.weights() is None
         await until(lambda: table.weights() is not None)
-        assert table.weights() == AGAINST_SQL["weights"]
+        assert table.weights() == AGAINST_SQL.weights
         now[0] = 5.5
         assert table.weights() is None
 
@@ -113,7 +122,7 @@ def test_routes_are_counted_by_topic_and_expert() -> None:
         remote(classify=sure), EXPERTS, 1.0, 0.5, lambda: 0.0, lambda: known[0]
     )
     assert asyncio.run(selector.select("SELECT")) == Route("sql", "sql")
-    known[0] = AGAINST_SQL["weights"]
+    known[0] = AGAINST_SQL.weights
     for _ in range(2):
         assert asyncio.run(selector.select("SELECT")) == Route("sql", "general")
     assert selector.counts() == {"sql": {"sql": 1, "general": 2}}
@@ -232,7 +241,7 @@ def test_replay_is_kept_by_topic_whoever_drafts(
                 await post(store=False),
             ]
             status = (await http.get("/v1/paceline/status")).json()
-        assert status["routing"] == AGAINST_SQL
+        assert status["routing"]["weights"] == AGAINST_SQL.weights
         assert status["routed"] == {"sql": {"sql": 1, "general": 3}}
         return found
 
