@@ -132,7 +132,7 @@ def compare(
     return {
         "target": target.name,
         "dtype": dtype,
-        "numerics": facts["numerics"],
+        "numerics": facts.numerics,
         "answers": len(prompts),
         "tokens": sum(map(len, plain.values())),
         "differ": {way: len(differing(own, plain)) for way, own in answers.items()},

@@ -116,16 +116,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         seed=1,
     )
     engine, _, described = build_engine(settings)
-    dtype = getattr(torch, described["dtype"])
+    dtype = getattr(torch, described.dtype)
     config = AutoConfig.from_pretrained(options.target)
-    context, vocab = described["max_model_len"], int(config.vocab_size)
+    context, vocab = described.max_model_len, int(config.vocab_size)
     sizes = {length: static_bytes(config, length, dtype) for length in (context, options.tokens)}
     sent = requests(options.requests, options.tokens, options.output, vocab)
     return {
         "mib": options.mib,
         "tokens": options.tokens,
-        "dtype": described["dtype"],
-        "block_size": described["kv_block_size"],
+        "dtype": described.dtype,
+        "block_size": described.kv_block_size,
         "paceline": admitted(engine, sent),
         "unused": unused(engine, 32, options.tokens, vocab),
         "static": {

@@ -179,7 +179,7 @@ def bench(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
             engine, _, _ = build_engine(settings, attached(proposer, sessions, name))
             variants.append(Served(name, engine, None))
         batches = {str(batch): run_batch(variants, prompts, plan, batch) for batch in plan.batches}
-        experts = {name: proposer.describe() for name, proposer in proposers.items()}
+        experts = {name: proposer.stats() for name, proposer in proposers.items()}
     return {
         "machine": machine(),
         "plan": asdict(plan),

@@ -10,10 +10,16 @@ from typing import Any
 
 import ray
 
+from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.permits import ResourceSlot
+from paceline.actors.training.scorer import ScorerHandle
+from paceline.actors.training.trainer import TrainerHandle
+from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.scheduler.leases import Amounts
+from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.cluster.session import NAMESPACE
+from paceline.cluster.supervisor import SupervisorHandle
 
 REGISTRY, SCHEDULER, TRAINER = "paceline-registry", "paceline-scheduler", "paceline-trainer"
 
@@ -30,25 +36,25 @@ def trainer_names(count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LearningActors:
-    """Handles of the learning actors; any may be None, or dead.
+    """Handles of the learning actors; any may be dead.
 
     Attributes:
         shards: topic to replay shard.
         registry: weight registry.
         scheduler: trainer scheduler.
-        trainer: the first trainer.
-        scorer: evaluates experts, in the trainer's process.
-        supervisor: Serve handle of the supervisor, on a cluster.
+        trainer: the first trainer; None if training is off.
+        scorer: evaluates experts, in the trainer's process; None if nothing does.
+        supervisor: Serve handle of the supervisor, on a cluster; else None.
         further_trainers: by name.
     """
 
-    shards: Mapping[str, Any]
-    registry: Any
-    scheduler: Any
-    trainer: Any
-    scorer: Any = None
-    supervisor: Any = None
-    further_trainers: Mapping[str, Any] = field(default_factory=dict)
+    shards: Mapping[str, ShardHandle]
+    registry: RegistryHandle
+    scheduler: TrainerSchedulerHandle
+    trainer: TrainerHandle | None
+    scorer: ScorerHandle | None = None
+    supervisor: SupervisorHandle | None = None
+    further_trainers: Mapping[str, TrainerHandle] = field(default_factory=dict)
 
     @classmethod
     def find(
@@ -68,7 +74,7 @@ class LearningActors:
             scores: whether the first trainer's process evaluates experts.
             handle: name to handle of the other actors.
         """
-        named = {name: NamedActor(name) for name in trainers}
+        named: dict[str, Any] = {name: NamedActor(name) for name in trainers}
         trainer = named.pop(TRAINER, None)
         return cls(
             shards={topic: handle(shard_name(topic)) for topic in topics},

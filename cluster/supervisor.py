@@ -12,17 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import ray
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.handles import Reference, RemoteMethod, remote_method
+from paceline.actors.replay.shard import ShardHandle
+from paceline.actors.training.trainer import TrainerHandle
+from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicActors, TopicsView
-from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.pending_replicas import PendingReplicas, find_pending
 from paceline.cluster.scheduler.leases import Action, Amounts, Instruction
+from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,17 @@ _JOIN_S = 10.0
 _HANGS_AFTER_S = 120.0
 _TOPICS_TIMEOUT_S = 30.0
 
-ActorFactory = Callable[[], Any]  # starts an actor, returns its handle
+
+class ActorHandle(Protocol):
+    """Handle of a supervised actor."""
+
+    @property
+    def ping(self) -> RemoteMethod[[], bool]:
+        """Return True: the actor answers."""
+
+
+HandleT = TypeVar("HandleT", bound=ActorHandle)
+ActorFactory = Callable[[], HandleT]  # starts an actor, returns its handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +67,16 @@ class SupervisorStatus:
 
 
 @dataclass(slots=True)
-class _Actor:
+class _Actor(Generic[HandleT]):
     """``ping`` is an unanswered call; ``answers`` whether the last one was answered."""
 
-    handle: Any
-    ping: Any = None
+    handle: HandleT
+    ping: Reference[bool] | None = None
     pinged_at: float = 0.0
     answers: bool = False
 
 
-class SupervisedActors:
+class SupervisedActors(Generic[HandleT]):
     """Actors that are started from factories. One thread calls it; any may read ``handles``.
 
     Args:
@@ -76,16 +89,18 @@ class SupervisedActors:
         death: the last one, in words.
     """
 
-    def __init__(self, factories: Mapping[str, ActorFactory], *, ordered: bool = False) -> None:
+    def __init__(
+        self, factories: Mapping[str, ActorFactory[HandleT]], *, ordered: bool = False
+    ) -> None:
         self._factories = factories
         self._ordered = ordered
-        self._actors: dict[str, _Actor] = {}
+        self._actors: dict[str, _Actor[HandleT]] = {}
         self._retry_at = 0.0
         self.start_error: str | None = None
         self.death: str | None = None
         self.starts = dict.fromkeys(factories, 0)
 
-    def handles(self) -> dict[str, Any]:
+    def handles(self) -> dict[str, HandleT]:
         """Name to handle of the actors that are started."""
         return {name: actor.handle for name, actor in list(self._actors.items())}
 
@@ -171,9 +186,9 @@ class TrainerSupervisor:
 
     def __init__(
         self,
-        factories: Mapping[str, ActorFactory],
+        factories: Mapping[str, ActorFactory[TrainerHandle]],
         booked: Amounts,
-        scheduler: Any,
+        scheduler: TrainerSchedulerHandle,
         pending: Callable[[Amounts, int], PendingReplicas] = find_pending,
     ) -> None:
         """Start nothing yet, see :meth:`start`.
@@ -216,7 +231,7 @@ class TrainerSupervisor:
             thread.join(_JOIN_S)
         self._trainers.kill_all()
 
-    def handles(self) -> dict[str, Any]:
+    def handles(self) -> dict[str, TrainerHandle]:
         """Trainer to actor handle, of those that are started."""
         return self._trainers.handles()
 
@@ -271,9 +286,9 @@ class TopicSupervisor:
 
     def __init__(
         self,
-        registry: Any,
-        shards: dict[str, Any],
-        start_shard: Callable[[str], Any],
+        registry: RegistryHandle,
+        shards: dict[str, ShardHandle],
+        start_shard: Callable[[str], ShardHandle],
         start_expert: Callable[[str, list[str]], tuple[str, str]] | None,
     ) -> None:
         """Start the thread.
@@ -289,7 +304,7 @@ class TopicSupervisor:
         self._configured = frozenset(shards)
         self._shards = shards
         self._start_shard, self._start_expert = start_shard, start_expert
-        self._started: dict[str, Any] = {}  # shards
+        self._started: dict[str, ShardHandle] = {}
         self._parts: dict[str, TopicActors] = {}
         self._stopped = threading.Event()
         self._starting = threading.Lock()
@@ -349,10 +364,10 @@ class Supervisor:
 
     def __init__(
         self,
-        factories: Mapping[str, ActorFactory],
-        trainers: Mapping[str, ActorFactory],
+        factories: Mapping[str, ActorFactory[ActorHandle]],
+        trainers: Mapping[str, ActorFactory[TrainerHandle]],
         booked: Amounts,
-        scheduler: NamedActor,
+        scheduler: TrainerSchedulerHandle,
         check: Callable[[], str | None],
     ) -> None:
         """Start the thread.
@@ -400,3 +415,9 @@ class Supervisor:
                 trains = True
             self._polled_at = time.monotonic()
             time.sleep(_TICK_S)
+
+
+class SupervisorHandle:
+    """Serve handle of a Supervisor."""
+
+    status = remote_method(Supervisor.status)

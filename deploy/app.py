@@ -15,11 +15,16 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 
+from paceline.actors.engine.target_handle import TargetStatus
+from paceline.actors.replay.shard import ShardHandle
+from paceline.actors.training.trainer import TrainerHandle
+from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.cluster import session
 from paceline.cluster.autoscaling import replica_options
 from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.placement import actor_options, surge_percent
-from paceline.cluster.supervisor import TopicSupervisor, TrainerSupervisor
+from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
+from paceline.cluster.supervisor import ActorHandle, TopicSupervisor, TrainerSupervisor
 from paceline.deploy import learning
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import check
@@ -67,19 +72,19 @@ class RunningApp:
         registry: handle of the weight registry.
         scheduler: handle of the trainer scheduler.
         trainers: gives the handles of the running trainers by name.
-        description: of the target, at the start.
+        target: its status at the start.
     """
 
     base_url: str
-    shards: dict[str, Any]
-    registry: Any
-    scheduler: Any
-    trainers: Callable[[], dict[str, Any]]
-    description: dict[str, Any]
+    shards: dict[str, ShardHandle]
+    registry: RegistryHandle
+    scheduler: TrainerSchedulerHandle
+    trainers: Callable[[], dict[str, TrainerHandle]]
+    target: TargetStatus
     _stops: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> TrainerHandle | None:
         """Handle of the first running trainer, or None."""
         return next(iter(self.trainers().values()), None)
 
@@ -158,7 +163,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         start_expert if config.drafts.placement == "pool" else None,
     )
     stops.append(topics.stop)
-    description = _describe()
+    target = _target_status()
     host = f"[{config.host}]" if ":" in config.host else config.host
     return RunningApp(
         base_url=f"http://{host}:{config.port}",
@@ -166,12 +171,12 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         registry=actors.registry,
         scheduler=actors.scheduler,
         trainers=trainers.handles,
-        description=description,
+        target=target,
         _stops=stops,
     )
 
 
-def _wait_for(actors: Mapping[str, Any], seconds: float) -> None:
+def _wait_for(actors: Mapping[str, ActorHandle], seconds: float) -> None:
     """Wait until all answer.
 
     Raises:
@@ -201,7 +206,7 @@ def _deploy(application: serve.Application) -> None:
 
 
 def _start_expert(
-    config: PacelineConfig, registry: Any, expert: str, added: list[str]
+    config: PacelineConfig, registry: RegistryHandle, expert: str, added: list[str]
 ) -> tuple[str, str]:
     """Start an added topic's expert as an application of its own.
 
@@ -215,14 +220,14 @@ def _start_expert(
     return deployment.name, name
 
 
-def _describe() -> dict[str, Any]:
+def _target_status() -> TargetStatus:
     handle = serve.get_deployment_handle("target", APPLICATION)
     try:
-        facts: dict[str, Any] = handle.describe.remote().result(timeout_s=_START_TIMEOUT_S)
+        status: TargetStatus = handle.status.remote().result(timeout_s=_START_TIMEOUT_S)
     finally:
         # With autoscaling it reports for ever, and would restart Ray after this session's end.
         handle.shutdown()
-    return facts
+    return status
 
 
 def build_app(

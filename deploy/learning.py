@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util import metrics
 
-from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.engine.target_handle import TargetHandle
+from paceline.actors.replay.shard import ReplayShard, ShardHandle
 from paceline.actors.training.background import lower_priority
 from paceline.actors.training.permits import TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.scorer import Scorer, ScorerTable
 from paceline.actors.training.synthetic.generator import SyntheticPrompts
-from paceline.actors.training.trainer import Trainer
+from paceline.actors.training.trainer import Trainer, TrainerHandle
 from paceline.actors.weights.state_folder import fingerprints
+from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.cluster.learning_actors import (
     REGISTRY,
     SCHEDULER,
@@ -36,8 +38,8 @@ from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.placement import actor_options, booked
 from paceline.cluster.rank_actors import node_address, worker_starter
 from paceline.cluster.scheduler.leases import SchedulerSettings
-from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
-from paceline.cluster.supervisor import ActorFactory
+from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler, TrainerSchedulerHandle
+from paceline.cluster.supervisor import ActorFactory, ActorHandle
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.config.learning_settings import (
     evaluates_experts,
@@ -87,15 +89,15 @@ def _find(config: PacelineConfig, handle: Callable[[str], Any]) -> LearningActor
     )
 
 
-def factories(config: PacelineConfig) -> dict[str, ActorFactory]:
+def factories(config: PacelineConfig) -> dict[str, ActorFactory[ActorHandle]]:
     """Name to factory, of all actors but the trainers, which need them all."""
-    found: dict[str, ActorFactory] = {
+    found: dict[str, ActorFactory[ActorHandle]] = {
         shard_name(expert): partial(start_shard, config, expert) for expert in config.drafts.experts
     }
     return found | {REGISTRY: partial(_registry, config), SCHEDULER: partial(_scheduler, config)}
 
 
-def trainer_factories(config: PacelineConfig) -> dict[str, ActorFactory]:
+def trainer_factories(config: PacelineConfig) -> dict[str, ActorFactory[TrainerHandle]]:
     """Trainer to factory; none if training is disabled."""
     count = config.training.trainers if config.training.enabled else 0
     return {name: partial(_trainer, config, name) for name in trainer_names(count)}
@@ -106,15 +108,16 @@ def trainer_booking(config: PacelineConfig) -> dict[str, float]:
     return booked(_trainer_options(config))
 
 
-def start_shard(config: PacelineConfig, expert: str) -> Any:
+def start_shard(config: PacelineConfig, expert: str) -> ShardHandle:
     """Start the replay shard of a topic."""
     folder = str(config.state_path / "replay") if config.replay.persist else None
     metered_shard = metered(ReplayShard, lambda shard: shard_samples(shard.stats()))
     shard = _restarted(config, metered_shard, shard_name(expert))
-    return shard.remote(expert, replay_settings(config), folder)
+    handle: ShardHandle = shard.remote(expert, replay_settings(config), folder)
+    return handle
 
 
-def _scheduler(config: PacelineConfig) -> Any:
+def _scheduler(config: PacelineConfig) -> TrainerSchedulerHandle:
     metered_scheduler = metered(
         TrainerScheduler, lambda s: scheduler_samples(s.status(), s.pop_yield_times())
     )
@@ -122,18 +125,19 @@ def _scheduler(config: PacelineConfig) -> Any:
     occupied = occupied_above(config, os.cpu_count() or 1)
     default_s = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
     settings = SchedulerSettings(yield_timeout_s=config.training.yield_timeout_s or default_s)
-    return scheduler.remote(
+    handle: TrainerSchedulerHandle = scheduler.remote(
         config.training.idle_after_s, occupied_above=occupied, settings=settings
     )
+    return handle
 
 
-def _registry(config: PacelineConfig) -> Any:
+def _registry(config: PacelineConfig) -> RegistryHandle:
     from paceline.actors.weights.canary import CanarySettings
     from paceline.actors.weights.registry import WeightRegistry  # imports torch
 
     metered_registry = metered(WeightRegistry, lambda r: registry_samples(r.metrics()))
     registry = _restarted(config, metered_registry, REGISTRY)
-    return registry.remote(
+    handle: RegistryHandle = registry.remote(
         directory=str(config.state_path / WEIGHTS_FOLDER),
         topics=config.drafts.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
@@ -141,14 +145,17 @@ def _registry(config: PacelineConfig) -> Any:
         canary=CanarySettings() if config.training.effective_canary_share else None,
         initial={expert: str(path) for expert, path in config.draft_paths.items()},
     )
+    return handle
 
 
 def _restarted(config: PacelineConfig, cls: type, name: str) -> Any:
     return restarted_actor(cls, name, actor_options(config.placement.learning))
 
 
-def _trainer(config: PacelineConfig, name: str) -> Any:
-    return restarted_actor(TrainerActor, name, _trainer_options(config)).remote(config, name)
+def _trainer(config: PacelineConfig, name: str) -> TrainerHandle:
+    actor = restarted_actor(TrainerActor, name, _trainer_options(config))
+    handle: TrainerHandle = actor.remote(config, name)
+    return handle
 
 
 def _trainer_options(config: PacelineConfig) -> dict[str, Any]:
@@ -164,9 +171,9 @@ class TrainerActor(Trainer):
 
     def __init__(self, config: PacelineConfig, name: str = TRAINER) -> None:
         """See Trainer; ``name`` is the actor's."""
-        shards = {name: NamedActor(shard_name(name)) for name in config.drafts.experts}
-        registry, scheduler = NamedActor(REGISTRY), NamedActor(SCHEDULER)
-        for actor in (*shards.values(), registry, scheduler):
+        actors = named_actors(config)
+        shards, registry, scheduler = actors.shards, actors.registry, actors.scheduler
+        for actor in actors.required().values():
             actor.find()  # raises if it was never started
         # The registry has the shards of topics added since the start.
         config = config.with_added_topics()
@@ -261,10 +268,11 @@ def _synthetic(config: PacelineConfig) -> "SyntheticSettings | None":
         return None
 
 
-def _target_handle() -> Any:
+def _target_handle() -> TargetHandle:
     """Handle of the target's deployment; raises before it is deployed."""
     from ray import serve
 
     from paceline.deploy.app import APPLICATION  # it imports this module
 
-    return serve.get_deployment_handle("target", APPLICATION)
+    handle: TargetHandle = serve.get_deployment_handle("target", APPLICATION)
+    return handle

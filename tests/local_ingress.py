@@ -54,7 +54,7 @@ class Handle:
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self.describe = Method(target.describe)
+        self.status = Method(target.status)
         self.generate = Method(self._generate)
 
     def _generate(self, request: GenerationRequest, whole: bool) -> Stream:
@@ -65,6 +65,16 @@ class Handle:
 
     def options(self, **_: object) -> Handle:
         return self
+
+
+class DeadRegistry:
+    """A handle of a weight registry that does not answer."""
+
+    def __getattr__(self, name: str) -> Method:
+        def call(*_: object) -> Any:
+            raise ConnectionError(name)
+
+        return Method(call)
 
 
 class SchedulerHandle:
@@ -82,6 +92,13 @@ class SchedulerHandle:
         return self.scheduler.status()
 
 
+def nothing_learns(scheduler: Any = None, **more: Any) -> LearningActors:
+    """The actors of a server without training, whose registry does not answer."""
+    scheduler = SchedulerHandle() if scheduler is None else scheduler
+    registry: Any = DeadRegistry()
+    return LearningActors({}, registry, scheduler, None, **more)
+
+
 def application(
     target: Any,
     folder: Path,
@@ -92,7 +109,7 @@ def application(
 ) -> FastAPI:
     """The ingress application over a target and its folder."""
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
-    actors = LearningActors(shards={}, registry=None, scheduler=scheduler, trainer=None)
+    actors = nothing_learns(scheduler)
     return ingress_class(settings, Handle(target), None, actors).__serve_build_asgi_app__()
 
 
@@ -104,6 +121,6 @@ def ingress_client(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:
 async def wait_until_idle(target: TargetReplica) -> None:
     """Wait until no request runs or waits."""
     deadline = time.monotonic() + 5
-    while (facts := await target.describe())["running"] or facts["waiting"]:
+    while (status := await target.status()).running or status.waiting:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)

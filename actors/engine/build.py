@@ -29,6 +29,7 @@ from paceline.actors.engine.model_loader import (
 from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.engine.settings import EngineSettings, TargetSettings
+from paceline.actors.engine.target_handle import ModelFacts
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.eagle import make_eagle_stack
@@ -328,7 +329,7 @@ def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
 
 def build_engine(
     settings: TargetSettings, pool: PoolProposer | None = None
-) -> tuple[Engine, Any, dict[str, Any]]:
+) -> tuple[Engine, Any, ModelFacts]:
     """Load the models and build the engine.
 
     Args:
@@ -336,7 +337,7 @@ def build_engine(
         pool: proposer of drafts in a pool; None loads the drafts here.
 
     Returns:
-        the engine, the target's tokenizer, and facts for ``describe``.
+        the engine, the target's tokenizer, and facts about its model.
 
     Raises:
         ValueError: an unknown dtype, a KV cache for less than one request, or numerics that are
@@ -390,13 +391,13 @@ def build_engine(
         generator=generator,
         now=time.time,
     )
-    facts = {
-        "model_type": target.config.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device),
-        "max_model_len": max_model_len,
-        "num_speculative_tokens": settings.num_speculative_tokens,
-        "numerics": numerics,
-        "kv_block_size": runner.kv.block_size,
-    }
+    facts = ModelFacts(
+        model_type=target.config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        max_model_len=max_model_len,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        numerics=numerics,
+        kv_block_size=runner.kv.block_size,
+    )
     return engine, tokenizer, facts

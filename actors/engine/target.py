@@ -8,9 +8,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
@@ -24,8 +24,11 @@ from paceline.actors.engine.model_loader import resolve_device
 from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRequest, merge_chunks
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineStats
+from paceline.actors.engine.target_handle import TargetStatus
+from paceline.actors.handles import RemoteMethod
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import RecordRateLimiter, is_scored
+from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.speculation.pending_updates import (
     AddExpert,
     RemoveCandidate,
@@ -151,6 +154,22 @@ _MAX_STALL = 3  # stall timeouts until the replica is replaced
 _HEARTBEAT = GenerationChunk(text="", token_ids=())
 
 
+class LoadHandle(Protocol):
+    """Actor handle of the trainer scheduler."""
+
+    @property
+    def report_load(self) -> RemoteMethod[[str, int, int], None]:
+        """See TrainerScheduler."""
+
+
+class OfferHandle(Protocol):
+    """Actor handle of the scorer."""
+
+    @property
+    def offer(self) -> RemoteMethod[[bytes], None]:
+        """See Scorer."""
+
+
 class TargetReplica:
     """Serves the target with its drafts, and records what the target computes.
 
@@ -161,11 +180,11 @@ class TargetReplica:
     def __init__(
         self,
         settings: TargetSettings,
-        shards: Mapping[str, Any] | None = None,
+        shards: Mapping[str, ShardHandle] | None = None,
         registry: RegistryHandle | None = None,
-        scheduler: Any = None,
+        scheduler: LoadHandle | None = None,
         experts: Mapping[str, DeploymentHandle[Any]] | None = None,
-        scorer: Any = None,
+        scorer: OfferHandle | None = None,
     ) -> None:
         """Load the models and start the engine.
 
@@ -279,27 +298,24 @@ class TargetReplica:
                 for chunks in self._streams:
                     chunks.put_nowait(_HEARTBEAT)
 
-    async def describe(self, attempt: int = 0) -> dict[str, Any]:  # noqa: ARG002 (see below)
-        """Describe the models and the load.
+    async def status(self, attempt: int = 0) -> TargetStatus:  # noqa: ARG002 (see below)
+        """Return the model and the load.
 
         Args:
             attempt: number of replicas that did not answer before, for the request router.
         """
         stats = self._loop.stats()
-        pool = {} if self._pool is None else {"experts": self._pool.describe()}
-        return (
-            self._facts
-            | pool
-            | {
-                "replica_id": self._replica_id,
-                "drafts": stats.drafts,
-                "draft_failures": stats.draft_failures,
-                "running": stats.running,
-                "waiting": stats.waiting,
-                "kv_blocks_total": stats.kv_blocks,
-                "kv_blocks_available": stats.kv_blocks_available,
-                "preemptions": stats.preemptions,
-            }
+        return TargetStatus(
+            **asdict(self._facts),
+            replica_id=self._replica_id,
+            drafts=stats.drafts,
+            draft_failures=stats.draft_failures,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_blocks_total=stats.kv_blocks,
+            kv_blocks_available=stats.kv_blocks_available,
+            preemptions=stats.preemptions,
+            experts=self.experts(),
         )
 
     def stats(self) -> EngineStats:
@@ -308,7 +324,7 @@ class TargetReplica:
 
     def experts(self) -> dict[str, ExpertStats]:
         """Return state and counts of every expert of the pool; empty if drafts are colocated."""
-        return {} if self._pool is None else self._pool.describe()
+        return {} if self._pool is None else self._pool.stats()
 
     def set_limits(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -64,6 +64,17 @@ class TopicFitSettings:
     seed: int = 0
 
 
+class TopicFitFigures(TypedDict):
+    """Figures of a new row on held-out prompts, see TopicFit."""
+
+    recall: float
+    moved: float
+    moved_by_topic: dict[str, float]
+    prompts_by_topic: dict[str, int]
+    examples_before: dict[str, int]
+    ridge: float
+
+
 @dataclass(frozen=True, slots=True)
 class TopicFit:
     """A new row and its figures on held-out prompts.
@@ -107,8 +118,8 @@ class TopicFit:
             )
         return None
 
-    def figures(self) -> dict[str, Any]:
-        """Figures, JSON-able."""
+    def figures(self) -> TopicFitFigures:
+        """The figures without the row."""
         return {
             "recall": self.recall,
             "moved": self.moved,

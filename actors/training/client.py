@@ -5,24 +5,34 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import ray
 
+from paceline.actors.handles import Reference
 from paceline.actors.replay.buffer import ShardStats, Split
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
-from paceline.actors.training.permits import Assignment, Permit, TopicProgress, TrainerIdentity
+from paceline.actors.replay.shard import ShardHandle
+from paceline.actors.training.permits import (
+    Assignment,
+    Permit,
+    SchedulerHandle,
+    TopicProgress,
+    TrainerIdentity,
+)
 from paceline.actors.training.progress import LeaseRevoked
 from paceline.actors.training.topic_schedule import TopicPriority, select_topic
 from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.history import Decision
-from paceline.actors.weights.notifications import SlotWeights
-from paceline.actors.weights.subscriber import RegistrySubscriber
+from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
 from paceline.actors.weights.versions import TopicStatus
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TrainerClient(Protocol):
@@ -83,14 +93,23 @@ class TrainerClient(Protocol):
         """Record another decision, by its ``outcome``."""
 
 
+@contextmanager
+def _best_effort() -> Iterator[None]:
+    """Log what the call of a dead actor raises."""
+    try:
+        yield
+    except Exception as error:
+        logger.info("an actor was not called (%s)", type(error).__name__)
+
+
 class RayTrainerClient:
     """The client over Ray: every call bounded in time, every failure survived."""
 
     def __init__(
         self,
-        shards: Mapping[str, Any],
-        registry: Any,
-        scheduler: Any,
+        shards: Mapping[str, ShardHandle],
+        registry: RegistryHandle,
+        scheduler: SchedulerHandle | None,
         timeout_s: float,
         identity: TrainerIdentity | None = None,
     ) -> None:
@@ -132,25 +151,20 @@ class RayTrainerClient:
         shard = self._shards.get(topic)
         if shard is None or not losses:
             return
-        try:
+        with _best_effort():
             shard.update_losses.remote(losses)
-        except Exception as error:
-            logger.info("%s: losses were not sent (%s)", topic, type(error).__name__)
 
     def topic_progress(self) -> dict[str, TopicProgress]:
         if self._scheduler is None or self._identity is None or self._identity.sole:
             return {}
-        progress: dict[str, TopicProgress] | None = self._get(
-            self._scheduler.topic_progress.remote(self._identity.name)
-        )
-        return progress or {}
+        return self._get(self._scheduler.topic_progress.remote(self._identity.name)) or {}
 
     def acquire_topic(self, wanted: Sequence[TopicPriority]) -> Assignment:
         """Acquire one of these topics; none if the scheduler does not answer."""
         if self._scheduler is None or self._identity is None:
             return Assignment(select_topic(wanted))
         gains = {want.topic: want.gain for want in wanted}
-        answer: Assignment | None = self._get(
+        answer = self._get(
             self._scheduler.acquire_topic.remote(self._identity, self._incarnation, gains)
         )
         if answer is None:
@@ -165,34 +179,30 @@ class RayTrainerClient:
         if self._identity is None:
             return bool(self._get(self._scheduler.may_train.remote(), 1.0))
         call = self._scheduler.acquire_permit.remote(self._identity.name, self._incarnation)
-        permit: Permit | None = self._get(call, 1.0)
+        permit = self._get(call, 1.0)
         if permit is Permit.UNASSIGNED:
             raise LeaseRevoked
         return permit is Permit.GRANTED
 
     def release_permit(self) -> None:
-        self._send("release_permit")
+        """Release the permit. Best effort."""
+        if self._scheduler is None or self._identity is None:
+            return
+        with _best_effort():
+            self._scheduler.release_permit.remote(self._identity.name, self._incarnation)
 
     def release_topic(self, progress: TopicProgress | None) -> None:
         """End the round. Best effort: the next ``acquire_topic`` implies it."""
-        self._send("release_topic", progress)
-
-    def _send(self, method: str, *arguments: Any) -> None:
         if self._scheduler is None or self._identity is None:
             return
-        try:
-            call = getattr(self._scheduler, method)
-            call.remote(self._identity.name, self._incarnation, *arguments)
-        except Exception as error:
-            logger.info("the scheduler was not called (%s)", type(error).__name__)
+        with _best_effort():
+            self._scheduler.release_topic.remote(self._identity.name, self._incarnation, progress)
 
     def versions(self) -> dict[str, int] | None:
-        versions: dict[str, int] | None = self._get(self._registry.stable_versions.remote())
-        return versions
+        return self._get(self._registry.stable_versions.remote())
 
     def topic_status(self) -> dict[str, TopicStatus] | None:
-        status: dict[str, TopicStatus] | None = self._get(self._registry.topic_status.remote())
-        return status
+        return self._get(self._registry.topic_status.remote())
 
     def added_topics(self) -> dict[str, str]:
         """Added topics by the last answer; adds the shards of new ones."""
@@ -205,7 +215,7 @@ class RayTrainerClient:
             self._shards.setdefault(topic, parts.shard)
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
-        stable: SlotWeights | None = self._get(self._registry.stable_weights.remote(topic))
+        stable = self._get(self._registry.stable_weights.remote(topic))
         if stable is None or stable.reference is None:
             return None if stable is None else (stable.weight_version, None)
         flat = self._get(stable.reference)
@@ -221,9 +231,10 @@ class RayTrainerClient:
     def note(self, topic: str, decision: Decision) -> None:
         self._get(self._registry.record_decision.remote(topic, decision))
 
-    def _get(self, reference: Any, timeout_s: float | None = None) -> Any:
+    def _get(self, reference: Reference[T], timeout_s: float | None = None) -> T | None:
         try:
-            return ray.get(reference, timeout=timeout_s or self._timeout_s)
+            value: T = ray.get(reference, timeout=timeout_s or self._timeout_s)
+            return value
         except Exception as error:
             logger.info("no answer (%s)", type(error).__name__)
             return None

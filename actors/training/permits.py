@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
+
+from paceline.actors.handles import RemoteMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,33 @@ class Permit(StrEnum):
     GRANTED = "granted"
     DENIED = "denied"  # retry later; the topic stays assigned
     UNASSIGNED = "unassigned"  # the scheduler knows no topic of this trainer: the round ends
+
+
+class SchedulerHandle(Protocol):
+    """Actor handle of the trainer scheduler, as far as trainers call it; see TrainerScheduler."""
+
+    @property
+    def may_train(self) -> RemoteMethod[[], bool]:
+        """Whether one forward without a lease may run."""
+
+    @property
+    def acquire_topic(
+        self,
+    ) -> RemoteMethod[[TrainerIdentity, str, Mapping[str, float]], Assignment]:
+        """Acquire a topic, by identity, incarnation, and the topics' gains."""
+
+    @property
+    def topic_progress(self) -> RemoteMethod[[str], dict[str, TopicProgress]]:
+        """Progress of the other trainers, by the caller's name."""
+
+    @property
+    def acquire_permit(self) -> RemoteMethod[[str, str], Permit]:
+        """Acquire a permit, by name and incarnation."""
+
+    @property
+    def release_permit(self) -> RemoteMethod[[str, str], None]:
+        """Release the permit, by name and incarnation."""
+
+    @property
+    def release_topic(self) -> RemoteMethod[[str, str, TopicProgress | None], None]:
+        """End the round, by name and incarnation."""

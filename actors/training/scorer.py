@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.actors.handles import RemoteMethod, remote_method
 from paceline.actors.replay.record import RecordError, belongs, decode
 from paceline.actors.router.hedge import Hedge, HedgeTable
 from paceline.actors.training.background import BackgroundLoop
@@ -23,7 +24,9 @@ from paceline.actors.training.settings import ScorerSettings
 if TYPE_CHECKING:
     from paceline.actors.training.client import TrainerClient
     from paceline.actors.training.expert_evaluation import ExpertEvaluator
+    from paceline.actors.training.permits import SchedulerHandle
     from paceline.actors.weights.flat_weights import FlatWeights
+    from paceline.actors.weights.subscriber import RegistryHandle
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +317,11 @@ class Scorer:
     """
 
     def __init__(
-        self, settings: ScorerSettings, evaluator: ExpertEvaluator, registry: Any, scheduler: Any
+        self,
+        settings: ScorerSettings,
+        evaluator: ExpertEvaluator,
+        registry: RegistryHandle,
+        scheduler: SchedulerHandle | None,
     ) -> None:
         """Start scoring.
 
@@ -387,3 +394,11 @@ class Scorer:
             self._scoring.restore(json.loads(self._file.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             logger.warning("the routing table on disk cannot be read, starting fresh")
+
+
+class ScorerHandle:
+    """Handle of the actor that has a Scorer: the first trainer's, which may run without."""
+
+    offer = remote_method(Scorer.offer)
+    delete = remote_method(Scorer.delete)
+    table: RemoteMethod[[], ScorerTable | None]

@@ -6,18 +6,21 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paceline.actors.handles import remote_method
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.drift import DriftStatus
-from paceline.actors.training.permits import TrainerIdentity
+from paceline.actors.training.permits import SchedulerHandle, TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 
 if TYPE_CHECKING:
+    from paceline.actors.replay.shard import ShardHandle
     from paceline.actors.training.settings import TrainerSettings
     from paceline.actors.training.training_loop import TrainingLoop
     from paceline.actors.training.worker_group import WorkerGroup, WorkerHandle, WorkerSpec
+    from paceline.actors.weights.subscriber import RegistryHandle
 
 
 class Trainer:
@@ -30,9 +33,9 @@ class Trainer:
     def __init__(
         self,
         settings: TrainerSettings,
-        shards: Mapping[str, Any],
-        registry: Any,
-        scheduler: Any,
+        shards: Mapping[str, ShardHandle],
+        registry: RegistryHandle,
+        scheduler: SchedulerHandle | None,
         start_worker: Callable[[WorkerSpec], WorkerHandle] | None = None,
         address: str = "127.0.0.1",
         identity: TrainerIdentity | None = None,
@@ -117,3 +120,10 @@ class Trainer:
     def _stop_workers(self) -> None:
         if self._workers is not None:
             self._workers.stop()
+
+
+class TrainerHandle:
+    """Actor handle of a Trainer."""
+
+    status = remote_method(Trainer.status)
+    ping = remote_method(Trainer.ping)

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
 from paceline.actors.backoff import Backoff
+from paceline.actors.handles import Reference, remote_method
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.notifications import RegistryChanges, SlotWeights
 from paceline.actors.weights.slots import candidate_of, expert_of
@@ -19,6 +20,8 @@ from paceline.actors.weights.topics import TopicsView
 if TYPE_CHECKING:  # subscribers to topics alone do without torch
     from torch import Tensor
 
+    from paceline.actors.weights.registry import WeightRegistry
+
 logger = logging.getLogger(__name__)
 
 _POLL_S = 10.0
@@ -26,28 +29,27 @@ _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 4.0
 _STEP_S = 0.5
 
-P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class RemoteMethod(Protocol[P]):
-    """A method of an actor handle."""
+class RegistryHandle:
+    """Actor handle of a WeightRegistry."""
 
-    def remote(self, *arguments: P.args, **named: P.kwargs) -> Any:
-        """Call the method; returns the reference of its result."""
-
-
-class RegistryHandle(Protocol):
-    """Actor handle of a WeightRegistry, as far as subscribers use it."""
-
-    @property
-    def wait_for_changes(
-        self,
-    ) -> RemoteMethod[[Mapping[str, int] | None, str | None, float, str | None]]:
-        """See WeightRegistry."""
-
-    @property
-    def report(self) -> RemoteMethod[[Iterable[DraftOutcome]]]:
-        """See WeightRegistry."""
+    if TYPE_CHECKING:
+        publish = remote_method(WeightRegistry.publish)
+        reject = remote_method(WeightRegistry.reject)
+        record_decision = remote_method(WeightRegistry.record_decision)
+        report = remote_method(WeightRegistry.report)
+        roll_back = remote_method(WeightRegistry.roll_back)
+        add_topic = remote_method(WeightRegistry.add_topic)
+        register_actors = remote_method(WeightRegistry.register_actors)
+        topics = remote_method(WeightRegistry.topics)
+        topic_status = remote_method(WeightRegistry.topic_status)
+        stable_versions = remote_method(WeightRegistry.stable_versions)
+        stable_weights = remote_method(WeightRegistry.stable_weights)
+        wait_for_changes = remote_method(WeightRegistry.wait_for_changes)
+        history = remote_method(WeightRegistry.history)
+        ping = remote_method(WeightRegistry.ping)
 
 
 LoadWeights = Callable[[str, int, "Mapping[str, Tensor] | None"], object]
@@ -114,8 +116,7 @@ class RegistrySubscriber:
             asked = self._registry.wait_for_changes.remote(
                 self._versions, self._etag, wait_s, self._name
             )
-            changes: RegistryChanges = self.get(asked, timeout_s)
-            self._apply(changes, timeout_s)
+            self._apply(self.get(asked, timeout_s), timeout_s)
             versions = self._versions or {}
             failed = [
                 outcome
@@ -130,7 +131,7 @@ class RegistrySubscriber:
             return False
         return True
 
-    def get(self, reference: Any, timeout_s: float) -> Any:
+    def get(self, reference: Reference[T], timeout_s: float) -> T:
         """The value of a reference, awaited in short steps.
 
         Ray must not shut down while a thread waits in it.
@@ -142,7 +143,8 @@ class RegistrySubscriber:
         while not self._stopped.is_set():
             step_s = min(_STEP_S, deadline - time.monotonic())
             if ray.wait([reference], timeout=max(step_s, 0.0))[0]:
-                return ray.get(reference)
+                value: T = ray.get(reference)
+                return value
             if step_s <= 0.0:
                 break
         raise TimeoutError("the registry does not answer")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from paceline.actors.handles import remote_method
 from paceline.actors.training.permits import (
     Assignment,
     Permit,
@@ -166,3 +167,23 @@ class TrainerScheduler:
     def ping(self) -> bool:
         """Return True: the actor answers."""
         return True
+
+
+class TrainerSchedulerHandle:
+    """Actor handle of a TrainerScheduler."""
+
+    report_load = remote_method(TrainerScheduler.report_load)
+    announce_request = remote_method(TrainerScheduler.announce_request)
+    may_train = remote_method(TrainerScheduler.may_train)
+    acquire_topic = remote_method(TrainerScheduler.acquire_topic)
+    topic_progress = remote_method(TrainerScheduler.topic_progress)
+    acquire_permit = remote_method(TrainerScheduler.acquire_permit)
+    release_permit = remote_method(TrainerScheduler.release_permit)
+    release_topic = remote_method(TrainerScheduler.release_topic)
+    sync_trainers = remote_method(TrainerScheduler.sync_trainers)
+    report_pending = remote_method(TrainerScheduler.report_pending)
+    pause = remote_method(TrainerScheduler.pause)
+    resume = remote_method(TrainerScheduler.resume)
+    drain = remote_method(TrainerScheduler.drain)
+    status = remote_method(TrainerScheduler.status)
+    ping = remote_method(TrainerScheduler.ping)

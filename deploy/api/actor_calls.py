@@ -5,16 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.deploy.errors import ApiError, overloaded
 
 logger = logging.getLogger(__name__)
 
-Call = Callable[[], Awaitable[Any]]
+T = TypeVar("T")
+Call = Callable[[], Awaitable[T]]
 
 
-async def call_with_timeout(call: Call, timeout_s: float) -> Any:
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """A failed call.
+
+    Attributes:
+        error: the exception's name.
+    """
+
+    error: str
+
+
+async def call_with_timeout(call: Call[T], timeout_s: float) -> T:
     """The result of a call.
 
     Raises:
@@ -24,7 +37,7 @@ async def call_with_timeout(call: Call, timeout_s: float) -> Any:
         return await call()
 
 
-async def call_or_none(call: Call | None, timeout_s: float) -> Any:
+async def call_or_none(call: Call[T] | None, timeout_s: float) -> T | None:
     """The result of a call, None if there is no such actor or the call fails."""
     if call is None:
         return None
@@ -35,15 +48,15 @@ async def call_or_none(call: Call | None, timeout_s: float) -> Any:
         return None
 
 
-async def call_or_error(call: Call, timeout_s: float) -> Any:
-    """The result of a call, or ``{"error": exception's name}``."""
+async def call_or_error(call: Call[T], timeout_s: float) -> T | CallError:
+    """The result of a call, or its error."""
     try:
         return await call_with_timeout(call, timeout_s)
     except Exception as error:
-        return {"error": type(error).__name__}
+        return CallError(type(error).__name__)
 
 
-async def call_required(name: str, call: Call, timeout_s: float, message: str, code: str) -> Any:
+async def call_required(name: str, call: Call[T], timeout_s: float, message: str, code: str) -> T:
     """The result of a call that a request depends on.
 
     Args:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
+from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.deploy.api.actor_calls import BackgroundPoller
 from paceline.deploy.errors import ApiError, overloaded, rate_limited
 
@@ -75,10 +75,10 @@ class DrainState:
     last state; a restarted one is not draining until ``paceline drain`` sets it again.
 
     Args:
-        scheduler: actor handle of the trainer scheduler; None never drains.
+        scheduler: actor handle of the trainer scheduler.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: TrainerSchedulerHandle) -> None:
         self._scheduler = scheduler
         self._poller = BackgroundPoller(
             self._poll, timeout_s=_TIMEOUT_S, interval_s=_POLL_INTERVAL_S, name="trainer scheduler"
@@ -87,8 +87,7 @@ class DrainState:
 
     def ensure_polling(self) -> None:
         """Poll the scheduler in the background; needs a running loop."""
-        if self._scheduler is not None:
-            self._poller.ensure_started()
+        self._poller.ensure_started()
 
     def check(self) -> None:
         """Refuse a new request while draining.

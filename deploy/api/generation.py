@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import (
@@ -20,6 +19,7 @@ from ray.serve.exceptions import (
 )
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest, merge_chunks
+from paceline.actors.engine.target_handle import ChunkStream, StreamingTarget, TargetHandle
 from paceline.deploy.api.failover import Failover, Failure, ResumableRequest
 from paceline.deploy.errors import ApiError, internal, overloaded
 
@@ -56,7 +56,7 @@ def classify_failure(error: Exception) -> Failure | None:
     return Failure.GONE if type(error).__name__ == "AioRpcError" else Failure.BROKEN
 
 
-def streaming_handle(target: Any) -> Any:
+def streaming_handle(target: TargetHandle) -> StreamingTarget:
     """The target's handle for generation, for complete responses too.
 
     gRPC costs half as much per chunk as Ray's calls. Serve does not propagate the cancellation
@@ -66,7 +66,7 @@ def streaming_handle(target: Any) -> Any:
 
 
 async def _attempt(
-    response: Any, state: ResumableRequest
+    response: ChunkStream, state: ResumableRequest
 ) -> AsyncGenerator[GenerationChunk | Failure, None]:
     """Chunks of one replica; a failure, if any, comes last."""
     try:
@@ -85,7 +85,7 @@ async def _attempt(
             response.cancel()
 
 
-async def _next_chunk(response: Any, timeout_s: float) -> GenerationChunk | Failure:
+async def _next_chunk(response: ChunkStream, timeout_s: float) -> GenerationChunk | Failure:
     """The next chunk of a replica, or its failure."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -109,7 +109,7 @@ async def _next_chunk(response: Any, timeout_s: float) -> GenerationChunk | Fail
 
 
 async def _run(
-    handle: Any, request: GenerationRequest, failover: Failover, whole: bool
+    handle: StreamingTarget, request: GenerationRequest, failover: Failover, whole: bool
 ) -> AsyncGenerator[GenerationChunk, None]:
     """The chunks of a request, from as many replicas as it needs."""
     state = failover.start(request, time.monotonic())
@@ -127,7 +127,7 @@ async def _run(
 
 
 async def complete_all(
-    handle: Any, requests: Sequence[GenerationRequest], failover: Failover
+    handle: StreamingTarget, requests: Sequence[GenerationRequest], failover: Failover
 ) -> list[GenerationChunk]:
     """Run requests concurrently to completion; the first failure cancels the others.
 
@@ -155,7 +155,9 @@ async def complete_all(
         raise as_api_error(error) from error
 
 
-async def _complete(handle: Any, request: GenerationRequest, failover: Failover) -> GenerationChunk:
+async def _complete(
+    handle: StreamingTarget, request: GenerationRequest, failover: Failover
+) -> GenerationChunk:
     async with aclosing(_run(handle, request, failover, True)) as chunks:
         return merge_chunks([chunk async for chunk in chunks])
 
@@ -168,7 +170,7 @@ def _first_error(error: BaseException) -> Exception:
 
 
 async def stream_all(
-    handle: Any, requests: Sequence[GenerationRequest], failover: Failover
+    handle: StreamingTarget, requests: Sequence[GenerationRequest], failover: Failover
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     """Run requests concurrently and yield their chunks with the index of the choice.
 
@@ -198,7 +200,7 @@ async def stream_all(
 
 
 async def _merged(
-    handle: Any, requests: Sequence[GenerationRequest], failover: Failover
+    handle: StreamingTarget, requests: Sequence[GenerationRequest], failover: Failover
 ) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
     queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()
 

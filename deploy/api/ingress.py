@@ -17,6 +17,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from paceline.actors.engine.target_handle import TargetHandle
+from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.policy import MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_none
@@ -40,8 +42,10 @@ from paceline.deploy.api.request_parser import (
 )
 from paceline.deploy.api.request_schemas import GenerationOptions, StreamOptions
 from paceline.deploy.api.response_builder import ResponseContext, response_body
+from paceline.deploy.api.response_schemas import ModelCard, ModelList
 from paceline.deploy.api.routing import (
     ExpertList,
+    RouterHandle,
     RouteSelector,
     RoutingTable,
     load_router,
@@ -129,7 +133,11 @@ class Ingress:
     """
 
     def __init__(
-        self, settings: IngressSettings, target: Any, router: Any, actors: LearningActors
+        self,
+        settings: IngressSettings,
+        target: TargetHandle,
+        router: RouterHandle | None,
+        actors: LearningActors,
     ) -> None:
         self._settings = self._configured = settings
         self._user_config = UserConfigState(IngressUserConfig, self._apply_user_config)
@@ -244,7 +252,7 @@ class Ingress:
         for attempt in range(_HEALTH_ATTEMPTS):  # replica choice spreads attempts by number
             try:
                 async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                    await self._target.describe.remote(attempt=attempt)
+                    await self._target.status.remote(attempt=attempt)
             except Exception as error:
                 logger.warning("a replica of the target does not answer: %r", error)
             else:
@@ -253,22 +261,21 @@ class Ingress:
 
     async def models(self) -> Response:
         """A list of the one served model."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        models = ModelList(data=[self._model_card()])
+        return JSONResponse(models.model_dump())
 
     async def model(self, model: str) -> Response:
         """The model of that name, else 404."""
         check_model(model, self._settings.model_name)
-        return JSONResponse(self._model_card())
+        return JSONResponse(self._model_card().model_dump())
 
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._settings.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "paceline",
-            "max_model_len": self._context_length,
-            "default_sampling_params": self._default_sampling_params,
-        }
+    def _model_card(self) -> ModelCard:
+        return ModelCard(
+            id=self._settings.model_name,
+            created=self._created,
+            max_model_len=self._context_length,
+            default_sampling_params=self._default_sampling_params,
+        )
 
     async def status(self) -> Response:
         """Status of target, drafts, replay, trainers and this replica."""
@@ -278,20 +285,19 @@ class Ingress:
             "routed": self._route_selector.counts(),
             "user_config": self._user_config.status(),
         }
-        return JSONResponse(jsonable_encoder(status | own))
+        return JSONResponse(jsonable_encoder(status) | jsonable_encoder(own))
 
-    def _shards(self) -> dict[str, Any]:
+    def _shards(self) -> dict[str, ShardHandle]:
         return {**self._actors.shards, **self._experts.shards}
 
-    async def _current_shards(self) -> dict[str, Any]:
+    async def _current_shards(self) -> dict[str, ShardHandle]:
         """The shards of all topics, also of those added a moment ago."""
-        if self._actors.registry is not None:
-            self._experts.update(await self._actors.registry.topics.remote())
+        self._experts.update(await self._actors.registry.topics.remote())
         return self._shards()
 
     async def topics(self) -> Response:
         """Every topic and its state in each part."""
-        return JSONResponse(await self._topic_admin.describe())
+        return JSONResponse(await self._topic_admin.list_topics())
 
     async def add_topic(self, request: Request) -> Response:
         """Add a topic, see TopicAdmin."""
@@ -300,7 +306,7 @@ class Ingress:
     async def live(self, request: Request) -> Response:
         """Recent traffic of this replica."""
         since = query_number(request.query_params.get("since"), "since")
-        return JSONResponse(self._recent_traffic.snapshot(since))
+        return JSONResponse(self._recent_traffic.rows(since))
 
     async def metrics(self) -> Response:
         """Metrics of all target replicas with vLLM's names; those that do not answer are left out.

@@ -11,13 +11,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from paceline.actors.replay.shard import ShardHandle
+from paceline.actors.training.scorer import ScorerHandle
+from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.actors.weights.versions import VersionChangedError
+from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.deploy.api.actor_calls import Call, call_required, call_with_timeout, remote_message
 from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.auth import authorize, forbidden
@@ -60,6 +64,7 @@ class DrainRequest(_Body):
     on: bool = True
 
 
+T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=_Body)
 
 
@@ -78,12 +83,12 @@ class Operations:
 
     def __init__(
         self,
-        registry: Any,
-        scheduler: Any,
-        shards: Callable[[], Awaitable[Mapping[str, Any]]],
+        registry: RegistryHandle,
+        scheduler: TrainerSchedulerHandle,
+        shards: Callable[[], Awaitable[Mapping[str, ShardHandle]]],
         drain_state: DrainState,
         *,
-        scorer: Any = None,
+        scorer: ScorerHandle | None = None,
         enabled: bool,
         keyed: bool,
     ) -> None:
@@ -127,7 +132,9 @@ class Operations:
         if body.topic is not None and body.topic not in shards:
             raise _unknown_topic(body.topic)
         names = [body.topic] if body.topic is not None else list(shards)
-        calls = [partial(shards[topic].delete.remote, body.request_id) for topic in names]
+        calls: list[Call[int]] = [
+            partial(shards[topic].delete.remote, body.request_id) for topic in names
+        ]
         if self._scorer is not None:
             names.append(SCORER)
             calls.append(partial(self._scorer.delete.remote, body.request_id, body.topic))
@@ -147,7 +154,7 @@ class Operations:
         await _call("trainer scheduler", lambda: self._scheduler.drain.remote(body.on))
         self._drain_state.ensure_polling()
         await self._drain_state.refresh()
-        status = await _call("trainer scheduler", lambda: self._scheduler.status.remote())
+        status = await _call("trainer scheduler", self._scheduler.status.remote)
         state = {
             "draining": status.draining,
             "running": status.running,
@@ -163,7 +170,7 @@ class Operations:
         return parse_json(await read_body(request, _MAX_BODY_BYTES) or b"{}", model)
 
 
-async def _call(name: str, call: Call) -> Any:
+async def _call(name: str, call: Call[T]) -> T:
     """See `call_required`; an actor that does not answer may still have carried out the call."""
     text = f"The {name} did not answer: whether it was done, `paceline status` tells."
     return await call_required(name, call, _TIMEOUT_S, text, UNKNOWN_OUTCOME)

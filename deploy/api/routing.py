@@ -9,13 +9,22 @@ import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
+from paceline.actors.handles import remote_method
+from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.policy import MinConfidence, Route, route
+from paceline.actors.training.scorer import ScorerHandle
 from paceline.actors.weights.slots import in_canary
 from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
 from paceline.deploy.api.actor_calls import BackgroundPoller
+
+if TYPE_CHECKING:  # imports torch: seconds
+    from paceline.actors.router.router import TopicRouter
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +36,23 @@ _MAX_LATENCIES = 4096
 Weights = Mapping[str, Mapping[str, float]]  # topic to expert to weight
 
 
+class RouterHandle:
+    """Serve handle of a TopicRouter."""
+
+    if TYPE_CHECKING:
+        classify = remote_method(TopicRouter.classify)
+        labels = remote_method(TopicRouter.labels)
+        fit_topic = remote_method(TopicRouter.fit_topic)
+
+
 @dataclass(frozen=True, slots=True)
-class _LocalMethod:
+class _LocalMethod(Generic[P, T]):
     """A method in this process with the interface of a Serve handle's method."""
 
-    remote: Callable[..., Awaitable[Any]]
+    remote: Callable[P, Awaitable[T]]
 
 
-class InProcessRouter:
+class InProcessRouter(RouterHandle):
     """A TopicRouter in this process with the interface of a Serve handle.
 
     A slow classifier runs on its own thread and so meets the same timeout and circuit breaker as
@@ -46,14 +64,14 @@ class InProcessRouter:
         fit_topic: likewise; takes seconds of a thread.
     """
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: TopicRouter) -> None:
         self.classify = _LocalMethod(router.classify)
         self.labels = _LocalMethod(router.labels)
         self.fit_topic = _LocalMethod(router.fit_topic)
 
 
 def load_router(
-    path: str, encoder_path: str | None, num_threads: int, registry: Any
+    path: str, encoder_path: str | None, num_threads: int, registry: RegistryHandle
 ) -> InProcessRouter:
     """Load the topic classifier into this process; see TopicRouter.
 
@@ -69,18 +87,17 @@ def load_router(
 class ExpertList(Collection[str]):
     """The experts: those of the configuration and those added since.
 
-    Subscribes to the weight registry, unless that is None. Thread-safe.
+    Subscribes to the weight registry. Thread-safe.
 
     Attributes:
         view: the registry's last view of the added topics.
     """
 
-    def __init__(self, experts: Sequence[str], registry: RegistryHandle | None) -> None:
+    def __init__(self, experts: Sequence[str], registry: RegistryHandle) -> None:
         self._experts = tuple(experts)
         self._lock = threading.Lock()
         self.view = TopicsView(etag="")
-        if registry is not None:
-            RegistrySubscriber(registry, on_topics=self.update).start()
+        RegistrySubscriber(registry, on_topics=self.update).start()
 
     def __contains__(self, name: object) -> bool:
         return name in self._experts
@@ -92,7 +109,7 @@ class ExpertList(Collection[str]):
         return len(self._experts)
 
     @property
-    def shards(self) -> dict[str, Any]:
+    def shards(self) -> dict[str, ShardHandle]:
         """Handles of the added topics' replay shards, as far as they are known."""
         return {name: actors.shard for name, actors in self.view.actors.items()}
 
@@ -118,7 +135,7 @@ class RoutingTable:
 
     def __init__(
         self,
-        scorer: Any,
+        scorer: ScorerHandle | None,
         clock: Callable[[], float],
         canary_share: float = 0.0,
         *,
@@ -148,6 +165,7 @@ class RoutingTable:
         return canary_route(route, request_id, self._with_candidate, self._canary_share)
 
     async def _poll(self) -> None:
+        assert self._scorer is not None
         table = await self._scorer.table.remote()
         self._weights = {} if table is None else table.weights
         self._with_candidate = frozenset() if table is None else frozenset(table.on_trial)
@@ -246,7 +264,7 @@ class RouteSelector:
 
     def __init__(
         self,
-        router: Any,
+        router: RouterHandle | None,
         experts: Collection[str],
         timeout_s: float,
         min_confidence: MinConfidence,
@@ -293,7 +311,7 @@ class RouteSelector:
             return {}
         try:
             async with asyncio.timeout(self._timeout_s):
-                probabilities: dict[str, float] = await self._router.classify.remote(text)
+                probabilities = await self._router.classify.remote(text)
             if not all(map(math.isfinite, probabilities.values())):
                 raise ValueError(f"probabilities are not finite: {probabilities}")
         except asyncio.CancelledError:

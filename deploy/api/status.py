@@ -3,44 +3,84 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+from paceline.actors.engine.target_handle import TargetHandle, TargetStatus
+from paceline.actors.replay.buffer import ShardStats
+from paceline.actors.training.progress import TrainerStatus
+from paceline.actors.training.scorer import ScorerTable
+from paceline.actors.weights.history import Decision
+from paceline.actors.weights.versions import TopicStatus
 from paceline.cluster.learning_actors import LearningActors
-from paceline.deploy.api.actor_calls import call_or_error
+from paceline.cluster.scheduler.leases import SchedulerStatus
+from paceline.cluster.supervisor import SupervisorStatus
+from paceline.deploy.api.actor_calls import CallError, call_or_error
 
 _TIMEOUT_S = 2.0
 _MAX_DECISIONS = 60  # some 15 minutes of continuous learning
 
+T = TypeVar("T")
 
-async def gather_status(target: Any, actors: LearningActors) -> dict[str, Any]:
-    """The status of every part; ``{"error": name}`` for one that does not answer."""
 
-    def query(method: Any, *arguments: Any) -> Awaitable[Any]:
-        return call_or_error(lambda: method.remote(*arguments), _TIMEOUT_S)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """The status of every part; a CallError for one that does not answer.
 
-    queries = {"target": query(target.describe)}
-    if (registry := actors.registry) is not None:
-        queries["weight_versions"] = query(registry.stable_versions)
-        queries["live_drafts"] = query(registry.topic_status)
-        queries["decisions"] = query(registry.history, None)
-    if actors.trainer is not None:
-        queries["trainer"] = query(actors.trainer.status)
-    if actors.scorer is not None:
-        queries["routing"] = query(actors.scorer.table)
-    if actors.scheduler is not None:
-        queries["scheduler"] = query(actors.scheduler.status)
-    if actors.supervisor is not None:
-        queries["supervisor"] = query(actors.supervisor.status)
-    further = {name: query(one.status) for name, one in actors.further_trainers.items()}
-    shards = {topic: query(shard.stats) for topic, shard in actors.shards.items()}
-    results, trainer_results, shard_results = await asyncio.gather(
-        *(asyncio.gather(*group.values()) for group in (queries, further, shards))
+    Attributes:
+        target: one replica.
+        weight_versions: stable weight_version by topic.
+        live_drafts: by topic.
+        decisions: the last ones, oldest first.
+        scheduler: of trainers.
+        shards: by topic.
+        trainer: the first one; None if training is off.
+        further_trainers: by name.
+        routing: weights of experts by measured acceptance; None if experts are not evaluated.
+        supervisor: on a cluster; else None.
+    """
+
+    target: TargetStatus | CallError
+    weight_versions: Mapping[str, int] | CallError
+    live_drafts: Mapping[str, TopicStatus] | CallError
+    decisions: Sequence[Decision] | CallError
+    scheduler: SchedulerStatus | CallError
+    shards: Mapping[str, ShardStats | CallError]
+    trainer: TrainerStatus | CallError | None
+    further_trainers: Mapping[str, TrainerStatus | CallError]
+    routing: ScorerTable | CallError | None
+    supervisor: SupervisorStatus | CallError | None
+
+
+async def gather_status(target: TargetHandle, actors: LearningActors) -> ServerStatus:
+    """Call every part at once."""
+    async with asyncio.TaskGroup() as group:
+
+        def call(method: Callable[[], Awaitable[T]]) -> asyncio.Task[T | CallError]:
+            return group.create_task(call_or_error(method, _TIMEOUT_S))
+
+        registry, trainer, scorer = actors.registry, actors.trainer, actors.scorer
+        own = call(target.status.remote)
+        versions = call(registry.stable_versions.remote)
+        live = call(registry.topic_status.remote)
+        history = call(registry.history.remote)
+        scheduler = call(actors.scheduler.status.remote)
+        first = None if trainer is None else call(trainer.status.remote)
+        further = {name: call(one.status.remote) for name, one in actors.further_trainers.items()}
+        table = None if scorer is None else call(scorer.table.remote)
+        supervisor = None if actors.supervisor is None else call(actors.supervisor.status.remote)
+        shards = {topic: call(shard.stats.remote) for topic, shard in actors.shards.items()}
+    decisions = history.result()
+    return ServerStatus(
+        target=own.result(),
+        weight_versions=versions.result(),
+        live_drafts=live.result(),
+        decisions=decisions if isinstance(decisions, CallError) else decisions[-_MAX_DECISIONS:],
+        scheduler=scheduler.result(),
+        shards={topic: task.result() for topic, task in shards.items()},
+        trainer=None if first is None else first.result(),
+        further_trainers={name: task.result() for name, task in further.items()},
+        routing=None if table is None else table.result(),
+        supervisor=None if supervisor is None else supervisor.result(),
     )
-    status = dict(zip(queries, results, strict=True))
-    if further:
-        status["further_trainers"] = dict(zip(further, trainer_results, strict=True))
-    if isinstance(status.get("decisions"), list):
-        status["decisions"] = status["decisions"][-_MAX_DECISIONS:]
-    status["shards"] = dict(zip(shards, shard_results, strict=True))
-    return status

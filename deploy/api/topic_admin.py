@@ -10,15 +10,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar
 
 import numpy as np
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.replay.record import RecordError, decode
+from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.policy import GENERAL, MinConfidence
-from paceline.actors.router.topic_fit import TopicFitSettings
+from paceline.actors.router.topic_fit import TopicFitFigures, TopicFitSettings
 from paceline.actors.weights.topics import (
     StaleRevisionError,
     TopicExistsError,
@@ -29,7 +31,7 @@ from paceline.deploy.api.actor_calls import Call, call_or_none, call_required, r
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_json
-from paceline.deploy.api.routing import ExpertList
+from paceline.deploy.api.routing import ExpertList, RouterHandle
 from paceline.deploy.config.sections import topic_name
 from paceline.deploy.demo.prompts import TOPICS, generate
 from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal, invalid_value
@@ -38,6 +40,8 @@ from paceline.deploy.recipes.router_data import FORMS, general_prompts
 
 if TYPE_CHECKING:  # imports torch: seconds
     from paceline.actors.router.router import RouterFit
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +69,7 @@ def bundled_prompts() -> tuple[str, ...]:
     return (*dict.fromkeys(found), *general_prompts(rng, _BUNDLED_PROMPTS))
 
 
-async def stored_prompts(shards: Mapping[str, Any], encoder: PromptEncoder) -> list[str]:
+async def stored_prompts(shards: Mapping[str, ShardHandle], encoder: PromptEncoder) -> list[str]:
     """Counterexamples from the replay shards that answer.
 
     Without ``general``'s: its prompts may be of the new topic, and shall move there.
@@ -107,6 +111,52 @@ class TopicAdminSettings:
     max_topics: int = 32
 
 
+class TopicRow(TypedDict):
+    """A topic's state in each part; None if the part does not answer.
+
+    Attributes:
+        name: of the topic.
+        added: whether it was added while the server runs, not by the configuration.
+        weight_version: the stable one.
+        routed: whether the router replica that answered knows it.
+        drafting: whether the target replica that answered has its expert.
+        records: in replay.
+    """
+
+    name: str
+    added: bool
+    weight_version: int | None
+    routed: bool | None
+    drafting: bool | None
+    records: int | None
+
+
+class TopicList(TypedDict):
+    """All topics; ``mutable`` is whether any can be added."""
+
+    object: Literal["list"]
+    data: list[TopicRow]
+    mutable: bool
+
+
+class NewTopic(TypedDict):
+    """An added topic.
+
+    Attributes:
+        object: its kind.
+        name: of the topic.
+        weight_version: of its expert.
+        examples: number of different ones.
+        router: figures on held-out prompts, None if the router is off.
+    """
+
+    object: Literal["topic"]
+    name: str
+    weight_version: int
+    examples: int
+    router: TopicFitFigures | None
+
+
 class AddTopicRequest(BaseModel):
     """Body of an addition: the name, and example prompts of the topic."""
 
@@ -133,8 +183,8 @@ class TopicAdmin:
         self,
         settings: TopicAdminSettings,
         experts: ExpertList,
-        router: Any,
-        target: Any,
+        router: RouterHandle | None,
+        target: TargetHandle,
         actors: LearningActors,
         encoder: PromptEncoder,
         *,
@@ -149,21 +199,16 @@ class TopicAdmin:
         self._keyed = keyed
         self._adding = asyncio.Lock()
 
-    async def describe(self) -> dict[str, Any]:
-        """Every topic and its state in each part; None if the part does not answer.
-
-        ``added``: while the server runs, not by the configuration; ``weight_version``: the stable
-        one; ``routed``: whether the router replica that answered knows it; ``drafting``: whether
-        the target replica that answered has its expert; ``records``: in replay.
-        """
-        registry = self._actors.registry
-        view, versions, facts, labels = await asyncio.gather(
-            call_or_none(registry and registry.topics.remote, _QUERY_TIMEOUT_S),
-            call_or_none(registry and registry.stable_versions.remote, _QUERY_TIMEOUT_S),
-            call_or_none(self._target.describe.remote, _QUERY_TIMEOUT_S),
-            call_or_none(self._router and self._router.labels.remote, _QUERY_TIMEOUT_S),
+    async def list_topics(self) -> TopicList:
+        """Every topic and its state in each part."""
+        registry, router = self._actors.registry, self._router
+        view, versions, target, labels = await asyncio.gather(
+            call_or_none(registry.topics.remote, _QUERY_TIMEOUT_S),
+            call_or_none(registry.stable_versions.remote, _QUERY_TIMEOUT_S),
+            call_or_none(self._target.status.remote, _QUERY_TIMEOUT_S),
+            call_or_none(None if router is None else router.labels.remote, _QUERY_TIMEOUT_S),
         )
-        if isinstance(view, TopicsView):
+        if view is not None:
             self._experts.update(view)
         shards = self._shards()
         names = list(self._experts)
@@ -174,26 +219,21 @@ class TopicAdmin:
             )
         )
         added = {topic.name for topic in self._experts.view.topics}
-        rows = []
-        for name, own in zip(names, stats, strict=True):
-            rows.append(
-                {
-                    "name": name,
-                    "added": name in added,
-                    "weight_version": (versions or {}).get(name),
-                    "routed": None if labels is None else name in labels,
-                    "drafting": None if facts is None else name in facts.get("drafts", {}),
-                    "records": own and own.records("train", "held_out"),
-                }
-            )
+        rows: list[TopicRow] = [
+            {
+                "name": name,
+                "added": name in added,
+                "weight_version": (versions or {}).get(name),
+                "routed": None if labels is None else name in labels,
+                "drafting": None if target is None else name in target.drafts,
+                "records": None if own is None else own.records("train", "held_out"),
+            }
+            for name, own in zip(names, stats, strict=True)
+        ]
         return {"object": "list", "data": rows, "mutable": self._settings.mutable}
 
-    async def add(self, request: Request, body: bytes) -> dict[str, Any]:
+    async def add(self, request: Request, body: bytes) -> NewTopic:
         """Add a topic with a copy of ``general`` as its expert, and its examples to the router.
-
-        Returns:
-            name, weight_version, and under ``router`` the measurements on held-out prompts, None
-            if the router is off.
 
         Raises:
             ApiError: 403 if the client may not; 400 naming the field; 409 if the topic exists or
@@ -208,7 +248,7 @@ class TopicAdmin:
         async with self._adding:
             return await self._add(new)
 
-    async def _add(self, new: AddTopicRequest) -> dict[str, Any]:
+    async def _add(self, new: AddTopicRequest) -> NewTopic:
         registry = self._actors.registry
         view = await _call("weight registry", registry.topics.remote, _QUERY_TIMEOUT_S)
         self._experts.update(view)
@@ -218,18 +258,15 @@ class TopicAdmin:
             raise ApiError(
                 409, f"There are {self._settings.max_topics} topics already.", param="name"
             )
-        fit = None
-        if self._router is not None:
-            fit = await self._fit(new, view)
+        fit = None if self._router is None else await self._fit(self._router, new, view)
         version = await self._commit(new.name, fit, view.revision)
         logger.info("topic %s was added", new.name)
-        figures = None if fit is None else fit.fit.figures()
         return {
             "object": "topic",
             "name": new.name,
             "weight_version": version,
             "examples": len(set(new.examples)),
-            "router": figures,
+            "router": None if fit is None else fit.fit.figures(),
         }
 
     async def _commit(self, name: str, fit: RouterFit | None, revision: int) -> int:
@@ -241,7 +278,7 @@ class TopicAdmin:
             "tells."
         )
         try:
-            version: int = await call_required(
+            return await call_required(
                 "weight registry",
                 lambda: self._actors.registry.add_topic.remote(*arguments),
                 _COMMIT_TIMEOUT_S,
@@ -254,9 +291,8 @@ class TopicAdmin:
             raise _conflict() from error
         except (KeyError, ValueError) as error:
             raise internal(f"The weight registry refuses: {remote_message(error)}") from error
-        return version
 
-    async def _fit(self, new: AddTopicRequest, view: TopicsView) -> RouterFit:
+    async def _fit(self, router: RouterHandle, new: AddTopicRequest, view: TopicsView) -> RouterFit:
         """The router's head with the topic.
 
         Raises:
@@ -275,8 +311,8 @@ class TopicAdmin:
         others = [text for text in _distinct(others) if text not in known]
         experts = tuple(self._experts)
         arguments = (new.name, examples, others, experts, view.head, settings)
-        call = partial(self._router.fit_topic.remote, *arguments)
-        fit: RouterFit = await _call("router", call, _FIT_TIMEOUT_S)
+        call = partial(router.fit_topic.remote, *arguments)
+        fit = await _call("router", call, _FIT_TIMEOUT_S)
         if fit.rejection is not None:
             raise ApiError(
                 400,
@@ -288,7 +324,7 @@ class TopicAdmin:
             )
         return fit
 
-    def _shards(self) -> dict[str, Any]:
+    def _shards(self) -> dict[str, ShardHandle]:
         return {**self._actors.shards, **self._experts.shards}
 
     def _authorize(self, request: Request) -> None:
@@ -327,7 +363,7 @@ def _conflict() -> ApiError:
     return ApiError(409, text, code="conflict", retry_after_s=1)
 
 
-async def _call(name: str, call: Call, timeout_s: float) -> Any:
+async def _call(name: str, call: Call[T], timeout_s: float) -> T:
     """The result of a call before anything has been changed.
 
     Raises:

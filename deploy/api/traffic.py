@@ -6,9 +6,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TypedDict
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationChunk, GenerationRequest
+from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +20,11 @@ class ArrivalNotifier:
     """Notifies the trainer scheduler of arriving requests, at most 50 times per second.
 
     Args:
-        scheduler: actor handle of the trainer scheduler, or None.
+        scheduler: actor handle of the trainer scheduler.
         clock: monotonic seconds.
     """
 
-    def __init__(self, scheduler: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: TrainerSchedulerHandle, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._notified_at = -_NOTIFY_INTERVAL_S
@@ -31,13 +32,35 @@ class ArrivalNotifier:
     def notify(self) -> None:
         """Send a notice without waiting; errors are logged."""
         now = self._clock()
-        if self._scheduler is None or now - self._notified_at < _NOTIFY_INTERVAL_S:
+        if now - self._notified_at < _NOTIFY_INTERVAL_S:
             return
         self._notified_at = now
         try:
             self._scheduler.announce_request.remote()
         except Exception as error:
             logger.info("the trainer scheduler was not notified of a request (%r)", error)
+
+
+class TrafficRows(TypedDict):
+    """Recent traffic of one ingress replica.
+
+    Attributes:
+        replica: its name, new after every restart.
+        now: unix seconds.
+        bucket_s: length of a bucket.
+        keep_s: age at which buckets are dropped.
+        columns: names of a row's fields. ``at`` is a bucket's start (unix seconds). ``tokens``
+            were generated in the bucket; the other columns count the ``requests`` that finished in
+            it.
+        rows: oldest first.
+    """
+
+    replica: str
+    now: float
+    bucket_s: float
+    keep_s: float
+    columns: list[str]
+    rows: list[list[float | str]]
 
 
 COLUMNS = ("at", "topic", "draft", "requests", "tokens", "rounds", "drafted", "accepted")
@@ -106,14 +129,10 @@ class RecentTraffic:
             self._buckets.popitem(last=False)
         return self._buckets.setdefault(bucket, {})
 
-    def snapshot(self, since: float = 0.0) -> dict[str, Any]:
-        """Rows of the buckets that end after ``since`` (unix seconds), oldest first.
-
-        ``at`` is a bucket's start (unix seconds). ``tokens`` were generated in the bucket; the
-        other columns count the ``requests`` that finished in it.
-        """
+    def rows(self, since: float = 0.0) -> TrafficRows:
+        """Rows of the buckets that end after ``since`` (unix seconds)."""
         oldest = max(since, self._clock() - self._keep_s)
-        rows = [
+        rows: list[list[float | str]] = [
             [bucket * self._bucket_s, topic, draft, *counts]
             for bucket, cells in self._buckets.items()
             if (bucket + 1) * self._bucket_s > oldest

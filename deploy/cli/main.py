@@ -150,9 +150,9 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
     """Address, models, state and an example request."""
     from paceline.deploy.api.auth import key_digests
 
-    facts = running.description
+    target = running.target
     drafts = ", ".join(
-        f"{name} v{version}" for name, version in facts.get("drafts", {}).items() if "@" not in name
+        f"{name} v{version}" for name, version in target.drafts.items() if "@" not in name
     )
     body = json.dumps(
         {
@@ -166,7 +166,7 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
     lines = [
         "",
         f"Paceline serves {config.model_name} at {running.base_url}/v1",
-        f"  target   {config.target_path} ({facts.get('dtype')} on {facts.get('device')})",
+        f"  target   {config.target_path} ({target.dtype} on {target.device})",
         f"  drafts   {drafts}; num_speculative_tokens {config.drafts.num_speculative_tokens}"
         if drafts
         else "  drafts   none",

@@ -192,7 +192,7 @@ def _draft_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def _trainer_lines(status: Mapping[str, Any]) -> list[str]:
-    if "trainer" not in status:
+    if status.get("trainer") is None:
         return ["trainer   off"]
     trainers = [part(status, "trainer"), *part(status, "further_trainers").values()]
     return [line for each in trainers if isinstance(each, Mapping) for line in _one_trainer(each)]

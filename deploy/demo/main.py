@@ -169,10 +169,10 @@ def _run(options: DemoOptions, config: PacelineConfig, console: Console, started
 
 
 def _greet(console: Console, config: PacelineConfig, running: RunningApp, seconds: float) -> None:
-    facts = running.description
+    target = running.target
     console.print(
         f"Serving {config.model_name} at {running.base_url}/v1 after {seconds:.0f} s: "
-        f"{facts.get('dtype')} on {facts.get('device')}, "
+        f"{target.dtype} on {target.device}, "
         f"{_NUM_SPECULATIVE_TOKENS} draft tokens per round.",
         highlight=False,
         soft_wrap=True,

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
 from ray.serve import metrics
 
 from paceline.actors.engine.target import TargetReplica
-from paceline.deploy.config.user_config import TargetUserConfig, UserConfigState
+from paceline.actors.engine.target_handle import TargetStatus
+from paceline.deploy.config.user_config import TargetUserConfig, UserConfigState, UserConfigStatus
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 from paceline.deploy.monitoring.samples import pool_samples, target_samples
 from paceline.deploy.monitoring.vllm import ReplicaMetrics, replica_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeteredTargetStatus(TargetStatus):
+    """Status of a target replica, and what its ``user_config`` has changed."""
+
+    user_config: UserConfigStatus
 
 
 class MeteredTarget(TargetReplica):
@@ -39,6 +48,7 @@ class MeteredTarget(TargetReplica):
             user_config.max_speculative_tokens, user_config.probe_share, user_config.sample_share
         )
 
-    async def describe(self, attempt: int = 0) -> dict[str, Any]:
-        """See TargetReplica; ``user_config`` has the settings that were changed since the start."""
-        return await super().describe(attempt) | {"user_config": self._user_config.status()}
+    async def status(self, attempt: int = 0) -> MeteredTargetStatus:
+        """See TargetReplica; with the settings that were changed since the start."""
+        status = asdict(await super().status(attempt))
+        return MeteredTargetStatus(**status, user_config=self._user_config.status())

@@ -86,7 +86,7 @@ def check(running: RunningApp, found: list[Reply], expected: list[Reply]) -> Non
     """None is lost. None is altered in float32; in bfloat16 none where products are invariant."""
     assert [reply.error for reply in found] == [None] * len(found)
     altered = sum(f.answer != e.answer for f, e in zip(found, expected, strict=True))
-    dtype = running.description["dtype"]
+    dtype = running.target.dtype
     print(f"{dtype}: {altered} of {len(found)} answers altered")  # noqa: T201
     if dtype == "float32" or kernels_for(torch.device("cpu"), torch.bfloat16) is not None:
         assert altered == 0

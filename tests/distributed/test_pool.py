@@ -118,7 +118,7 @@ def plain(running: RunningApp) -> list[list[int]]:
 def test_answers_are_the_targets_own_and_drafts_come_from_the_pool(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
-    assert running.description["experts"].keys() == set(EXPERTS)
+    assert running.target.experts.keys() == set(EXPERTS)
     answers = ask_all(running)
     assert tokens(answers) == plain
     assert all(count > 0 for count in accepted(answers).values())

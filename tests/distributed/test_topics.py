@@ -147,7 +147,7 @@ def test_a_topic_is_added_learnt_and_survives(tmp_path: Path) -> None:
         drafts_without_failures(running.base_url)
         learnt = ray.get(running.registry.stable_versions.remote(), timeout=30)["travel"]
     with app.start(config_of(tmp_path, "colocated")) as running:
-        assert "travel" in running.description["drafts"]
+        assert "travel" in running.target.drafts
         assert row(running.base_url)["weight_version"] >= learnt >= 1
         wait_until(lambda: bool(row(running.base_url).get("routed")), "the router", 60)
         drafts_without_failures(running.base_url)

@@ -32,7 +32,7 @@ def build(**own: Any) -> tuple[Engine, Any]:
     }
     drafts = dict.fromkeys(TOPICS, str(DRAFT))
     engine, tokenizer, facts = build_engine(TargetSettings(str(TARGET), drafts, **settings | own))
-    assert facts["device"] == "cuda"
+    assert facts.device == "cuda"
     return engine, tokenizer
 
 

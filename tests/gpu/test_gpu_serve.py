@@ -76,7 +76,7 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def test_it_answers_as_the_target_does_and_learns(running: RunningApp) -> None:
-    assert running.description["device"] == "cuda"
+    assert running.target.device == "cuda"
     prompts = generate("sql", 96, 3)
     off = ask(running, prompts[:24], draft="off")
     drafted = ask(running, prompts[:24], draft="sql", num_speculative_tokens=4)

@@ -45,7 +45,7 @@ class PoolProposer:
 
     Rows of a dead or slow expert draft nothing; its circuit breaker then keeps rounds from waiting
     for it until it answers again. :meth:`add_client`, :meth:`attach`, :meth:`needs_connection`,
-    :meth:`wait_connected` and :meth:`describe` may be called from any thread, all else from the
+    :meth:`wait_connected` and :meth:`stats` may be called from any thread, all else from the
     engine's alone.
     """
 
@@ -108,7 +108,7 @@ class PoolProposer:
             )
         return [name for name, client in self._clients.items() if not client.needs_connection]
 
-    def describe(self) -> dict[str, ExpertStats]:
+    def stats(self) -> dict[str, ExpertStats]:
         """Return the state and counts of every expert."""
         return {name: client.stats() for name, client in self._clients.items()}
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from paceline.actors.engine.request import (
     GenerationRequest,
     merge_chunks,
 )
+from paceline.actors.engine.target_handle import StreamingTarget, TargetHandle
 from paceline.actors.replay.buffer import ShardStats, SplitStats
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.background import BackgroundLoop
@@ -37,7 +38,10 @@ from paceline.actors.training.synthetic.prompts import (
 )
 
 if TYPE_CHECKING:
+    from paceline.actors.replay.shard import ShardHandle
     from paceline.actors.training.client import TrainerClient
+    from paceline.actors.training.permits import SchedulerHandle
+    from paceline.actors.weights.subscriber import RegistryHandle
 
 _COMPLETE = (FINISH_STOP, FINISH_LENGTH)
 _FIRST_REST, _LONGEST_REST = 2, 256  # calls of run_once
@@ -186,7 +190,9 @@ class ServeTargetClient:
     Serve's handles may want to live in a running event loop: they have one of their own here.
     """
 
-    def __init__(self, find_handle: Callable[[], Any], permitted: Callable[[], bool]) -> None:
+    def __init__(
+        self, find_handle: Callable[[], TargetHandle], permitted: Callable[[], bool]
+    ) -> None:
         """Start the event loop.
 
         Args:
@@ -194,7 +200,7 @@ class ServeTargetClient:
             permitted: whether serving is idle; polled while requests are in flight.
         """
         self._find_handle, self._permitted = find_handle, permitted
-        self._handle: Any = None
+        self._handle: StreamingTarget | None = None
         self._events = asyncio.new_event_loop()
         name = "paceline-synthetic-requests"
         threading.Thread(target=self._events.run_forever, name=name, daemon=True).start()
@@ -221,18 +227,20 @@ class ServeTargetClient:
     async def _all(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         if self._handle is None:
             self._handle = self._find_handle().options(stream=True)
+        handle = self._handle
         async with asyncio.TaskGroup() as group:  # one that fails cancels the others
-            tasks = [group.create_task(self._one(request)) for request in requests]
+            tasks = [group.create_task(_complete(handle, request)) for request in requests]
         return [task.result() for task in tasks]
 
-    async def _one(self, request: GenerationRequest) -> Completion:
-        response = self._handle.generate.remote(request, True)
-        try:
-            chunks: list[GenerationChunk] = [chunk async for chunk in response]
-        finally:
-            response.cancel()  # does nothing to a response that has ended
-        whole = merge_chunks(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
-        return Completion(whole.token_ids, whole.finish_reason or FINISH_ERROR)
+
+async def _complete(handle: StreamingTarget, request: GenerationRequest) -> Completion:
+    response = handle.generate.remote(request, True)
+    try:
+        chunks: list[GenerationChunk] = [chunk async for chunk in response]
+    finally:
+        response.cancel()  # does nothing to a response that has ended
+    whole = merge_chunks(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
+    return Completion(whole.token_ids, whole.finish_reason or FINISH_ERROR)
 
 
 class SyntheticPrompts:
@@ -241,10 +249,10 @@ class SyntheticPrompts:
     def __init__(
         self,
         settings: SyntheticSettings,
-        shards: Mapping[str, Any],
-        registry: Any,
-        scheduler: Any,
-        target: Callable[[], Any],
+        shards: Mapping[str, ShardHandle],
+        registry: RegistryHandle,
+        scheduler: SchedulerHandle | None,
+        target: Callable[[], TargetHandle],
     ) -> None:
         """Start the thread.
 

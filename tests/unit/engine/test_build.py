@@ -42,7 +42,7 @@ def test_a_short_context_is_served_with_k_left_to_the_engine(
         max_speculative_tokens=32,
     )
     engine, _, facts = build_engine(settings)
-    assert facts["max_model_len"] == (max_model_len or 128)
+    assert facts.max_model_len == (max_model_len or 128)
     asked = [
         request(f"r{i}", [5, 6], draft=draft, max_tokens=99, ignore_eos=True)
         for i, draft in enumerate(("sql", "general", "sql@0", "general@0", "off"))
@@ -67,7 +67,7 @@ def test_memory_is_as_large_as_asked_and_never_too_small_for_one(
         )
 
     engine, _, facts = build_engine(settings())
-    assert facts["kv_block_size"] == 16
+    assert facts.kv_block_size == 16
     assert engine.kv_blocks == (3 * 8, 3 * 8)  # three contexts of 128
     engine, _, _ = build_engine(settings(kv_cache_mb=1))
     kv = engine._runner.kv  # type: ignore[attr-defined]
@@ -102,10 +102,10 @@ def test_batch_variance_is_reported_and_refused_if_invariance_is_required(
     )
     if kernels_for(torch.device("cpu"), torch.float32) is None:
         pytest.skip("no compiler made the kernels")
-    assert build_engine(settings)[2]["numerics"] == "invariant"
+    assert build_engine(settings)[2].numerics == "invariant"
     monkeypatch.setattr("paceline.actors.engine.build.batch_invariant", lambda _: False)
     auto = dataclasses.replace(settings, numerics="auto")
-    assert build_engine(auto)[2]["numerics"] == "varying"
+    assert build_engine(auto)[2].numerics == "varying"
     with pytest.raises(ValueError, match=r"target\.numerics.*float32"):
         build_engine(settings)
 

@@ -105,7 +105,7 @@ def test_answers_do_not_depend_on_speculation_neighbours_prefixes_or_a_second_tr
         max_model_len=96,
     )
     engine, tokenizer, facts = build_engine(settings)
-    assert facts["numerics"] == "invariant"
+    assert facts.numerics == "invariant"
     texts = [f"How many of the {n} users have ordered more than {n + 3} books?" for n in range(6)]
     prompts = [
         tokenizer.apply_chat_template(

@@ -100,7 +100,7 @@ def test_rows_beyond_the_configs_length_equal_generate(
     drafts = {"twin": target, "other": saved(tmp_path / "d", name, rope, 2, layers=1)}
     check_models(target, drafts, WANTED)
     engine, _, facts = build_engine(settings_of(target, drafts))
-    assert facts["max_model_len"] == WANTED == prompt_encoder.context_length(target, WANTED)
+    assert facts.max_model_len == WANTED == prompt_encoder.context_length(target, WANTED)
     model = make(config_of(name, rope, 2), 1)
     asked = {5: 20, 20: 40, 70: 30, WANTED - 20: 20}
     expected = {n: generated(model, prompt_of(n), count) for n, count in asked.items()}

@@ -180,7 +180,7 @@ def test_experts_in_a_pool_may_be_padded_to_another_size(vocab: int, temperature
     with serving(("a",), vocab=vocab) as servers:
         proposer = attached(servers)
         found = run(pool_engine(proposer), asks)
-        assert proposer.describe()["a"]["lost"] == 0
+        assert proposer.stats()["a"]["lost"] == 0
     for name in prompts:
         assert tokens_of(found[name]) == tokens_of(plain[name])
         stats = found[name][-1].chunk.speculative

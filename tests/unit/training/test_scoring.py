@@ -273,7 +273,7 @@ def test_weights_that_are_not_finite_say_nothing(
     table = scoring.table()
     assert table.waiting == 0
     assert table.weights == {}
-    json.dumps(table, allow_nan=False)
+    json.dumps(dataclasses.asdict(table), allow_nan=False)
 
 
 def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.actors.router.policy import Route
 from paceline.cluster.learning_actors import LearningActors
+from paceline.deploy.api.actor_calls import CallError
 from paceline.deploy.api.admission import ConcurrencyLimiter
 from paceline.deploy.api.prompt_encoder import last_user_message
 from paceline.deploy.api.request_schemas import ChatCompletionRequest
@@ -175,13 +176,13 @@ def test_one_client_cannot_take_all_slots() -> None:
 
 
 def test_the_status_survives_a_dead_part() -> None:
-    async def describe() -> dict[str, Any]:
+    async def load() -> dict[str, Any]:
         return {"running": 0}
 
     async def current() -> dict[str, int]:
         return {"sql": 3}
 
-    async def history(_topic: str | None) -> list[dict[str, Any]]:
+    async def history() -> list[dict[str, Any]]:
         return [{"topic": "sql"}] * 100
 
     async def live() -> dict[str, dict[str, int]]:
@@ -193,16 +194,17 @@ def test_the_status_survives_a_dead_part() -> None:
     actors = LearningActors(
         shards={"sql": Remote(stats=dead)},
         registry=Remote(stable_versions=current, history=history, topic_status=live),
-        scheduler=None,
+        scheduler=Remote(status=dead),
         trainer=Remote(status=dead),
     )
-    status = asyncio.run(gather_status(Remote(describe=describe), actors))
-    assert status["target"] == {"running": 0}
-    assert status["weight_versions"] == {"sql": 3}
-    assert status["live_drafts"] == {"sql": {"requests": 4}}
-    assert len(status["decisions"]) == 60
-    assert status["trainer"] == {"error": "ConnectionError"}
-    assert status["shards"] == {"sql": {"error": "ConnectionError"}}
+    status = asyncio.run(gather_status(Remote(status=load), actors))
+    assert status.target == {"running": 0}
+    assert status.weight_versions == {"sql": 3}
+    assert status.live_drafts == {"sql": {"requests": 4}}
+    assert len(status.decisions) == 60
+    assert status.trainer == status.scheduler == CallError("ConnectionError")
+    assert status.shards == {"sql": CallError("ConnectionError")}
+    assert status.routing is None
 
 
 def test_a_conversation_is_judged_by_the_user_s_last_words() -> None:

@@ -26,7 +26,7 @@ DIGESTS = key_digests("PACELINE_API_KEYS", KEYS)
 class Nobody:
     """A target that says it lives and is asked for nothing else here."""
 
-    async def describe(self, attempt: int = 0) -> dict[str, Any]:
+    async def status(self, attempt: int = 0) -> dict[str, Any]:
         return {"attempt": attempt}
 
     def generate(self, *_: object) -> None:
@@ -194,7 +194,7 @@ def test_the_banner_says_that_keys_are_asked_for_and_not_which(
 ) -> None:
     class Running:
         base_url = "http://127.0.0.1:8000"
-        description: dict[str, Any] = {}  # noqa: RUF012
+        target = SimpleNamespace(drafts={}, dtype="float32", device="cpu")
         trainer = None
 
     config = load_config()

@@ -63,7 +63,7 @@ def test_a_client_has_its_share_and_comes_back_later(
         door = ingress_client(target, target_folder, request_timeout_s=0.5, max_seqs_per_client=2)
         async with door as http:
             long = asyncio.create_task(http.post("/v1/completions", json=LONG | {"n": 2}))
-            while not (await target.describe())["running"]:
+            while not (await target.status()).running:
                 await asyncio.sleep(0.005)
             short = LONG | {"max_tokens": 1}
             refused = await http.post("/v1/completions", json=short)
@@ -134,13 +134,13 @@ def test_health_is_that_of_any_replica(
     monkeypatch.setattr(ingress, "_HEALTH_TIMEOUT_S", 0.05)
 
     class Hung:
-        """Hangs as often as it is told to, and then another replica response_builder."""
+        """Hangs as often as it is told to, and then another replica answers."""
 
         def __init__(self, times: int) -> None:
             self.times, self.attempts = times, list[int]()
             self.generate = target.generate
 
-        async def describe(self, attempt: int = 0) -> dict[str, Any]:
+        async def status(self, attempt: int = 0) -> dict[str, Any]:
             self.attempts.append(attempt)
             if attempt < self.times:
                 await asyncio.sleep(3600)
@@ -157,13 +157,13 @@ def test_health_is_that_of_any_replica(
     assert nobody.attempts == [0, 1, 2]
 
 
-def test_the_load_board_hears_of_a_request_before_the_target_does(
+def test_a_request_is_announced_to_the_scheduler_before_the_target_has_it(
     target: TargetReplica, target_folder: Path
 ) -> None:
     scheduler, leave = SchedulerHandle(), list[bool]()
 
     class Watched:
-        describe = target.describe
+        status = target.status
 
         def generate(self, *arguments: Any) -> Any:
             leave.append(scheduler.scheduler.may_train())
@@ -189,7 +189,7 @@ def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
     async def ask() -> None:
         async with ingress_client(target, target_folder, scheduler=scheduler) as http:
             running = asyncio.create_task(http.post("/v1/completions", json=short))
-            while not (await target.describe())["running"]:
+            while not (await target.status()).running:
                 await asyncio.sleep(0.001)
             scheduler.scheduler.drain(True)
             deadline = time.monotonic() + 10

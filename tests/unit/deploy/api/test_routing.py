@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from local_ingress import Handle
+from local_ingress import Handle, nothing_learns
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
@@ -21,7 +21,6 @@ from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.router.policy import Route
 from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import slot_for
-from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.routing import RouteSelector, RoutingTable, canary_route
 from paceline.deploy.config.config import load_config
@@ -218,7 +217,7 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     target: TargetReplica, models: dict[str, Path], kept: Kept
 ) -> None:
     settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 8)
-    actors = LearningActors({}, None, None, None, scorer=kept.scorer())
+    actors = nothing_learns(scorer=kept.scorer())
     ingress = Ingress(settings, Handle(target), remote(classify=sure), actors)
     api = ingress.__serve_build_asgi_app__()
     body = {"model": "m", "prompt": "SELECT", "max_tokens": 6, "ignore_eos": True}

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import ray
 from fixture_models import ROUTER, SMALL_MODELS
-from local_ingress import Handle
+from local_ingress import Handle, SchedulerHandle
 from replay_samples import make_record
 from tiny_models import save_tiny, tiny_tokenizer
 from topic_examples import trips
@@ -128,7 +128,7 @@ class System:
             ),
             handles,
         )
-        actors = LearningActors(handles, Actor(self.registry), None, None)
+        actors = LearningActors(handles, Actor(self.registry), SchedulerHandle(), None)
         settings = IngressSettings(
             "m",
             str(folders["target"]),
@@ -314,14 +314,16 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
         admin._router, alive = handle, admin._router
         assert code(post(system, BODY)) == (503, "server_overloaded")
         admin._router = alive
-        admin._actors = LearningActors({}, handle, None, None)
+        admin._actors = LearningActors({}, handle, SchedulerHandle(), None)
         assert code(post(system, BODY)) == (503, "server_overloaded")
         assert system.registry.topics().topics == ()
         monkeypatch.setattr(ray, "get_actor", nobody)
-        never = NamedActor("paceline-registry")  # on a cluster, before the steward has made it
-        admin._actors = LearningActors({"sql": never}, never, None, None)
+        never = NamedActor(
+            "paceline-registry"
+        )  # on a cluster, before the supervisor has started it
+        admin._actors = LearningActors({"sql": never}, never, SchedulerHandle(), None)
         assert code(post(system, BODY)) == (503, "server_overloaded")
-        rows = asyncio.run(admin.describe())["data"]
+        rows = asyncio.run(admin.list_topics())["data"]
         assert [(row["weight_version"], row["records"]) for row in rows] == [(None, None)] * 5
     finally:
         system.close()
@@ -343,7 +345,8 @@ def test_an_addition_without_an_answer_is_not_called_undone(
     class Losing(Actor):
         add_topic = SimpleNamespace(remote=lost)
 
-    system.ingress._topic_admin._actors = LearningActors({}, Losing(system.registry), None, None)
+    losing = LearningActors({}, Losing(system.registry), SchedulerHandle(), None)
+    system.ingress._topic_admin._actors = losing
     try:
         assert code(post(system, BODY)) == (503, "unknown_outcome")
         assert [topic.name for topic in system.registry.topics().topics] == ["travel"]

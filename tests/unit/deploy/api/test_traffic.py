@@ -30,7 +30,7 @@ LAST = GenerationChunk("x", (1, 2), "stop", SpeculativeStats("sql", 3, 4, 16, 6)
 
 def sums(recent: RecentTraffic, since: float = 0.0) -> Counter[str]:
     found: Counter[str] = Counter()
-    for row in recent.snapshot(since)["rows"]:
+    for row in recent.rows(since)["rows"]:
         found.update(dict(zip(COLUMNS[3:], row[3:], strict=True)))
     return found
 
@@ -53,7 +53,7 @@ def test_all_that_came_in_the_last_minutes_is_told_and_nothing_older(
         now += pause
         recent.record(asked(topic, draft), LAST)
         came.append((now, topic, draft))
-    rows = recent.snapshot()["rows"]
+    rows = recent.rows()["rows"]
     told = Counter({(row[0], row[1], row[2]): row[3] for row in rows})
     wanted = Counter((at // 5.0 * 5.0, topic, draft) for at, topic, draft in came)
     edge = now - 100.0
@@ -67,7 +67,7 @@ def test_a_row_has_the_figures_of_the_requests_that_ended() -> None:
     recent.record(asked(), GenerationChunk("a", (7, 8, 9)))
     recent.record(asked(), LAST)
     recent.record_all([asked("math", k=0)], [GenerationChunk("a", (7,), "length")])
-    view = recent.snapshot()
+    view = recent.rows()
     assert view["columns"] == list(COLUMNS)
     assert view["rows"] == [
         [1000.0, "sql", "sql", 1, 6, 4, 16, 6],
@@ -104,7 +104,7 @@ def test_watched_pieces_are_the_same_and_closing_closes_them() -> None:
 
     asyncio.run(read())
     assert closed == [True]
-    assert [row[1] for row in recent.snapshot()["rows"]] == ["b"]
+    assert [row[1] for row in recent.rows()["rows"]] == ["b"]
 
 
 class Scheduler:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_ingress import Handle
+from local_ingress import Handle, nothing_learns
 from tiny_models import save_tiny, tiny_tokenizer
 from waiting import wait_until
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
-from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.config.user_config import (
     IngressUserConfig,
@@ -24,8 +23,6 @@ from paceline.deploy.config.user_config import (
 )
 from paceline.deploy.errors import ApiError
 from paceline.deploy.monitoring.target import MeteredTarget
-
-NOBODY = LearningActors(shards={}, registry=None, scheduler=None, trainer=None)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def drafted(target: MeteredTarget, tokens: int = 60) -> int:
 def retuned(target: MeteredTarget, user_config: Any) -> UserConfigStatus:
     async def ask() -> Any:
         await target.reconfigure(user_config)
-        return (await target.describe())["user_config"]
+        return (await target.status()).user_config
 
     found: UserConfigStatus = asyncio.run(ask())
     return found
@@ -130,7 +127,7 @@ def test_a_fixed_number_of_tokens_cannot_be_limited(
 @pytest.fixture
 def ingress(target: MeteredTarget, folders: dict[str, str]) -> Ingress:
     settings = IngressSettings("m", folders["target"], None, ("general",), 1.0, 0.5, 8)
-    return Ingress(settings, Handle(target), None, NOBODY)
+    return Ingress(settings, Handle(target), None, nothing_learns())
 
 
 def lets_in(ingress: Ingress) -> int:

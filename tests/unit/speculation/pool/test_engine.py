@@ -47,7 +47,7 @@ def texts(engine: Engine, asked: list[GenerationRequest]) -> dict[str, list[int]
 
 def assert_no_failures(proposer: PoolProposer) -> None:
     """Every round had its responses."""
-    for facts in proposer.describe().values():
+    for facts in proposer.stats().values():
         assert facts["circuit"] == "closed"
         assert (facts["silent"], facts["lost"], facts["late"], facts["sent_again"]) == (0,) * 4
 
@@ -185,7 +185,7 @@ def test_without_any_expert_the_target_decodes_plainly() -> None:
     assert {name: tokens_of(out) for name, out in outputs.items()} == texts(
         make_engine(draft_seed=2), requests()
     )
-    assert all(facts["circuit"] == "open" for facts in proposer.describe().values())
+    assert all(facts["circuit"] == "open" for facts in proposer.stats().values())
 
 
 def test_an_invalid_response_costs_the_connection_and_no_text() -> None:
@@ -196,7 +196,7 @@ def test_an_invalid_response_costs_the_connection_and_no_text() -> None:
         proposer.attach("a", *connect(servers["a"].open_session("t"), 5.0))
         asked = [request("r", PROMPTS[0], ignore_eos=True)]
         assert texts(pool_engine(proposer), asked) == texts(make_engine(draft_seed=2), asked)
-        assert proposer.describe()["a"]["lost"] == 1
+        assert proposer.stats()["a"]["lost"] == 1
         assert proposer.needs_connection("a")
 
 
@@ -216,7 +216,7 @@ def test_a_stopped_expert_costs_one_deadline_and_rejoins(process: ExpertProcess)
     proposer.attach("a", *connect(process.session, 10.0))
     engine = pool_engine(proposer, k=1)
     run(engine, [LONG])  # its first round may be slow
-    before = proposer.describe()["a"]["silent"]
+    before = proposer.stats()["a"]["silent"]
     engine.add(LONG)
     collected, longest, rounds = [], 0.0, 0
     while engine.has_work:
@@ -231,20 +231,20 @@ def test_a_stopped_expert_costs_one_deadline_and_rejoins(process: ExpertProcess)
         longest = max(longest, time.monotonic() - began)
     assert tokens_of(collected) == plain["r"]
     assert engine.draft_failures == 0
-    facts = proposer.describe()["a"]
+    facts = proposer.stats()["a"]
     assert facts["silent"] == before + 1  # further rounds did not wait
     assert facts["late"] >= 1  # what it said about a round long gone was dropped
     assert facts["lost"] == 0
     assert longest < 5.0
     answered = facts["answered"]
     run(engine, [LONG])
-    assert proposer.describe()["a"]["answered"] > answered
+    assert proposer.stats()["a"]["answered"] > answered
 
 
 def _rejoined(proposer: PoolProposer) -> bool:
     """Poll as a round does, on a machine with rare rounds."""
     proposer._poll_clients()
-    return proposer.describe()["a"]["circuit"] == "closed"
+    return proposer.stats()["a"]["circuit"] == "closed"
 
 
 def test_a_killed_expert_is_noticed_at_once_and_another_takes_its_place(
@@ -269,9 +269,9 @@ def test_a_killed_expert_is_noticed_at_once_and_another_takes_its_place(
             if rounds == 20:
                 assert proposer.needs_connection("a")
                 proposer.attach("a", *connect(second.session, 10.0))
-                answered = proposer.describe()["a"]["answered"]
+                answered = proposer.stats()["a"]["answered"]
         assert tokens_of(collected) == plain["r"]
-        facts = proposer.describe()["a"]
+        facts = proposer.stats()["a"]
         assert facts["circuit"] == "closed"
         assert (facts["lost"], facts["silent"]) == (1, 0)
         assert facts["answered"] > answered + 5

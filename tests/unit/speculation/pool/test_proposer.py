@@ -45,7 +45,7 @@ def test_a_round_ends_in_time_although_bytes_keep_coming() -> None:
     proposer.attach("a", connection, WELCOME)
     with expert:
         assert proposer.propose([row("r", "a")]).num_drafted.tolist() == [0]
-        facts = proposer.describe()["a"]
+        facts = proposer.stats()["a"]
         assert (facts["silent"], facts["lost"], facts["circuit"]) == (1, 0, "open")
         assert now < 1.0
         connection.close()
@@ -109,7 +109,7 @@ def test_a_round_with_a_timeout_is_no_observation_of_costs(
         ]
         outputs = run(engine, asked)
         assert all(out[-1].chunk.finish_reason == "length" for out in outputs.values())
-        facts = proposer.describe()
+        facts = proposer.stats()
         assert facts["a"]["answered"] > 1
         assert facts["b"]["silent"] == silent
         # The round that waited is not among them; the others are, one by one.
