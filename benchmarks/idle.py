@@ -367,12 +367,12 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         with app.start(load_config(None, overrides)) as running:
             decided = asyncio.run(warmed_up(running, options))
             say(f"warm: {', '.join(decided) or 'no topic'} decided on")
-            pid = call(running.trainer, "status")["pid"]
+            pid = call(running.trainer, "status").pid
             clock = CpuClock(pid)
             blocks = asyncio.run(measure(running, clock, options))
             series = clock.stop()
             status = {
-                "trainer": call(running.trainer, "status"),
+                "trainer": asdict(call(running.trainer, "status")),
                 "target": httpx.get(f"{running.base_url}/v1/paceline/status", timeout=30).json()[
                     "target"
                 ],

@@ -6,14 +6,20 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import ray
 
+from paceline.actors.handles import remote_method
 from paceline.actors.training.background import lower_priority
 from paceline.actors.training.worker_group import WorkerSpec
 
+if TYPE_CHECKING:  # imports torch
+    from paceline.actors.training.worker_group import Worker
+
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 
 class RankActor:
@@ -36,24 +42,37 @@ class RankActor:
         torch.set_num_threads(num_threads)
         self._worker = Worker(spec, timeout_s)
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> None:
+    def call(
+        self, method: Callable[..., None], arguments: tuple[object, ...], named: dict[str, object]
+    ) -> None:
         """Call a method of the Worker; what raises ends the process, see there."""
         try:
-            getattr(self._worker, method)(*arguments)
+            method(self._worker, *arguments, **named)
         except Exception:
             logger.exception("a rank failed and ends")
             os._exit(1)
 
 
+class RankActorHandle:
+    """Actor handle of a RankActor."""
+
+    call = remote_method(RankActor.call)
+
+
 class RankHandle:
     """A RankActor's handle at rank 0."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: "RankActorHandle") -> None:
         self._actor = actor
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(
+        self,
+        method: Callable[Concatenate["Worker", P], None],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> None:
         """Call without waiting; a failure there ends the group, which raises at rank 0."""
-        self._actor.call.remote(method, arguments)
+        self._actor.call.remote(method, arguments, dict(named))
 
     def stop(self) -> None:
         """Kill it."""

@@ -28,7 +28,7 @@ class ProcessWorker:
         self.process, self._orders = _start()
         _send(self._orders, (__name__, "obey", (spec,)))
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: Callable[..., None], *arguments: Any) -> None:
         try:
             _send(self._orders, (method, arguments))
         except OSError:  # it is dead, which the group finds out
@@ -71,7 +71,7 @@ def obey(orders: Connection, spec: group.WorkerSpec) -> None:
     worker = Worker(spec, TIMEOUT_S)
     while True:
         method, arguments = _receive(orders)
-        getattr(worker, method)(*arguments)
+        method(worker, *arguments)
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from paceline.actors.training.deepspeed_setup import (
     LOOPBACK,
@@ -97,6 +97,7 @@ def leave_group() -> None:
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -107,7 +108,9 @@ class WorkerGroupError(RuntimeError):
 class WorkerHandle(Protocol):
     """A worker's handle at rank 0."""
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(
+        self, method: Callable[Concatenate[Worker, P], None], *arguments: P.args, **named: P.kwargs
+    ) -> None:
         """Call a method of the Worker; returns at once, calls keep their order."""
 
     def stop(self) -> None:
@@ -150,7 +153,7 @@ class Worker:
         self._distillers[topic].learn(share)
 
     def optimizer_state(self, topic: str) -> None:
-        """WorkerHandle out this rank's part."""
+        """Take part in gathering the optimizer's state."""
         self._distillers[topic].live_state()
 
     def resume(self, topic: str, state: OptimizerState) -> None:
@@ -204,12 +207,16 @@ class WorkerGroup:
             raise WorkerGroupError(f"the ranks did not come together: {error}") from error
         logger.info("%d ranks train together", self.ranks)
 
-    def broadcast(self, method: str, *arguments: Any) -> None:
+    def broadcast(
+        self, method: Callable[Concatenate[Worker, P], None], *arguments: P.args, **named: P.kwargs
+    ) -> None:
         """Call a method of every worker with the same arguments."""
         for handle in self._handles:
-            handle.call(method, *arguments)
+            handle.call(method, *arguments, **named)
 
-    def scatter(self, method: str, topic: str, parts: Sequence[Any]) -> None:
+    def scatter(
+        self, method: Callable[[Worker, str, T], None], topic: str, parts: Sequence[T]
+    ) -> None:
         """Call a method of every worker with its own part."""
         for handle, part in zip(self._handles, parts, strict=True):
             handle.call(method, topic, part)
@@ -242,23 +249,23 @@ class DistributedDistiller(Distiller):
         super().__init__(path, settings)
 
     def _build(self, draft: Any) -> None:
-        self._workers.broadcast("build", self._topic, self.path, self.settings)
+        self._workers.broadcast(Worker.build, self._topic, self.path, self.settings)
         self._collective(super()._build, draft)
 
     def scale_rate(self, share: float) -> None:
         """Scale every rank's learning rate."""
         super().scale_rate(share)
-        self._workers.broadcast("scale_rate", self._topic, share)
+        self._workers.broadcast(Worker.scale_rate, self._topic, share)
 
     def refresh_rate(self) -> None:
         """Restart every rank's learning-rate schedule."""
         super().refresh_rate()
-        self._workers.broadcast("refresh_rate", self._topic)
+        self._workers.broadcast(Worker.refresh_rate, self._topic)
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Replace every rank's tokens of an EAGLE draft."""
         super().set_vocabulary(ids)
-        self._workers.broadcast("set_vocabulary", self._topic, ids)
+        self._workers.broadcast(Worker.set_vocabulary, self._topic, ids)
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Learn from a batch together, some of its records each.
@@ -270,7 +277,7 @@ class DistributedDistiller(Distiller):
         """
         del before_step
         mine, *others = split_share(share, self._workers.ranks)
-        self._workers.scatter("learn", self._topic, others)
+        self._workers.scatter(Worker.learn, self._topic, others)
         return self._collective(super().learn, mine)
 
     def live_state(self) -> OptimizerState:
@@ -279,16 +286,16 @@ class DistributedDistiller(Distiller):
         Raises:
             WorkerGroupError: another rank failed.
         """
-        self._workers.broadcast("optimizer_state", self._topic)
+        self._workers.broadcast(Worker.optimizer_state, self._topic)
         return self._collective(super().live_state)
 
     def resume(self, state: OptimizerState) -> None:
         """Resume every rank with its part; see Distiller."""
         super().resume(state)  # first: the workers must not load what does not fit
-        self._workers.broadcast("resume", self._topic, state)
+        self._workers.broadcast(Worker.resume, self._topic, state)
 
-    def _collective(self, call: Callable[..., T], *arguments: Any) -> T:
+    def _collective(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         try:
-            return call(*arguments)
+            return call(*arguments, **named)
         except Exception as error:
             raise WorkerGroupError(f"another rank failed: {error}") from error

@@ -318,9 +318,7 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
         assert code(post(system, BODY)) == (503, "server_overloaded")
         assert system.registry.topics().topics == ()
         monkeypatch.setattr(ray, "get_actor", nobody)
-        never = NamedActor(
-            "paceline-registry"
-        )  # on a cluster, before the supervisor has started it
+        never = NamedActor("paceline-registry")  # on a cluster, before its first start
         admin._actors = LearningActors({"sql": never}, never, SchedulerHandle(), None)
         assert code(post(system, BODY)) == (503, "server_overloaded")
         rows = asyncio.run(admin.list_topics())["data"]
