@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.compatibility import context_length, read_config
 from paceline.actors.engine.engine import Engine
@@ -40,6 +40,7 @@ from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.weights.checkpoint import has_shared_head
 from paceline.actors.weights.eagle import (
+    Draft,
     EagleDraft,
     draft_vocabulary_size,
     is_eagle,
@@ -129,7 +130,7 @@ def _num_elements(folder: Path, without: Collection[str] = ()) -> int:
     return total
 
 
-def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the end-of-sequence tokens of the generation config and the tokenizer."""
     declared = model.generation_config.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
@@ -145,7 +146,11 @@ _NON_ARCHITECTURE_KEYS = frozenset(
 
 
 def kv_positions(
-    settings: TargetSettings, config: Any, dtype: torch.dtype, device: torch.device, length: int
+    settings: TargetSettings,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
 ) -> int:
     """Return the positions of the target's KV cache, over all requests.
 
@@ -207,10 +212,10 @@ def build_stacks(
     initial_names: dict[str, str] = {}
     for name, path in settings.drafts.items():
         initial_names.setdefault(path, name + INITIAL_SUFFIX)
-    architectures: dict[str, list[tuple[str, Any]]] = {}
+    architectures: dict[str, list[tuple[str, Draft]]] = {}
     folders = [*settings.drafts.items(), *((name, path) for path, name in initial_names.items())]
     for name, path in folders:
-        model: Any
+        model: Draft
         ends: TargetEnds | None = None
         if is_eagle(path) or shares_ends(path):
             ends = _ends(settings, target, dtype, device)
@@ -271,8 +276,8 @@ def _has_eagles(settings: TargetSettings) -> bool:
 
 
 def _candidates(
-    settings: TargetSettings, experts: Sequence[tuple[str, Any]]
-) -> list[tuple[str, Any]]:
+    settings: TargetSettings, experts: Sequence[tuple[str, Draft]]
+) -> list[tuple[str, Draft]]:
     """Copy every expert's model for its candidate slot."""
     if settings.canary_share <= 0.0:
         return []

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.expert_layout import ExpertLayout, dense_layout
@@ -189,7 +190,7 @@ class GraphedDecoder:
         """Number of graphs."""
         return len(self._graphs)
 
-    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+    def grow(self, models: Sequence[PreTrainedModel]) -> Iterator[None]:
         """See Decoder."""
         self._growing = True
         self._graphs.clear()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.dynamic_rope import DynamicRotary, dynamic_rotaries
@@ -51,7 +52,7 @@ class Decoder(Protocol):
         """Note that the parameters of one expert, or all, have changed."""
         ...
 
-    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+    def grow(self, models: Sequence[PreTrainedModel]) -> Iterator[None]:
         """Add models, a part per iteration; the present ones may run in between.
 
         Args:
@@ -67,7 +68,7 @@ class ModuleDecoder:
         vocab_size: V, logits per token: the models' own unless set to the target's.
     """
 
-    def __init__(self, models: Sequence[Any], capacity: int = 0) -> None:
+    def __init__(self, models: Sequence[PreTrainedModel], capacity: int = 0) -> None:
         """Use these models.
 
         Args:
@@ -83,12 +84,12 @@ class ModuleDecoder:
     def refresh(self, expert: int | None = None) -> None:
         """Do nothing: the modules read their parameters."""
 
-    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+    def grow(self, models: Sequence[PreTrainedModel]) -> Iterator[None]:
         """See Decoder."""
         self._set_models(models)
         yield
 
-    def _set_models(self, models: Sequence[Any]) -> None:
+    def _set_models(self, models: Sequence[PreTrainedModel]) -> None:
         self._models = list(models)
         if self._capacity:
             for model in self._models[len(self._rotaries) :]:
@@ -139,19 +140,19 @@ class ModuleDecoder:
         return resize_logits(logits[:, -keep:], self.vocab_size)
 
 
-def vocab_rows(model: Any) -> int:
+def vocab_rows(model: PreTrainedModel) -> int:
     """Return the number of embeddings of a causal LM."""
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def unservable(config: Any, reason: str) -> ValueError:
+def unservable(config: PreTrainedConfig, reason: str) -> ValueError:
     """Return the error of an architecture that the engine cannot run."""
     return ValueError(f"models of type {config.model_type} cannot be served: {reason}")
 
 
 @torch.inference_mode()
 def make_decoder(
-    models: Sequence[Any],
+    models: Sequence[PreTrainedModel],
     shapes: list[tuple[int, int]],
     capacity: int,
 ) -> FusedDecoder | ModuleDecoder:
@@ -181,7 +182,7 @@ def make_decoder(
     return ModuleDecoder(models, capacity)
 
 
-def _check_config(config: Any, capacity: int) -> None:
+def _check_config(config: PreTrainedConfig, capacity: int) -> None:
     """Refuse a config whose problem a few tokens would not show, or not explain."""
     if getattr(config, "is_encoder_decoder", False):
         raise unservable(config, "an encoder beside the decoder has no place in the engine")
@@ -200,7 +201,7 @@ def _check_config(config: Any, capacity: int) -> None:
 
 
 def _check_modules(
-    model: Any, shapes: list[tuple[int, int]], tokens: Tensor, capacity: int
+    model: PreTrainedModel, shapes: list[tuple[int, int]], tokens: Tensor, capacity: int
 ) -> None:
     """Refuse a model whose modules, with the engine's attention, do not give its own logits.
 
@@ -241,7 +242,10 @@ def _second_positions(steps: int, lags: bool) -> list[int]:
 
 
 def _probe(
-    decoder: Decoder, models: Sequence[Any], shapes: list[tuple[int, int]], tokens: Tensor
+    decoder: Decoder,
+    models: Sequence[PreTrainedModel],
+    shapes: list[tuple[int, int]],
+    tokens: Tensor,
 ) -> tuple[Tensor, StepContext]:
     """Compute logits of int64 ``[E, T]`` tokens as the engine does, in two forwards.
 
@@ -269,7 +273,7 @@ def _probe(
     return torch.cat(parts, dim=1), step
 
 
-def _reference_logits(model: Any, tokens: Tensor) -> Tensor:
+def _reference_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Compute logits with transformers' eager attention."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -280,7 +284,7 @@ def _reference_logits(model: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _tolerance(model: Any) -> float:
+def _tolerance(model: PreTrainedModel) -> float:
     mixture = any(getattr(model.config, name, None) for name in _MIXTURE_FIELDS)
     if mixture and model.dtype is not torch.float32:
         return _MIXTURE_TOLERANCE

@@ -6,9 +6,13 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"  # in place of bytes that are no character
 _MIN_PREFIX, _MAX_PREFIX = 4, 32  # tokens of the prompt that the answer is decoded behind
@@ -16,7 +20,7 @@ _MAX_INCOMPLETE = 3  # tokens that may be part of a character, which has at most
 
 
 @lru_cache(maxsize=8)
-def special_tokens(backend: Any) -> Mapping[int, str]:
+def special_tokens(backend: Tokenizer) -> Mapping[int, str]:
     """Return the texts of the special tokens, which decoding skips, by id.
 
     Args:
@@ -44,7 +48,9 @@ class _PrefixDecoder:
         incomplete: whether the prefix ends within a character.
     """
 
-    def __init__(self, backend: Any, prompt: Sequence[int], special: Mapping[int, str]) -> None:
+    def __init__(
+        self, backend: Tokenizer, prompt: Sequence[int], special: Mapping[int, str]
+    ) -> None:
         """Choose the prefix; the tokens of ``special`` have no text."""
         self._backend = backend
         self._skips = bool(special)
@@ -146,7 +152,7 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         stops: Sequence[str] = (),
         sent_chars: int = 0,
         prompt: Sequence[int] = (),

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 _GROWTH = 128  # positions
 _MAX_TABLES = 8  # of long prompts in prefill
 
 
-def dynamic_length(config: Any) -> int | None:
+def dynamic_length(config: PreTrainedConfig) -> int | None:
     """Return the length up to which a dynamic rotary embedding is plain; None for other models.
 
     Args:
@@ -80,7 +80,7 @@ class DynamicRotary(nn.Module):
         return cos[0], sin[0]
 
 
-def dynamic_rotaries(model: Any, capacity: int) -> list[DynamicRotary]:
+def dynamic_rotaries(model: PreTrainedModel, capacity: int) -> list[DynamicRotary]:
     """Replace every rotary module of a dynamic model by a :class:`DynamicRotary`.
 
     Args:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ from paceline.actors.speculation.rejection_sampler import (
 )
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 
@@ -71,7 +74,7 @@ class Engine:
         self,
         runner: ModelRunner,
         draft_runner: DraftRunner,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         settings: EngineSettings,
         generator: torch.Generator,
         now: Callable[[], float],

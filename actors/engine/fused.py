@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.expert_layout import ExpertLayout
@@ -246,7 +247,7 @@ class FusedDecoder:
         vocab_size: V, logits per token: the models' own unless set to the target's.
     """
 
-    def __init__(self, models: Sequence[Any], capacity: int) -> None:
+    def __init__(self, models: Sequence[PreTrainedModel], capacity: int) -> None:
         """Fuse the weights; the models' parameters become views into the fused ones.
 
         Args:
@@ -284,11 +285,11 @@ class FusedDecoder:
         linears = sum(linear.weight.nbytes for linear in self._linears())
         return linears + (0 if self._tied else self._embeddings.nbytes)
 
-    def _stack_embeddings(self, models: Sequence[Any]) -> Tensor:
+    def _stack_embeddings(self, models: Sequence[PreTrainedModel]) -> Tensor:
         tables = [model.model.embed_tokens.weight for model in models]
         return tables[0][None] if self._shared else stack(tables)
 
-    def _make_head(self, models: Sequence[Any], embeddings: Tensor) -> StackedLinear:
+    def _make_head(self, models: Sequence[PreTrainedModel], embeddings: Tensor) -> StackedLinear:
         if not self._tied and not self._shared:
             return fuse([(model.lm_head,) for model in models])
         heads = [model.get_output_embeddings().weight for model in models]
@@ -307,7 +308,7 @@ class FusedDecoder:
             self._head.pack(expert)
         self._stack.refresh(expert)
 
-    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+    def grow(self, models: Sequence[PreTrainedModel]) -> Iterator[None]:
         """Add models, one layer per iteration.
 
         The present models may run in between; the new ones may when all is done. At most one
@@ -334,12 +335,12 @@ class FusedDecoder:
         self._embeddings, self._head, self._norm = embeddings.view(-1, norm.size), head, norm
         self._count = len(models)
 
-    def _resize(self, i: int, models: Sequence[Any]) -> None:
+    def _resize(self, i: int, models: Sequence[PreTrainedModel]) -> None:
         layers = [model.model.layers[i] for model in models]
         with restore_on_error(layers):
             self._stack.replace(i, self._stack.layers[i].extended(layers, self._count))
 
-    def _shrink(self, models: Sequence[Any]) -> None:
+    def _shrink(self, models: Sequence[PreTrainedModel]) -> None:
         """Restore the layers of the present models, as far as the memory allows."""
         for i in range(len(self._stack.layers)):
             with suppress(RuntimeError, MemoryError):
@@ -385,7 +386,7 @@ class FusedDecoder:
         return self._norm.of_sum(x, delta, layout, self._stack.kernels)
 
 
-def layer_window(config: Any, layer: int) -> int | None:
+def layer_window(config: PreTrainedConfig, layer: int) -> int | None:
     """Return the sliding window of a layer, None for none."""
     if config.model_type == "llama":  # it ignores the key
         return None

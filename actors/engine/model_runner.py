@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from paceline.actors.engine import paged_attention as paged
 from paceline.actors.engine.attention import StepContext
@@ -21,7 +21,7 @@ from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.weights.checkpoint import copy_state, tied_names
 
 
-def kv_shapes(config: Any) -> list[tuple[int, int]]:
+def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
     """Return (key/value heads, head dimension) per layer of a transformers config.
 
     Raises:
@@ -36,13 +36,13 @@ def kv_shapes(config: Any) -> list[tuple[int, int]]:
     return [_kv_shape(layer) for layer in config.per_layer_config]
 
 
-def _kv_shape(config: Any) -> tuple[int, int]:
+def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def kv_block_size(config: Any, dtype: torch.dtype, device: torch.device) -> int:
+def kv_block_size(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Return the positions per block of a model's KV cache.
 
     Args:
@@ -69,7 +69,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        models: Sequence[Any],
+        models: Sequence[PreTrainedModel],
         rows: int,
         max_model_len: int,
         kv_positions: int | None = None,
@@ -222,7 +222,7 @@ class ModelRunner:
         tokens = device_tensor(padded, self.device)
         self.forward(rows, tokens, positions, max(starts) + longest, keep=1, layout=layout)
 
-    def grow(self, models: Sequence[Any]) -> Iterator[None]:
+    def grow(self, models: Sequence[PreTrainedModel]) -> Iterator[None]:
         """Add models, a part per iteration; forwards may run in between.
 
         They share rows and KV cache with the present ones, come after them, and may run once all

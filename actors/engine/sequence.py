@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer, special_tokens
 from paceline.actors.engine.recorder import Recorder
@@ -24,6 +24,9 @@ from paceline.actors.engine.request import (
 from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.slots import candidate_of, expert_of, slot_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Placed = TypeVar("Placed", TokenLogprob, TokenSource)
 
@@ -263,7 +266,7 @@ class Sequence:
 def make_sequence(
     request: GenerationRequest,
     settings: EngineSettings,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     drafts: Mapping[str, int],
     vocab_size: int,
 ) -> Sequence:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from paceline.actors.weights.checkpoint import copy_state, tied_names
-from paceline.actors.weights.eagle import EagleDraft
+from paceline.actors.weights.eagle import Draft, EagleDraft
 
 _DOWN, _UP = "adapter_down", "adapter_up"
+_Adapted = nn.Linear | nn.Embedding
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 
 
 def is_adapter(name: str) -> bool:
@@ -29,7 +32,9 @@ class Adapters:
     adapts the embedding, and the head if the two are tied.
     """
 
-    def __init__(self, draft: Any, rank: int, alpha: float, *, embeddings: bool = False) -> None:
+    def __init__(
+        self, draft: PreTrainedModel, rank: int, alpha: float, *, embeddings: bool = False
+    ) -> None:
         """Freeze the draft and attach fresh adapters.
 
         Args:
@@ -43,8 +48,8 @@ class Adapters:
         """
         self._draft = draft
         self._scale = alpha / rank
-        self._layers: dict[str, Any] = {}
-        self._hooks: list[Any] = []
+        self._layers: dict[str, _Adapted] = {}
+        self._hooks: list[RemovableHandle] = []
         draft.requires_grad_(False)
         head, table = draft.get_output_embeddings(), draft.get_input_embeddings()
         embeddings = embeddings and isinstance(table, nn.Embedding)  # the draft's own
@@ -59,27 +64,34 @@ class Adapters:
         if embeddings and head is not None and head.weight is table.weight:
             self._hooks.append(head.register_forward_hook(self._tied_head))
 
-    def _attach(self, name: str, module: Any, rank: int, noise: torch.Generator, hook: Any) -> None:
+    def _attach(
+        self,
+        name: str,
+        module: nn.Linear | nn.Embedding,
+        rank: int,
+        noise: torch.Generator,
+        hook: _Hook,
+    ) -> None:
         rows, columns = module.weight.shape
         bound = 1.0 / math.sqrt(columns)
         down = torch.empty(rank, columns).uniform_(-bound, bound, generator=noise)
-        like = {"device": module.weight.device, "dtype": module.weight.dtype}
-        module.register_parameter(_DOWN, nn.Parameter(down.to(**like)))
-        module.register_parameter(_UP, nn.Parameter(torch.zeros(rows, rank, **like)))
+        weight = module.weight.detach()
+        module.register_parameter(_DOWN, nn.Parameter(down.to(weight)))
+        module.register_parameter(_UP, nn.Parameter(weight.new_zeros(rows, rank)))
         self._layers[name] = module
         self._hooks.append(module.register_forward_hook(hook))
 
-    def _linear(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _linear(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         thin = functional.linear(inputs[0], getattr(module, _DOWN))
         product: Tensor = self._scale * functional.linear(thin, getattr(module, _UP))
         return output + product
 
-    def _embedding(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _embedding(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         thin = functional.embedding(inputs[0], getattr(module, _UP))
         product: Tensor = self._scale * (thin @ getattr(module, _DOWN))
         return output + product
 
-    def _tied_head(self, _module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _tied_head(self, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return self._linear(self._draft.get_input_embeddings(), inputs, output)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -112,7 +124,7 @@ class Adapters:
         self._draft.requires_grad_(True)
 
 
-def load_state(draft: Any, state: Mapping[str, Tensor]) -> None:
+def load_state(draft: Draft, state: Mapping[str, Tensor]) -> None:
     """Copy weights into a draft, in place.
 
     Raises:

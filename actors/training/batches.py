@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord, fit
 from paceline.actors.training.branches import Packed, layout, pack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _GROUP = 4  # micro-batches that are sorted by length together
 # Widths are rounded up to it: oneDNN caches primitives of its last thousand shapes, a gigabyte if
@@ -164,7 +167,7 @@ def token_counts(records: Sequence[ReplayRecord]) -> Counter[int]:
     return counts
 
 
-def plain_tokens(tokenizer: Any) -> set[int]:
+def plain_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that every draft vocabulary has: single characters, bytes and special tokens."""
     single = {i for text, i in tokenizer.get_vocab().items() if len(text) == 1 or _is_byte(text)}
     return single | set(tokenizer.added_tokens_decoder)

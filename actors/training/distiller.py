@@ -37,7 +37,7 @@ from paceline.actors.training.optimizer_state import (
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.weights.checkpoint import tied_names
-from paceline.actors.weights.eagle import VOCABULARY, EagleDraft, published_dtype
+from paceline.actors.weights.eagle import VOCABULARY, Draft, EagleDraft, published_dtype
 from paceline.actors.weights.target_ends import SharedEmbedding, share_ends
 
 _STEPS = "steps"
@@ -186,7 +186,7 @@ class Distiller:
         self._rate_since = 0  # step at which the schedule was restarted
         self._build(draft)
 
-    def _build(self, draft: Any) -> None:
+    def _build(self, draft: Draft) -> None:
         import deepspeed  # late: it reads the environment, and takes seconds
 
         self._rate_since = 0
@@ -223,10 +223,10 @@ class Distiller:
         weights = self._trained(self._engine.module.draft)
         self._mean = RunningMean(weights, decay) if decay else None
 
-    def _trained(self, draft: Any) -> list[Tensor]:
+    def _trained(self, draft: Draft) -> list[Tensor]:
         return list(self._adapters.parameters() if self._adapters else draft.parameters())
 
-    def _groups(self, draft: Any) -> list[dict[str, Any]]:
+    def _groups(self, draft: Draft) -> list[dict[str, Any]]:
         return parameter_groups(draft, self._trained(draft), self.settings.weight_decay)
 
     def nbytes(self) -> tuple[int, int, int]:
@@ -427,7 +427,7 @@ class Distiller:
         draft.get_buffer(VOCABULARY).copy_(ids)
         draft.vocabulary_changed()
 
-    def _untrained(self) -> Any:
+    def _untrained(self) -> Draft:
         """Another draft of the same shape, without adapters."""
         own = self._engine.module.draft
         if isinstance(own, EagleDraft):
@@ -438,7 +438,7 @@ class Distiller:
             share_ends(draft, table.ends)
         return draft.to(self.device, self.dtype)
 
-    def served(self, state: Mapping[str, Tensor] | None) -> Any:
+    def served(self, state: Mapping[str, Tensor] | None) -> Draft:
         """Another draft in eval mode with these weights (None: the initial ones)."""
         draft = self._untrained()
         load_state(draft, self._initial if state is None else state)

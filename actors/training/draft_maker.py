@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -42,6 +41,7 @@ from paceline.actors.training.shares import make_shares
 from paceline.actors.training.synthetic.prompts import first_turn, synthetic_prompt, turn_marks
 from paceline.actors.weights.eagle import (
     VOCABULARY,
+    Draft,
     choose_vocabulary,
     new_draft,
     read_draft,
@@ -432,7 +432,7 @@ def _run(engine: Engine, request: GenerationRequest) -> Iterator[StepOutput]:
 
 
 @torch.inference_mode()
-def agreement(draft: Any, records: Sequence[ReplayRecord]) -> list[float]:
+def agreement(draft: Draft, records: Sequence[ReplayRecord]) -> list[float]:
     """Share of the greedy tokens that a draft finds most probable, for each step in turn.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import Batch, make_batch, usable, within
 from paceline.actors.training.forward import draft_logits, load_trainable, trains_on
 from paceline.actors.training.settings import ScorerSettings
+from paceline.actors.weights.eagle import Draft
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 
 _FORWARDS = 3  # of the same records take about as long as a micro-step with its backward
@@ -65,7 +65,7 @@ def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
 
 @torch.inference_mode()
 def score_records(
-    draft: Any,
+    draft: Draft,
     records: Sequence[ReplayRecord],
     *,
     max_length: int,
@@ -104,7 +104,7 @@ def score_records(
 class _Model:
     """A model for all experts with the same initial weights, and these weights."""
 
-    draft: Any
+    draft: Draft
     initial: dict[str, Tensor]
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training import eagle
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.branches import Packed, layout
 from paceline.actors.weights.checkpoint import ModelError, has_shared_head, read_causal_lm
-from paceline.actors.weights.eagle import EagleDraft, is_eagle, load_draft
+from paceline.actors.weights.eagle import Draft, EagleDraft, is_eagle, load_draft
 from paceline.actors.weights.target_ends import read_target_ends, share_ends
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _POSITIONS = 64
 _TOLERANCE = 0.05  # relative; bfloat16's own error is a fifth of it
 
 
-def draft_logits(draft: Any, batch: Batch) -> tuple[list[Tensor], Batch]:
+def draft_logits(draft: Draft, batch: Batch) -> tuple[list[Tensor], Batch]:
     """Logits of a batch's positions, and the labels that they are to be compared with.
 
     Args:
@@ -41,7 +41,7 @@ def draft_logits(draft: Any, batch: Batch) -> tuple[list[Tensor], Batch]:
     return logits, eagle.draft_vocabulary(draft, batch)
 
 
-def logits_at(draft: Any, batch: Batch) -> Tensor:
+def logits_at(draft: PreTrainedModel, batch: Batch) -> Tensor:
     """Logits ``[N, V]`` of the batch's positions, by the causal LM's own forward.
 
     The head computes no other positions; a scale or soft cap after it is the model's own code.
@@ -56,7 +56,7 @@ def logits_at(draft: Any, batch: Batch) -> Tensor:
         seen = {"attention_mask": mask, "position_ids": batch.position_ids}
     count = len(batch.rows)
 
-    def pick(_head: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    def pick(_head: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         picked = inputs[0][batch.rows, batch.columns]
         # Few shapes for oneDNN's cache, see batches.py.
         return nn.functional.pad(picked, (0, 0, 0, -count % _POSITIONS))[None]
@@ -70,7 +70,9 @@ def logits_at(draft: Any, batch: Batch) -> Tensor:
     return logits[0, :count]
 
 
-def load_trainable(path: str, target: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+def load_trainable(
+    path: str, target: str | None, dtype: torch.dtype, device: torch.device
+) -> Draft:
     """A draft with an attention that is trained, from its folder.
 
     Args:
@@ -85,7 +87,7 @@ def load_trainable(path: str, target: str | None, dtype: torch.dtype, device: to
     """
     if is_eagle(path):
         return load_draft(path, _needed(target, path), dtype, device)
-    draft = read_causal_lm(path, dtype=dtype, attn_implementation="eager")
+    draft: PreTrainedModel = read_causal_lm(path, dtype=dtype, attn_implementation="eager")
     if has_shared_head(draft.config):
         share_ends(draft, read_target_ends(_needed(target, path), device, dtype))
     return draft.to(device)
@@ -97,7 +99,7 @@ def _needed(target: str | None, path: str) -> str:
     return target
 
 
-def trains_on(draft: Any, record: ReplayRecord) -> bool:
+def trains_on(draft: Draft, record: ReplayRecord) -> bool:
     """Whether a record has what a draft reads."""
     return not isinstance(draft, EagleDraft) or (
         record.hidden is not None and record.hidden.shape[1] == draft.config.hidden_size
@@ -105,7 +107,7 @@ def trains_on(draft: Any, record: ReplayRecord) -> bool:
 
 
 @torch.no_grad()
-def takes_branches(draft: Any) -> bool:
+def takes_branches(draft: Draft) -> bool:
     """Whether a branch in a row gives the logits that it gives alone, by one small forward.
 
     Not of EAGLE drafts: no hidden states behind rejected tokens are recorded.

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from paceline.actors.speculation.medusa import MedusaHeads
 
@@ -61,7 +61,7 @@ class HeadDataset:
 
 @torch.inference_mode()
 def make_dataset(
-    target: Any,
+    target: PreTrainedModel,
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     num_heads: int,
     max_length: int = 1024,

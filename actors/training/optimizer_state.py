@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from paceline.actors.weights.eagle import Draft
+
 _MASTER = "master"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -48,7 +50,7 @@ class OptimizerState:
         return OptimizerState(copies, self.steps, self.rate_share)
 
 
-def parameter_groups(draft: Any, trained: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
+def parameter_groups(draft: Draft, trained: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
     """AdamW's parameter groups: matrices, which are decayed, and all else; no empty ones.
 
     Norms, biases and embeddings are not decayed. A head that is tied to the embedding counts as

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from paceline.actors.training.deepspeed_setup import (
     LOOPBACK,
@@ -25,6 +25,7 @@ from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.optimizer_state import OptimizerState
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import Share, split_share
+from paceline.actors.weights.eagle import Draft
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -248,7 +249,7 @@ class DistributedDistiller(Distiller):
         workers.start()
         super().__init__(path, settings)
 
-    def _build(self, draft: Any) -> None:
+    def _build(self, draft: Draft) -> None:
         self._workers.broadcast(Worker.build, self._topic, self.path, self.settings)
         self._collective(super()._build, draft)
 

@@ -7,9 +7,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _SHOWN = 3
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,7 +82,7 @@ def check_tensors(folder: str | Path, name: str) -> None:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{name}: {file} cannot be read ({error})") from error
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: {folder}/config.json: {_first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -116,12 +119,12 @@ def read_causal_lm(folder: str | Path, **options: Any) -> Any:
     return model
 
 
-def has_shared_head(config: Any) -> bool:
+def has_shared_head(config: PreTrainedConfig) -> bool:
     """Whether a causal LM shares its target's embedding and head, by its config."""
     return getattr(config, "head", None) == "shared"
 
 
-def ends_of(model: Any) -> tuple[Any, Any]:
+def ends_of(model: PreTrainedModel) -> tuple[Any, Any]:
     """A causal LM's embedding and head, as modules that another model's can replace.
 
     Raises:
@@ -135,14 +138,14 @@ def ends_of(model: Any) -> tuple[Any, Any]:
     return table, head
 
 
-def end_names(model: Any) -> set[str]:
+def end_names(model: PreTrainedModel) -> set[str]:
     """Names of a causal LM's embedding and head; raises as :func:`ends_of`."""
     ends = {id(end.weight) for end in ends_of(model)}
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) in ends}
 
 
-def tied_names(model: Any) -> set[str]:
+def tied_names(model: PreTrainedModel) -> set[str]:
     """Names of parameters that are another one under a further name."""
     seen: set[int] = set()
     tied = set()

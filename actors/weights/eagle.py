@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from paceline.actors.weights.checkpoint import ModelError, weight_files
 from paceline.actors.weights.target_ends import (
@@ -79,7 +79,7 @@ class EagleDraft(nn.Module):
         ends: the target's embedding and head; no parameters of the draft.
     """
 
-    def __init__(self, config: Any, mark: str, draft_vocabulary: int) -> None:
+    def __init__(self, config: PreTrainedConfig, mark: str, draft_vocabulary: int) -> None:
         """Make a draft with random weights.
 
         Args:
@@ -166,7 +166,11 @@ class EagleDraft(nn.Module):
         return fused
 
 
-def is_llama_like(config: Any) -> bool:
+Draft = PreTrainedModel | EagleDraft
+"""A draft with weights of its own: a causal LM, or one made from the target."""
+
+
+def is_llama_like(config: PreTrainedConfig) -> bool:
     """Whether a transformers config is of a Llama-like model with a fixed rotary table.
 
     Such models run fused, and drafts are made from them.
@@ -187,7 +191,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
     Raises:
         ModelError: another architecture, or tensors are missing.
     """
-    config: Any = AutoConfig.from_pretrained(target, local_files_only=True)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(target, local_files_only=True)
     if not is_llama_like(config):
         raise ModelError(f"target: no draft can be made from models of type {config.model_type}")
     size = int(config.vocab_size)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.actors.engine import compatibility
 from paceline.deploy.api.request_schemas import (
@@ -18,6 +18,9 @@ from paceline.deploy.api.request_schemas import (
     ToolCall,
 )
 from paceline.deploy.errors import ApiError, invalid_value
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEMPLATE_ROLES = {"developer": "system"}  # chat templates know the older name only
 
@@ -31,7 +34,7 @@ def context_length(model_path: str | Path, max_model_len: int | None) -> int:
     return compatibility.context_length(_read_config(model_path), max_model_len)
 
 
-def vocabulary_size(model_path: str | Path, tokenizer: Any) -> int:
+def vocabulary_size(model_path: str | Path, tokenizer: PreTrainedTokenizerBase) -> int:
     """Token ids below it are known to both the tokenizer and the model."""
     model_size = _read_config(model_path).get("vocab_size")
     size: int = max(tokenizer.get_vocab().values()) + 1  # a vocabulary may have holes
@@ -66,7 +69,7 @@ class PromptEncoder:
             tokens without embeddings in the model.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._shows_tool_calls = "tool_calls" in str(tokenizer.chat_template)

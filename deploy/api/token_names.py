@@ -6,7 +6,10 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -39,7 +42,7 @@ def _byte_alphabet() -> dict[str, int]:
 class TokenNames:
     """The token texts of a transformers fast tokenizer, cached."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._backend = tokenizer.backend_tokenizer
         decoder = json.loads(self._backend.to_str()).get("decoder")
         self._alphabet = _byte_alphabet() if '"ByteLevel"' in json.dumps(decoder) else None

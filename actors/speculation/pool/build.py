@@ -9,7 +9,7 @@ import secrets
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from paceline.actors.engine.build import build_stacks, kv_positions
 from paceline.actors.engine.compatibility import context_length
@@ -77,7 +77,9 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
     """
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.target.dtype, device)
-    config: Any = AutoConfig.from_pretrained(settings.target.model_path, local_files_only=True)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        settings.target.model_path, local_files_only=True
+    )
     own = dataclasses.replace(
         settings.target,
         drafts={settings.expert: settings.target.drafts[settings.expert]},

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.replay.record import ReplayRecord, synthetic_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXTS = ("apples?", "7 Zebras run!")  # nothing in common, at neither end
 SHORTEST, LONGEST = 2, 8  # tokens of the stored text that are kept
@@ -60,7 +63,7 @@ class SyntheticSettings:
     seed: int | None = None
 
 
-def turn_marks(tokenizer: Any) -> TurnMarks:
+def turn_marks(tokenizer: PreTrainedTokenizerBase) -> TurnMarks:
     """The marks of a tokenizer's chat template.
 
     Args:
@@ -84,12 +87,12 @@ def turn_marks(tokenizer: Any) -> TurnMarks:
     return TurnMarks(tuple(opening), tuple(cue))
 
 
-def first_turn(tokenizer: Any) -> tuple[int, ...]:
+def first_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens before a first user's text by a tokenizer's chat template."""
     return tuple(_common_start(*(_templated(tokenizer, [text]) for text in _TEXTS)))
 
 
-def _templated(tokenizer: Any, turns: Sequence[str]) -> list[int]:
+def _templated(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[int]:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
