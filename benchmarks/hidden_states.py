@@ -30,7 +30,7 @@ from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.training.batches import make_batch, micro_batches
 from paceline.actors.training.deepspeed_setup import prepare_environment
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.draft_maker import agreement
+from paceline.actors.training.expert_evaluation import step_agreement
 from paceline.actors.training.settings import DistillerSettings
 from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import TOPICS, generate
@@ -75,7 +75,8 @@ def learn(
             distiller.micro_step(make_batch(part, 512))
             done += 1
     seconds = time.process_time() - began
-    return seconds, agreement(distiller.served(distiller.state_dict()), records[:_HELD_OUT])
+    draft = distiller.served(distiller.state_dict())
+    return seconds, step_agreement(draft, records[:_HELD_OUT], max_length=512)
 
 
 def main() -> int:

@@ -99,17 +99,21 @@ class ModelRunner:
         self.max_model_len = max_model_len
         config, dtype = self.models[0].config, self.models[0].dtype
         shapes = kv_shapes(config)
-        decoder = make_decoder(self.models, shapes, max_model_len)
         self.vocab_size = vocab_rows(self.models[0]) if vocab_size is None else vocab_size
-        decoder.vocab_size = self.vocab_size
-        self.decoder: Decoder = decoder
-        if graph_tokens and self.device.type == "cuda" and isinstance(decoder, FusedDecoder):
-            self.decoder = GraphedDecoder(decoder, CudaCapture(), graph_tokens)
+        self.decoder = self._make_decoder(graph_tokens)
         size = kv_block_size(config, dtype, self.device)
         where = dtype, self.device
         hidden = int(config.hidden_size) if keep_hidden else 0
         self.kv = KVCache(shapes, rows, max_model_len, *where, kv_positions, size, hidden)
         self.kv.max_shared_prompt = dynamic_length(config)
+
+    def _make_decoder(self, graph_tokens: int) -> Decoder:
+        shapes = kv_shapes(self.models[0].config)
+        decoder = make_decoder(self.models, shapes, self.max_model_len)
+        decoder.vocab_size = self.vocab_size
+        if graph_tokens and self.device.type == "cuda" and isinstance(decoder, FusedDecoder):
+            return GraphedDecoder(decoder, CudaCapture(), graph_tokens)
+        return decoder
 
     @property
     def has_graphs(self) -> bool:

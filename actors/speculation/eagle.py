@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import Layer, LayerStack, Norm, Rotary
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
-from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
+from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.proposer import DraftRow
-from paceline.actors.weights.checkpoint import copy_state
 from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
 
@@ -50,7 +48,7 @@ class EagleDecoder:
         """
         first = drafts[0]
         self._ends = first.ends
-        self._vocab_size = len(self._ends.embedding)
+        self.vocab_size = len(self._ends.embedding)
         self._rotary = Rotary(first.trunk.rotary_emb, self._ends.embedding, capacity)
         self._shared = ExpertLayout([0], first.device)
         self._heads: dict[bytes, _Head] = {}
@@ -98,21 +96,35 @@ class EagleDecoder:
         return _Head(ids, linear)
 
     def __call__(
-        self, token_ids: Tensor, hidden: Tensor, step: StepContext, layout: ExpertLayout
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int = 1
+    ) -> Tensor:
+        """See Decoder; hidden states of the positions before are zeros: a profile."""
+        return self.with_hidden(token_ids, step, layout, keep)[0]
+
+    def with_hidden(
+        self,
+        token_ids: Tensor,
+        step: StepContext,
+        layout: ExpertLayout,
+        keep: int = 1,
+        before: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute T tokens of B rows and store their keys and values.
 
         Args:
             token_ids: int64 ``[B, T]``.
-            hidden: ``[B, T, H]``, hidden states of the positions before.
             step: rows and positions.
             layout: experts of the rows.
+            keep: 1, the last token, whatever is given.
+            before: ``[B, T, H]``, hidden states of the positions before; None are zeros.
 
         Returns:
             logits ``[B, 1, V]`` of the last token, -inf outside the draft's vocabulary, valid until
             the next call; and its hidden state ``[B, 1, H]``.
         """
+        del keep
         embedded = functional.embedding(token_ids, self._ends.embedding)
+        hidden = torch.zeros_like(embedded) if before is None else before
         x = self._fuse(layout.to_experts(torch.cat([embedded, hidden], dim=-1)), layout)
         x, delta = self._stack(x, step, layout)
         x, delta = layout.last_tokens(x, 1), layout.last_tokens(delta, 1)
@@ -140,34 +152,17 @@ class EagleDecoder:
         return logits
 
     def _never(self, rows: int, like: Tensor) -> Tensor:
-        return like.new_full((rows, 1, self._vocab_size), -torch.inf)
+        return like.new_full((rows, 1, self.vocab_size), -torch.inf)
 
 
-class EagleRunner:
-    """E drafts with their KV cache, for up to ``rows`` requests; see ModelRunner.
+class EagleRunner(ModelRunner):
+    """Runs E drafts, which also read hidden states."""
 
-    Attributes:
-        models: the drafts; their parameters are views into fused weights.
-    """
+    decoder: EagleDecoder
 
-    has_graphs = False
-
-    def __init__(
-        self,
-        drafts: Sequence[EagleDraft],
-        rows: int,
-        max_model_len: int,
-        kv_positions: int | None = None,
-    ) -> None:
-        """Take over the drafts; the arguments are those of ModelRunner."""
-        first = drafts[0]
-        self.models = list(drafts)
-        self.device, self.max_model_len = first.device, max_model_len
-        self.decoder = EagleDecoder(drafts, max_model_len)
-        size = kv_block_size(first.config, first.dtype, first.device)
-        shapes, where = kv_shapes(first.config), (first.dtype, first.device)
-        self.kv = KVCache(shapes, rows, max_model_len, *where, kv_positions, size)
-        self._hidden_size = int(first.config.hidden_size)
+    def _make_decoder(self, graph_tokens: int) -> EagleDecoder:
+        del graph_tokens
+        return EagleDecoder(self.models, self.max_model_len)
 
     @torch.inference_mode()
     def step(
@@ -179,51 +174,9 @@ class EagleRunner:
         span: int,
         layout: ExpertLayout,
     ) -> tuple[Tensor, Tensor]:
-        """Compute T tokens of B rows; see ModelRunner.forward and EagleDecoder."""
-        self.kv.sync()
-        at = device_tensor(list(rows), self.device)
-        context = StepContext.at(self.kv, at, positions, span)
-        return self.decoder(token_ids, hidden, context, layout)
-
-    def forward(
-        self,
-        rows: Sequence[int],
-        token_ids: Tensor,
-        positions: Tensor,
-        span: int,
-        keep: int = 1,
-        layout: ExpertLayout | None = None,
-    ) -> Tensor:
-        """Run a step of the first tokens of sequences, whose hidden states are zeros: a profile."""
-        del keep
-        layout = layout or ExpertLayout([0] * len(rows), self.device)
-        hidden = self._zeros(token_ids.shape)
-        return self.step(rows, token_ids, hidden, positions, span, layout)[0]
-
-    def prefill(self, row: int, token_ids: Sequence[int], start: int) -> None:
-        """Run the first draft over tokens of one row with hidden states of zeros: a profile."""
-        ids = device_tensor([list(token_ids)], self.device)
-        positions = torch.arange(start, start + len(token_ids), device=self.device)[None]
-        self.forward([row], ids, positions, start + len(token_ids))
-
-    def _zeros(self, shape: torch.Size) -> Tensor:
-        return torch.zeros(*shape, self._hidden_size, dtype=self.kv.dtype, device=self.device)
-
-    def grow(self, drafts: Sequence[EagleDraft]) -> Iterator[None]:
-        """See ModelRunner."""
-        every = [*self.models, *drafts]
-        yield from self.decoder.grow(every)
-        self.models = every
-
-    @torch.inference_mode()
-    def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:
-        """Copy new weights over a draft's, in place.
-
-        Raises:
-            ValueError: a name or shape differs; nothing has been copied then.
-        """
-        copy_state(self.models[expert].state_dict(), state)
-        self.decoder.refresh(expert)
+        """Compute T tokens of B rows; see ModelRunner.forward and EagleDecoder.with_hidden."""
+        context = self._step(rows, positions, span)
+        return self.decoder.with_hidden(token_ids, context, layout, before=hidden)
 
 
 class EagleStack(ExpertStack):
@@ -252,8 +205,7 @@ class EagleStack(ExpertStack):
             target_kv: keeps the target's hidden states.
             prefill_chunk: most prompt tokens per round.
         """
-        model_runner: Any = runner  # of the same interface, for what the base class uses
-        super().__init__(model_runner, names, rows, prefill_chunk)
+        super().__init__(runner, names, rows, prefill_chunk)
         self._eagles = runner
         self._target_kv = target_kv
 
@@ -318,5 +270,6 @@ def make_eagle_stack(
 ) -> EagleStack:
     """Make the stack of named drafts of one shape, beside a target that keeps hidden states."""
     names, models = zip(*drafts, strict=True)
-    runner = EagleRunner(models, rows, target.max_model_len, kv_positions)
+    vocab_size = target.vocab_size
+    runner = EagleRunner(models, rows, target.max_model_len, kv_positions, vocab_size=vocab_size)
     return EagleStack(runner, names, rows, target.kv, prefill_chunk)

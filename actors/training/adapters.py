@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from paceline.actors.weights.checkpoint import copy_state, tied_names
-from paceline.actors.weights.eagle import Draft, EagleDraft
+from paceline.actors.weights.eagle import Draft
 
 _DOWN, _UP = "adapter_down", "adapter_up"
 _Adapted = nn.Linear | nn.Embedding
@@ -132,5 +132,3 @@ def load_state(draft: Draft, state: Mapping[str, Tensor]) -> None:
     """
     own = {name: weight for name, weight in draft.state_dict().items() if not is_adapter(name)}
     copy_state(own, state, tied_names(draft))
-    if isinstance(draft, EagleDraft):
-        draft.vocabulary_changed()

@@ -423,9 +423,7 @@ class Distiller:
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Replace an EAGLE draft's tokens by as many others; the weights stay."""
-        draft = self._engine.module.draft
-        draft.get_buffer(VOCABULARY).copy_(ids)
-        draft.vocabulary_changed()
+        self._engine.module.draft.get_buffer(VOCABULARY).copy_(ids)
 
     def _untrained(self) -> Draft:
         """Another draft of the same shape, without adapters."""

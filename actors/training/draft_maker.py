@@ -16,7 +16,6 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from paceline.actors.engine.build import build_engine
@@ -34,14 +33,13 @@ from paceline.actors.training.batches import (
     usable,
 )
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.forward import draft_logits
+from paceline.actors.training.expert_evaluation import step_agreement
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import make_shares
 from paceline.actors.training.synthetic.prompts import first_turn, synthetic_prompt, turn_marks
 from paceline.actors.weights.eagle import (
     VOCABULARY,
-    Draft,
     choose_vocabulary,
     new_draft,
     read_draft,
@@ -227,7 +225,8 @@ class DraftMaker:
     def step_acceptance(self, records: Sequence[ReplayRecord]) -> list[float]:
         """Share of tokens on which draft and target agree, for each drafted step in turn."""
         assert self._distiller is not None
-        return agreement(self._distiller.served(self._distiller.state_dict()), records)
+        draft = self._distiller.served(self._distiller.state_dict())
+        return step_agreement(draft, records, max_length=_CONTEXT)
 
     def _generate(self) -> None:
         """Have prompts made up and answered."""
@@ -429,22 +428,3 @@ def _run(engine: Engine, request: GenerationRequest) -> Iterator[StepOutput]:
     engine.add(request)
     while engine.has_work:
         yield from engine.step()
-
-
-@torch.inference_mode()
-def agreement(draft: Draft, records: Sequence[ReplayRecord]) -> list[float]:
-    """Share of the greedy tokens that a draft finds most probable, for each step in turn.
-
-    Args:
-        draft: an EAGLE draft in eval mode.
-        records: with hidden states.
-    """
-    hits: list[NDArray[np.float64]] = []
-    for start in range(0, len(records), _MICRO_BATCH):
-        batch = make_batch(records[start : start + _MICRO_BATCH], _CONTEXT).to(draft.device)
-        steps, own = draft_logits(draft, batch)
-        best = own.top_ids[:, 0]
-        hits.append(
-            np.array([float((logits.argmax(-1) == best).float().mean()) for logits in steps])
-        )
-    return [float(value) for value in np.mean(hits, axis=0)] if hits else []

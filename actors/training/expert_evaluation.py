@@ -14,9 +14,10 @@ from paceline.actors.engine.model_loader import resolve_device, resolve_dtype
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import Batch, make_batch, usable, within
+from paceline.actors.training.eagle import STEPS
 from paceline.actors.training.forward import draft_logits, load_trainable, trains_on
 from paceline.actors.training.settings import ScorerSettings
-from paceline.actors.weights.eagle import Draft
+from paceline.actors.weights.eagle import Draft, EagleDraft
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 
 _FORWARDS = 3  # of the same records take about as long as a micro-step with its backward
@@ -64,6 +65,41 @@ def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
 
 
 @torch.inference_mode()
+def score_steps(
+    draft: Draft,
+    records: Sequence[ReplayRecord],
+    score: Callable[[Tensor, Batch], Tensor],
+    *,
+    max_length: int,
+    batch_size: int = 8,
+    before_batch: Callable[[], None] = lambda: None,
+) -> NDArray[np.float64]:
+    """Mean score of every drafted step on every record, float64 ``[S, R]``; S is 1 but for EAGLE.
+
+    Args:
+        draft: in eval mode, with the weights and in the dtype that are served.
+        records: all usable.
+        score: logits ``[N, V]`` and their positions to scores ``[N]``.
+        max_length: tokens per record at most.
+        batch_size: records per forward.
+        before_batch: called before each forward; may wait for a permit, or raise.
+    """
+    scores = np.zeros((STEPS if isinstance(draft, EagleDraft) else 1, len(records)))
+    lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in records]
+    order = np.argsort(lengths, kind="stable")  # neighbours of one length need no padding
+    for start in range(0, len(records), batch_size):
+        before_batch()
+        own = order[start : start + batch_size]
+        batch = make_batch([records[i] for i in own], max_length).to(draft.device)
+        steps, own_labels = draft_logits(draft, batch)
+        values = torch.stack([score(logits, own_labels) for logits in steps])
+        # new_zeros: the default dtype differs while another thread loads a model
+        sums = values.new_zeros(len(steps), batch.num_records).index_add_(1, batch.rows, values)
+        counts = torch.bincount(batch.rows, minlength=batch.num_records)
+        scores[:, own] = (sums / counts).cpu().numpy()
+    return scores
+
+
 def score_records(
     draft: Draft,
     records: Sequence[ReplayRecord],
@@ -76,28 +112,46 @@ def score_records(
     """Mean acceptance of every record, float64 ``[R]``; of an EAGLE draft over its steps.
 
     Args:
-        draft: in eval mode, with the weights and in the dtype that are served.
+        draft: see :func:`score_steps`, as the others.
         records: all usable.
         max_length: tokens per record at most.
         draft_top_k: tokens that the served draft proposes from.
         batch_size: records per forward.
-        before_batch: called before each forward; may wait for a permit, or raise.
+        before_batch: called before each forward.
     """
-    scores = np.zeros(len(records))
-    lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in records]
-    order = np.argsort(lengths, kind="stable")  # neighbours of one length need no padding
-    for start in range(0, len(records), batch_size):
-        before_batch()
-        own = order[start : start + batch_size]
-        batch = make_batch([records[i] for i in own], max_length).to(draft.device)
-        steps, own_labels = draft_logits(draft, batch)
-        parts = [acceptance(logits, own_labels, draft_top_k) for logits in steps]
-        values = torch.stack(parts).mean(dim=0)
-        # new_zeros: the default dtype differs while another thread loads a model
-        sums = values.new_zeros(batch.num_records).index_add_(0, batch.rows, values)
-        counts = torch.bincount(batch.rows, minlength=batch.num_records)
-        scores[own] = (sums / counts).cpu().numpy()
-    return scores
+
+    def score(logits: Tensor, batch: Batch) -> Tensor:
+        return acceptance(logits, batch, draft_top_k)
+
+    steps = score_steps(
+        draft,
+        records,
+        score,
+        max_length=max_length,
+        batch_size=batch_size,
+        before_batch=before_batch,
+    )
+    return np.asarray(steps.mean(axis=0))
+
+
+def step_agreement(
+    draft: Draft, records: Sequence[ReplayRecord], *, max_length: int
+) -> list[float]:
+    """Share of positions where draft and target find the same token most probable, by step.
+
+    Args:
+        draft: see :func:`score_steps`, as the others.
+        records: all usable; each counts the same.
+        max_length: tokens per record at most.
+    """
+    if not records:
+        return []
+
+    def score(logits: Tensor, batch: Batch) -> Tensor:
+        return (logits.argmax(dim=-1) == batch.top_ids[:, 0]).float()
+
+    steps = score_steps(draft, records, score, max_length=max_length)
+    return [float(share) for share in steps.mean(axis=1)]
 
 
 @dataclass(frozen=True, slots=True)

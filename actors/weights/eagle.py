@@ -98,7 +98,7 @@ class EagleDraft(nn.Module):
         self.register_buffer(VOCABULARY, torch.arange(draft_vocabulary, dtype=torch.int32))
         # In a tuple: neither parameters nor buffers.
         self._ends: tuple[TargetEnds, ...] = ()
-        self._own_head: Tensor | None = None
+        self._own_head: tuple[Tensor, Tensor] | None = None  # and the vocabulary that it is of
 
     @property
     def ends(self) -> TargetEnds:
@@ -122,14 +122,11 @@ class EagleDraft(nn.Module):
     @property
     def head(self) -> Tensor:
         """``[D, H]``, the rows of the target's head for the draft's vocabulary."""
-        if self._own_head is None:
-            ids = self.get_buffer(VOCABULARY).long()
-            self._own_head = self.ends.head[ids.to(self.ends.head.device)].to(self.device)
-        return self._own_head
-
-    def vocabulary_changed(self) -> None:
-        """Note new values of the vocabulary."""
-        self._own_head = None
+        ids = self.get_buffer(VOCABULARY)
+        if self._own_head is None or not torch.equal(self._own_head[0], ids):
+            rows = ids.long().to(self.ends.head.device)
+            self._own_head = ids.clone(), self.ends.head[rows].to(self.device)
+        return self._own_head[1]
 
     def cast(self, device: torch.device, dtype: torch.dtype) -> EagleDraft:
         """Move to a device and dtype, but for the rotary frequencies: they stay float32."""

@@ -16,9 +16,9 @@ from paceline.actors.training.draft_maker import (
     DraftMaker,
     MakerProgress,
     MakerSettings,
-    agreement,
     measure_speed,
 )
+from paceline.actors.training.expert_evaluation import step_agreement
 from paceline.actors.weights.eagle import VOCABULARY, load_draft, read_draft
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
@@ -70,7 +70,7 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
     initial = load_draft(
         tmp_path / "draft" / "making" / "initial", TARGET, torch.float32, torch.device("cpu")
     ).eval()
-    after, before = agreement(made, held_out), agreement(initial, held_out)
+    after, before = (step_agreement(d, held_out, max_length=512) for d in (made, initial))
     assert len(after) == 3
     assert sum(after) > sum(before) + 0.3
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:2]]
