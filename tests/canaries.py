@@ -14,7 +14,7 @@ from paceline.actors.weights.registry import WeightRegistry
 
 
 class Serving:
-    """Serves greedy requests with the expert sql; each tells the registry what came of it."""
+    """Serves greedy requests with the expert sql; each reports its outcome to the registry."""
 
     def __init__(self, target: Any, draft: Any, share: float, registry: WeightRegistry) -> None:
         drafts = {"sql": draft(), "sql@candidate": draft()}

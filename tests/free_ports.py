@@ -6,7 +6,7 @@ import socket
 
 
 def find_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

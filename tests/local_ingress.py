@@ -78,14 +78,14 @@ class DeadRegistry:
 
 
 class SchedulerHandle:
-    """A handle of a trainer scheduler in this process; ``told`` counts announced requests."""
+    """A handle of a trainer scheduler in this process; ``announced`` counts requests."""
 
     def __init__(self) -> None:
-        self.scheduler, self.told = TrainerScheduler(), 0
+        self.scheduler, self.announced = TrainerScheduler(), 0
         self.announce_request, self.status = Method(self._announce), Method(self._status)
 
     def _announce(self) -> None:
-        self.told += 1
+        self.announced += 1
         self.scheduler.announce_request()
 
     async def _status(self) -> SchedulerStatus:

@@ -1,4 +1,4 @@
-"""Ranks as processes of a test's own: rank 0 drives them, the others do as told over a pipe."""
+"""Ranks as processes of a test's own: rank 0 drives them, the others get its calls over a pipe."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ProcessWorker:
     """A further rank in a process that ends with this one's."""
 
     def __init__(self, spec: group.WorkerSpec) -> None:
-        self.process, self._orders = _start()
-        _send(self._orders, (__name__, "obey", (spec,)))
+        self.process, self._calls = _start()
+        _send(self._calls, (__name__, "serve_calls", (spec,)))
 
     def call(self, method: Callable[..., None], *arguments: Any) -> None:
         try:
-            _send(self._orders, (method, arguments))
+            _send(self._calls, (method, arguments))
         except OSError:  # it is dead, which the group finds out
             return
 
@@ -66,11 +66,11 @@ def as_rank_0(work: Callable[..., Any], *arguments: Any) -> Any:
         process.wait(TIMEOUT_S)
 
 
-def obey(orders: Connection, spec: group.WorkerSpec) -> None:
+def serve_calls(calls: Connection, spec: group.WorkerSpec) -> None:
     """Be a further rank until the pipe ends, or until something raises."""
     worker = Worker(spec, TIMEOUT_S)
     while True:
-        method, arguments = _receive(orders)
+        method, arguments = _receive(calls)
         method(worker, *arguments)
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     channel = Connection(int(sys.argv[1]))
     module, name, arguments = _receive(channel)
     work = getattr(importlib.import_module(module), name)
-    if name == "obey":
+    if name == "serve_calls":
         work(channel, *arguments)
     else:
         _send(channel, work(*arguments))

@@ -45,7 +45,7 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 def tiny_llama(
     seed: int, *, hidden: int = 32, layers: int = 2, vocab: int = 300, **more: Any
 ) -> Any:
-    """A random Llama whose distributions are peaked enough to tell tokens apart."""
+    """A random Llama with peaked distributions: one token is clearly the most probable."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,

@@ -24,7 +24,7 @@ _Head = tuple[tuple[str, ...], Tensor, Tensor]  # all labels; weight [n, F] and 
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _ClassifierParts:
     """A classifier without added topics.
 
     Attributes:
@@ -138,7 +138,7 @@ class TopicClassifier:
         return torch.cat([own, linear(features, *head[1:])], dim=1)
 
 
-def _read_classifier(folder: Path) -> _Model:
+def _read_classifier(folder: Path) -> _ClassifierParts:
     bert = BertForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True
     ).eval()
@@ -146,10 +146,10 @@ def _read_classifier(folder: Path) -> _Model:
     labels = tuple(str(bert.config.id2label[i]) for i in range(bert.config.num_labels))
     texts = TextEncoder(folder, bert.bert, "cls", int(bert.config.max_position_embeddings))
     own: Any = bert.classifier
-    return _Model(texts, labels, own.weight.detach(), own.bias.detach(), mark)
+    return _ClassifierParts(texts, labels, own.weight.detach(), own.bias.detach(), mark)
 
 
-def _read_head(folder: Path, encoder_folder: Path) -> _Model:
+def _read_head(folder: Path, encoder_folder: Path) -> _ClassifierParts:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     bert = BertModel.from_pretrained(encoder_folder, dtype=torch.float32, local_files_only=True)
     mark = fingerprint(encoder_folder, bert)
@@ -162,4 +162,4 @@ def _read_head(folder: Path, encoder_folder: Path) -> _Model:
     own = hashlib.blake2b(mark.encode(), digest_size=8)
     for name in ("weight", "bias"):
         own.update(rows[name].numpy().tobytes())
-    return _Model(texts, labels, rows["weight"], rows["bias"], own.hexdigest())
+    return _ClassifierParts(texts, labels, rows["weight"], rows["bias"], own.hexdigest())

@@ -18,7 +18,7 @@ from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.permits import (
     Assignment,
     Permit,
-    SchedulerHandle,
+    PermitHandle,
     TopicProgress,
     TrainerIdentity,
 )
@@ -109,7 +109,7 @@ class RayTrainerClient:
         self,
         shards: Mapping[str, ShardHandle],
         registry: RegistryHandle,
-        scheduler: SchedulerHandle | None,
+        scheduler: PermitHandle | None,
         timeout_s: float,
         identity: TrainerIdentity | None = None,
     ) -> None:

@@ -155,7 +155,7 @@ def step_agreement(
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _InitialModel:
     """A model for all experts with the same initial weights, and these weights."""
 
     draft: Draft
@@ -226,8 +226,10 @@ class ExpertEvaluator:
         gains[good] = scores
         return [float(gain) for gain in gains]
 
-    def _load(self, path: str) -> _Model:
+    def _load(self, path: str) -> _InitialModel:
         dtype = resolve_dtype(self._settings.dtype, self._device)
         draft = load_trainable(path, self._settings.target_path, dtype, self._device)
         draft.eval().requires_grad_(False)
-        return _Model(draft, {name: value.clone() for name, value in draft.state_dict().items()})
+        return _InitialModel(
+            draft, {name: value.clone() for name, value in draft.state_dict().items()}
+        )

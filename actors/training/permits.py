@@ -83,7 +83,7 @@ class Permit(StrEnum):
     UNASSIGNED = "unassigned"  # the scheduler knows no topic of this trainer: the round ends
 
 
-class SchedulerHandle(Protocol):
+class PermitHandle(Protocol):
     """Actor handle of the trainer scheduler, as far as trainers call it; see TrainerScheduler."""
 
     @property

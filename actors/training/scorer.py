@@ -24,7 +24,7 @@ from paceline.actors.training.settings import ScorerSettings
 if TYPE_CHECKING:
     from paceline.actors.training.client import TrainerClient
     from paceline.actors.training.expert_evaluation import ExpertEvaluator
-    from paceline.actors.training.permits import SchedulerHandle
+    from paceline.actors.training.permits import PermitHandle
     from paceline.actors.weights.flat_weights import FlatWeights
     from paceline.actors.weights.subscriber import RegistryHandle
 
@@ -321,7 +321,7 @@ class Scorer:
         settings: ScorerSettings,
         evaluator: ExpertEvaluator,
         registry: RegistryHandle,
-        scheduler: SchedulerHandle | None,
+        scheduler: PermitHandle | None,
     ) -> None:
         """Start scoring.
 

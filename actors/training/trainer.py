@@ -12,7 +12,7 @@ from paceline.actors.handles import remote_method
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
 from paceline.actors.training.drift import DriftStatus
-from paceline.actors.training.permits import SchedulerHandle, TrainerIdentity
+from paceline.actors.training.permits import PermitHandle, TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Trainer:
         settings: TrainerSettings,
         shards: Mapping[str, ShardHandle],
         registry: RegistryHandle,
-        scheduler: SchedulerHandle | None,
+        scheduler: PermitHandle | None,
         start_worker: Callable[[WorkerSpec], WorkerHandle] | None = None,
         address: str = "127.0.0.1",
         identity: TrainerIdentity | None = None,

@@ -17,7 +17,7 @@ Call = Callable[[], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
-class CallError:
+class FailedCall:
     """A failed call.
 
     Attributes:
@@ -48,12 +48,12 @@ async def call_or_none(call: Call[T] | None, timeout_s: float) -> T | None:
         return None
 
 
-async def call_or_error(call: Call[T], timeout_s: float) -> T | CallError:
+async def call_or_error(call: Call[T], timeout_s: float) -> T | FailedCall:
     """The result of a call, or its error."""
     try:
         return await call_with_timeout(call, timeout_s)
     except Exception as error:
-        return CallError(type(error).__name__)
+        return FailedCall(type(error).__name__)
 
 
 async def call_required(name: str, call: Call[T], timeout_s: float, message: str, code: str) -> T:

@@ -16,7 +16,7 @@ from paceline.actors.weights.versions import TopicStatus
 from paceline.cluster.learning_actors import LearningActors
 from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.cluster.supervisor import SupervisorStatus
-from paceline.deploy.api.actor_calls import CallError, call_or_error
+from paceline.deploy.api.actor_calls import FailedCall, call_or_error
 
 _TIMEOUT_S = 2.0
 _MAX_DECISIONS = 60  # some 15 minutes of continuous learning
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """The status of every part; a CallError for one that does not answer.
+    """The status of every part; a FailedCall for one that does not answer.
 
     Attributes:
         target: one replica.
@@ -41,23 +41,23 @@ class ServerStatus:
         supervisor: on a cluster; else None.
     """
 
-    target: TargetStatus | CallError
-    weight_versions: Mapping[str, int] | CallError
-    live_drafts: Mapping[str, TopicStatus] | CallError
-    decisions: Sequence[Decision] | CallError
-    scheduler: SchedulerStatus | CallError
-    shards: Mapping[str, ShardStats | CallError]
-    trainer: TrainerStatus | CallError | None
-    further_trainers: Mapping[str, TrainerStatus | CallError]
-    routing: ScorerTable | CallError | None
-    supervisor: SupervisorStatus | CallError | None
+    target: TargetStatus | FailedCall
+    weight_versions: Mapping[str, int] | FailedCall
+    live_drafts: Mapping[str, TopicStatus] | FailedCall
+    decisions: Sequence[Decision] | FailedCall
+    scheduler: SchedulerStatus | FailedCall
+    shards: Mapping[str, ShardStats | FailedCall]
+    trainer: TrainerStatus | FailedCall | None
+    further_trainers: Mapping[str, TrainerStatus | FailedCall]
+    routing: ScorerTable | FailedCall | None
+    supervisor: SupervisorStatus | FailedCall | None
 
 
 async def gather_status(target: TargetHandle, actors: LearningActors) -> ServerStatus:
     """Call every part at once."""
     async with asyncio.TaskGroup() as group:
 
-        def call(method: Callable[[], Awaitable[T]]) -> asyncio.Task[T | CallError]:
+        def call(method: Callable[[], Awaitable[T]]) -> asyncio.Task[T | FailedCall]:
             return group.create_task(call_or_error(method, _TIMEOUT_S))
 
         registry, trainer, scorer = actors.registry, actors.trainer, actors.scorer
@@ -76,7 +76,7 @@ async def gather_status(target: TargetHandle, actors: LearningActors) -> ServerS
         target=own.result(),
         weight_versions=versions.result(),
         live_drafts=live.result(),
-        decisions=decisions if isinstance(decisions, CallError) else decisions[-_MAX_DECISIONS:],
+        decisions=decisions if isinstance(decisions, FailedCall) else decisions[-_MAX_DECISIONS:],
         scheduler=scheduler.result(),
         shards={topic: task.result() for topic, task in shards.items()},
         trainer=None if first is None else first.result(),

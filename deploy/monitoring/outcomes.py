@@ -54,7 +54,7 @@ def is_disconnect(error: Exception) -> bool:
     return isinstance(error, ClientDisconnect | TaskCancelledError)
 
 
-def outcome_of(status: int | None, complete: bool) -> str:
+def request_outcome(status: int | None, complete: bool) -> str:
     """One of `OUTCOMES`; a client that disconnects is not a failure.
 
     Args:
@@ -127,4 +127,4 @@ class OutcomeMiddleware:
             raise
         finally:
             _PROGRESS.reset(token)
-            self._outcomes.finish(outcome_of(progress.status, progress.complete), started_at)
+            self._outcomes.finish(request_outcome(progress.status, progress.complete), started_at)

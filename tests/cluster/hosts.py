@@ -83,7 +83,7 @@ class Host:
             return []
 
     def cut_off(self) -> None:
-        """Pull the cable, then the plug: nobody is told that anything ended."""
+        """Pull the cable, then the plug: no peer is notified."""
         _run("ip", "link", "set", self.link, "down")
         self.switch_off()
 

@@ -196,7 +196,7 @@ def test_a_version_goes_from_the_trainers_host_to_the_experts(
     storage = cluster.hosts.storage / "state"
     assert list((storage / "weights").rglob("*.safetensors"))
     assert (storage / "replay" / "sql.records").stat().st_size > 0
-    # kept after the publication, in files with leave between them
+    # kept after the publication, in files with a permit each
     asyncio.run(
         until(lambda: bool(list((storage / "optimizer").glob("sql/*/index.json"))), "moments", 60)
     )

@@ -60,10 +60,10 @@ def test_a_new_host_can_start_ray_and_serve_after_them(shared: Path, tmp_path: P
         login(command.replace(SHARED, str(shared)))
     assert login("command -v ray").strip() == str(home / "paceline/bin/ray")
     assert "paceline" in login("paceline --version")
-    told = login(
+    output = login(
         "python -c 'import paceline.deploy.cluster_app as a, deepspeed; print(a.__file__)'"
     )
-    assert str(home) in told
+    assert str(home) in output
     for model in ("smollm2", "minilm"):
         assert list((home / ".cache/paceline/models").glob(f"{model}-*/model.safetensors"))
     # a second `ray up` runs them again, over what is there

@@ -96,7 +96,7 @@ def topic_of(running: RunningApp, prompt: str) -> str:
 
 
 def rejoined(running: RunningApp) -> bool:
-    """Every part answers for itself, and the router tells topics again."""
+    """Every part answers for itself, and the router classifies again."""
     status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()
     parts = [status[name] for name in ("target", "weight_versions", "trainer", "scheduler")]
     if any("error" in part for part in [*parts, *status["shards"].values()]):
@@ -158,11 +158,11 @@ async def retried(running: RunningApp, role: str) -> tuple[list[Reply], int]:
 
 
 @pytest.mark.parametrize("role", ["ingress", "proxy"])
-def test_connections_of_the_front_door_break_and_a_retry_gives_the_same_text(
+def test_connections_of_the_ingress_break_and_a_retry_gives_the_same_text(
     running: RunningApp, undisturbed: list[Reply], role: str
 ) -> None:
     found, broken = asyncio.run(retried(running, role))
-    assert broken >= 1, "nothing broke: was it the front door?"
+    assert broken >= 1, "nothing broke: was it the ingress?"
     check(found, undisturbed)
     asyncio.run(until(lambda: rejoined(running), "all parts to answer again", BACK_S))
 

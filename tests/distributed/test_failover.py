@@ -151,5 +151,5 @@ def test_a_hung_replica_loses_no_stream_and_later_requests_do_not_wait_for_it(
 
     replies = asyncio.run(next_ones())
     check(running, replies, undisturbed[:8])
-    # distrust has begun with the first fault: nobody is sent to the stopped one again
+    # distrust has begun with the first fault: no request goes to the stopped one again
     assert max(max(reply.pauses_s) for reply in replies) < STALL_S

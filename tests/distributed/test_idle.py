@@ -1,4 +1,4 @@
-"""Two real trainers under the broker: load, hanging, its death, and a replica that needs room.
+"""Two real trainers under the scheduler: load, hanging, its death, and a pending replica.
 
 One Ray session with a logical GPU, of which each trainer books a quarter.
 """
@@ -213,7 +213,7 @@ def test_trainers_acquire_topics_again_from_a_scheduler_that_died(system: System
     assert [system.status(name).failures for name in NAMES] == [0, 0]
 
 
-def test_a_replica_that_waits_gets_the_trainers_room_and_they_come_back(system: System) -> None:
+def test_a_pending_replica_preempts_the_trainers_and_they_restart(system: System) -> None:
     eventually(system.at_work)
     serve.start(http_options={"host": "127.0.0.1", "port": find_port()})
     options = {"num_cpus": 0, "num_gpus": 0.5}

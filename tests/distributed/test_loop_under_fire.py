@@ -165,7 +165,7 @@ def test_a_swap_in_the_middle_of_answers_changes_no_token(
     assert landed, "no swap reached the drafts while requests were in flight"
 
 
-def test_a_topic_whose_expert_is_bad_goes_to_general_and_keeps_its_records(
+def test_a_topic_with_a_bad_expert_goes_to_general_and_keeps_its_records(
     running: RunningApp,
 ) -> None:
     """All experts are scored on held-out requests; math's, spoilt, would learn for minutes."""

@@ -220,7 +220,7 @@ def load(running: RunningApp, plain: list[list[int]]) -> Iterator[None]:
     assert all(texts == plain for texts in passes)
 
 
-@pytest.mark.full  # a minute; that experts are missed by nobody is tested in one process, too
+@pytest.mark.full  # a minute; a lost expert is tested in one process, too
 def test_kill_9_of_experts_fails_no_request_and_they_propose_again(
     running: RunningApp, plain: list[list[int]]
 ) -> None:

@@ -156,7 +156,7 @@ def test_user_config_changes_what_runs_and_breaks_no_stream(
             taken = shows(cluster, lambda s: s["target"]["user_config"]["changed"], quiet)
             await until(taken, "the target's values", COMES_S)
             taken = shows(cluster, lambda s: s["user_config"]["changed"], {"min_confidence": 0.9})
-            await until(taken, "the front door's values", COMES_S)
+            await until(taken, "the ingress' values", COMES_S)
             assert load.begun > 0
 
     asyncio.run(changes())
@@ -168,7 +168,7 @@ def test_user_config_changes_what_runs_and_breaks_no_stream(
         refused = shows(cluster, lambda s: s["target"]["user_config"]["refused"], said)
         await until(refused, "the refusal", COMES_S)
         taken = shows(cluster, lambda s: s["user_config"]["changed"], limits)
-        await until(taken, "the front door's values", COMES_S)
+        await until(taken, "the ingress' values", COMES_S)
         replies = await Load(cluster.url, bodies(2, 40)).run()
         return [reply.error is None for reply in replies]
 
@@ -205,7 +205,7 @@ async def redeployed(
 def test_what_outlasts_the_time_to_drain_goes_on_in_the_successor(
     cluster: Cluster, undisturbed: list[Any], long_answers: list[Any]
 ) -> None:
-    """The target alone is replaced: the front door, which counts, stays."""
+    """The target alone is replaced: the ingress, which counts, stays."""
     front, resumed = pids("ingress"), cluster.status()["failover"]["resumed"]
     books = {"target": {"ray_actor_options": {"num_cpus": 0.01}}}
     asyncio.run(redeployed(cluster, undisturbed, long_answers, lambda: cluster.deploy(books)))

@@ -62,7 +62,7 @@ def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[
         yield serve.get_deployment_handle("supervisor", "paceline")
 
 
-def made(handle: Any) -> dict[str, int]:
+def starts(handle: Any) -> dict[str, int]:
     found: dict[str, int] = handle.status.remote().result(timeout_s=30).starts
     return found
 
@@ -86,29 +86,29 @@ def test_it_knows_where_serve_listens(handle: Any) -> None:
     assert handle.status.remote().result(timeout_s=30).warning is None
 
 
-def test_what_ray_gives_up_on_is_made_anew_under_its_name(handle: Any) -> None:
+def test_an_actor_that_ray_gives_up_on_is_started_again_under_its_name(handle: Any) -> None:
     eventually(lambda: named() == NAMES)
-    assert made(handle) == dict.fromkeys(NAMES, 1)
+    assert starts(handle) == dict.fromkeys(NAMES, 1)
     assert eventually(versions) == {"general": 0, "sql": 0}
     ray.kill(ray.get_actor("paceline-registry", NAMESPACE), no_restart=True)
     assert eventually(lambda: versions() == {"general": 0, "sql": 0})
-    assert eventually(lambda: made(handle)["paceline-registry"] == 2)
-    assert made(handle) == dict.fromkeys(NAMES, 1) | {"paceline-registry": 2}
+    assert eventually(lambda: starts(handle)["paceline-registry"] == 2)
+    assert starts(handle) == dict.fromkeys(NAMES, 1) | {"paceline-registry": 2}
 
 
-def test_a_trainer_that_ray_gives_up_on_is_made_anew_and_both_have_themselves_heard(
+def test_a_trainer_that_ray_gives_up_on_is_started_again_and_both_register(
     handle: Any,
 ) -> None:
-    def heard() -> set[str]:
+    def registered() -> set[str]:
         scheduler = ray.get_actor("paceline-scheduler", NAMESPACE)
         status: SchedulerStatus = ray.get(scheduler.status.remote(), timeout=30)
         return {lease.trainer for lease in status.leases}
 
-    eventually(lambda: heard() == TRAINERS)
+    eventually(lambda: registered() == TRAINERS)
     ray.kill(ray.get_actor("paceline-trainer-2", NAMESPACE), no_restart=True)
-    assert eventually(lambda: made(handle)["paceline-trainer-2"] == 2)
+    assert eventually(lambda: starts(handle)["paceline-trainer-2"] == 2)
     eventually(lambda: named() == NAMES)
-    assert made(handle)["paceline-trainer"] == 1
+    assert starts(handle)["paceline-trainer"] == 1
 
 
 def test_nothing_outlives_the_application(handle: Any, storage: Path) -> None:  # noqa: ARG001

@@ -168,7 +168,7 @@ def test_a_pool_gets_a_further_expert_and_keeps_the_others(tmp_path: Path) -> No
         wait_until(connected, "the expert's drafts", 180)
         drafts_without_failures(url)
         after = pids(running)
-        assert {name: after[name] for name in before} == before  # nobody was started anew
+        assert {name: after[name] for name in before} == before  # no process was started again
 
 
 def pids(running: RunningApp) -> dict[str, Any]:

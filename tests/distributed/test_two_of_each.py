@@ -1,4 +1,4 @@
-"""Two front doors, two targets, one pool: what is shared serves both, and either may die."""
+"""Two ingress, two targets, one pool: what is shared serves both, and either may die."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_metrics_are_those_of_both_targets_and_of_one_that_does_not_hang(
     assert generated(url) == after
 
 
-def test_one_front_door_dies_and_the_other_lets_requests_in(
+def test_one_ingress_dies_and_the_other_admits_requests(
     running: RunningApp, undisturbed: list[Any]
 ) -> None:
     async def one_dies() -> tuple[list[Reply], list[Reply], int]:
@@ -175,7 +175,7 @@ def test_one_front_door_dies_and_the_other_lets_requests_in(
     replies, met, _ = asyncio.run(one_dies())
     assert answered(replies) == undisturbed
     assert [reply.error for reply in met] == [None, None]
-    asyncio.run(until(lambda: len(processes.of("ingress")) == 2, "the front door", BACK_S))
+    asyncio.run(until(lambda: len(processes.of("ingress")) == 2, "the ingress", BACK_S))
 
 
 def test_one_target_dies_and_the_other_goes_on_with_the_pool(

@@ -123,7 +123,7 @@ def test_seeded_answers_do_not_depend_on_drafts(graphs: bool) -> None:
 
 
 def test_new_weights_are_drafted_with_and_change_no_answer(plain: Any) -> None:
-    """A draft's tokens with broken weights are nobody's; with its own again they are accepted."""
+    """A draft with broken weights has no token accepted; with its own again it has."""
     engine, tokenizer = build(cuda_graphs=True)
     own = load_causal_lm(DRAFT, torch.float32).state_dict()
 

@@ -191,12 +191,12 @@ class World(RuleBasedStateMachine):
     def hangs(self, name: str) -> None:
         self.processes[name].hangs = True
 
-    @rule(name=st.sampled_from(NAMES), told=st.booleans())
-    def dies(self, name: str, told: bool) -> None:
+    @rule(name=st.sampled_from(NAMES), noticed=st.booleans())
+    def dies(self, name: str, noticed: bool) -> None:
         process = self.processes[name]
         if process.there:
             process.life, process.hangs, process.works = process.life + 1, False, False
-            if told:
+            if noticed:
                 self.policy.trainer_died(name, self.now)
                 assert name not in self.policy.assignments()
 

@@ -1,4 +1,4 @@
-"""Verification leaves the target's law as it is: closed form, then a seeded chi-square."""
+"""Verification leaves the target's distribution as it is: closed form, then a seeded chi-square."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-30, 1e-6), st.floats(0.01, 1.0))
 
 
 @st.composite
-def laws(draw: st.DrawFn, size: int) -> Tensor:
+def distributions(draw: st.DrawFn, size: int) -> Tensor:
     """A distribution over ``size`` tokens, with zeros and tiny masses."""
     weights = draw(st.lists(WEIGHTS, min_size=size, max_size=size).filter(lambda w: sum(w) > 0.01))
-    law = torch.tensor(weights, dtype=torch.float64)
-    return law / law.sum()
+    distribution = torch.tensor(weights, dtype=torch.float64)
+    return distribution / distribution.sum()
 
 
-def one_position_law(p: Tensor, q: Tensor) -> Tensor:
-    """The law of the emitted token when one token is drafted from q, in closed form."""
+def one_position_distribution(p: Tensor, q: Tensor) -> Tensor:
+    """The distribution of the emitted token when one token is drafted from q, in closed form."""
     accept = q * acceptance_probability(p, q)
     rest = residual(p[None], torch.arange(len(p))[None], q[None])[0]
     return accept + (1.0 - accept.sum()) * rest / rest.sum()
 
 
-@given(st.integers(2, 6).flatmap(lambda n: st.tuples(laws(n), laws(n))))
-def test_one_draft_token_leaves_the_law(pair: tuple[Tensor, Tensor]) -> None:
+@given(st.integers(2, 6).flatmap(lambda n: st.tuples(distributions(n), distributions(n))))
+def test_one_draft_token_keeps_the_distribution(pair: tuple[Tensor, Tensor]) -> None:
     p, q = pair
-    torch.testing.assert_close(one_position_law(p, q), p, atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(one_position_distribution(p, q), p, atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -55,41 +55,43 @@ def test_one_draft_token_leaves_the_law(pair: tuple[Tensor, Tensor]) -> None:
     ],
     ids=["equal", "disjoint", "point-draft", "tiny"],
 )
-def test_corner_laws(p: list[float], q: list[float]) -> None:
-    law = torch.tensor(p, dtype=torch.float64)
+def test_corner_distributions(p: list[float], q: list[float]) -> None:
+    distribution = torch.tensor(p, dtype=torch.float64)
     other = torch.tensor(q, dtype=torch.float64)
-    torch.testing.assert_close(one_position_law(law, other), law, atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(
+        one_position_distribution(distribution, other), distribution, atol=1e-12, rtol=1e-9
+    )
 
 
 @given(st.data())
 @settings(max_examples=50)
-def test_a_block_of_drafts_leaves_the_joint_law(data: st.DataObject) -> None:
-    """k = 2, V = 3, laws that depend on the prefix: all outcomes enumerated."""
+def test_a_block_of_drafts_keeps_the_joint_distribution(data: st.DataObject) -> None:
+    """k = 2, V = 3, distributions that depend on the prefix: all outcomes enumerated."""
     vocab, k = 3, 2
     prefixes = [t for n in range(k + 1) for t in itertools.product(range(vocab), repeat=n)]
-    p = {prefix: data.draw(laws(vocab)) for prefix in prefixes}
-    q = {prefix: data.draw(laws(vocab)) for prefix in prefixes}
+    p = {prefix: data.draw(distributions(vocab)) for prefix in prefixes}
+    q = {prefix: data.draw(distributions(vocab)) for prefix in prefixes}
 
     def emitted(prefix: tuple[int, ...], left: int) -> dict[tuple[int, ...], float]:
         """Law of the tokens that one round emits after ``prefix``."""
         if left == 0:
             return {(v,): float(p[prefix][v]) for v in range(vocab)}
-        law: dict[tuple[int, ...], float] = {}
+        distribution: dict[tuple[int, ...], float] = {}
         accept = q[prefix] * acceptance_probability(p[prefix], q[prefix])
         rest = residual(p[prefix][None], torch.arange(vocab)[None], q[prefix][None])[0]
         rest = (1.0 - accept.sum()) * rest / rest.sum()
         for v in range(vocab):
-            law[(v,)] = law.get((v,), 0.0) + float(rest[v])
+            distribution[(v,)] = distribution.get((v,), 0.0) + float(rest[v])
             for tail, mass in emitted((*prefix, v), left - 1).items():
                 key = (v, *tail)
-                law[key] = law.get(key, 0.0) + float(accept[v]) * mass
-        return law
+                distribution[key] = distribution.get(key, 0.0) + float(accept[v]) * mass
+        return distribution
 
-    round_law = emitted((), k)
-    # Continue short rounds with p itself: the joint law of k + 1 tokens must be p's.
+    round_distribution = emitted((), k)
+    # Continue short rounds with p itself: the joint distribution of k + 1 tokens must be p's.
     for target in itertools.product(range(vocab), repeat=k + 1):
         total = 0.0
-        for tokens, mass in round_law.items():
+        for tokens, mass in round_distribution.items():
             if target[: len(tokens)] == tokens:
                 for n in range(len(tokens), k + 1):
                     mass *= float(p[target[:n]][target[n]])
@@ -100,8 +102,8 @@ def test_a_block_of_drafts_leaves_the_joint_law(data: st.DataObject) -> None:
         assert total == pytest.approx(expected, abs=1e-9)
 
 
-def _chi_square(counts: Tensor, law: Tensor) -> float:
-    expected = law.double() * counts.sum()
+def _chi_square(counts: Tensor, distribution: Tensor) -> float:
+    expected = distribution.double() * counts.sum()
     keep = expected > 0
     assert counts[~keep].sum() == 0, "a token of probability 0 was emitted"
     return float(
@@ -111,7 +113,9 @@ def _chi_square(counts: Tensor, law: Tensor) -> float:
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_vectorised_rejection_sampling_follows_the_law(seeded: bool, temperature: float) -> None:
+def test_vectorised_rejection_sampling_keeps_the_distribution(
+    seeded: bool, temperature: float
+) -> None:
     """50,000 rows of one round: the first emitted token, and the second given the first."""
     rows, vocab, k = 50_000, 8, 2
     generator = torch.Generator().manual_seed(7)
@@ -136,14 +140,14 @@ def test_vectorised_rejection_sampling_follows_the_law(seeded: bool, temperature
     sampled = rejection_sample(
         logits, proposal, batch, torch.zeros(rows, dtype=torch.int64), generator
     )
-    law = torch.softmax(target / temperature, -1)
+    distribution = torch.softmax(target / temperature, -1)
     first = torch.where(sampled.num_accepted > 0, tokens[:, 0], sampled.final_tokens)
-    assert _chi_square(torch.bincount(first, minlength=vocab), law) > 1e-3
+    assert _chi_square(torch.bincount(first, minlength=vocab), distribution) > 1e-3
     more = sampled.num_accepted >= 1
     second = torch.where(sampled.num_accepted > 1, tokens[:, 1], sampled.final_tokens)[more]
-    assert _chi_square(torch.bincount(second, minlength=vocab), law) > 1e-3
+    assert _chi_square(torch.bincount(second, minlength=vocab), distribution) > 1e-3
     acceptance = float((sampled.num_accepted > 0).double().mean())
-    alpha = float(torch.minimum(law, q).sum())
+    alpha = float(torch.minimum(distribution, q).sum())
     if seeded:  # arXiv 2408.07978: at least alpha / (2 - alpha)
         assert acceptance > alpha / (2 - alpha) - 0.01
     else:

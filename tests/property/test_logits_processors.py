@@ -1,4 +1,4 @@
-"""All logits processors within draft blocks: the law is that of decoding one by one."""
+"""All logits processors within draft blocks: the distribution is that of decoding one by one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def sampling(draw: st.DrawFn, *, greedy: bool = False) -> SamplingParams:
 def by_definition(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
 ) -> list[float]:
-    """The law of the next token, one token at a time, as the documents of the fields say it."""
+    """The distribution of the next token, one token at a time, as the fields are documented."""
     scores = [value + dict(params.logit_bias).get(v, 0.0) for v, value in enumerate(logits)]
     for v in range(VOCAB):
         if v in prompt or v in output:
@@ -77,21 +77,21 @@ def by_definition(
     if params.greedy:
         return [float(v == max(range(VOCAB), key=scores.__getitem__)) for v in range(VOCAB)]
     best = max(scores)
-    law = [math.exp((value - best) / params.temperature) for value in scores]
-    order = sorted(range(VOCAB), key=law.__getitem__, reverse=True)
+    distribution = [math.exp((value - best) / params.temperature) for value in scores]
+    order = sorted(range(VOCAB), key=distribution.__getitem__, reverse=True)
     kept = order[: params.top_k or VOCAB]
-    total, before = sum(law[v] for v in kept), 0.0
+    total, before = sum(distribution[v] for v in kept), 0.0
     chosen = []
     for v in kept:
         within_p = params.top_p == 1.0 or before < params.top_p * total or v == kept[0]
-        if within_p and law[v] >= params.min_p * law[kept[0]]:
+        if within_p and distribution[v] >= params.min_p * distribution[kept[0]]:
             chosen.append(v)
-        before += law[v]
-    mass = sum(law[v] for v in chosen)
-    return [law[v] / mass if v in chosen else 0.0 for v in range(VOCAB)]
+        before += distribution[v]
+    mass = sum(distribution[v] for v in chosen)
+    return [distribution[v] / mass if v in chosen else 0.0 for v in range(VOCAB)]
 
 
-def block_laws(
+def block_distributions(
     table: Table, params: SamplingParams, prompt: list[int], output: list[int]
 ) -> dict[tuple[int, ...], Tensor]:
     """p of every position along every draft path, ``[k + 1, V]``, as the engine computes it.
@@ -118,7 +118,7 @@ def block_laws(
     return dict(zip(PATHS, probs[1:], strict=True))
 
 
-def draft_laws(
+def draft_distributions(
     table: Table, params: SamplingParams, prompt: list[int], output: list[int], support: int
 ) -> dict[tuple[int, ...], Tensor]:
     """q along every draft path, ``[k, V]``, as an expert computes it step by step."""
@@ -128,25 +128,25 @@ def draft_laws(
     processors = DraftLogitsProcessors(
         batch.logits_processors, [(tokens, len(output))] * len(PATHS), positions
     )
-    laws = []
+    distributions = []
     for step in range(DRAFTED):
         logits = torch.tensor([table[path[:step]] for path in PATHS])
         ids, probs = draft_support(processors.apply(logits), batch, support)
         if params.greedy:
             ids, probs = ids[:, :1], torch.ones(len(PATHS), 1)
-        laws.append(torch.zeros(len(PATHS), VOCAB).scatter_(1, ids, probs).double())
+        distributions.append(torch.zeros(len(PATHS), VOCAB).scatter_(1, ids, probs).double())
         processors.append(torch.tensor([path[step] for path in PATHS]))
-    return dict(zip(PATHS, torch.stack(laws, 1), strict=True))
+    return dict(zip(PATHS, torch.stack(distributions, 1), strict=True))
 
 
 def emitted(
     p: dict[tuple[int, ...], Tensor], q: dict[tuple[int, ...], Tensor]
 ) -> dict[tuple[int, ...], float]:
     """Law of the tokens that one round emits: all drafts, acceptances and rejections summed up."""
-    law: dict[tuple[int, ...], float] = {}
+    distribution: dict[tuple[int, ...], float] = {}
 
     def add(tokens: tuple[int, ...], mass: float) -> None:
-        law[tokens] = law.get(tokens, 0.0) + mass
+        distribution[tokens] = distribution.get(tokens, 0.0) + mass
 
     def walk(prefix: tuple[int, ...], mass: float) -> None:
         path = next(path for path in PATHS if path[: len(prefix)] == prefix)
@@ -165,33 +165,33 @@ def emitted(
                 walk((*prefix, v), mass * float(accept[v]))
 
     walk((), 1.0)
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_block_with_all_processors_has_the_law_of_one_by_one(
+def test_a_block_with_all_processors_has_the_distribution_of_single_tokens(
     greedy: bool, data: st.DataObject
 ) -> None:
     """k = 2, V = 3: every outcome of a round, and on by p itself, is as likely as by definition."""
     params = data.draw(sampling(greedy=greedy))
     prompt, output = data.draw(histories)
     table, other = data.draw(logits_tables), data.draw(logits_tables)
-    p = block_laws(table, params, prompt, output)
-    q = draft_laws(other, params, prompt, output, data.draw(st.integers(1, VOCAB)))
+    p = block_distributions(table, params, prompt, output)
+    q = draft_distributions(other, params, prompt, output, data.draw(st.integers(1, VOCAB)))
 
     for path in PATHS:
         for step in range(DRAFTED + 1):
             before = [*output, *path[:step]]
-            _assert_law(p[path][step].tolist(), table[path[:step]], params, prompt, before)
-    round_law = emitted(p, q)
-    assert sum(round_law.values()) == pytest.approx(1.0, abs=1e-5)
+            _assert_distribution(p[path][step].tolist(), table[path[:step]], params, prompt, before)
+    round_distribution = emitted(p, q)
+    assert sum(round_distribution.values()) == pytest.approx(1.0, abs=1e-5)
     for target in itertools.product(range(VOCAB), repeat=DRAFTED + 1):
         total, exact = 0.0, 1.0
         for n in range(DRAFTED + 1):
             exact *= float(p[_path(target)][n][target[n]])
-        for tokens, mass in round_law.items():
+        for tokens, mass in round_distribution.items():
             if target[: len(tokens)] == tokens:
                 for n in range(len(tokens), DRAFTED + 1):
                     mass *= float(p[_path(target)][n][target[n]])
@@ -203,14 +203,14 @@ def _path(tokens: tuple[int, ...]) -> tuple[int, ...]:
     return tokens[:DRAFTED]
 
 
-def _assert_law(
+def _assert_distribution(
     found: list[float],
     logits: list[float],
     params: SamplingParams,
     prompt: list[int],
     output: list[int],
 ) -> None:
-    """The law is the definition's, or that of logits a hair beside them where a filter cuts."""
+    """The distribution is the definition's, or that of slightly other logits if a filter cuts."""
     hair = 1e-5
     for shift in sorted(itertools.product((0.0, -hair, hair), repeat=VOCAB), key=any):
         shifted = [value + move for value, move in zip(logits, shift, strict=True)]
@@ -222,7 +222,7 @@ def _assert_law(
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_rejection_sampling_decides_by_the_processed_law(data: st.DataObject) -> None:
+def test_rejection_sampling_uses_the_processed_distribution(data: st.DataObject) -> None:
     """Greedy rows of every path: what is accepted and added is the one-by-one continuation."""
     params = data.draw(sampling(greedy=True))
     prompt, output = data.draw(histories)
@@ -237,7 +237,7 @@ def test_rejection_sampling_decides_by_the_processed_law(data: st.DataObject) ->
     histories_ = [([*prompt, *output], len(output))] * len(PATHS)
     counts = count_tokens(batch.logits_processors, histories_, VOCAB, CPU)
     sampled = rejection_sample(logits, proposal, batch, positions, torch.Generator(), counts)
-    p = block_laws(table, params, prompt, output)
+    p = block_distributions(table, params, prompt, output)
     for row, path in enumerate(PATHS):
         own = [int(position.argmax()) for position in p[path]]
         accepted = next((i for i in range(DRAFTED) if own[i] != path[i]), DRAFTED)

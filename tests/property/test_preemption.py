@@ -144,7 +144,7 @@ def test_a_request_waits_until_its_prompt_and_first_round_fit() -> None:
     engine.add(request("next", WORDS[:32], max_tokens=3, ignore_eos=True, store=False))
     engine.add(request("short", WORDS[:4], max_tokens=3, ignore_eos=True))
     engine.step()
-    assert (engine.num_running, engine.num_waiting) == (1, 2)  # nobody overtakes
+    assert (engine.num_running, engine.num_waiting) == (1, 2)  # no request overtakes another
     engine.abort("long")
     engine.step()
     assert (engine.num_running, engine.num_waiting) == (2, 0)

@@ -112,7 +112,7 @@ def test_gains_may_come_late_and_in_any_order(
     assert late.weights("sql") == in_order.weights("sql")
 
 
-def test_a_hundred_thousand_rows_leave_every_weight_positive() -> None:
+def test_every_weight_stays_positive_for_a_hundred_thousand_rows() -> None:
     how = HedgeSettings(rate=8.0, discount=0.99)
     start = prior("sql", EXPERTS, how)
     weights = dict(start)
@@ -127,7 +127,7 @@ def test_a_hundred_thousand_rows_leave_every_weight_positive() -> None:
     assert weights["general"] > 0.5 > weights["sql"]
 
 
-def test_a_few_requests_turn_a_bad_expert_down_and_leave_a_good_one_in_place() -> None:
+def test_a_few_requests_lower_a_bad_expert_and_keep_a_good_one() -> None:
     bad, good = Hedge(EXPERTS), Hedge(EXPERTS)
     for number in range(6):
         for hedge, gain in ((bad, 0.2), (good, 0.55)):
@@ -191,7 +191,7 @@ def test_what_is_no_state_changes_nothing(data: object) -> None:
     assert hedge.export() == before
 
 
-def test_the_table_tells_means_and_rows_of_what_was_compared() -> None:
+def test_the_table_has_means_and_rows_of_compared_topics() -> None:
     table = filled().table()
     assert set(table.weights) == {"sql"}
     assert table.acceptance["sql"] == pytest.approx({"sql": 1.4 / 3, "general": 0.5})

@@ -223,7 +223,7 @@ def test_zero_masses_and_extreme_logits_stay_finite(name: str, top: int) -> None
 
 
 @every_loss
-def test_a_draft_in_bfloat16_is_judged_in_float32(name: str) -> None:
+def test_a_draft_in_bfloat16_is_evaluated_in_float32(name: str) -> None:
     loss, _ = LOSSES[name]
     logits, log_p = draw(5, 2.0)
     half = logits.detach().bfloat16()

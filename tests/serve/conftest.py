@@ -15,7 +15,7 @@ from tiny_models import tiny_llama, tiny_tokenizer
 from paceline.deploy.config.config import PacelineConfig, load_config
 
 CONTEXT = 2048
-# Metrics are looked at: nobody shall wait ten seconds for them.
+# Tests read metrics: export them faster than every ten seconds.
 os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
 
 

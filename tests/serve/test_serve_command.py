@@ -113,7 +113,7 @@ def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: in
     assert_gone(started)
 
 
-def test_a_request_whose_logits_are_not_finite_fails_alone(
+def test_a_request_with_logits_that_are_not_finite_fails_alone(
     write_config: Write, free_port: int, tmp_path: Path
 ) -> None:
     """An error in OpenAI's shape, also in a stream; others and later ones answer as before."""

@@ -132,7 +132,7 @@ def seconds_until_free(http: httpx.Client) -> float:
 
 
 def asking(base_url: str, body: dict[str, Any]) -> socket.socket:
-    """A connection that has asked and reads no answer; to close it is to leave."""
+    """A connection that has asked and reads no answer; closing it disconnects."""
     host, port = base_url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
@@ -155,7 +155,7 @@ def test_within_a_second_of_a_client_s_leaving_its_keys_and_values_are_free(
     assert seconds_until_free(http) < 1.0
 
 
-def test_a_stream_whose_client_goes_away_frees_its_slot(http: httpx.Client, base_url: str) -> None:
+def test_a_stream_frees_its_slot_on_disconnect(http: httpx.Client, base_url: str) -> None:
     wait_until_free(http)
     with (
         httpx.Client(base_url=base_url, timeout=60) as leaver,
@@ -168,9 +168,7 @@ def test_a_stream_whose_client_goes_away_frees_its_slot(http: httpx.Client, base
     assert http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}).status_code == 200
 
 
-def test_an_answer_whose_client_goes_away_frees_its_slots(
-    http: httpx.Client, base_url: str
-) -> None:
+def test_an_answer_frees_its_slots_on_disconnect(http: httpx.Client, base_url: str) -> None:
     wait_until_free(http)
     prompts = {"model": "paceline", "prompt": ["a", "b"], "max_tokens": 2000, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
@@ -179,7 +177,7 @@ def test_an_answer_whose_client_goes_away_frees_its_slots(
     assert http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}).status_code == 200
 
 
-def test_more_than_fit_are_told_to_come_back_and_the_others_are_answered(
+def test_requests_over_the_limit_get_retry_after_and_the_others_are_answered(
     http: httpx.Client,
 ) -> None:
     wait_until_free(http)
@@ -294,7 +292,7 @@ def test_what_is_wrong_with_a_stream_at_once_is_still_a_status_while_all_is_take
         assert http.post("/v1/completions", json=many).status_code == 503
 
 
-async def leave(base_url: str, bodies: list[dict[str, Any]], after_s: float) -> None:
+async def disconnect(base_url: str, bodies: list[dict[str, Any]], after_s: float) -> None:
     """Send them all at once, and hang up on all of them."""
 
     async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
@@ -313,20 +311,20 @@ async def leave(base_url: str, bodies: list[dict[str, Any]], after_s: float) -> 
 @pytest.mark.parametrize("after_s", [0.05, 0.8, 1.6])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_clients_that_leave_are_no_failure_of_a_replica(
+def test_disconnected_clients_do_not_count_as_failures_of_a_replica(
     http: httpx.Client, base_url: str, stream: bool, n: int, after_s: float
 ) -> None:
     """Some are being answered, some wait for room, with their headers or without."""
     wait_until_free(http)
     before = status(http)["failover"]
-    asyncio.run(leave(base_url, [LONG | {"stream": stream, "n": n}] * 6, after_s))
+    asyncio.run(disconnect(base_url, [LONG | {"stream": stream, "n": n}] * 6, after_s))
     wait_until_free(http, 3.0)
     time.sleep(1.5)  # longer than a replica's own cancellation is waited out
     assert status(http)["failover"] == before
     assert running(http) == 0
 
 
-def test_a_client_whose_time_is_up_is_no_failure_of_a_replica(
+def test_a_request_timeout_does_not_count_as_a_failure_of_a_replica(
     http: httpx.Client, base_url: str
 ) -> None:
     wait_until_free(http)

@@ -99,7 +99,7 @@ def rows(http: httpx.Client) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_last_minutes_are_told_by_topic_and_draft(http: httpx.Client, stream: bool) -> None:
+def test_recent_traffic_is_reported_by_topic_and_draft(http: httpx.Client, stream: bool) -> None:
     before = rows(http).get("shell@0", [0] * 5)
     drafted = {"draft": "shell@0", "num_speculative_tokens": 2}
     body = ASKED | {"messages": MESSAGES, "stream": stream, "speculative": drafted, "store": False}

@@ -40,7 +40,7 @@ from paceline.actors.training.synthetic.prompts import (
 if TYPE_CHECKING:
     from paceline.actors.replay.shard import ShardHandle
     from paceline.actors.training.client import TrainerClient
-    from paceline.actors.training.permits import SchedulerHandle
+    from paceline.actors.training.permits import PermitHandle
     from paceline.actors.weights.subscriber import RegistryHandle
 
 _COMPLETE = (FINISH_STOP, FINISH_LENGTH)
@@ -251,7 +251,7 @@ class SyntheticPrompts:
         settings: SyntheticSettings,
         shards: Mapping[str, ShardHandle],
         registry: RegistryHandle,
-        scheduler: SchedulerHandle | None,
+        scheduler: PermitHandle | None,
         target: Callable[[], TargetHandle],
     ) -> None:
         """Start the thread.

@@ -157,7 +157,7 @@ def test_a_pause_lasts_from_the_last_event_before_a_break_to_the_first_after_it(
     assert (found.lost, found.changed, found.broken) == (0, 0, load.broken)
     assert failures_of(Fault(("ingress",)), found) == []
     (wrong,) = failures_of(Fault(("target",)), found)
-    assert "broken, though the front door lived" in wrong
+    assert "broken, though the ingress lived" in wrong
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_what_the_server_answers_is_not_asked_for_again_and_counts_as_lost(answe
 
 
 def test_a_bare_500_is_a_connection_that_the_proxy_lost() -> None:
-    """Fine where the front door was killed, wrong where it was not."""
+    """Fine where the ingress was killed, wrong where it was not."""
     server, load, reply = asyncio.run(asked(is_lost_by_the_proxy, whole))
     assert (server.asked, load.broken, reply.error) == (2, 1, None)
     found = figures(load, reply, Fault(("ingress",)))
     assert failures_of(Fault(("ingress",)), found) == []
     (wrong,) = failures_of(Fault(("target",)), found)
     # named after the fault that the figures are of
-    assert wrong == "kill ingress: 1 broken, though the front door lived"
+    assert wrong == "kill ingress: 1 broken, though the ingress lived"
 
 
 def test_a_fault_may_cost_a_pause_and_nothing_else() -> None:

@@ -147,7 +147,7 @@ def test_leases_are_shared_with_replicas_that_come_and_with_none_that_go() -> No
         ("off", {}, 0),
     ],
 )
-def test_successors_start_beside_the_old_ones_where_there_is_room(
+def test_successors_start_beside_the_old_replicas_if_they_fit(
     surge: str, amounts: dict[str, float], percent: int
 ) -> None:
     given = {"GPU": 0.0} | amounts
@@ -155,15 +155,15 @@ def test_successors_start_beside_the_old_ones_where_there_is_room(
     assert app._target(config)._deployment_config.max_surge_percent == percent
 
 
-def test_on_a_cluster_what_ends_has_more_time_unless_it_is_told() -> None:
+def test_on_a_cluster_drain_timeouts_are_longer_unless_configured() -> None:
     here = load_config(None, {"weights.storage": "/shared", **NO_GPU})
     assert app._target(here)._deployment_config.graceful_shutdown_timeout_s == 5.0
     cluster = for_cluster(here)
     assert (cluster.target.drain_timeout_s, cluster.ingress.drain_timeout_s) == (30.0, 60.0)
-    told = {
+    settings = {
         "weights.storage": "/shared",
         "target.drain_timeout_s": 7.0,
         "ingress.drain_timeout_s": 8.0,
     }
-    cluster = for_cluster(load_config(None, told))
+    cluster = for_cluster(load_config(None, settings))
     assert (cluster.target.drain_timeout_s, cluster.ingress.drain_timeout_s) == (7.0, 8.0)

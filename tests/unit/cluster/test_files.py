@@ -158,7 +158,7 @@ def test_a_cloud_grows_with_the_target_s_replicas() -> None:
     assert serving["minReplicas"] == config.target.autoscaling.min_replicas
 
 
-def test_a_pod_whose_head_is_gone_still_answers_what_is_under_way(tmp_path: Path) -> None:
+def test_a_pod_without_its_head_finishes_its_requests(tmp_path: Path) -> None:
     """`ray drain-node` fails there; the replicas are waited for and Ray is stopped all the same."""
     calls = tmp_path / "calls"
     for name, body in {
@@ -187,10 +187,10 @@ def test_target_and_trainer_have_a_gpu_each() -> None:
     assert config.placement.trainer_is_apart
 
 
-def test_own_hosts_are_told_every_resource_that_is_asked_for() -> None:
+def test_local_hosts_declare_every_resource_in_use() -> None:
     text = (FILES / "local.yaml").read_text()
-    told = {name for found in re.findall(r"\{\".*?\}", text) for name in json.loads(found)}
-    assert asked(config_of(read("serve"))) == told
+    declared = {name for found in re.findall(r"\{\".*?\}", text) for name in json.loads(found)}
+    assert asked(config_of(read("serve"))) == declared
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -255,7 +255,7 @@ def test_what_serves_drains_before_it_is_killed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_requests_go_to_the_pods_with_a_front_door(name: str) -> None:
+def test_requests_go_to_the_pods_with_an_ingress(name: str) -> None:
     service = manifests(name)["Service"]["spec"]
     serve = yaml.safe_load(manifests(name)["RayService"]["spec"]["serveConfigV2"])
     labels = {kind: group["template"]["metadata"]["labels"] for kind, group in groups(name)}

@@ -11,7 +11,7 @@ def quarter(name: str, node: str | None = "n") -> ResourceSlot:
     return ResourceSlot(name, node, {"GPU": 0.25})
 
 
-def test_none_is_preempted_if_there_is_room_or_no_use() -> None:
+def test_none_is_preempted_if_replicas_fit_or_if_it_does_not_help() -> None:
     demands = [ReplicaDemand({"GPU": 0.5})]
     assert select_preemptions(demands, {"n": {"GPU": 0.5}}, [quarter("a")]) == set()
     assert select_preemptions(demands, {"n": {"GPU": 0.2}}, [quarter("a")]) == set()
@@ -42,7 +42,7 @@ def test_as_few_are_preempted_as_will_do() -> None:
     assert len(one) == 1
 
 
-def test_a_replica_that_finds_room_takes_it_from_the_next() -> None:
+def test_a_replica_that_fits_takes_its_resources_from_the_next() -> None:
     demands = [ReplicaDemand({"GPU": 0.5}, 2)]
     assert select_preemptions(demands, {"n": {"GPU": 0.75}}, [quarter("a")]) == {"a"}
 
@@ -81,7 +81,7 @@ def test_an_ended_trainer_counts_as_gone_before_ray_shows_it() -> None:
     assert report(tracker, 1, 0.0, 13.1) == {"b"}  # it had not helped
 
 
-def test_a_trainer_restarts_after_the_last_replica_where_there_is_room() -> None:
+def test_a_trainer_restarts_after_the_last_replica_if_it_fits() -> None:
     tracker = PreemptionTracker(SchedulerSettings(restart_after_s=5.0, settle_s=0.0))
     tracker.sync({"a": {"GPU": 0.5}, "b": {"GPU": 0.5}}, ())
     assert report(tracker, 2, 0.0, 10.0) == {"a", "b"}

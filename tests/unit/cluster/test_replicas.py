@@ -54,7 +54,7 @@ def choice() -> ReplicaChoice:
     return made
 
 
-def test_as_long_as_nothing_is_lost_nobody_is_asked_and_each_comes_first_in_turn(
+def test_without_failures_no_replica_is_probed_and_each_comes_first_in_turn(
     choice: ReplicaChoice,
 ) -> None:
     every = [Replica("a"), Replica("b")]
@@ -106,7 +106,7 @@ def test_a_question_that_got_no_answer_has_the_replicas_asked(choice: ReplicaCho
 
 
 def test_the_choices_of_one_client_request_all_get_a_replica(choice: ReplicaChoice) -> None:
-    """They share the id of the client's request, by which Serve's plain router tells them apart."""
+    """They share the request id, the only key of Serve's plain router."""
 
     async def give() -> list[bool]:
         one = RequestMetadata("one", "one", call_method="generate")

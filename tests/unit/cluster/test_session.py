@@ -47,7 +47,7 @@ def test_nothing_is_waited_for_once_the_session_s_core_has_died(
     release.set()
 
 
-def test_what_lost_its_parent_is_found_and_killed_and_nobody_else(
+def test_only_orphaned_processes_are_found_and_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(MARK, raising=False)

@@ -89,7 +89,7 @@ def make(scheduler: Scheduler, made: list[str], held: dict[str, float] = OWN) ->
     )
 
 
-def test_orders_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
+def test_instructions_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
     scheduler, made = Scheduler(), list[str]()
     supervisor = make(scheduler, made)
     supervisor._tick()
@@ -114,7 +114,7 @@ def test_orders_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
 
 
 @pytest.mark.usefixtures("killed")
-def test_what_cannot_be_made_is_named_and_the_other_one_runs() -> None:
+def test_a_failed_start_is_named_and_the_other_trainer_runs() -> None:
     scheduler, made = Scheduler(), list[str]()
     supervisor = make(scheduler, made)
 

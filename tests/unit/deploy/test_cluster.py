@@ -130,7 +130,7 @@ def built_of(application: Any) -> list[Any]:
     ("host", "key", "warned"),
     [("0.0.0.0", "", True), ("0.0.0.0", "sesame", False), ("127.0.0.1", "", False)],
 )
-def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_status(
+def test_an_open_server_without_keys_is_warned_of_once_and_in_the_status(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     host: str,
@@ -153,7 +153,7 @@ def test_a_front_door_that_is_open_to_everybody_is_told_of_once_and_in_the_statu
     assert ("host 0.0.0.0 can be reached from other machines" in words) == warned
 
 
-def test_actors_are_found_under_the_names_that_they_are_made_with() -> None:
+def test_actors_are_found_under_the_names_that_they_are_started_with() -> None:
     asked = config(drafts__topics=["sql"])
     actors = named_actors(asked)
     found = [*actors.shards.values(), actors.registry, actors.scheduler]
@@ -208,7 +208,7 @@ def test_an_actor_that_was_never_there_is_an_error_and_then_is_found(cluster: Cl
     assert cluster.asked == 2
 
 
-def test_an_actor_made_anew_is_found_and_one_that_is_gone_keeps_its_handle(
+def test_a_restarted_actor_is_found_and_a_missing_one_keeps_its_handle(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.behind["registry"] = Handle("first")

@@ -157,7 +157,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(
     assert model_store.cached_models() == []
 
 
-def test_a_gguf_file_is_converted_anew_when_it_changes(tmp_path: Path) -> None:
+def test_a_changed_gguf_file_is_converted_again(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     write_gguf(file, seed=1)
     first = model_store.fetch(str(file), lambda _: None, "target.path")

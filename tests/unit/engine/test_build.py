@@ -149,7 +149,7 @@ def test_the_memory_of_eagle_drafts_has_the_rows_of_the_head_that_each_may_need(
 
 
 @pytest.mark.parametrize("canary", [0.0, 0.1])
-def test_on_a_gpu_the_target_leaves_room_for_the_drafts(
+def test_on_a_gpu_the_kv_cache_reserves_memory_for_the_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, canary: float
 ) -> None:
     """All that is loaded after the target's keys and values has to fit beside them."""
@@ -183,7 +183,7 @@ def test_on_a_gpu_the_target_leaves_room_for_the_drafts(
         kv_positions(settings, config, torch.float32, gpu, 128)
 
 
-def test_a_crowded_machine_gets_fewer_blocks_but_room_for_one_request(
+def test_little_memory_gives_fewer_blocks_but_enough_for_one_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = save_tiny(tmp_path / "t", 1), save_tiny(tmp_path / "d", 2, layers=1)

@@ -219,8 +219,8 @@ def test_records_say_what_the_target_said() -> None:
     assert (record.topic, record.expert, record.created) == ("sql", "a", 1234.5)
     with torch.inference_mode():
         whole = tiny_llama(1)(torch.tensor([[*PROMPTS[3], *answer]])).logits[0]
-    law = torch.log_softmax(whole[len(PROMPTS[3]) - 1 : -1], -1)
-    top = law.gather(-1, torch.tensor(record.target_top_ids, dtype=torch.int64))
+    distribution = torch.log_softmax(whole[len(PROMPTS[3]) - 1 : -1], -1)
+    top = distribution.gather(-1, torch.tensor(record.target_top_ids, dtype=torch.int64))
     torch.testing.assert_close(
         torch.tensor(record.target_top_logprobs).float(), top, atol=2e-2, rtol=1e-2
     )

@@ -158,7 +158,7 @@ def test_padding_rows_and_tokens_to_few_sizes_changes_no_result() -> None:
 
 
 def test_padding_beyond_the_context_is_lost() -> None:
-    """It goes to the last position, which nobody reads before the request has ended."""
+    """It goes to the last position, which is not read before the request has ended."""
     launched, replayed, _ = pair(1, rows=2)
     for runner in (launched, replayed):
         assert runner.kv.allocate(0, 64)

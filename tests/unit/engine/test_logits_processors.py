@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import chi_square
 from engines import MAX_LEN, TOKENIZER, make_engine, request, run, served, tokens_of, use_proposer
-from laws import chi_square
 from tiny_models import tiny_llama
 
 from paceline.actors.engine.engine import StepOutput
@@ -134,7 +134,7 @@ def test_the_first_choice_is_the_only_one_s_text() -> None:
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_samples_with_penalties_follow_the_law(seeded: bool) -> None:
+def test_samples_with_penalties_follow_the_distribution(seeded: bool) -> None:
     """Chi-square over 2,000 answers of four tokens, drafted three at a time from a cut support."""
     vocab, count, prompt = 7, 2000, [3, 4]
     rules: dict[str, Any] = {
@@ -165,21 +165,21 @@ def test_samples_with_penalties_follow_the_law(seeded: bool) -> None:
     ]
     answers = [tuple(tokens_of(outputs)) for outputs in run(engine, requests).values()]
     model = tiny_llama(1, vocab=vocab, initializer_range=0.5)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer: dict[tuple[int, ...], float] = {}
-        for before, mass in law.items():
+        for before, mass in distribution.items():
             if before[-1:] == (6,):  # it has ended
                 longer[before] = mass
                 continue
-            for token, p in _law(model, prompt, before).items():
+            for token, p in _distribution(model, prompt, before).items():
                 longer[(*before, token)] = mass * p
-        law = longer
-    assert chi_square(Counter(answer[:3] for answer in answers), law) > 1e-3
+        distribution = longer
+    assert chi_square(Counter(answer[:3] for answer in answers), distribution) > 1e-3
 
 
 @torch.inference_mode()
-def _law(model: Any, prompt: list[int], output: tuple[int, ...]) -> dict[int, float]:
+def _distribution(model: Any, prompt: list[int], output: tuple[int, ...]) -> dict[int, float]:
     logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1].double()
     logits[2] += 1.0
     for token in {*prompt, *output}:
@@ -247,11 +247,11 @@ def test_logprobs_are_the_targets_own_before_rules_and_temperature(
     assert answers["s"][-1].chunk.logprobs is None
     with torch.inference_mode():
         whole = tiny_llama(1)(torch.tensor([[*PROMPTS[1], *tokens]])).logits[0]
-    laws = torch.log_softmax(whole[len(PROMPTS[1]) - 1 : -1], -1)
+    distributions = torch.log_softmax(whole[len(PROMPTS[1]) - 1 : -1], -1)
     assert len(items) == len(tokens)
-    for item, token, law in zip(items, tokens, laws, strict=True):
-        assert item.logprob == pytest.approx(float(law[token]), abs=1e-4)
-        values, ids = law.topk(5)
+    for item, token, distribution in zip(items, tokens, distributions, strict=True):
+        assert item.logprob == pytest.approx(float(distribution[token]), abs=1e-4)
+        values, ids = distribution.topk(5)
         assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
         assert [i for i, _ in item.top] == ids.tolist()
     text = text_of(answers["r"])
@@ -276,7 +276,7 @@ def test_no_stop_string_ends_the_answer_before_min_tokens() -> None:
     assert stop in text_of(outputs)
 
 
-def test_records_hold_the_raw_law_and_what_it_became() -> None:
+def test_records_hold_the_raw_and_the_processed_distribution() -> None:
     ask = request("r", PROMPTS[1], temperature=0.9, seed=3, max_tokens=20, **ALL)
     outputs = run(make_engine(), [ask])["r"]
     record = outputs[-1].record
@@ -284,10 +284,10 @@ def test_records_hold_the_raw_law_and_what_it_became() -> None:
     tokens = tokens_of(outputs)
     with torch.inference_mode():
         whole = tiny_llama(1)(torch.tensor([[*PROMPTS[1], *tokens]])).logits[0]
-    laws = torch.log_softmax(whole[len(PROMPTS[1]) - 1 : -1], -1)
+    distributions = torch.log_softmax(whole[len(PROMPTS[1]) - 1 : -1], -1)
     ids = torch.tensor(record.target_top_ids, dtype=torch.int64)
     found = torch.tensor(record.target_top_logprobs).float()
-    torch.testing.assert_close(found, laws.gather(-1, ids), atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(found, distributions.gather(-1, ids), atol=2e-2, rtol=1e-2)
     assert record.processed_top_probs is not None
     for i, row in enumerate(record.processed_top_probs):
         logits = with_rules(whole[len(PROMPTS[1]) - 1 + i].clone(), PROMPTS[1], tokens[:i])

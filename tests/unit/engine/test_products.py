@@ -101,7 +101,7 @@ def test_several_callers_at_once_get_their_own_products(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_new_weights_are_laid_out_anew_and_other_experts_stay(dtype: torch.dtype) -> None:
+def test_new_weights_are_packed_again_and_other_experts_stay(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2, 24, 16, generator=generator).to(dtype)
     linear = StackedLinear(weight)

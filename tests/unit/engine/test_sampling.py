@@ -66,7 +66,7 @@ def test_draw_never_draws_a_zero() -> None:
     assert (drawn == 1).all()
 
 
-def test_a_rows_law_does_not_depend_on_its_neighbours_filters() -> None:
+def test_a_rows_distribution_does_not_depend_on_its_neighbours_filters() -> None:
     """Not by one bit: a seeded text must be the same in every batch."""
     logits = torch.randn(3, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
     free, cut = SamplingParams(1), SamplingParams(1, top_p=0.5, top_k=7, min_p=0.1)

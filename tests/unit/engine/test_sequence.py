@@ -32,7 +32,7 @@ def test_accepted_and_final_tokens_are_the_answer(
     )
     text = IncrementalDetokenizer(TOKENIZER, asked.sampling.stop, prompt=(5, 6))
     sequence = Sequence(asked, text, limit, None, weight_version=0, recorder=None)
-    from_drafts = finals = steps = told = played = cut = 0
+    from_drafts = finals = steps = reported = played = cut = 0
     for draft, wanted, final in rounds:
         accepted = min(wanted, len(draft))
         before = sequence.num_output
@@ -43,7 +43,7 @@ def test_accepted_and_final_tokens_are_the_answer(
         cut += taken <= accepted
         played += 1
         steps += bool(draft)
-        told += sum(accepted for _, accepted in sequence.next_chunk().rounds)
+        reported += sum(accepted for _, accepted in sequence.next_chunk().rounds)
         counted = sequence.last_round
         assert counted == ((taken, taken) if taken <= accepted else (len(draft), accepted))
         if sequence.finish_reason:
@@ -55,7 +55,7 @@ def test_accepted_and_final_tokens_are_the_answer(
     histogram = stats.acceptance_histogram
     assert sum(histogram) == stats.num_spec_steps == steps
     assert sum(i * count for i, count in enumerate(histogram)) == from_drafts
-    assert told == from_drafts
+    assert reported == from_drafts
     assert stats.num_cut_rounds == cut <= (sequence.finish_reason is not None)
     if steps == played:
         assert steps * stats.mean_acceptance_length == pytest.approx(sequence.num_output)

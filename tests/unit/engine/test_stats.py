@@ -51,14 +51,14 @@ def test_round_stats_equal_the_answers() -> None:
     ]
     chunks, figures = served(asked)
     for topic in ("sql", "code"):
-        told = [c.speculative for c, own in zip(chunks, topics, strict=True) if own == topic]
-        assert all(told)
+        reported = [c.speculative for c, own in zip(chunks, topics, strict=True) if own == topic]
+        assert all(reported)
         counts = figures.rounds.counts[topic, "a"]
-        assert counts.drafts == sum(s.num_spec_steps for s in told if s)
-        assert counts.draft_tokens == sum(s.num_draft_tokens for s in told if s)
-        assert counts.accepted_tokens == sum(s.num_accepted_draft_tokens for s in told if s)
+        assert counts.drafts == sum(s.num_spec_steps for s in reported if s)
+        assert counts.draft_tokens == sum(s.num_draft_tokens for s in reported if s)
+        assert counts.accepted_tokens == sum(s.num_accepted_draft_tokens for s in reported if s)
         assert counts.accepted_tokens == sum(counts.accepted_per_position()) > 0
-        beyond = [sum(s.acceptance_histogram[i + 1 :]) for s in told if s for i in range(4)]
+        beyond = [sum(s.acceptance_histogram[i + 1 :]) for s in reported if s for i in range(4)]
         assert [sum(beyond[i::4]) for i in range(4)] == counts.accepted_per_position()
         assert counts.rounds >= counts.drafts
     versions = figures.rounds.versions
@@ -83,7 +83,7 @@ def test_tokens_and_latencies_of_every_request_are_counted() -> None:
     assert 0.0 < rounds.drafting_s < rounds.seconds
     assert (figures.running, figures.waiting) == (0, 0)
     assert figures.kv_blocks_available == figures.kv_blocks
-    assert figures.predicted_goodput is None  # no controller: nobody knows
+    assert figures.predicted_goodput is None  # no controller
     assert rounds.plain_s == 0.0
 
 

@@ -80,7 +80,7 @@ def test_the_last_chunk_includes_pending_ones() -> None:
 
 @pytest.mark.parametrize("reason", [FINISH_FAULT, FINISH_ERROR])
 def test_a_failure_is_a_chunk_of_its_own(reason: str) -> None:
-    """The front door takes no token from a chunk that tells of a failure."""
+    """The ingress takes no token from a chunk with a failure."""
     batcher, _, _ = make_batcher()
     client = Client()
     batcher.open("a", client)

@@ -58,11 +58,11 @@ def test_asking_changes_no_token_and_costs_the_others_nothing(fields: dict[str, 
     asked = request("r", PROMPT, max_tokens=24, ignore_eos=True, **fields)
     other = request("s", PROMPT[:7], max_tokens=24, ignore_eos=True, draft="b", **fields)
     without = run(make_engine(k=3), [asked, other])
-    told = run(make_engine(k=3), [replace(asked, token_sources=True), other])
+    sourced = run(make_engine(k=3), [replace(asked, token_sources=True), other])
     for name in ("r", "s"):
-        assert tokens_of(told[name]) == tokens_of(without[name])
-    assert len(sources_of(told["r"])) == 24
-    assert all(output.chunk.token_sources is None for output in told["s"])
+        assert tokens_of(sourced[name]) == tokens_of(without[name])
+    assert len(sources_of(sourced["r"])) == 24
+    assert all(output.chunk.token_sources is None for output in sourced["s"])
 
 
 def test_the_target_s_probability_is_its_log_probability_s() -> None:
@@ -76,7 +76,7 @@ def test_the_target_s_probability_is_its_log_probability_s() -> None:
         assert item.text_offset == other.text_offset
 
 
-def test_seeded_requests_leave_nothing_to_chance_and_unseeded_do() -> None:
+def test_seeded_requests_repeat_and_unseeded_ones_differ() -> None:
     asked = request(
         "r", PROMPT, max_tokens=24, ignore_eos=True, token_sources=True, temperature=0.9
     )
@@ -89,7 +89,7 @@ def test_seeded_requests_leave_nothing_to_chance_and_unseeded_do() -> None:
 
 
 def test_draft_tokens_are_accepted_as_often_as_is_said() -> None:
-    """Every look at a draft token is a coin of the probability that is told of it."""
+    """Every look at a draft token is a coin of its reported probability."""
     asked = [
         request(
             f"r{i}", PROMPT, max_tokens=60, ignore_eos=True, token_sources=True, temperature=1.3
@@ -106,7 +106,7 @@ def test_draft_tokens_are_accepted_as_often_as_is_said() -> None:
     accepted = sum(item.kind == "accepted" for item in tried)
     spread = math.sqrt(sum(p * (1 - p) for p in chances))
     assert len(tried) > 200
-    assert spread > 2.0  # the draft's law is truncated: not all of it is certain
+    assert spread > 2.0  # the draft's distribution is truncated: not all of it is certain
     assert abs(accepted - sum(chances)) < 4 * spread
 
 

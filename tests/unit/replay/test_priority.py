@@ -66,7 +66,7 @@ def test_even_without_a_uniform_part_all_records_can_be_drawn_at_once() -> None:
     assert len(every.sample(5, "train", 0.0, np.random.default_rng(0))) == 5
 
 
-def test_a_sample_favours_what_is_learnt_worst_and_what_nobody_has_seen() -> None:
+def test_a_sample_favours_high_losses_and_records_without_a_loss() -> None:
     every = table(recent_share=0.8, priority_exponent=1.0)
     fill(every, 10)
     every.update_losses({f"r{n}": 0.1 for n in range(8)} | {"r8": 2.0})
@@ -76,7 +76,7 @@ def test_a_sample_favours_what_is_learnt_worst_and_what_nobody_has_seen() -> Non
     assert min(shares[f"r{n}"] for n in range(8)) > 0.01
 
 
-def test_what_judges_is_not_drawn_by_loss() -> None:
+def test_held_out_records_are_not_sampled_by_loss() -> None:
     every = table(recent_share=1.0, recent_half_life=1.0)
     fill(every, 4, split="held_out")
     every.update_losses({"r0": 100.0, "r1": 0.0, "r2": 0.0, "r3": 0.0})
@@ -91,7 +91,7 @@ def test_when_full_what_is_learnt_best_goes_first_and_the_oldest_of_equals() -> 
     every.update_losses({"r0": 1.0, "r1": 0.1, "r2": 0.1, "r3": 3.0})
     for name in ("s0", "s1", "s2", "s3"):
         every.insert(EncodedRecord(name, 0.0, b"x" * 10), "train", 0.0)
-    # r1, r2, r0, r3: the new ones are unknown, and nobody has learnt from them yet
+    # r1, r2, r0, r3: the new ones are unknown, and they have no losses yet
     assert kept(every) == ["s0", "s1", "s2", "s3"]
     every.insert(EncodedRecord("s4", 0.0, b"x" * 10), "train", 0.0)
     assert kept(every) == ["s1", "s2", "s3", "s4"]

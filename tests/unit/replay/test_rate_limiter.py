@@ -41,7 +41,7 @@ def test_a_flood_of_one_topic_takes_nothing_from_another() -> None:
     assert not limiter.acquire("sql")
 
 
-def test_what_was_left_out_is_told_once_and_by_topic() -> None:
+def test_dropped_records_are_reported_once_and_by_topic() -> None:
     clock = Clock()
     limiter = RecordRateLimiter(1.0, clock)
     kept_of(limiter, clock, [0.0] * 20)

@@ -36,7 +36,7 @@ def kept_by_hour(run: int, at: set[int]) -> dict[int, Counter[int]]:
     return found
 
 
-def test_a_burst_has_its_share_and_what_comes_when_it_has_expired_fills_its_room() -> None:
+def test_a_burst_has_its_share_and_later_records_fill_its_space_when_it_expires() -> None:
     runs = [kept_by_hour(run, {38, 56, 76}) for run in range(RUNS)]
 
     def kept(at: int, hours: range) -> float:

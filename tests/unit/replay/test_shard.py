@@ -79,7 +79,7 @@ def test_capacity_in_bytes_holds(remover: str) -> None:
     kept = {int(name[1:]) for name in ids(shard.sample(1_000, "train"))}
     assert 15 <= len(kept) <= 20
     assert shard.stats().bytes <= 20 * size
-    if remover != "reservoir":  # by priority too: of records that nobody has learnt from
+    if remover != "reservoir":  # by priority too: of records without losses
         assert min(kept) >= 280
     else:
         assert min(kept) < 150
@@ -185,7 +185,7 @@ def test_a_quiet_shard_drops_what_is_past_retention_by_itself(tmp_path: Path) ->
     assert len(on_disk(tmp_path)) == 3
     deadline = time.monotonic() + 20.0
     while (tmp_path / "sql.records").stat().st_size > 0:
-        assert time.monotonic() < deadline, "nobody called, and the records are still there"
+        assert time.monotonic() < deadline, "expired records were not removed"
         time.sleep(0.01)
     assert shard.stats().records("train") == 0
 
@@ -202,7 +202,7 @@ def test_the_expiry_thread_ends_with_its_shard() -> None:
     assert not own.is_alive(), "the thread outlived its shard"
 
 
-def test_deleted_records_leave_the_file_at_once(tmp_path: Path) -> None:
+def test_deleted_records_are_removed_from_the_file_at_once(tmp_path: Path) -> None:
     shard = ReplayShard("sql", ReplaySettings(), str(tmp_path), clock=Clock())
     fill(shard, 4)
     assert shard.delete("r2") == 1

@@ -47,7 +47,7 @@ def test_probabilities_cover_all_topics_and_sum_to_one(classifier: TopicClassifi
         assert sum(probabilities.values()) == pytest.approx(1)
 
 
-def test_plain_prompts_of_each_topic_are_told_apart(classifier: TopicClassifier) -> None:
+def test_plain_prompts_of_each_topic_are_classified(classifier: TopicClassifier) -> None:
     found = [max((p := classifier.classify(text)), key=p.__getitem__) for text, _ in PROMPTS]
     assert found == [topic for _, topic in PROMPTS]
 

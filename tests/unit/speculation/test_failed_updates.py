@@ -138,7 +138,7 @@ def test_a_candidate_that_cannot_be_loaded_has_failed(
     assert all(tokens_of(outputs[name]) == plain(name) for name in IDS)
     failed = [outcome for outcome in found.values() if outcome and outcome.failed]
     assert [(outcome.expert, outcome.weight_version) for outcome in failed] == [("a", 8)]
-    found = outcomes(run(engine, [asked(name) for name in IDS]))  # told once
+    found = outcomes(run(engine, [asked(name) for name in IDS]))  # reported once
     assert not any(outcome and outcome.failed for outcome in found.values())
 
 

@@ -507,7 +507,7 @@ def test_a_stopped_clock_does_not_bring_the_pace_to_nothing() -> None:
     assert table.seconds(16, 1) == pytest.approx(target_s(16, 1), rel=0.05)
 
 
-def test_slow_moments_do_not_make_a_full_batch_draft_at_a_loss() -> None:
+def test_slow_rounds_do_not_make_a_full_batch_draft_at_a_loss() -> None:
     """A tenth is lost where all draft. Slow moments fall on plain rounds or on drafting ones.
 
     Costs are those of the small target on a busy machine, 50 ms to half a second slow at a time.

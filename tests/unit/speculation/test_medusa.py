@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import chi_square
 from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
-from laws import chi_square
 from tiny_models import save_tiny, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
-from unit.speculation.test_output_distribution import target_law
+from unit.speculation.test_output_distribution import target_probs
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.decoders import ModuleDecoder
@@ -218,7 +218,7 @@ def test_a_seed_fixes_the_text_whatever_the_heads_draft() -> None:
 def test_samples_follow_the_target_distribution(kind: str) -> None:
     """Chi-square over 1,500 answers, two tokens a round from heads of a cut support.
 
-    Prompts differ in nothing, so the joint law of the first three tokens is the target's.
+    Prompts differ in nothing, so the joint distribution of the first three tokens is the target's.
     """
     vocab, count, prompt, temperature, top_p = 7, 1500, [3, 5], 1.2, 0.9
     model = {"initializer_range": 0.5}
@@ -251,15 +251,15 @@ def test_samples_follow_the_target_distribution(kind: str) -> None:
     found = run(engine, asked)
     assert 0 < accepted(found)[0] < accepted(found)[1]
     target = tiny_llama(1, vocab=vocab, **model)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        law = {
+        distribution = {
             (*before, token): mass * p
-            for before, mass in law.items()
-            for token, p in target_law(target, [*prompt, *before], temperature, top_p).items()
+            for before, mass in distribution.items()
+            for token, p in target_probs(target, [*prompt, *before], temperature, top_p).items()
         }
     drawn = Counter(tuple(tokens_of(own)[:3]) for own in found.values())
-    assert chi_square(drawn, law) > 1e-3
+    assert chi_square(drawn, distribution) > 1e-3
 
 
 def test_heads_are_swapped_between_rounds_and_misfits_refused() -> None:

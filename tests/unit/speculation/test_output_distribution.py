@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import chi_square
 from engines import make_engine, request, run, tokens_of
-from laws import chi_square
 from tiny_models import tiny_llama
 
 
-def target_law(
+def target_probs(
     model: Any, tokens: Sequence[int], temperature: float, top_p: float
 ) -> dict[int, float]:
     """The probability of every next token that may follow, by the definition of top_p."""
@@ -31,7 +31,7 @@ def target_law(
 def test_the_engine_samples_from_the_target_distribution(kind: str, top_p: float) -> None:
     """Chi-square over 4,000 answers of four tokens, drafted three at a time from a cut support.
 
-    The joint law of the first three is the target's; greedy neighbours stay greedy.
+    The joint distribution of the first three is the target's; greedy neighbours stay greedy.
     """
     vocab, count, prompt, temperature = 7, 4000, [3], 1.2
     engine = make_engine(
@@ -55,14 +55,14 @@ def test_the_engine_samples_from_the_target_distribution(kind: str, top_p: float
     requests[::50] = greedy
     answers = {name: tuple(tokens_of(o)) for name, o in run(engine, requests).items()}
     model = tiny_llama(1, vocab=vocab, initializer_range=0.5)
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        law = {
+        distribution = {
             (*before, token): mass * p
-            for before, mass in law.items()
-            for token, p in target_law(model, [*prompt, *before], temperature, top_p).items()
+            for before, mass in distribution.items()
+            for token, p in target_probs(model, [*prompt, *before], temperature, top_p).items()
         }
     drawn = Counter(tokens[:3] for name, tokens in answers.items() if name.startswith("r"))
     assert drawn.total() == count - len(greedy)
-    assert chi_square(drawn, law) > 1e-3
+    assert chi_square(drawn, distribution) > 1e-3
     assert len({tokens for name, tokens in answers.items() if name.startswith("g")}) == 1

@@ -137,10 +137,10 @@ def test_resumed_adapters_go_on_to_the_bit(tmp_path: Path, dtype: str) -> None:
     )
     other = candidate(rank=4)
     other.load(1, flatten(state))
-    assert other.steps == 0  # another rank's adapters: it starts anew on the published weights
+    assert other.steps == 0  # another rank's adapters: it starts again on the published weights
 
 
-def test_only_adapters_have_gradients_and_moments(draft: Path) -> None:
+def test_only_adapters_have_gradients_and_optimizer_state(draft: Path) -> None:
     full, lora = (Distiller(str(draft), settings(adapter)) for adapter in ("full", "lora"))
     sizes = []
     for distiller in (full, lora):

@@ -94,7 +94,7 @@ def test_an_answer_that_ends_early_has_no_branch_beyond_its_end(
     assert [at for at, _ in decode(encode(record)).branches()] == branches
 
 
-def test_plain_decoding_and_the_targets_twin_leave_no_branches() -> None:
+def test_plain_decoding_and_a_draft_equal_to_the_target_record_no_branches() -> None:
     assert record_of(recording(make_engine()), draft="off").branch_positions is None
     twin = make_engine(draft_seed=1)
     assert record_of(recording(twin), num_speculative_tokens=0).branch_positions is None

@@ -97,19 +97,19 @@ def test_how_often_one_looks_changes_little() -> None:
     assert (one.fast, one.slow) == pytest.approx((other.fast, other.slow), abs=0.03)
 
 
-def test_a_registry_that_does_not_answer_leaves_the_outlook_as_it_is() -> None:
-    outlook = LiveStats(("sql", "math"), DriftSettings())
+def test_live_stats_stay_if_the_registry_does_not_answer() -> None:
+    live_stats = LiveStats(("sql", "math"), DriftSettings())
     live = TopicStatus(stable=1, requests=9, rounds=90, accepted=50, canary_requests=2)
-    assert outlook.update({"sql": dataclasses.replace(live, candidate=4)}) == []
-    assert outlook.update(None) == []
-    assert outlook.candidate("sql") == 4
-    assert outlook.undecided("sql")
-    assert not outlook.undecided("math")
-    outlook.update({"sql": dataclasses.replace(live, candidate=5, canary_requests=0)})
-    assert not outlook.undecided("sql")  # nothing would be thrown away
+    assert live_stats.update({"sql": dataclasses.replace(live, candidate=4)}) == []
+    assert live_stats.update(None) == []
+    assert live_stats.candidate("sql") == 4
+    assert live_stats.undecided("sql")
+    assert not live_stats.undecided("math")
+    live_stats.update({"sql": dataclasses.replace(live, candidate=5, canary_requests=0)})
+    assert not live_stats.undecided("sql")  # nothing would be thrown away
     earlier = dataclasses.replace(live, candidate=6, canary_requests=0, restored_from=2)
-    outlook.update({"sql": earlier})
-    assert outlook.undecided("sql")  # nobody would begin it again
+    live_stats.update({"sql": earlier})
+    assert live_stats.undecided("sql")  # nobody would begin it again
 
 
 def view(**changes: object) -> TopicView:

@@ -54,7 +54,7 @@ def test_a_topic_without_usable_records_rests_and_does_not_train(
 
 
 class StuckWorld(LocalClient):
-    """Nobody hands out what was published for sql."""
+    """The weights published for sql cannot be fetched."""
 
     def weights(self, topic: str) -> tuple[int, FlatWeights | None] | None:
         return None if topic == "sql" else super().weights(topic)
@@ -79,7 +79,7 @@ def initial(loop: TrainingLoop) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("broken", ["folder", "weights"])
-def test_a_topic_whose_round_raises_does_not_stop_the_others(
+def test_a_round_that_raises_does_not_stop_other_topics(
     draft: Path, tmp_path: Path, broken: str
 ) -> None:
     topics = ("sql", "shell")

@@ -147,7 +147,7 @@ def test_senseless_settings_are_refused(wrong: dict[str, Any]) -> None:
         ObjectiveSettings(**wrong)
 
 
-def test_branches_are_wanted_only_by_those_who_learn_from_them() -> None:
+def test_only_objectives_that_learn_from_branches_need_them() -> None:
     assert not ObjectiveSettings().needs_branches
     assert ObjectiveSettings(sampling="mixed").needs_branches
     assert not ObjectiveSettings(sampling="student", weighting="rejected_only").needs_branches

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told of the machine before it is imported."""
+"""The environment that DeepSpeed reads when it is imported."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_rows_that_share_memory_are_kept_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", range(5))
-def test_who_is_stopped_between_two_files_leaves_a_whole_state(tmp_path: Path, files: int) -> None:
+def test_a_stop_between_two_files_keeps_the_checkpoint_before(tmp_path: Path, files: int) -> None:
     optimizer_state.save_checkpoint(tmp_path, state(), 1, DIGEST)
     left = iter(range(files))
 

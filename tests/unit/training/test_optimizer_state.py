@@ -62,7 +62,7 @@ def test_a_restarted_trainer_goes_on_as_if_nothing_had_happened(tmp_path: Path, 
     for name, weight in weights(first).items():
         torch.testing.assert_close(weights(second)[name], weight)
 
-    # without the file it does not: the test can tell
+    # without the file it does not: the test would fail
     third = candidate(tmp_path, dtype, keep=False)
     third.load(1, flatten(state))
     assert third.steps == 0

@@ -129,7 +129,7 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("deepspeed")
-def test_a_topic_whose_candidates_go_one_after_the_other_rests(draft: Path, tmp_path: Path) -> None:
+def test_a_topic_rests_after_rollbacks_in_a_row(draft: Path, tmp_path: Path) -> None:
     client = LocalClient(tmp_path, ("sql",), canary=CANARY)
     fill(client, ("sql",), 80)
     registry = client.registry

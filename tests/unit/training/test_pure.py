@@ -150,7 +150,7 @@ def test_a_resting_topic_lets_others_have_their_turn() -> None:
     assert select_topic(topic_priorities([stuck])) is None
 
 
-def test_schedule_takes_traffic_times_headroom() -> None:
+def test_the_schedule_ranks_by_traffic_times_headroom() -> None:
     assert (
         select_topic(topic_priorities([view("sql", traffic=30.0), view("code", traffic=10.0)]))
         == "sql"
@@ -161,7 +161,7 @@ def test_schedule_takes_traffic_times_headroom() -> None:
     )
 
 
-def test_schedule_gives_nobody_up() -> None:
+def test_the_schedule_abandons_no_topic() -> None:
     waiting = view("code", traffic=1.0, waited_s=3_600.0)
     assert select_topic(topic_priorities([view("sql", traffic=30.0), waiting])) == "code"
 
@@ -263,7 +263,7 @@ def test_long_answers_keep_their_first_part_with_labels_in_step() -> None:
     assert len(batch.tail_mass) == len(batch.temperature) == len(batch.top_logprobs) == kept + 2
 
 
-def test_a_long_prompt_leaves_a_long_answer_half_the_room() -> None:
+def test_a_long_prompt_and_a_long_answer_get_half_of_the_length_each() -> None:
     assert fit(3, 5, 16) == (3, 5)
     assert fit(100, 5, 16) == (12, 5)
     assert fit(3, 40, 16) == (3, 14)

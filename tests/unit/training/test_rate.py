@@ -56,7 +56,7 @@ def test_it_is_full_again_where_there_is_something_new_to_learn(draft: Path) -> 
 
 
 @pytest.mark.usefixtures("deepspeed")
-def test_a_trainer_that_starts_anew_goes_on_at_the_rate_that_it_had(draft: Path) -> None:
+def test_a_restarted_trainer_keeps_its_learning_rate(draft: Path) -> None:
     one, other = distiller(draft, hold=3), distiller(draft, hold=3)
     rates(one, 12)
     state = one.optimizer_state()

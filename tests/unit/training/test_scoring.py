@@ -112,7 +112,7 @@ def torch_state(draft: Path) -> dict[str, torch.Tensor]:
     return {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
 
 
-def test_experts_whose_candidate_is_to_be_judged_are_named(
+def test_experts_with_a_candidate_on_trial_are_named(
     draft: Path, texts: list[ReplayRecord], tmp_path: Path
 ) -> None:
     client, settings = LocalClient(tmp_path, EXPERTS, canary=CanarySettings()), settings_of(draft)
@@ -160,17 +160,17 @@ def test_records_expire_while_a_permit_is_waited_for(draft: Path) -> None:
             return False
 
     with pytest.raises(Stopped):
-        scoring.run_once(Busy(), _Nobody())
+        scoring.run_once(Busy(), _UnusedEvaluator())
     assert scoring.table().waiting == 0
 
 
-def test_a_record_that_is_deleted_is_in_nobody_s_hands_any_more(draft: Path) -> None:
+def test_a_deleted_record_is_scored_no_more(draft: Path) -> None:
     settings = settings_of(draft)
     scoring = ScoringLoop(settings, sleep=lambda _: None)
     offer(scoring, [training_record(n, created=time.time()) for n in range(20)])
     seen: list[int] = []
 
-    class Slow(_Nobody):
+    class Slow(_UnusedEvaluator):
         def score(self, *given: Any) -> list[float]:
             _, _, records, before_batch = given
             seen.append(len(records))
@@ -198,8 +198,8 @@ def test_nothing_is_scored_if_all_has_expired_before_the_permit(draft: Path) -> 
             now[0] += 20.0
             return now[0] > 30.0
 
-    assert scoring.run_once(Late(), _Nobody())
-    assert not scoring.run_once(Late(), _Nobody())
+    assert scoring.run_once(Late(), _UnusedEvaluator())
+    assert not scoring.run_once(Late(), _UnusedEvaluator())
     assert not scoring._resting
 
 
@@ -210,7 +210,7 @@ def test_what_made_way_for_others_and_is_deleted_then_is_let_go_of_too(draft: Pa
     offer(scoring, [first])
     asked: list[int] = []
 
-    class Slow(_Nobody):
+    class Slow(_UnusedEvaluator):
         def score(self, *given: Any) -> list[float]:
             asked.append(len(given[2]))
             scoring._remove(first.request_id)
@@ -294,7 +294,7 @@ def test_what_waits_is_bounded_in_bytes_rows_and_age(draft: Path) -> None:
     assert scoring.delete("r11") == 1
     assert scoring.table().rows["sql"] == 7
     now[0] = 11.0
-    assert not scoring.run_once(_Down(), _Nobody())  # expiry waits for no registry
+    assert not scoring.run_once(_Down(), _UnusedEvaluator())  # expiry waits for no registry
     assert scoring.table().waiting == 0
     offer(scoring, [training_record(3, created=11.0)])
     assert scoring.delete(None) == 1
@@ -329,7 +329,7 @@ class _Down(_Nothing):
         return None
 
 
-class _Nobody:
+class _UnusedEvaluator:
     def score(self, *_: Any) -> list[float]:
         raise AssertionError("there is nothing to score")
 
@@ -381,9 +381,9 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
     again.stop()
     assert again.table().failures == 0
     file.write_text("{", encoding="utf-8")
-    anew = Scorer(settings, ExpertEvaluator(settings), None, None)
-    assert draft_for(anew) == "sql"
-    anew.stop()
+    again = Scorer(settings, ExpertEvaluator(settings), None, None)
+    assert draft_for(again) == "sql"
+    again.stop()
 
 
 def test_an_added_expert_is_scored_from_the_prior_on(

@@ -155,7 +155,7 @@ def kept(shard: ReplayShard, split: Any) -> list[ReplayRecord]:
     return [decode(data) for data in shard.sample(1_000, split)]
 
 
-def test_synthetic_records_are_apart_and_never_judge() -> None:
+def test_synthetic_records_have_a_split_of_their_own_and_are_never_held_out() -> None:
     shard = shard_of()
     prompts = [(1, 3, n, n + 1, 4) for n in range(5, 105)]
     judges = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
@@ -268,7 +268,7 @@ def test_what_runs_in_the_background_yields_to_a_request(loop: EngineLoop) -> No
     expected = [token for chunk in plain for token in chunk.token_ids]
     first = Held()
     loop.submit(in_background("b"), first)
-    assert first.reached(), "it runs while nobody is there"
+    assert first.reached(), "it runs while serving is idle"
     assert loop.load() == (0, 0)
     answer = send(loop, request("r", [7, 8]))
     first.let_go()

@@ -73,9 +73,7 @@ def only_sql(draft: Path, tmp_path: Path, **changes: object) -> TrainerSettings:
     )
 
 
-def test_who_takes_a_topic_over_goes_on_from_what_was_published(
-    draft: Path, tmp_path: Path
-) -> None:
+def test_a_takeover_continues_from_the_published_weights(draft: Path, tmp_path: Path) -> None:
     host = filled(tmp_path)
     one, two_, first, second = two(host, only_sql(draft, tmp_path))
     assert one.run_round()

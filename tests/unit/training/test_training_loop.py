@@ -292,32 +292,32 @@ def rejecting(record: ReplayRecord) -> ReplayRecord:
     )
 
 
-def test_a_shard_hears_the_losses_on_its_own_records(draft: Path, tmp_path: Path) -> None:
+def test_a_shard_gets_the_losses_on_its_own_records(draft: Path, tmp_path: Path) -> None:
     client = filled(tmp_path)
-    told: dict[str, dict[str, float]] = {}
+    sent: dict[str, dict[str, float]] = {}
     hand_on = client.update_losses
 
     def update_losses(topic: str, losses: dict[str, float]) -> None:
-        told[topic] = losses
+        sent[topic] = losses
         hand_on(topic, losses)
 
     client.update_losses = update_losses  # type: ignore[method-assign]
     quiet = make_loop(trainer_settings(draft, round_seconds=0.05), client)
     assert quiet.run_round()
-    assert not told
+    assert not sent
     loop = make_loop(trainer_settings(draft, report_losses=True), client)
     assert loop.run_round()
-    assert set(told) == {"sql"}
-    assert len(told["sql"]) > 20
-    assert all(loss >= 0.0 for loss in told["sql"].values())
+    assert set(sent) == {"sql"}
+    assert len(sent["sql"]) > 20
+    assert all(loss >= 0.0 for loss in sent["sql"].values())
     noted = dict(client.shards["sql"]._buffer._tables["train"]._losses)
-    assert noted == told["sql"]
-    told.clear()
+    assert noted == sent["sql"]
+    sent.clear()
     # what `general` makes of the topic's records says nothing of the topic's expert
     loop = make_loop(trainer_settings(draft, ("general",), report_losses=True), client)
     assert loop.run_round()
     assert loop.progress.micro_steps > 0
-    assert not told
+    assert not sent
 
 
 def test_no_micro_step_without_a_permit(draft: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_what_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StaleRevisionError):
         reg.add_topic("law", "general", head(2.0), 0)
     with pytest.raises(KeyError):
-        reg.add_topic("law", "nobody", head(2.0), 1)
+        reg.add_topic("law", "unknown", head(2.0), 1)
     assert (reg.topics().etag, (tmp_path / CATALOGUE_NAME).read_text()) == before
     assert set(reg.stable_versions()) == {"general", "sql", "geo"}
 
@@ -146,7 +146,7 @@ def test_a_torn_catalogue_or_head_costs_the_topics_or_the_router_alone(tmp_path:
         assert registry(tmp_path).stable_versions() == {"general": 1, "sql": 0}
 
 
-def test_those_who_wait_hear_of_topics_and_of_who_works_for_them(tmp_path: Path) -> None:
+def test_long_polls_return_topics_and_the_handles_of_their_actors(tmp_path: Path) -> None:
     reg = taught(tmp_path)
 
     async def changed(reg: WeightRegistry, etag: str, timeout_s: float = 5.0) -> Any:

@@ -1,4 +1,4 @@
-"""The canary's statistics and decisions, on requests drawn from known laws."""
+"""The canary's statistics and decisions, on requests drawn from known distributions."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_clear_case_is_decided_at_the_first_look_and_an_equal_one_by_its_mean(
         assert taken[-1] is decided
 
 
-def test_a_candidate_whose_drafts_fail_goes_at_once() -> None:
+def test_a_candidate_with_failing_drafts_is_rolled_back_at_once() -> None:
     canary = Canary(CANDIDATE, STABLE, SETTINGS)
     assert canary.observe(DraftOutcome("sql", 2, 0, 0, failed=True)) is None
     assert canary.observe(DraftOutcome("sql", 4, 0, 0, failed=True)) is CanaryAction.ROLL_BACK
@@ -131,7 +131,7 @@ def test_a_candidate_whose_drafts_fail_goes_at_once() -> None:
 SILENT, HALF = 0, 10  # rounds of a request without a draft; accepted of 20
 
 
-def heard(
+def decided(
     first: DraftOutcome, second: DraftOutcome, at_most: int = 400
 ) -> tuple[CanaryAction | None, int]:
     """The decision on two slots whose requests end by turns, and how many of each it took."""
@@ -149,14 +149,14 @@ def test_a_trial_in_which_one_slot_never_drafts_is_decided_for_the_other() -> No
     last = SETTINGS.looks[-1]
     candidate, stable = outcome(CANDIDATE, HALF), outcome(STABLE, HALF)
     none = {version: outcome(version, 0, SILENT) for version in (CANDIDATE, STABLE)}
-    assert heard(candidate, none[STABLE]) == (CanaryAction.PROMOTE, last)
-    assert heard(none[CANDIDATE], stable) == (CanaryAction.ROLL_BACK, last)
-    assert heard(none[CANDIDATE], none[STABLE])[0] is None
+    assert decided(candidate, none[STABLE]) == (CanaryAction.PROMOTE, last)
+    assert decided(none[CANDIDATE], stable) == (CanaryAction.ROLL_BACK, last)
+    assert decided(none[CANDIDATE], none[STABLE])[0] is None
     failing = DraftOutcome("sql", STABLE, 0, 0, failed=True)
-    assert heard(candidate, failing)[0] is None  # a failure is not silence
+    assert decided(candidate, failing)[0] is None  # a failure is not silence
 
 
-def test_slots_that_both_draft_now_and_then_are_judged_by_what_they_draft() -> None:
+def test_slots_that_both_draft_rarely_are_compared_by_what_they_draft() -> None:
     """A controller that hardly drafts for a topic probes now and then, with either slot."""
     canary = Canary(CANDIDATE, STABLE, SETTINGS)
     for number in range(400):  # the stable draft has nine times the requests
@@ -238,7 +238,7 @@ def test_counts_that_cannot_be_are_left_out(counts: tuple[int, int]) -> None:
     assert monitor.counts("sql")["requests"] == 0
 
 
-def test_requests_are_split_by_their_ids_and_each_expert_splits_them_anew() -> None:
+def test_requests_are_split_by_id_and_differently_for_each_expert() -> None:
     ids = [f"request-{number}" for number in range(4_000)]
     chosen = {name for name in ids if in_canary("sql", name, 0.1)}
     assert 320 < len(chosen) < 480

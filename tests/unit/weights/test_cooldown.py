@@ -69,7 +69,7 @@ def promoted(reg: WeightRegistry, value: float, accepted: int) -> int:
     return version
 
 
-def test_a_candidate_that_live_requests_judge_is_not_replaced(tmp_path: Path) -> None:
+def test_a_candidate_with_live_requests_is_not_replaced(tmp_path: Path) -> None:
     clock = Clock()
     reg = registry(tmp_path, clock)
     reg.publish("sql", weights(1.0), {})
@@ -83,7 +83,7 @@ def test_a_candidate_that_live_requests_judge_is_not_replaced(tmp_path: Path) ->
     assert reg.history("sql")[-1]["outcome"] == "rolled_back"
 
 
-def test_a_candidate_that_nobody_has_judged_has_some_time(tmp_path: Path) -> None:
+def test_a_candidate_without_requests_is_kept_for_a_while(tmp_path: Path) -> None:
     """Else whoever publishes faster than answers end would never be judged at all."""
     clock = Clock()
     reg = registry(tmp_path, clock)
@@ -169,13 +169,13 @@ def test_after_some_versions_that_were_only_no_worse_the_last_good_one_is_tried(
     assert reg.history("sql")[-1]["restored_from"] == good
     for value in range(2):
         promoted(reg, 6.0 + value, EVEN)
-    assert reg.topic_status()["sql"].candidate is None  # counted anew
+    assert reg.topic_status()["sql"].candidate is None  # counted again
     promoted(reg, 9.0, EVEN)
     assert reg.history("sql")[-1]["restored_from"] == again
 
 
 @pytest.mark.parametrize(("shortfall", "replaced"), [(6, True), (1, False)])
-def test_an_anchor_gives_its_place_only_to_what_was_shown_to_be_better(
+def test_the_last_known_good_version_changes_only_for_one_shown_to_be_better(
     tmp_path: Path, shortfall: int, replaced: bool
 ) -> None:
     reg = registry(tmp_path, Clock())
@@ -235,7 +235,7 @@ def test_harm_in_steps_too_small_to_see_does_not_add_up(
     assert np.mean(guarded) > 0.54
 
 
-def test_a_version_that_beats_what_was_only_no_worse_is_no_anchor(tmp_path: Path) -> None:
+def test_a_version_better_than_an_unproven_one_is_not_the_last_known_good(tmp_path: Path) -> None:
     """Else one harmful step and one lucky trial after it would hide what was lost."""
     reg = registry(tmp_path, Clock())
     good = promoted(reg, 1.0, GOOD)
@@ -246,8 +246,10 @@ def test_a_version_that_beats_what_was_only_no_worse_is_no_anchor(tmp_path: Path
     assert reg.history("sql")[-1]["restored_from"] == good
 
 
-def test_an_anchor_that_cannot_be_read_gives_its_place_to_what_is_served(tmp_path: Path) -> None:
-    """Else nothing could become the anchor any more, and nothing would be audited."""
+def test_an_unreadable_last_known_good_version_is_replaced_by_the_stable_one(
+    tmp_path: Path,
+) -> None:
+    """Else no version could become the last known good one, and no audit would start."""
     reg = registry(tmp_path, Clock())
     good = promoted(reg, 1.0, GOOD)
     promoted(reg, 2.0, EVEN)
@@ -264,7 +266,7 @@ def test_an_anchor_that_cannot_be_read_gives_its_place_to_what_is_served(tmp_pat
     assert reg.history("sql")[-1]["restored_from"] == last
 
 
-def test_an_anchor_withdrawn_by_hand_stays_the_anchor(tmp_path: Path) -> None:
+def test_a_last_known_good_version_withdrawn_by_hand_stays_so(tmp_path: Path) -> None:
     reg = registry(tmp_path, Clock())
     good = promoted(reg, 1.0, GOOD)
     for value in range(2, 5):

@@ -55,7 +55,7 @@ def test_starts_with_version_zero_which_is_never_sent(tmp_path: Path) -> None:
     assert changed(reg, {}) == {}
 
 
-def test_published_weights_reach_those_who_have_older_ones(tmp_path: Path) -> None:
+def test_published_weights_reach_subscribers_with_older_ones(tmp_path: Path) -> None:
     reg = registry(tmp_path)
     assert reg.publish("sql", weights(1.0), {"records": 9}) == 1
     assert served(reg, "sql") == (1, 1.0)
@@ -138,7 +138,7 @@ def test_versions_do_not_fall_when_all_files_are_gone(tmp_path: Path) -> None:
 def test_lost_weights_give_way_to_the_initial_ones_under_a_new_number(
     tmp_path: Path, cause: str
 ) -> None:
-    """Else a draft that lives on and one that begins anew would serve the same number."""
+    """Else a draft that lives on and one that begins again would serve the same number."""
     folder, state = tmp_path / "draft", tmp_path / "state"
     initial_weights = load_model(save_tiny(folder, 1, layers=1, tokenizer=False))
 

@@ -97,7 +97,7 @@ def test_what_is_worse_is_rolled_back_and_its_number_not_used_again(tmp_path: Pa
     assert again.publish("sql", weights(3.0), {}) == 3
 
 
-def test_a_newer_candidate_takes_the_place_of_one_that_nobody_has_judged(tmp_path: Path) -> None:
+def test_a_newer_candidate_replaces_one_without_requests(tmp_path: Path) -> None:
     reg = registry(tmp_path)
     reg.publish("sql", weights(1.0), {})
     report(reg, {0: BAD}, requests=3)
@@ -166,12 +166,12 @@ def test_a_version_that_disappoints_later_is_tried_against_its_predecessor(tmp_p
 
 def undecided(reg: WeightRegistry) -> bool:
     """What the trainer makes of the registry's live figures."""
-    outlook = LiveStats(("sql",), DriftSettings())
-    outlook.update(reg.topic_status())
-    return outlook.undecided("sql")
+    live_stats = LiveStats(("sql",), DriftSettings())
+    live_stats.update(reg.topic_status())
+    return live_stats.undecided("sql")
 
 
-def test_a_trainer_does_not_replace_a_predecessor_on_trial_that_nobody_would_try_again(
+def test_a_trainer_does_not_replace_an_earlier_version_on_trial(
     tmp_path: Path,
 ) -> None:
     reg = registry(tmp_path)

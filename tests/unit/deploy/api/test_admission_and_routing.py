@@ -1,4 +1,4 @@
-"""The guards of the front door: the time box around the router, and the limiter."""
+"""The guards of the ingress: the time box around the router, and the limiter."""
 
 import asyncio
 import itertools
@@ -9,7 +9,7 @@ import pytest
 
 from paceline.actors.router.policy import Route
 from paceline.cluster.learning_actors import LearningActors
-from paceline.deploy.api.actor_calls import CallError
+from paceline.deploy.api.actor_calls import FailedCall
 from paceline.deploy.api.admission import ConcurrencyLimiter
 from paceline.deploy.api.prompt_encoder import last_user_message
 from paceline.deploy.api.request_schemas import ChatCompletionRequest
@@ -202,12 +202,12 @@ def test_the_status_survives_a_dead_part() -> None:
     assert status.weight_versions == {"sql": 3}
     assert status.live_drafts == {"sql": {"requests": 4}}
     assert len(status.decisions) == 60
-    assert status.trainer == status.scheduler == CallError("ConnectionError")
-    assert status.shards == {"sql": CallError("ConnectionError")}
+    assert status.trainer == status.scheduler == FailedCall("ConnectionError")
+    assert status.shards == {"sql": FailedCall("ConnectionError")}
     assert status.routing is None
 
 
-def test_a_conversation_is_judged_by_the_user_s_last_words() -> None:
+def test_a_conversation_is_classified_by_the_last_user_message() -> None:
     def chat(*messages: tuple[str, str]) -> ChatCompletionRequest:
         return ChatCompletionRequest(
             model="m", messages=[{"role": role, "content": text} for role, text in messages]

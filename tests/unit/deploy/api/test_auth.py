@@ -1,4 +1,4 @@
-"""API keys: what they open, what is open without, and that they are told to nobody."""
+"""API keys: what they open, what is open without, and that they are never shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {"PACELINE_API_KEYS": "first-key, zweiter-schlüssel,"}
 DIGESTS = key_digests("PACELINE_API_KEYS", KEYS)
 
 
-class Nobody:
+class IdleTarget:
     """A target that says it lives and is asked for nothing else here."""
 
     async def status(self, attempt: int = 0) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: An
     headers = {} if header is None else {"Authorization": header}
 
     async def send() -> list[httpx.Response]:
-        async with ingress_client(Nobody(), folder, **({"ui": True} | more)) as http:
+        async with ingress_client(IdleTarget(), folder, **({"ui": True} | more)) as http:
             return [await http.request(*each, headers=headers) for each in requests]
 
     return asyncio.run(send())
@@ -147,7 +147,7 @@ def test_pages_of_other_sites_call_the_api_only_where_their_origin_is_configured
 
     async def send(origin: str, **more: Any) -> list[httpx.Response]:
         headers = {"Origin": origin}
-        async with ingress_client(Nobody(), folder, key_digests=DIGESTS, **more) as http:
+        async with ingress_client(IdleTarget(), folder, key_digests=DIGESTS, **more) as http:
             return [
                 await http.options("/v1/chat/completions", headers=headers | preflight),
                 await http.get("/v1/models", headers=headers | {"Authorization": "Bearer x"}),

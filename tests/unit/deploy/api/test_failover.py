@@ -203,7 +203,7 @@ def test_a_replica_that_refuses_counts_as_gone_and_never_as_lost() -> None:
     assert caught.value.status == 503
 
 
-def test_the_next_replica_is_told_which_ones_failed_the_latest_last() -> None:
+def test_retries_name_the_failed_replicas_the_latest_last() -> None:
     state = Failover(POLICY).start(REQUEST, now=0.0)
     for chunk in (FAULT, REFUSED, FAULT):
         failure = state.on_chunk(chunk, 1.0)

@@ -1,4 +1,4 @@
-"""The front door over real target replicas that are cut off: each request gets its one answer."""
+"""The ingress over real target replicas that are cut off: each request gets its one answer."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_whole_answers_and_several_choices_too(replicas: list[TargetReplica]) ->
 def test_a_whole_answer_loses_nothing_to_a_fault_of_the_engine(
     replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No token is taken from a chunk that tells of a failure: others come before it."""
+    """No token is taken from a chunk with a failure: others come before it."""
     [expected] = asyncio.run(complete_all(Streams(replicas, []), [asked("a")], Failover(POLICY)))
     taken, accept = itertools.count(), Sequence.append_round
 
@@ -189,7 +189,7 @@ def test_what_the_request_itself_causes_is_not_tried_again(replicas: list[Target
         assert (len(streams.requests), caught.value.status) == (tries, status)
 
 
-def test_one_raw_exception_of_a_replica_fails_nobody(replicas: list[TargetReplica]) -> None:
+def test_one_raw_exception_of_a_replica_fails_no_request(replicas: list[TargetReplica]) -> None:
     streams = Streams(replicas, [(2, ValueError("bad"))])
     assert len(tokens(asyncio.run(streamed(streams, asked("v"))))) == 30
     assert len(streams.requests) == 2
@@ -260,7 +260,7 @@ def test_a_client_that_leaves_is_no_failure_of_a_replica(
                 async for _ in pieces:
                     pass
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         task = asyncio.create_task(answer())
         while any(response.left for response in streams.responses) or not streams.responses:
             await asyncio.sleep(0.001)
@@ -269,7 +269,7 @@ def test_a_client_that_leaves_is_no_failure_of_a_replica(
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(leave())
+    asyncio.run(disconnect())
     assert set(failover.counts().values()) == {0}
     assert len(streams.requests) == count
     assert [replica._loop.load() for replica in replicas] == [(0, 0)] * 2
@@ -304,7 +304,7 @@ def test_a_fault_of_the_engine_costs_those_that_ran_there_nothing(
     assert streams.requests[-1].failed_on == (replicas[0]._replica_id,)
 
 
-def test_a_replica_whose_engine_has_stopped_beats_no_more_and_refuses(
+def test_a_replica_with_a_stopped_engine_sends_no_heartbeats_and_refuses(
     replicas: list[TargetReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas[0]._loop._engine._scheduler, "schedule", lambda: None)

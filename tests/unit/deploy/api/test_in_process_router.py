@@ -1,4 +1,4 @@
-"""The router in the front door's process: who has one, and that it answers as a handle does."""
+"""The router in the ingress' process: who has one, and that it answers as a handle does."""
 
 import asyncio
 import math
@@ -29,8 +29,8 @@ class Classifier:
     async def labels(self) -> tuple[str, ...]:
         return ("sql", "general")
 
-    async def fit_topic(self, *told: Any) -> tuple[Any, ...]:
-        return told
+    async def fit_topic(self, *arguments: Any) -> tuple[Any, ...]:
+        return arguments
 
 
 def selector_of(classifier: Classifier) -> RouteSelector:
@@ -69,7 +69,7 @@ def test_one_that_hangs_or_fails_costs_the_topic_and_no_answer(fault: Any) -> No
         ({"router.enabled": False}, False),
     ],
 )
-def test_only_where_it_is_no_deployment_the_front_door_has_one(
+def test_the_ingress_has_a_router_only_without_a_router_deployment(
     changes: dict[str, Any], own: bool
 ) -> None:
     config = load_config(None, changes)

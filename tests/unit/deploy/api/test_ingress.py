@@ -85,7 +85,7 @@ def test_a_client_has_its_share_and_comes_back_later(
 def test_a_text_with_a_token_that_the_model_lacks_is_refused(
     target: TargetReplica, tmp_path: Path
 ) -> None:
-    """A tokenizer that got a token, and embeddings that nobody resized."""
+    """A tokenizer that got a token, and embeddings that hung resized."""
     tokenizer = tiny_tokenizer()
     save_tiny(tmp_path, 1, vocab=len(tokenizer), max_position_embeddings=CONTEXT_LENGTH)
     tokenizer.add_tokens(["<new>"])
@@ -134,7 +134,7 @@ def test_health_is_that_of_any_replica(
     monkeypatch.setattr(ingress, "_HEALTH_TIMEOUT_S", 0.05)
 
     class Hung:
-        """Hangs as often as it is told to, and then another replica answers."""
+        """Hangs as often as it is configured to, and then another replica answers."""
 
         def __init__(self, times: int) -> None:
             self.times, self.attempts = times, list[int]()
@@ -152,21 +152,21 @@ def test_health_is_that_of_any_replica(
 
     assert asyncio.run(ask(Hung(0))) == 200
     assert asyncio.run(ask(Hung(1))) == 200
-    nobody = Hung(99)
-    assert asyncio.run(ask(nobody)) == 503
-    assert nobody.attempts == [0, 1, 2]
+    hung = Hung(99)
+    assert asyncio.run(ask(hung)) == 503
+    assert hung.attempts == [0, 1, 2]
 
 
 def test_a_request_is_announced_to_the_scheduler_before_the_target_has_it(
     target: TargetReplica, target_folder: Path
 ) -> None:
-    scheduler, leave = SchedulerHandle(), list[bool]()
+    scheduler, permitted = SchedulerHandle(), list[bool]()
 
     class Watched:
         status = target.status
 
         def generate(self, *arguments: Any) -> Any:
-            leave.append(scheduler.scheduler.may_train())
+            permitted.append(scheduler.scheduler.may_train())
             return target.generate(*arguments)
 
     async def ask() -> list[int]:
@@ -176,8 +176,8 @@ def test_a_request_is_announced_to_the_scheduler_before_the_target_has_it(
 
     assert scheduler.scheduler.may_train()
     assert asyncio.run(ask()) == [400, 200]
-    assert leave == [False]
-    assert scheduler.told == 1  # nothing of the one that was refused
+    assert permitted == [False]
+    assert scheduler.announced == 1  # nothing of the one that was refused
 
 
 def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(

@@ -155,7 +155,7 @@ def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> 
     assert world.post("replay/purge", {"topic": "art"}).status_code == 404
 
 
-def test_a_shard_that_is_dead_is_told_apart_from_one_that_is_empty(world: World) -> None:
+def test_a_dead_shard_differs_from_an_empty_one(world: World) -> None:
     world.insert("cmpl-a-0")
     world.handles["general"].dead = True
     assert world.post("replay/purge", {}).json() == {"removed": {"sql": 1, "general": None}}
@@ -175,7 +175,7 @@ def test_draining_is_known_to_all_and_ends(world: World) -> None:
     assert not world.scheduler.may_train()
     world.handles["scheduler"].dead = True
     asyncio.run(other.refresh())
-    assert other.draining  # what was last heard holds
+    assert other.draining  # the last known state holds
     world.handles["scheduler"].dead = False
     assert world.post("drain", {"on": False}).json()["draining"] is False
     world.drain.check()
@@ -192,10 +192,10 @@ def test_a_dead_part_is_a_503_that_does_not_say_what_was_done(world: World) -> N
 def test_a_part_that_was_never_there_is_a_503_too(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nobody(name: str, _: str) -> Any:
+    def missing_actor(name: str, _: str) -> Any:
         raise ValueError(f"Failed to look up actor with name '{name}'")
 
-    monkeypatch.setattr(ray, "get_actor", nobody)
+    monkeypatch.setattr(ray, "get_actor", missing_actor)
     world.operations._registry = world.operations._scheduler = NamedActor("paceline-somebody")
     world.handles |= {topic: NamedActor(f"paceline-shard-{topic}") for topic in TOPICS}
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
@@ -217,7 +217,7 @@ def test_a_part_that_was_never_there_is_a_503_too(
         ("127.0.0.1", {"content-type": "text/plain"}, False, 415),
     ],
 )
-def test_operators_alone_are_heard(
+def test_only_operators_may_call(
     tmp_path: Path, client: str, headers: dict[str, str], keyed: bool, status: int
 ) -> None:
     world = World(tmp_path, keyed=keyed)
@@ -298,7 +298,7 @@ def test_a_rollback_succeeds_only_if_every_replica_takes_it(
 
 @pytest.mark.parametrize("canary", [False, True])
 @pytest.mark.parametrize("lost", [NoAnswerError("reset"), CallError("?", "unknown_outcome")])
-def test_a_rollback_whose_answer_is_lost_is_done_once(
+def test_a_rollback_with_a_lost_answer_is_done_once(
     asked: World, monkeypatch: pytest.MonkeyPatch, lost: CallError, canary: bool
 ) -> None:
     for value in (1.0, 2.0, 3.0):
@@ -325,7 +325,7 @@ def test_a_rollback_whose_answer_is_lost_is_done_once(
     assert asked.registry.topic_status()["sql"].stable == stable
 
 
-def test_a_rollback_that_nobody_answers_says_how_to_repeat_it(
+def test_a_rollback_without_an_answer_explains_how_to_repeat_it(
     asked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked.publish(1.0)
@@ -398,7 +398,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert row.split() == ["sql", "3", "0.75", "9", "9"]
     assert "trainer   does not answer (ActorDiedError)" in words
     assert len(words.splitlines()) <= 24
-    assert "leases" not in words  # this scheduler tells of none
+    assert "leases" not in words  # this status has none
     scheduler = TrainerScheduler()
     scheduler.acquire_topic(TrainerIdentity("paceline-trainer"), "life", {"sql": 1.0})
     assert scheduler.acquire_permit("paceline-trainer", "life") is Permit.GRANTED
@@ -425,7 +425,7 @@ def test_drain_is_repeated_to_a_scheduler_that_restarts(
         what, value = next(steps)
         if what == "dead":
             asked.handles["scheduler"].dead = bool(value)
-            asked.scheduler.drain(on=False)  # as one that was made anew
+            asked.scheduler.drain(on=False)  # as one that was made again
         if what == "idle":
             asked.scheduler.report_load("r", 0, 0)
 
@@ -440,7 +440,7 @@ def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:
     assert world.post("drain", {"on": True}, host="localhost:8000").status_code == 200
 
 
-def test_what_a_remote_part_refuses_with_is_told_without_its_traceback(world: World) -> None:
+def test_remote_errors_are_shown_without_their_traceback(world: World) -> None:
     class RefusedError(ValueError):
         """As Ray raises it: the text is a traceback, the cause is behind it."""
 

@@ -311,7 +311,7 @@ def test_a_limit_fits_or_the_right_field_is_named(
         assert asked is None or limit == asked
 
 
-def test_a_default_limit_gives_way_to_a_small_room() -> None:
+def test_the_default_max_tokens_shrinks_to_the_context() -> None:
     assert resolve_max_tokens(None, "max_tokens", 90, 100, "prompt", default=16) == 10
     assert resolve_max_tokens(None, "max_tokens", 10, 100, "prompt", default=16) == 16
     with pytest.raises(ApiError) as caught:
@@ -496,7 +496,7 @@ def test_a_stop_string_may_be_so_long() -> None:
 
 
 class Unread(list[int]):
-    """A list that nobody may walk through."""
+    """A list that fails if it is iterated over."""
 
     def __iter__(self) -> Iterator[int]:
         raise AssertionError("walked through")

@@ -101,11 +101,11 @@ SOURCES = (
 
 
 @pytest.mark.parametrize("answer", [ANSWER, CHAT])
-def test_origins_are_told_where_they_were_asked_for(
+def test_token_sources_are_returned_on_request(
     answer: ResponseContext,
 ) -> None:
-    told = dataclasses.replace(LAST, token_sources=SOURCES)
-    (choice,) = json.loads(response_body(answer, [told]))["choices"]
+    streamed = dataclasses.replace(LAST, token_sources=SOURCES)
+    (choice,) = json.loads(response_body(answer, [streamed]))["choices"]
     assert choice["token_origins"] == [
         {
             "token": NAMES.name(8).text,
@@ -320,13 +320,13 @@ BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 @given(st.text(st.one_of(st.sampled_from(BREAKS), st.characters(codec="utf-8"))))
 def test_an_event_is_one_line_whatever_its_text(text: str) -> None:
     piece = GenerationChunk(text, (7,))
-    told = [
+    streamed = [
         chunk_event(ANSWER, 0, piece),
         chunk_event(CHAT, 0, piece),
         error_event(internal(text)),
     ]
     found = []
-    for event in told:
+    for event in streamed:
         line, blank = event.decode().split("\n\n")
         assert (line.splitlines(), blank) == ([line], "")
         found.append(json.loads(line.removeprefix("data: ")))
@@ -424,12 +424,12 @@ def test_a_client_that_leaves_before_the_headers_ends_the_wait_too() -> None:
         finally:
             ended.append(1)
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         task = asyncio.create_task(prefetch(waiting(), 30))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(leave())
+    asyncio.run(disconnect())
     assert ended == [1]

@@ -143,7 +143,7 @@ def test_scoring_is_on_where_there_is_a_choice_and_can_be_switched_off(
     assert not evaluates_experts(load_config(None, {key: value}))
 
 
-def test_drafts_that_cannot_be_loaded_leave_training_alone(
+def test_training_goes_on_if_the_evaluator_cannot_load_its_drafts(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = {"target.path": str(models["target"]), "drafts.topics": ["sql"]}

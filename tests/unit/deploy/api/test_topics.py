@@ -1,4 +1,4 @@
-"""Adding a topic through the front door, over the real registry, router and target in a process."""
+"""Adding a topic through the ingress, over the real registry, router and target in a process."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class System:
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     def take_up(self) -> None:
-        """What the target's threads and the keeper do over Ray."""
+        """What the target's threads and the topic supervisor do over Ray."""
         self.shards["travel"] = ReplayShard("travel")
         self.registry.register_actors("travel", TopicActors(Actor(self.shards["travel"])))
         self.target._add_topics(self.registry.topics())
@@ -317,7 +317,7 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
         admin._actors = LearningActors({}, handle, SchedulerHandle(), None)
         assert code(post(system, BODY)) == (503, "server_overloaded")
         assert system.registry.topics().topics == ()
-        monkeypatch.setattr(ray, "get_actor", nobody)
+        monkeypatch.setattr(ray, "get_actor", missing_actor)
         never = NamedActor("paceline-registry")  # on a cluster, before its first start
         admin._actors = LearningActors({"sql": never}, never, SchedulerHandle(), None)
         assert code(post(system, BODY)) == (503, "server_overloaded")
@@ -327,7 +327,7 @@ def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(
         system.close()
 
 
-def nobody(name: str, _: str) -> Any:
+def missing_actor(name: str, _: str) -> Any:
     raise ValueError(f"Failed to look up actor with name '{name}'")
 
 
@@ -336,8 +336,8 @@ def test_an_addition_without_an_answer_is_not_called_undone(
 ) -> None:
     system = System(folders, tmp_path)
 
-    async def lost(*told: Any) -> None:
-        system.registry.add_topic(*told)
+    async def lost(*arguments: Any) -> None:
+        system.registry.add_topic(*arguments)
         raise ConnectionError
 
     class Losing(Actor):

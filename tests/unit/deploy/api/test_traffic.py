@@ -43,7 +43,7 @@ def sums(recent: RecentTraffic, since: float = 0.0) -> Counter[str]:
         max_size=60,
     )
 )
-def test_all_that_came_in_the_last_minutes_is_told_and_nothing_older(
+def test_recent_traffic_has_the_last_minutes_and_nothing_older(
     steps: list[tuple[float, str, str]],
 ) -> None:
     now = 1_700_000_000.0
@@ -54,10 +54,10 @@ def test_all_that_came_in_the_last_minutes_is_told_and_nothing_older(
         recent.record(asked(topic, draft), LAST)
         came.append((now, topic, draft))
     rows = recent.rows()["rows"]
-    told = Counter({(row[0], row[1], row[2]): row[3] for row in rows})
+    counted = Counter({(row[0], row[1], row[2]): row[3] for row in rows})
     wanted = Counter((at // 5.0 * 5.0, topic, draft) for at, topic, draft in came)
     edge = now - 100.0
-    assert told == Counter({key: n for key, n in wanted.items() if key[0] + 5.0 > edge})
+    assert counted == Counter({key: n for key, n in wanted.items() if key[0] + 5.0 > edge})
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
     assert len(recent._buckets) <= 21
 
@@ -111,7 +111,7 @@ class Scheduler:
     """Counts what it is told, as Ray's handle of an actor takes it."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.told = 0
+        self.announced = 0
         self._error = error
 
     @property
@@ -121,16 +121,16 @@ class Scheduler:
     def remote(self) -> None:
         if self._error is not None:
             raise self._error
-        self.told += 1
+        self.announced += 1
 
 
-def test_the_first_of_a_burst_is_told_and_the_next_after_a_while() -> None:
+def test_a_burst_is_announced_once_per_interval() -> None:
     scheduler, now = Scheduler(), [100.0]
     arrivals = ArrivalNotifier(scheduler, lambda: now[0])
     for at in (100.0, 100.001, 100.019, 100.021, 105.0):
         now[0] = at
         arrivals.notify()
-    assert scheduler.told == 3
+    assert scheduler.announced == 3
 
 
 @pytest.mark.parametrize("scheduler", [None, Scheduler(RuntimeError("no such actor"))])

@@ -148,7 +148,7 @@ def test_what_training_minimises_reaches_trainer_shards_and_target(tmp_path: Pat
     assert replay_settings(config).sampler == "priority"
     assert target_settings(config).replay_branches
     off = load_config(None, keys | {"training.enabled": False})
-    assert not target_settings(off).replay_branches  # nobody would learn from them
+    assert not target_settings(off).replay_branches  # no draft learns from them
 
 
 def test_the_least_gain_reaches_the_gate(tmp_path: Path) -> None:

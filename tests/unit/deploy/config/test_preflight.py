@@ -183,9 +183,9 @@ def test_files_without_what_the_config_asks_for_are_refused_by_their_tensors(
     config: PacelineConfig, tmp_path: Path, key: str, change: Change, said: str
 ) -> None:
     model = "target" if key == "target.path" else "draft-general"
-    told = refusal(changed(config, {key: copied(tmp_path, model, change)}))
-    assert said in told
-    assert told.startswith("target: " if model == "target" else "draft general: ")
+    text = refusal(changed(config, {key: copied(tmp_path, model, change)}))
+    assert said in text
+    assert text.startswith("target: " if model == "target" else "draft general: ")
 
 
 def test_further_tensors_are_ignored(config: PacelineConfig, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_dashboard_on_the_server_s_own_port_is_refused(config: PacelineConfig)
     assert refusal(everywhere).startswith("ray.dashboard_port: ")
 
 
-def test_the_port_of_a_dashboard_that_is_off_is_nobody_s_business(config: PacelineConfig) -> None:
+def test_the_port_of_a_dashboard_that_is_off_is_not_checked(config: PacelineConfig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         off = {"ray.dashboard": False, "ray.dashboard_port": taken.getsockname()[1]}
         check(changed(config, off))
@@ -387,7 +387,7 @@ def test_a_client_s_share_is_divided_among_the_ingress_replicas(config: Paceline
     assert replica_settings._per_client(changed(config, {"ingress.num_replicas": 3})) is None
 
 
-def test_experts_leave_the_target_a_gpu_or_are_refused(
+def test_experts_that_take_all_gpus_are_refused(
     config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 1.0})

@@ -143,7 +143,7 @@ def lets_in(ingress: Ingress) -> int:
             release()
 
 
-def test_the_front_door_takes_other_limits_and_keeps_what_is_under_way(
+def test_the_ingress_applies_new_limits_and_keeps_running_requests(
     ingress: Ingress,
 ) -> None:
     under_way = ingress._limiter.acquire(5, "other")
@@ -173,7 +173,7 @@ def test_the_front_door_takes_other_limits_and_keeps_what_is_under_way(
         ({"failover_timeout_s": 20, "max_in_flight": 3}, "failover_timeout_s: must be more than"),
     ],
 )
-def test_the_front_door_refuses_what_is_wrong_whole(
+def test_the_ingress_refuses_an_invalid_user_config_whole(
     ingress: Ingress, wrong: dict[str, Any], said: str
 ) -> None:
     asyncio.run(ingress.reconfigure({"max_in_flight": 4}))
@@ -184,7 +184,7 @@ def test_the_front_door_refuses_what_is_wrong_whole(
     assert lets_in(ingress) == 4
 
 
-def test_every_live_key_of_the_front_door_is_one_of_its_settings() -> None:
+def test_every_user_config_key_of_the_ingress_is_one_of_its_settings() -> None:
     own = {"failover_timeout_s"}  # of the failover policy
     names = set(IngressSettings.__dataclass_fields__)
     assert set(IngressUserConfig.model_fields) - own <= names

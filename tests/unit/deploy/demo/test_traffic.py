@@ -105,8 +105,8 @@ def test_every_kind_of_failure_is_logged_and_none_raised() -> None:
         async with http:
             assert await client.send(_request("fail")) is None
             assert await client.send(_request("abort")) is None
-        async with httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False) as nobody:
-            deaf = Client(nobody, log, _clock, "paceline")
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9", trust_env=False) as http:
+            deaf = Client(http, log, _clock, "paceline")
             assert await deaf.send(_request("q")) is None
         return log
 

@@ -73,7 +73,7 @@ FINE: dict[str, Series] = {
     "training is off beside a busy target": {PERMITTED: "0x240", REQUESTED: "0x240"},
     "training was never on": {TRAINER: "_x240", PERMITTED: "_x240", REQUESTED: "_x240"},
     "the trainer made room for a replica": {TRAINER: "1x130", PREEMPTED: "0x130 1x110"},
-    "a trainer that starts anew": {TRAINER: "1x144 _x3 1x93"},
+    "a trainer that starts again": {TRAINER: "1x144 _x3 1x93"},
     "the server was stopped": dict.fromkeys(WELL, "_x240") | {TRAINER: "1x130"},
     "drafts beside the target": {CONNECTED: "_x240"},
     "a topic that is new": {FIRST: "_x150 0+480x90", DRAFTS: "_x150 0+600x90"},

@@ -90,9 +90,9 @@ def test_every_metric_and_alert_is_documented() -> None:
     assert described == markdown(), "python -m paceline.deploy.monitoring.catalogue"
     for metric in METRICS:
         assert f"`{metric.series[0].removesuffix('_bucket')}`" in described
-    told = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    documented = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     alerts = {rule["alert"] for rule in rules() if "alert" in rule}
-    assert alerts == set(re.findall(r"`(Paceline[A-Za-z]+)`", told))
+    assert alerts == set(re.findall(r"`(Paceline[A-Za-z]+)`", documented))
 
 
 def test_alerts_end_with_their_threshold_and_have_texts() -> None:

@@ -21,7 +21,12 @@ from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api.ingress import Ingress
 from paceline.deploy.api.routing import RouteSelector
 from paceline.deploy.monitoring.catalogue import INGRESS, METRICS
-from paceline.deploy.monitoring.outcomes import OUTCOMES, OutcomeMiddleware, Outcomes, outcome_of
+from paceline.deploy.monitoring.outcomes import (
+    OUTCOMES,
+    OutcomeMiddleware,
+    Outcomes,
+    request_outcome,
+)
 from paceline.deploy.monitoring.samples import (
     FAILOVERS,
     ROUTER_OUTCOMES,
@@ -82,7 +87,7 @@ def test_timeouts_before_and_after_the_start_of_an_answer(
 
 class Faulty(Ingress):
     async def completions(self, request: Request) -> Response:
-        raise RuntimeError(f"a fault of the front door at {request.url.path}")
+        raise RuntimeError(f"a fault of the ingress at {request.url.path}")
 
 
 def test_an_internal_error_is_a_failure(target: TargetReplica, target_folder: Path) -> None:
@@ -97,7 +102,7 @@ def test_a_disconnected_client_is_cancelled_and_no_failure(
 ) -> None:
     api, outcomes = measured(target, target_folder)
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         sent = asyncio.Event()
         body = json.dumps(LONG | {"stream": True}).encode()
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -120,7 +125,7 @@ def test_a_disconnected_client_is_cancelled_and_no_failure(
         await asyncio.wait_for(api(scope, receive, send), 30)
         await wait_until_idle(target)
 
-    asyncio.run(leave())
+    asyncio.run(disconnect())
     assert dict(outcomes.counts) == {"cancelled": 1}
 
 
@@ -139,7 +144,7 @@ def test_a_disconnected_client_is_cancelled_and_no_failure(
     ],
 )
 def test_an_outcome_by_status(status: int | None, complete: bool, outcome: str) -> None:
-    assert outcome_of(status, complete) == outcome
+    assert request_outcome(status, complete) == outcome
     assert outcome in OUTCOMES
 
 

@@ -169,9 +169,9 @@ def test_synthetic_records_are_reported_where_any_are_kept() -> None:
         (1.0, {"train", "held_out", "synthetic"}),
     ):
         shard = ReplayShard("sql", ReplaySettings(synthetic_per_record=per_record))
-        told = by_labels(list(shard_samples(shard.stats())), "replay_capacity_bytes")
-        assert set(told) == {("sql", split) for split in splits}
-        assert min(told.values()) > 0
+        found = by_labels(list(shard_samples(shard.stats())), "replay_capacity_bytes")
+        assert set(found) == {("sql", split) for split in splits}
+        assert min(found.values()) > 0
 
 
 def test_registry_samples(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_every_outcome_of_a_decision_is_counted() -> None:
 
 
 def test_trainer_samples() -> None:
-    outlook = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
+    live_stats = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
     live = TopicStatus(requests=40, rounds=400, accepted=200)
-    outlook.update({"sql": live})
+    live_stats.update({"sql": live})
     hedge = Hedge(("sql", "general"))
     for number, gain in enumerate((0.9, 0.8)):
         hedge.add_row("sql", str(number))
@@ -243,7 +243,7 @@ def test_trainer_samples() -> None:
     )
     counts = {"offered": 2, "refused": 0, "scores": 4}
     table = ScorerTable(**asdict(hedge.table()), waiting=0, on_trial=(), **counts)
-    samples = list(trainer_samples(status, outlook.drifts(), table))
+    samples = list(trainer_samples(status, live_stats.drifts(), table))
     check(samples, "trainer")
     states = by_labels(samples, "trainer_state")
     assert [state for (state,), value in states.items() if value] == ["training"]

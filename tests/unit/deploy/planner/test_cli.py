@@ -35,7 +35,9 @@ def test_json_has_everything(models: list[str], capsys: pytest.CaptureFixture[st
     assert "fit" not in plan
 
 
-def test_tables_have_a_verdict(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_end_with_a_conclusion(
+    models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     machine = ["--bandwidth-gbs", "1000", "--tflops", "100", "--memory-gb", "1000"]
     short = ["--context", "128", "--acceptance", "0.8"]
     assert main(["plan", *models, *machine, *short]) == 0

@@ -68,10 +68,10 @@ def test_what_a_topic_needs_keeps_nearly_all_of_its_own_texts() -> None:
     half = torch.tensor([sure] * 50 + [unsure] * 50)
     kept = float(torch.tensor(unsure).softmax(-1)[0])
     assert router.least_confidence(half, labels) == pytest.approx(kept, abs=1e-3)
-    one_wrong = torch.tensor([sure] * 99 + [wrong])  # a text that is told wrong keeps nothing
+    one_wrong = torch.tensor([sure] * 99 + [wrong])  # a misclassified text keeps nothing
     assert router.least_confidence(one_wrong, labels) == 0.99
-    nobodys = torch.full((100,), general)
-    assert router.least_confidence(torch.tensor([sure] * 100), nobodys) == 0.5
+    of_no_topic = torch.full((100,), general)
+    assert router.least_confidence(torch.tensor([sure] * 100), of_no_topic) == 0.5
 
 
 def test_calibration_error_and_temperature() -> None:

@@ -122,7 +122,7 @@ def test_unseeded_tokens_drafted_ahead_follow_the_drafts_distribution() -> None:
     """The frequency of the first token drafted ahead, given its prefix, is q of that prefix."""
     sampling = SamplingParams(max_tokens=50, temperature=0.7)
     seen: dict[tuple[int, ...], list[int]] = {}
-    laws: dict[tuple[int, ...], dict[int, float]] = {}
+    distributions: dict[tuple[int, ...], dict[int, float]] = {}
     drafter = make_drafter(draft_ahead="on", support=2, seed=3)
     for number in range(1500):
         name = f"r{number}"
@@ -133,7 +133,7 @@ def test_unseeded_tokens_drafted_ahead_follow_the_drafts_distribution() -> None:
         response = respond(drafter, row(tokens, len(PROMPT), name=name, k=1))
         assert response.num_ahead_hits == 1
         seen.setdefault(tokens, []).append(tokens_of(response)[0])
-        laws[tokens] = dict(
+        distributions[tokens] = dict(
             zip(
                 response.support_ids[0, 0].tolist(),
                 response.support_probs[0, 0].tolist(),
@@ -143,7 +143,7 @@ def test_unseeded_tokens_drafted_ahead_follow_the_drafts_distribution() -> None:
         drafter.release(0, [name])
     tokens, found = max(seen.items(), key=lambda item: len(item[1]))
     assert len(found) >= 200
-    for token, probability in laws[tokens].items():
+    for token, probability in distributions[tokens].items():
         share = found.count(token) / len(found)
         deviation = (probability * (1 - probability) / len(found)) ** 0.5
         assert abs(share - probability) < 4.5 * deviation + 1e-9

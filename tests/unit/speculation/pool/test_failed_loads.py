@@ -91,7 +91,7 @@ def test_stable_weights_that_were_loaded_in_part_draft_nothing_and_are_loaded_ag
         assert all(rounds_of(engine))
 
 
-def test_stable_weights_that_do_not_fit_leave_the_old_ones_in_use() -> None:
+def test_the_old_weights_stay_if_new_stable_ones_do_not_fit() -> None:
     with serving() as (server, engine):
         server.load_weights("a", 1, MISFIT)
         assert versions(server)["a"] == 0

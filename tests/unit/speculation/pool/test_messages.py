@@ -178,7 +178,7 @@ def test_a_frame_of_the_largest_size_comes_whole_wherever_it_is_cut(limit: int, 
     receiver.close()
 
 
-def test_a_tcp_peer_whose_machine_is_gone_is_noticed_within_seconds() -> None:
+def test_a_tcp_peer_on_a_lost_machine_is_noticed_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = Connection(socket.create_connection(listener.getsockname()))
         sock = connection._socket

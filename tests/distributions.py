@@ -1,0 +1,21 @@
+"""Counts against distributions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scipy import stats
+
+
+def chi_square(observed: dict[Any, int], distribution: dict[Any, float]) -> float:
+    """p-value of counts against a distribution; outcomes of fewer than 5 expected are merged."""
+    count = sum(observed.values())
+    assert set(observed) <= set(distribution), "an outcome of probability 0 was drawn"
+    large = [o for o, p in distribution.items() if p * count >= 5]
+    f_obs = [observed.get(o, 0) for o in large]
+    f_exp = [distribution[o] * count for o in large]
+    rest = 1 - sum(distribution[o] for o in large)
+    if rest * count >= 1e-3:
+        f_obs.append(count - sum(f_obs))
+        f_exp.append(rest * count)
+    return float(stats.chisquare(f_obs, f_exp, sum_check=False).pvalue)
