@@ -66,7 +66,7 @@ _FIELDS: dict[str, Schema] = {
     "logit_bias": {"anyOf": [_BIAS, _NULL]},
     "ignore_eos": _FLAG,
     "return_token_ids": _FLAG,
-    "return_token_origins": _FLAG,
+    "return_token_sources": _FLAG,
     "include_stop_str_in_output": _FLAG,
     "continue_final_message": _FLAG,
     "include_usage": _FLAG,

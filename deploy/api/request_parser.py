@@ -460,7 +460,7 @@ def engine_requests(
                     adjust_route(route, request_id),
                     options.speculative,
                     store=options.store is not False,
-                    token_sources=options.return_token_origins,
+                    token_sources=options.return_token_sources,
                 )
             )
     return requests

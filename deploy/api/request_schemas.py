@@ -127,7 +127,7 @@ class GenerationOptions(RequestModel):
     )
     store: bool | None = None
     return_token_ids: Flag = False
-    return_token_origins: Flag = False
+    return_token_sources: Flag = False
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: Flag = False

@@ -21,7 +21,7 @@ from paceline.deploy.api.response_schemas import (
     Metrics,
     PromptTokensDetails,
     SpeculativeMetrics,
-    TokenOriginEntry,
+    TokenSourceEntry,
     TopLogprob,
     Usage,
     UsageChunk,
@@ -77,7 +77,7 @@ def _alternatives(token_id: int, item: TokenLogprob, names: TokenNames) -> dict[
     return alternatives
 
 
-def token_origins(chunk: GenerationChunk, names: TokenNames) -> list[TokenOriginEntry] | None:
+def token_sources(chunk: GenerationChunk, names: TokenNames) -> list[TokenSourceEntry] | None:
     """The source of every token of a chunk; None if they were not requested."""
     if chunk.token_sources is None:
         return None
@@ -85,10 +85,10 @@ def token_origins(chunk: GenerationChunk, names: TokenNames) -> list[TokenOrigin
     for token_id, item in zip(chunk.token_ids, chunk.token_sources, strict=True):
         rejected = item.rejected_token_id
         entries.append(
-            TokenOriginEntry(
+            TokenSourceEntry(
                 token=names.name(token_id).text,
                 text_offset=item.text_offset,
-                origin=item.kind,
+                source=item.kind,
                 draft=item.draft,
                 weight_version=item.weight_version,
                 target_probability=item.target_probability,
@@ -236,7 +236,7 @@ def _choice(
             logprobs=chat_logprobs(chunk, context.names),
             finish_reason=chunk.finish_reason,
             token_ids=_token_ids(context, chunk),
-            token_origins=token_origins(chunk, context.names),
+            token_sources=token_sources(chunk, context.names),
         )
     return _completion_choice(context, index, chunk)
 
@@ -250,7 +250,7 @@ def _completion_choice(
         logprobs=completion_logprobs(chunk, context.names),
         finish_reason=chunk.finish_reason,
         token_ids=_token_ids(context, chunk),
-        token_origins=token_origins(chunk, context.names),
+        token_sources=token_sources(chunk, context.names),
     )
 
 
@@ -302,7 +302,7 @@ def chunk_event(
             logprobs=chat_logprobs(chunk, context.names),
             finish_reason=chunk.finish_reason,
             token_ids=_token_ids(context, chunk),
-            token_origins=token_origins(chunk, context.names),
+            token_sources=token_sources(chunk, context.names),
         )
     else:
         choice = _completion_choice(context, index, chunk)

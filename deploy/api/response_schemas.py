@@ -85,7 +85,7 @@ class ChatLogprobs(_ResponseModel):
     refusal: None = None
 
 
-class TokenOriginEntry(_ResponseModel):
+class TokenSourceEntry(_ResponseModel):
     """The source of a token, see the engine's ``TokenSource``.
 
     ``rejected_token`` is the text of the draft token that a recovered one replaces.
@@ -93,7 +93,7 @@ class TokenOriginEntry(_ResponseModel):
 
     token: str
     text_offset: int
-    origin: Literal["accepted", "recovered", "bonus", "plain"]
+    source: Literal["accepted", "recovered", "bonus", "plain"]
     draft: str | None
     weight_version: int | None
     target_probability: float
@@ -109,7 +109,7 @@ class CompletionChoice(_ResponseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
-    token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
+    token_sources: list[TokenSourceEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
 class AssistantMessage(_ResponseModel):
@@ -134,7 +134,7 @@ class ChatChoice(_ResponseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
-    token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
+    token_sources: list[TokenSourceEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChatChunkChoice(_ResponseModel):
@@ -145,7 +145,7 @@ class ChatChunkChoice(_ResponseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
-    token_origins: list[TokenOriginEntry] | None = Field(default=None, exclude_if=_is_none)
+    token_sources: list[TokenSourceEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
 class GenerationResponse(_ResponseModel):

@@ -45,7 +45,7 @@ class Pane {
   take(event) {
     const choice = event.choices[0];
     if (!choice) return;
-    const entries = choice.token_origins ?? [];
+    const entries = choice.token_sources ?? [];
     if (entries.length) {
       this.latest = performance.now();
       if (this.first === null) [this.first, this.early] = [this.latest, entries.length];
@@ -128,7 +128,7 @@ export class Playground {
   body(speculative) {
     const { prompt, max_tokens, temperature, seed, store } = byId("ask").elements;
     const body = {
-      model: this.model, stream: true, store: store.checked, return_token_origins: true, speculative,
+      model: this.model, stream: true, store: store.checked, return_token_sources: true, speculative,
       messages: [{ role: "user", content: prompt.value }],
       max_tokens: Number(max_tokens.value), temperature: Number(temperature.value),
     };

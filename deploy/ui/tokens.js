@@ -36,7 +36,7 @@ export class TokenText {
     this.characters.push(...text);
     const first = Math.max(0, this.entries.length - 1);
     for (const entry of entries) {
-      const span = el("span", { class: `tok ${entry.origin}` });
+      const span = el("span", { class: `tok ${entry.source}` });
       this.entries.push(entry);
       this.spans.push(span);
       this.host.append(span);
@@ -60,7 +60,7 @@ export class TokenText {
 
   counts() {
     const counts = { accepted: 0, recovered: 0, bonus: 0, plain: 0 };
-    for (const { origin } of this.entries) counts[origin] += 1;
+    for (const { source } of this.entries) counts[source] += 1;
     return counts;
   }
 
@@ -96,10 +96,10 @@ function visible(text) {
 }
 
 // A greedy or seeded request accepts a draft token if the target chooses the same one.
-function acceptanceProbability({ acceptance_probability: probability, draft, origin }) {
+function acceptanceProbability({ acceptance_probability: probability, draft, source }) {
   if (probability !== null) return figure(probability, 3);
-  if (draft === null || !["accepted", "recovered"].includes(origin)) return null;
-  return origin === "accepted" ? "1, greedy or seeded" : "0, greedy or seeded";
+  if (draft === null || !["accepted", "recovered"].includes(source)) return null;
+  return source === "accepted" ? "1, greedy or seeded" : "0, greedy or seeded";
 }
 
 function describe(entry) {
@@ -109,7 +109,7 @@ function describe(entry) {
   if (probability !== null) rows.push(["acceptance probability", probability]);
   rows.push(["target probability", figure(entry.target_probability, 3)]);
   return [
-    el("strong", {}, el("code", {}, visible(entry.token)), " ", WORDS[entry.origin]),
+    el("strong", {}, el("code", {}, visible(entry.token)), " ", WORDS[entry.source]),
     entry.rejected_token === null ? "" : el("span", {}, "instead of ", el("code", {}, visible(entry.rejected_token))),
     el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
   ];

@@ -106,11 +106,11 @@ def test_token_sources_are_returned_on_request(
 ) -> None:
     streamed = dataclasses.replace(LAST, token_sources=SOURCES)
     (choice,) = json.loads(response_body(answer, [streamed]))["choices"]
-    assert choice["token_origins"] == [
+    assert choice["token_sources"] == [
         {
             "token": NAMES.name(8).text,
             "text_offset": 0,
-            "origin": "accepted",
+            "source": "accepted",
             "draft": "sql",
             "weight_version": 3,
             "target_probability": 0.75,
@@ -120,7 +120,7 @@ def test_token_sources_are_returned_on_request(
         {
             "token": NAMES.name(9).text,
             "text_offset": 1,
-            "origin": "recovered",
+            "source": "recovered",
             "draft": "sql",
             "weight_version": 3,
             "target_probability": 0.25,
@@ -129,17 +129,17 @@ def test_token_sources_are_returned_on_request(
         },
     ]
     (quiet,) = json.loads(response_body(answer, [LAST]))["choices"]
-    assert "token_origins" not in quiet
+    assert "token_sources" not in quiet
 
 
-def test_a_token_without_text_is_an_event_where_origins_are_asked_for() -> None:
+def test_a_token_without_text_is_an_event_with_token_sources() -> None:
     async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
         yield 0, GenerationChunk("", (8,), token_sources=SOURCES[:1])
         yield 0, dataclasses.replace(LAST, token_ids=(), token_sources=())
 
     first, last = collect(ANSWER, pieces(), False)
-    assert len(first["choices"][0]["token_origins"]) == 1
-    assert last["choices"][0]["token_origins"] == []
+    assert len(first["choices"][0]["token_sources"]) == 1
+    assert last["choices"][0]["token_sources"] == []
 
 
 def collect(

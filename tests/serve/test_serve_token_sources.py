@@ -1,4 +1,4 @@
-"""Token origins and the page's figures over real HTTP."""
+"""Token sources and the page's figures over real HTTP."""
 
 import json
 from typing import Any
@@ -14,14 +14,14 @@ ASKED = {
     "max_tokens": 24,
     "temperature": 0,
     "ignore_eos": True,
-    "return_token_origins": True,
+    "return_token_sources": True,
     "return_token_ids": True,
     "speculative": {"draft": "sql", "num_speculative_tokens": 3},
 }
 FIELDS = {
     "token",
     "text_offset",
-    "origin",
+    "source",
     "draft",
     "weight_version",
     "target_probability",
@@ -36,10 +36,10 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:7] == "data: {"]
     found: dict[int, dict[str, Any]] = {}
     for choice in (choice for event in events for choice in event["choices"]):
-        own = found.setdefault(choice["index"], {"text": "", "ids": [], "origins": []})
+        own = found.setdefault(choice["index"], {"text": "", "ids": [], "sources": []})
         own["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
         own["ids"] += choice.get("token_ids", [])
-        own["origins"] += choice.get("token_origins", [])
+        own["sources"] += choice.get("token_sources", [])
     return [found[index] for index in sorted(found)]
 
 
@@ -48,7 +48,7 @@ def whole(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str,
         {
             "text": choice["text"] if "text" in choice else choice["message"]["content"],
             "ids": choice["token_ids"],
-            "origins": choice["token_origins"],
+            "sources": choice["token_sources"],
         }
         for choice in http.post(path, json=body).json()["choices"]
     ]
@@ -67,24 +67,24 @@ def test_streamed_and_whole_answers_say_the_same_of_every_token(
     for part, other in zip(parts, whole(http, path, body), strict=True):
         assert (part["text"], part["ids"]) == (other["text"], other["ids"])
         # k depends on what is left of a round's budget alone, so the rounds are the same
-        assert [o["text_offset"] for o in part["origins"]] == [
-            o["text_offset"] for o in other["origins"]
+        assert [o["text_offset"] for o in part["sources"]] == [
+            o["text_offset"] for o in other["sources"]
         ]
-        assert len(part["origins"]) == len(part["ids"]) > 0
-        for entry in part["origins"]:
+        assert len(part["sources"]) == len(part["ids"]) > 0
+        for entry in part["sources"]:
             assert set(entry) == FIELDS
-            drafted = entry["origin"] != "plain"
+            drafted = entry["source"] != "plain"
             assert entry["draft"] == ("sql" if drafted else None)
             assert 0 < entry["target_probability"] <= 1
-            assert (entry["rejected_token"] is not None) == (entry["origin"] == "recovered")
+            assert (entry["rejected_token"] is not None) == (entry["source"] == "recovered")
 
 
 def test_without_speculation_all_is_plain_and_unasked_nothing_is_said(http: httpx.Client) -> None:
     body = ASKED | {"messages": MESSAGES, "speculative": {"draft": "off"}}
     (choice,) = whole(http, "/v1/chat/completions", body)
-    assert {entry["origin"] for entry in choice["origins"]} == {"plain"}
-    quiet = http.post("/v1/chat/completions", json=body | {"return_token_origins": False}).json()
-    assert "token_origins" not in quiet["choices"][0]
+    assert {entry["source"] for entry in choice["sources"]} == {"plain"}
+    quiet = http.post("/v1/chat/completions", json=body | {"return_token_sources": False}).json()
+    assert "token_sources" not in quiet["choices"][0]
     assert quiet["choices"][0]["token_ids"] == choice["ids"]
 
 
