@@ -74,7 +74,7 @@ class Drift:
         if new[0] < 1 or new[1] < 1:
             return False
         self._take(new[0], new[2] / new[1])
-        return self._judge()
+        return self._decide()
 
     def _take(self, requests: int, rate: float) -> None:
         before = self._seen
@@ -82,7 +82,7 @@ class Drift:
         self._fast = _moved(self._fast, rate, requests, min(before, self.settings.fast))
         self._slow = _moved(self._slow, rate, requests, min(before, self.settings.slow))
 
-    def _judge(self) -> bool:
+    def _decide(self) -> bool:
         fall = self._slow - self._fast
         if self.drifting:
             self.drifting = fall >= self.settings.recovered

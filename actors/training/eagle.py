@@ -87,7 +87,7 @@ def eagle_objective(
 class _HeadLosses(torch.autograd.Function):
     """Losses from states, a part of the positions at a time.
 
-    Logits of all positions would be hundreds of megabytes that every operation writes anew; the
+    Logits of all positions would be hundreds of megabytes that every operation writes again; the
     gradient of the states is taken with each part's loss.
     """
 

@@ -218,7 +218,7 @@ class TrainingLoop:
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
         held_out = candidate.usable(held_out)
         if len(held_out) < max(self._settings.gate.min_records, 2):
-            raise TopicNotTrainable("too few usable records to be judged by")
+            raise TopicNotTrainable("too few usable held-out records")
         try:
             drifting = self._live.drifting(topic)
             waited_s, self._waited_s = self._waited_s, 0.0

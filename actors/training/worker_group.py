@@ -92,7 +92,7 @@ def leave_group() -> None:
     try:
         deepspeed.comm.destroy_process_group()
     finally:
-        # DeepSpeed takes its handle for the group; without one it makes both anew.
+        # DeepSpeed takes its handle for the group; without one it makes both again.
         deepspeed.comm.comm.cdb = None
 
 

@@ -84,13 +84,13 @@ class CandidateAdmission:
         if self._trials.get(topic, (0, 0.0))[0] != candidate:
             self._trials[topic] = candidate, now
 
-    def refusal(self, topic: str, state: TopicVersions, judged: int, now: float) -> str | None:
+    def refusal(self, topic: str, state: TopicVersions, requests: int, now: float) -> str | None:
         """Why no candidate is taken; None if one is.
 
         Args:
             topic: of the candidate.
             state: of the topic.
-            judged: requests counted in the present trial.
+            requests: counted in the present trial.
             now: unix seconds.
         """
         if self._settings is None:
@@ -98,8 +98,8 @@ class CandidateAdmission:
         if state.candidate is not None:
             if state.candidate_from is not None:
                 return "an earlier version is on trial"
-            if judged:
-                return "live requests judge the one before"
+            if requests:
+                return "the one before is being compared on live requests"
             candidate, since = self._trials.get(topic, (0, -math.inf))
             if candidate == state.candidate and 0.0 <= now - since < self._settings.min_trial_s:
                 return "the one before has only just gone on trial"

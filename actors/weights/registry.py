@@ -138,8 +138,8 @@ class WeightRegistry:
         return self._store.publish(topic, flat, entry, trial=self._canary is not None)
 
     def _refusal(self, topic: str) -> str | None:
-        state, judged = self._store.state(topic), self._monitor.counts(topic)["canary_requests"]
-        return self._admission.refusal(topic, state, judged, self._clock())
+        state, requests = self._store.state(topic), self._monitor.counts(topic)["canary_requests"]
+        return self._admission.refusal(topic, state, requests, self._clock())
 
     def _on_change(self, topic: str) -> None:
         self._restart_trial(topic)

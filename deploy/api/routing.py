@@ -178,7 +178,7 @@ def canary_route(
     """Route some requests to the topic's own expert while that has a candidate.
 
     Without them an expert that lost its topic's requests to another would never get the traffic
-    that judges its candidate. It gets twice the canary share: one half drafts with the candidate,
+    that decides about its candidate. It gets twice the canary share: one half drafts with the candidate,
     the other with the stable weights.
 
     Args:

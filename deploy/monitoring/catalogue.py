@@ -240,7 +240,7 @@ METRICS: tuple[Metric, ...] = (
         "draft",
         "weights",
     ),
-    _gauge(REGISTRY, "canary_requests", "Requests that a canary is judged by so far", "draft"),
+    _gauge(REGISTRY, "canary_requests", "Drafted requests of the candidate on trial", "draft"),
     _gauge(SHARD, "replay_records", "Records in the table", "topic", "split"),
     _gauge(SHARD, "replay_bytes", "Bytes of the records in the table", "topic", "split"),
     _gauge(SHARD, "replay_capacity_bytes", "Capacity of the table", "topic", "split"),

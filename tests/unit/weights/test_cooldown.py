@@ -75,8 +75,8 @@ def test_a_candidate_with_live_requests_is_not_replaced(tmp_path: Path) -> None:
     reg.publish("sql", weights(1.0), {})
     report(reg, {0: EVEN, 1: EVEN}, 1)
     clock.now += 1e6
-    assert "judge" in reg.topic_status()["sql"].closed
-    with pytest.raises(CandidateRefusedError, match="judge"):
+    assert "compared" in reg.topic_status()["sql"].closed
+    with pytest.raises(CandidateRefusedError, match="compared"):
         reg.publish("sql", weights(2.0), {})
     assert reg.topic_status()["sql"].candidate == 1
     report(reg, {0: GOOD, 1: BAD}, 8)  # its trial has gone on
@@ -84,7 +84,7 @@ def test_a_candidate_with_live_requests_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_candidate_without_requests_is_kept_for_a_while(tmp_path: Path) -> None:
-    """Else whoever publishes faster than answers end would never be judged at all."""
+    """Else a trainer that publishes faster than answers end would never have a decision."""
     clock = Clock()
     reg = registry(tmp_path, clock)
     reg.publish("sql", weights(1.0), {})

@@ -176,7 +176,7 @@ def test_a_trainer_does_not_replace_an_earlier_version_on_trial(
 ) -> None:
     reg = registry(tmp_path)
     reg.publish("sql", weights(0.0), {})
-    assert not undecided(reg)  # a candidate of its own that no request has judged
+    assert not undecided(reg)  # a candidate of its own without requests
     promote(reg, 1.0)
     second = promote(reg, 2.0)
     assert not undecided(reg)
