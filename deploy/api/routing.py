@@ -178,8 +178,8 @@ def canary_route(
     """Route some requests to the topic's own expert while that has a candidate.
 
     Without them an expert that lost its topic's requests to another would never get the traffic
-    that decides about its candidate. It gets twice the canary share: one half drafts with the candidate,
-    the other with the stable weights.
+    that decides about its candidate. It gets twice the canary share: one half drafts with the
+    candidate, the other with the stable weights.
 
     Args:
         route: by weights.
