@@ -23,7 +23,7 @@ import psutil
 import torch
 import transformers
 from numpy.typing import NDArray
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 Item = TypeVar("Item")
 Sample = Sequence[float] | NDArray[np.float64]

@@ -31,7 +31,7 @@ import psutil
 from clients import CHAT, Reply, ask
 from expert_cache import SMALL_MODELS
 from harness import arguments, machine, say, show, write
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 from paceline.deploy import app
 from paceline.deploy.config.config import load_config

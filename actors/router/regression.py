@@ -1,4 +1,4 @@
-"""Logistic regression with offsets, sample weights and a ridge, by Newton's method. Pure.
+"""Logistic regression with offsets, sample weights and a ridge. Pure.
 
 It fits one row beside a classifier's present ones: with f the features of a text and z its
 present logits, (w, b) of sigmoid(w . f + b - logsumexp(z)).
@@ -6,17 +6,16 @@ present logits, (w, b) of sigmoid(w . f + b - logsumexp(z)).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.special import expit, logsumexp
 
 Doubles = NDArray[np.float64]
 
-_NEWTON_STEPS = 40
-_HALVINGS = 30
-_CONVERGED = 1e-9
+_PRECISION = {"ftol": 1e-13, "gtol": 1e-8, "maxiter": 2_000, "maxfun": 10_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,7 @@ class ClassifiedTexts:
 
     def offsets(self) -> Doubles:
         """-logsumexp of the logits, ``[N]``."""
-        highest = self.logits.max(axis=1)
-        sums: Doubles = np.exp(self.logits - highest[:, None]).sum(axis=1)
-        return np.asarray(-(highest + np.log(sums)))
+        return -np.asarray(logsumexp(self.logits, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,44 +111,26 @@ def fit_row(data: RegressionData, chosen: NDArray[np.bool_], ridge: float) -> Cl
     mean, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
     design = np.concatenate([(features - mean) / scale, np.ones((len(features), 1))], axis=1)
     classes = data.targets[chosen], data.weights(chosen)
-    found = _newton(design, data.offsets[chosen], *classes, ridge)
+    found = _minimum(design, data.offsets[chosen], *classes, ridge)
     weight = found[:-1] / scale
     return ClassifierRow(weight, float(found[-1] - mean @ weight))
 
 
-def _newton(
+def _minimum(
     design: Doubles, offsets: Doubles, targets: Doubles, weights: Doubles, ridge: float
 ) -> Doubles:
-    """Minimise the weighted logistic loss plus ``ridge / 2 * |w|^2``; the bias has no ridge."""
+    """The minimum of the weighted logistic loss plus ``ridge / 2 * |w|^2``, without the bias."""
     penalty = np.full(design.shape[1], ridge)
-    penalty[-1] = 1e-9  # for a regular system
+    penalty[-1] = 1e-9  # an outlier's bias stays finite
     signs = 2.0 * targets - 1.0
 
-    def loss(point: Doubles) -> float:
-        margins = signs * (design @ point + offsets)
-        return float((weights * np.logaddexp(0.0, -margins)).sum() + penalty @ (point**2) / 2)
+    def loss_and_slope(point: Doubles) -> tuple[float, Doubles]:
+        margins = design @ point + offsets
+        losses = weights * np.logaddexp(0.0, -signs * margins)
+        slope = design.T @ (weights * (expit(margins) - targets)) + penalty * point
+        return float(losses.sum() + penalty @ (point**2) / 2), slope
 
-    point = np.zeros(design.shape[1])
-    point[-1] = -float(weights @ offsets)
-    present = loss(point)
-    for _ in range(_NEWTON_STEPS):
-        chances = sigmoid(design @ point + offsets)
-        slope = design.T @ (weights * (chances - targets)) + penalty * point
-        curve = (design * (weights * chances * (1.0 - chances))[:, None]).T @ design
-        step = np.linalg.solve(curve + np.diag(penalty + 1e-12), slope)
-        for halving in range(_HALVINGS):
-            tried = point - step * 0.5**halving
-            reached = loss(tried)
-            if reached <= present:
-                break
-        else:
-            break
-        gained, point, present = present - reached, tried, reached
-        if gained < _CONVERGED or not math.isfinite(present):
-            break
-    return point
-
-
-def sigmoid(x: Doubles) -> Doubles:
-    """1 / (1 + exp(-x)), without overflow."""
-    return np.exp(-np.logaddexp(0.0, -x))
+    start = np.zeros(design.shape[1])
+    start[-1] = -float(weights @ offsets)
+    found = minimize(loss_and_slope, start, jac=True, method="L-BFGS-B", options=_PRECISION)
+    return np.asarray(found.x)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 import numpy as np
+from scipy.special import expit
 
 from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic
 from paceline.actors.router.regression import (
@@ -32,7 +33,6 @@ from paceline.actors.router.regression import (
     cross_validate,
     fit_row,
     log_likelihood,
-    sigmoid,
 )
 
 
@@ -206,9 +206,9 @@ class _TopicRule:
         names = {*self.experts, GENERAL, self.topic}
         if self.topic in self.labels:
             return choose_topic(self._shares(logits), names, self.min_confidence)
-        new = sigmoid(np.array([margin]))[0]
+        new = float(expit(margin))
         shares = {name: p * (1 - new) for name, p in self._shares(logits).items()}
-        return choose_topic(shares | {self.topic: float(new)}, names, self.min_confidence)
+        return choose_topic(shares | {self.topic: new}, names, self.min_confidence)
 
     def _shares(self, logits: Doubles) -> dict[str, float]:
         exp = np.exp(logits - logits.max())
