@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -334,7 +333,7 @@ def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
 
 def build_engine(
     settings: TargetSettings, pool: PoolProposer | None = None
-) -> tuple[Engine, Any, ModelFacts]:
+) -> tuple[Engine, PreTrainedTokenizerBase, ModelFacts]:
     """Load the models and build the engine.
 
     Args:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.attention import ATTENTION_NAME
 from paceline.actors.weights.checkpoint import read_causal_lm
@@ -47,7 +46,7 @@ def load_causal_lm(
     *,
     attention: str = ATTENTION_NAME,
     ends: TargetEnds | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """Load a transformers causal LM in eval mode, see :func:`read_causal_lm`.
 
     Args:
@@ -69,6 +68,6 @@ def load_causal_lm(
     return model.to(device).eval().requires_grad_(False)
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a model folder."""
     return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -178,7 +178,18 @@ def _bfloat16_bits(hidden: Tensor) -> NDArray[np.uint16]:
     return bits
 
 
-def stack_branches(branches: Sequence[Branch]) -> dict[str, Any]:
+class BranchArrays(TypedDict, total=False):
+    """The ``branch_*`` arrays of a ReplayRecord."""
+
+    branch_positions: NDArray[np.int32]
+    branch_lengths: NDArray[np.int32]
+    branch_token_ids: NDArray[np.int32]
+    branch_top_ids: NDArray[np.int32]
+    branch_top_logprobs: NDArray[np.float16]
+    branch_tail_mass: NDArray[np.float32]
+
+
+def stack_branches(branches: Sequence[Branch]) -> BranchArrays:
     """Return the ``branch_*`` arrays of a record; empty without branches."""
     if not branches:
         return {}

@@ -308,7 +308,7 @@ def _facts(folder: Path) -> Mapping[str, Any]:
     return facts
 
 
-def trunk_config(folder: str | Path) -> Any:
+def trunk_config(folder: str | Path) -> PreTrainedConfig:
     """transformers' config of a draft's trunk.
 
     Raises:

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from paceline.actors.weights.checkpoint import (
     ModelError,
@@ -43,7 +42,7 @@ class TargetEnds:
     embedding: Tensor
     head: Tensor
 
-    def __deepcopy__(self, _: dict[int, Any]) -> TargetEnds:
+    def __deepcopy__(self, _: dict[int, object]) -> TargetEnds:
         """Copies of a draft share them."""
         return self
 
@@ -118,7 +117,7 @@ def shares_ends(folder: str | Path) -> bool:
     return has_shared_head(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 
-def share_ends(model: Any, ends: TargetEnds) -> Any:
+def share_ends(model: PreTrainedModel, ends: TargetEnds) -> PreTrainedModel:
     """Put the target's ends in place of a causal LM's own, and return it.
 
     Raises:

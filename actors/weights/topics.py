@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,7 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read_head(folder: Path, entry: Any) -> RouterHead | None:
+def _read_head(folder: Path, entry: object) -> RouterHead | None:
     if not isinstance(entry, dict):
         return None
     try:
@@ -173,7 +173,7 @@ def _contiguous(head: RouterHead) -> dict[str, NDArray[Any]]:
     return {name: np.ascontiguousarray(array) for name, array in head.arrays.items()}
 
 
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(partial)

@@ -100,7 +100,7 @@ def _limits(part: Mapping[str, Any]) -> Iterator[str]:
             yield f"{sign} {part[name]:g}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A default in YAML."""
     if value is None:
         return "null"

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import secrets
-from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -42,14 +41,16 @@ def expert_kv_positions(
         ValueError: a single request would not fit.
         OSError: a model folder cannot be read.
     """
-    target: Any = AutoConfig.from_pretrained(settings.target.model_path, local_files_only=True)
+    target: PreTrainedConfig = AutoConfig.from_pretrained(
+        settings.target.model_path, local_files_only=True
+    )
     targets = math.ceil(settings.max_sequences / settings.target.max_num_seqs)
     # On the CPU: free memory of the expert's device does not bound the target's.
     each = kv_positions(settings.target, target, dtype, torch.device("cpu"), length)
     if device.type != "cuda":
         return targets * each
     path = settings.target.drafts[settings.expert]
-    own: Any = AutoConfig.from_pretrained(path, local_files_only=True)
+    own: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     free, _ = torch.cuda.mem_get_info(device)
     block = kv_block_size(own, dtype, device)
     blocks = int(free * _GPU_MEMORY_SHARE) // (block * position_bytes(kv_shapes(own), dtype))

@@ -21,10 +21,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.engine.request import SamplingParams
@@ -114,7 +115,17 @@ def split_rows(rows: Sequence[DraftRow], proposal: Proposal) -> dict[str, RowPro
     }
 
 
-def pad_rows(rows: Sequence[RowProposal | None]) -> dict[str, Any]:
+class PaddedRows(TypedDict):
+    """The arrays of a DraftResponse."""
+
+    num_drafted: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    token_probs: NDArray[np.float32]
+    support_ids: NDArray[np.int32]
+    support_probs: NDArray[np.float32]
+
+
+def pad_rows(rows: Sequence[RowProposal | None]) -> PaddedRows:
     """Pad rows to the arrays of a DraftResponse, by field; None is a row without drafts."""
     lengths = [0 if row is None else len(row.token_ids) for row in rows]
     shape = len(rows), max(lengths, default=0)
