@@ -99,7 +99,7 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Re
 def refusal(status: int, text: str) -> Exception:
     """Error of an HTTP status: an answer of the server's, or a broken connection.
 
-    The front door puts every error into OpenAI's shape. The proxy sends a bare 5xx if an ingress
+    The ingress puts every error into OpenAI's shape. The proxy sends a bare 5xx if an ingress
     replica died before its answer had begun.
     """
     try:

@@ -7,7 +7,7 @@ connection ended; the client sent them again), lost (answered with an HTTP statu
 error or half a stream), changed (another answer than undisturbed), the longest wait of a request
 for its next event, and the time until the part was back. Experts are processes only in a pool:
 theirs is a second pass. Exit status 1 if a request was lost or changed, a connection broke though
-the front door lived, or a part did not come back.
+the ingress lived, or a part did not come back.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def failures_of(fault: Fault, figures: Figures) -> list[str]:
         if count
     ]
     if figures.broken and not _FRONT_DOOR & {*fault.roles}:
-        failures.append(f"{figures.fault}: {figures.broken} broken, though the front door lived")
+        failures.append(f"{figures.fault}: {figures.broken} broken, though the ingress lived")
     if fault.roles and figures.back_after_s is None:
         failures.append(f"{figures.fault}: not back in {_BACK_S:.0f} s")
     return failures
