@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.handles import remote_method
@@ -98,3 +98,6 @@ class TargetHandle:
 
         def options(self, *, stream: bool, _by_reference: bool = True) -> StreamingTarget:
             """The handle with other options, see Serve."""
+
+        def broadcast(self, method: str) -> Any:
+            """Call every replica; Serve's own response, which has no types."""
