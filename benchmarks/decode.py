@@ -44,6 +44,7 @@ from paceline.actors.engine.model_loader import (
     resolve_dtype,
 )
 from paceline.actors.weights.eagle import is_eagle
+from paceline.cluster.session import thread_environment
 from paceline.deploy.config.config import load_config
 from paceline.deploy.draft_store import fetch_models
 
@@ -266,8 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 if drafts failed or float32 answers differ."""
     options = parse(argv)
     make_experts(options)
-    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):  # read once, by every pool
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    wanted = thread_environment(options.threads)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)  # read once, by every pool
         os.execv(sys.executable, [sys.executable, *sys.argv])
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()

@@ -44,9 +44,13 @@ _killed = threading.Event()
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """Environment variables that limit numeric libraries to so many threads."""
+    """Environment variables that limit numeric libraries to so many threads.
+
+    OpenMP's threads sleep when they have no work. By default they spin for milliseconds after each
+    parallel operation of torch, on the cores that the engine's own threads need.
+    """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return dict.fromkeys(names, str(num_threads))
+    return {"OMP_WAIT_POLICY": "passive"} | dict.fromkeys(names, str(num_threads))
 
 
 def start_ray(

@@ -184,6 +184,7 @@ def _common(setup: Setup, port: int, threads: int | None = None) -> list[str]:
     return ["--port", str(port), "--threads", str(threads or setup.threads)]
 
 
+_ALONE = {"OMP_WAIT_POLICY": "passive"}  # as `paceline serve` sets it for its processes
 _OURS: dict[str, Any] = {"ours": True, "body": {"model": MODEL_NAME}}
 _LLAMA: dict[str, Any] = {"environment": LLAMA_CPP}
 _OPENVINO: dict[str, Any] = {"environment": OPENVINO}
@@ -200,7 +201,7 @@ PEERS: tuple[Peer, ...] = (
     Peer(LEARNT, _learnt, main=True, **_OURS),
     Peer(AUTO, _paceline("auto"), main=True, **_OURS),
     Peer(f"{PLAIN}, 1 thread", _paceline("single", 1, drafts={"general": "none"}), **_OURS),
-    Peer(ALONE, _alone, main=True, ours=True, over_http=False),
+    Peer(ALONE, _alone, main=True, ours=True, over_http=False, variables=_ALONE),
     Peer(LLAMA_BF16, _llama(bf16_gguf), same_weights=True, main=True, **_LLAMA),
     Peer(f"{LLAMA_BF16}, 1 thread", _llama(bf16_gguf, threads=1), **_LLAMA),
     Peer("llama.cpp, the checkpoint's own file", _llama(own_gguf), main=True, **_LLAMA),
