@@ -119,16 +119,18 @@ class PacelineConfig(Section):
 
     @property
     def auto_draft(self) -> Path:
-        """Folder of ``drafts.general: auto``: made here, else shipped, else to be made here."""
-        shipped = MODELS_DIR / f"draft-{self.target.path}"
-        made = (self.made_draft / "config.json").is_file()
-        if self.target.path in model_store.PACKAGED and shipped.is_dir() and not made:
-            return shipped
-        return self.made_draft
+        """Folder of ``drafts.general: auto``: made here, else shipped, else untrained."""
+        if (self.made_draft / "config.json").is_file():
+            return self.made_draft
+        for name in model_store.PACKAGED:
+            shipped = MODELS_DIR / f"draft-{name}"
+            if shipped.is_dir() and model_store.locate(name) == self.target_path:
+                return shipped
+        return self.made_draft.with_name(f"{self.made_draft.name}-untrained")
 
     @property
     def made_draft(self) -> Path:
-        """Folder of the draft that is made here from the target."""
+        """Folder of the draft that ``paceline draft make`` makes from the target."""
         digest = hashlib.blake2b(str(self.target_path).encode(), digest_size=6).hexdigest()
         cache = model_store.cache_folder().parent / "drafts"
         return cache / f"{self.target_path.name}-{digest}"

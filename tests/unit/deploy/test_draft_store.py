@@ -9,8 +9,9 @@ from architectures import ARCHITECTURES
 from tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from paceline.actors.weights.eagle import is_made_for
-from paceline.deploy.config.config import PacelineConfig, load_config
+from paceline.actors.weights.eagle import is_made_for, new_draft, save_draft
+from paceline.deploy import model_store
+from paceline.deploy.config.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.config.preflight import check_models_fit
 from paceline.deploy.draft_store import fetch_models
 from paceline.deploy.errors import ConfigError
@@ -30,7 +31,8 @@ def test_an_untrained_draft_is_made_once_and_again_for_another_target(target: Pa
     said: list[str] = []
     config = fetch_models(config_of(target), said.append)
     assert len(said) == 1
-    assert config.draft_paths["sql"] == config.auto_draft == config.made_draft
+    assert config.draft_paths["sql"] == config.auto_draft
+    assert not config.made_draft.exists(), "an untrained draft does not stand in for a made one"
     assert is_made_for(config.auto_draft, target)
     check_models_fit(config)
     fetch_models(config, said.append)
@@ -40,6 +42,15 @@ def test_an_untrained_draft_is_made_once_and_again_for_another_target(target: Pa
     fetch_models(config, said.append)
     assert len(said) == 2
     check_models_fit(config)
+
+
+def test_a_packaged_targets_draft_is_found_by_name_and_by_folder(target: Path) -> None:
+    folder = model_store.locate("smollm2")
+    shipped = MODELS_DIR / "draft-smollm2"
+    assert config_of(Path("smollm2")).auto_draft == config_of(folder).auto_draft == shipped
+    made = config_of(folder).made_draft
+    save_draft(new_draft(target), made)
+    assert config_of(Path("smollm2")).auto_draft == made
 
 
 def test_a_target_of_which_none_can_be_made_is_served_plain(tmp_path: Path) -> None:
