@@ -1,8 +1,8 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
-#   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-placement | bench-faults
-#   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa
-#   make bench-routes | bench-router | bench-traffic | bench-idle | bench-proof | test-cluster
+#   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-faults | bench-idle
+#   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routes
+#   make bench-router | bench-traffic | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -25,7 +25,7 @@ export DS_BUILD_OPS := 0
 export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
-.PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-placement bench-faults soak \
+.PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-router bench-traffic \
 	bench-idle bench-proof test test-full test-cluster test-gpu check format clean
 
@@ -74,12 +74,12 @@ demo: setup
 serve: setup
 	@exec $(PY) -m paceline.deploy.cli.main serve $(ARGS)
 
-# A trained draft per topic for the benchmarks; kept in out/bench/experts while nothing changed.
+# Studies: benchmarks/README.md.
 experts: setup
 	@$(PY) benchmarks/experts.py $(ARGS)
 
-bench-decode: setup
-	@$(PY) benchmarks/decode.py $(ARGS)
+bench-decode bench-memory bench-router bench-idle bench-faults: bench-%: setup
+	@$(PY) benchmarks/$*.py $(ARGS)
 
 # Paceline over HTTP against llama.cpp, OpenVINO, vLLM and transformers: all modes of each on the same
 # weights, ARGS="--target FOLDER_OR_GGUF --data FOLDER --experts FOLDER". Their environments (5 GB) are
@@ -87,60 +87,22 @@ bench-decode: setup
 bench-peers: setup
 	@PYTHONPATH=benchmarks $(PY) -m peers $(ARGS)
 
-# Requests that fit in 1 GiB of keys and values.
-bench-memory: setup
-	@$(PY) benchmarks/memory.py $(ARGS)
-
-bench-placement: setup
-	@$(PY) benchmarks/placement.py $(ARGS)
-
-# Losses, sampling and weights of positions, each trained on one logged replay.
-bench-grid: setup
-	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
-
-# Memory and acceptance of full copies and adapters.
-bench-adapters: setup
-	@$(PY) benchmarks/adapters.py $(ARGS)
-
-# Medusa heads against drafts, trained on the same answers.
-bench-medusa: setup
-	@PYTHONPATH=benchmarks $(PY) -m online.medusa $(ARGS)
-
-# Effect on clients when a part dies; growth under half an hour of traffic.
-bench-faults: setup
-	@$(PY) benchmarks/faults.py $(ARGS)
-
 soak: setup
 	@$(PY) benchmarks/soak.py $(ARGS)
 
-# Gain of learning: streams beside their frozen twins and offline ceilings, shifts, cost.
+bench-grid bench-medusa bench-traffic bench-routes: bench-%: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.$* $(ARGS)
+
+bench-adapters: setup
+	@PYTHONPATH=benchmarks $(PY) -m online.grid --adapters $(ARGS)
+
 bench-online: setup
-	@PYTHONPATH=benchmarks $(PY) -m online $(ARGS)
+	@PYTHONPATH=benchmarks $(PY) -m online.streams $(ARGS)
+	@PYTHONPATH=benchmarks $(PY) -m online.shifts $(ARGS)
 
-# Request traces replayed open-loop: plain, frozen and online serving compared.
-bench-traffic: setup
-	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
-
-# Experts behind the router against one draft of the same size and training steps.
-bench-routes: setup
-	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
-
-# Accuracy and time of topic classifiers on test rows: ARGS="--data FOLDER".
-bench-router: setup
-	@$(PY) benchmarks/router.py $(ARGS)
-
-# All figures of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". Units that
-# are there are kept; with "--published docs/results" those too.
-bench-proof: setup
-	@PYTHONPATH=benchmarks $(PY) -m online.grid $(ARGS)
-	@PYTHONPATH=benchmarks $(PY) -m online.routes $(ARGS)
-	@PYTHONPATH=benchmarks $(PY) -m online.medusa $(ARGS)
-	@PYTHONPATH=benchmarks $(PY) -m online.traffic $(ARGS)
-	@PYTHONPATH=benchmarks $(PY) -m online $(ARGS)
-
-# Latency of clients while trainers learn in idle time, and the share of it that is used.
-bench-idle: setup
-	@$(PY) benchmarks/idle.py $(ARGS)
+# All studies of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". What is
+# there is kept.
+bench-proof: bench-grid bench-routes bench-medusa bench-traffic bench-online
 
 check: setup
 	ruff check .

@@ -60,22 +60,22 @@ class Reply:
         self.pauses_s.append(now - (now if self.last_at is None else self.last_at))
 
 
+def chat(prompt: str, max_tokens: int, **more: Any) -> dict[str, Any]:
+    """Body of a chat request that returns its tokens."""
+    messages = [{"role": "user", "content": prompt}]
+    common = {"model": "paceline", "messages": messages, "max_tokens": max_tokens}
+    return common | {"return_token_ids": True} | more
+
+
 def bodies(count: int, max_tokens: int, *, stream: bool = True) -> list[dict[str, Any]]:
     """Chat requests over all topics, every other one sampled with a seed, the others greedy."""
     per_topic = -(-count // len(TOPICS))
     prompts = [p for group in zip(*(generate(t, per_topic, _SEED) for t in TOPICS)) for p in group]  # noqa: B905
+    common = {"stream": stream, "ignore_eos": True, "store": False}
+    sampling = [{"temperature": 0}, {"temperature": 0.9}]
     return [
-        {
-            "model": "paceline",
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "stream": stream,
-            "return_token_ids": True,
-            "ignore_eos": True,
-            "store": False,
-            **({"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0}),
-        }
-        for index, prompt in enumerate(prompts[:count])
+        chat(prompt, max_tokens, **common, **sampling[i % 2], **({"seed": i} if i % 2 else {}))
+        for i, prompt in enumerate(prompts[:count])
     ]
 
 
@@ -352,14 +352,3 @@ async def replay(
         outcome_of(plan, sent_s, began, reply)
         for plan, sent_s, reply in zip(planned, sent, replies, strict=True)
     ]
-
-
-async def one_by_one(url: str, planned: Sequence[Planned]) -> list[Outcome]:
-    """Send each request when the one before has ended: the latency of an idle server."""
-    outcomes = []
-    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-        for plan in planned:
-            began, reply = time.monotonic(), Reply()
-            await ask(http, plan.body, reply)
-            outcomes.append(outcome_of(plan, plan.due_s, began - plan.due_s, reply))
-    return outcomes

@@ -5,28 +5,19 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from expert_cache import TARGET
 from harness import Timing, differing, geometric_mean, paired_ratio, rotation, topic_rates
 from prompts import Prompt
 from tqdm import tqdm
 
-from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine, StepOutput
-from paceline.actors.engine.request import (
-    FAILED,
-    GenerationRequest,
-    SamplingParams,
-)
-from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.engine.request import FAILED, GenerationRequest, SamplingParams
 from paceline.actors.replay.record import ReplayRecord
 
-MIXED = "mixed"
 _FILLS = 3  # blocks of the pairs, in batches
 
 
@@ -63,13 +54,73 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to the request ``key``.
+
+    Attributes:
+        key: of the request.
+        token_ids: of the answer.
+        finish_reason: see GenerationChunk.
+        drafted: of its speculative rounds.
+        seconds: processor seconds of the engine since the answer that ended before.
+        record: for replay; None of a request that is not stored.
+    """
+
+    key: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    drafted: Drafted
+    seconds: float
+    record: ReplayRecord | None
+
+
+def drive(
+    engine: Engine, requests: Iterable[GenerationRequest], in_flight: int
+) -> Iterator[StepOutput]:
+    """Yield an engine's outputs, ``in_flight`` requests at a time if there are so many.
+
+    Raises:
+        RuntimeError: a request or a draft failed.
+    """
+    waiting = deque(requests)
+    while waiting or engine.has_work:
+        while waiting and engine.num_running + engine.num_waiting < in_flight:
+            engine.add(waiting.popleft())
+        for output in engine.step():
+            if output.chunk.finish_reason in FAILED:
+                raise RuntimeError(f"request {output.request_id} ended with an error")
+            yield output
+    if engine.draft_failures:
+        raise RuntimeError(f"drafts failed in {engine.draft_failures} rounds")
+
+
+def answers(
+    engine: Engine, requests: Iterable[GenerationRequest], in_flight: int
+) -> Iterator[Answer]:
+    """Yield each answer as it ends, see :func:`drive`; the engine stands still between two."""
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    began = time.process_time()
+    for output in drive(engine, requests, in_flight):
+        key, chunk, stats = output.request_id, output.chunk, output.chunk.speculative
+        tokens[key].extend(chunk.token_ids)
+        if chunk.finish_reason is None:
+            continue
+        drafted = Drafted(drafted=0)
+        if stats is not None:
+            sums = stats.num_spec_steps, stats.num_accepted_draft_tokens
+            drafted = Drafted(*sums, stats.num_draft_tokens)
+        own, seconds = tuple(tokens.pop(key)), time.process_time() - began
+        yield Answer(key, own, chunk.finish_reason, drafted, seconds, output.record)
+        began = time.process_time()
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a block: output tokens per prompt, seconds, what drafts did, records."""
+    """One run of a block: output tokens per prompt, seconds, what drafts did."""
 
     outputs: list[list[int]]
     seconds: float
     drafted: Drafted = field(default_factory=Drafted)
-    records: list[ReplayRecord] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -87,41 +138,6 @@ class Variant(Protocol):
     ) -> Run:
         """Answer all prompts, at most ``batch`` at once; temperature 0 is greedy."""
         ...
-
-
-def drive(
-    engine: Engine, requests: Iterable[GenerationRequest], in_flight: int
-) -> Iterator[StepOutput]:
-    """Yield an engine's outputs, ``in_flight`` requests at a time if there are so many.
-
-    Raises:
-        RuntimeError: a request ended with an error.
-    """
-    waiting = deque(requests)
-    while waiting or engine.has_work:
-        while waiting and engine.num_running + engine.num_waiting < in_flight:
-            engine.add(waiting.popleft())
-        for output in engine.step():
-            if output.chunk.finish_reason in FAILED:
-                raise RuntimeError(f"request {output.request_id} ended with an error")
-            yield output
-
-
-def load_engine(
-    drafts: Mapping[str, str],
-    *,
-    threads: int,
-    k: int | None = None,
-    target: Path = TARGET,
-    **settings: Any,
-) -> tuple[Engine, Any, dict[str, Any]]:
-    """Engine of a target, its tokenizer and facts; ``settings`` as TargetSettings.
-
-    Without a prefix cache, since prompts come back for every variant.
-    """
-    common: dict[str, Any] = {"num_threads": threads, "num_speculative_tokens": k}
-    common |= {"prefix_cache": False, "seed": 1}
-    return build_engine(TargetSettings(str(target), dict(drafts), **(common | settings)))
 
 
 class Served:
@@ -148,54 +164,40 @@ class Served:
         self._ids = itertools.count()
 
     def run(
-        self,
-        prompts: Sequence[Prompt],
-        batch: int,
-        temperature: float,
-        max_tokens: int,
-        *,
-        store: bool = False,
+        self, prompts: Sequence[Prompt], batch: int, temperature: float, max_tokens: int
     ) -> Run:
-        """See Variant; ``store`` keeps the records."""
-        run = next(self._ids)
-        requests = {
-            f"{self.name}/{run}/{i}": GenerationRequest(
-                f"{self.name}/{run}/{i}",
+        """See Variant."""
+        sampling = SamplingParams(max_tokens, temperature=temperature)
+        requests = [
+            GenerationRequest(
+                f"{self.name}/{next(self._ids)}",
                 prompt.token_ids,
-                SamplingParams(prompt.max_tokens or max_tokens, temperature=temperature),
+                sampling,
                 topic=prompt.topic,
                 draft=self._draft_of(prompt),
                 num_speculative_tokens=self._k,
-                store=store,
+                store=False,
             )
-            for i, prompt in enumerate(prompts)
-        }
-        outputs: dict[str, list[int]] = {name: [] for name in requests}
-        drafted, records = Drafted(drafted=0), []
+            for prompt in prompts
+        ]
         began = self._clock()
-        for output in drive(self._engine, requests.values(), batch):
-            outputs[output.request_id].extend(output.chunk.token_ids)
-            if output.record is not None:
-                records.append(output.record)
-            if output.chunk.finish_reason is not None and output.chunk.speculative is not None:
-                own = output.chunk.speculative
-                sums = own.num_spec_steps, own.num_accepted_draft_tokens, own.num_draft_tokens
-                drafted.add(Drafted(*sums))
+        found = {answer.key: answer for answer in answers(self._engine, requests, batch)}
         seconds = self._clock() - began
-        return Run(list(outputs.values()), seconds, drafted, records)
+        drafted = Drafted(drafted=0)
+        for answer in found.values():
+            drafted.add(answer.drafted)
+        return Run([list(found[r.request_id].token_ids) for r in requests], seconds, drafted)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One setting: prompts at once, temperature, and whether a block mixes the topics."""
+    """One setting: prompts at once, and temperature."""
 
     batch: int
     temperature: float
-    mixed: bool = False
 
     def __str__(self) -> str:
-        topics = "mixed topics" if self.mixed else "one topic"
-        return f"batch {self.batch}, temperature {self.temperature:g}, {topics}"
+        return f"batch {self.batch}, temperature {self.temperature:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,57 +211,65 @@ class Block:
 
 @dataclass(slots=True)
 class Outcome:
-    """Timings, greedy answers by variant and prompt, and drafting of a cell.
-
-    ``by_topic`` is drafting by (variant, topic).
-    """
+    """Timings, greedy answers by variant and prompt, and drafting by variant, of a cell."""
 
     timings: list[Timing] = field(default_factory=list)
-    answers: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    answers: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     drafted: dict[str, Drafted] = field(default_factory=dict)
-    by_topic: dict[tuple[str, str], Drafted] = field(default_factory=dict)
 
     def add(self, variant: str, block: Block, run: Run, *, greedy: bool) -> None:
         """Add one run."""
         self.timings.append(Timing(variant, block.number, block.topic, run.num_tokens, run.seconds))
         self.drafted.setdefault(variant, Drafted()).add(run.drafted)
-        self.by_topic.setdefault((variant, block.topic), Drafted()).add(run.drafted)
         if greedy:
             for prompt, output in zip(block.prompts, run.outputs, strict=True):
-                self.answers.setdefault(variant, {})[prompt.number] = output
+                self.answers.setdefault(variant, {})[prompt.key] = output
 
 
-def make_blocks(
-    prompts: Mapping[str, Sequence[Prompt]], size: int, per_topic: int, *, mixed: bool = False
-) -> list[Block]:
+def make_blocks(prompts: Mapping[str, Sequence[Prompt]], size: int, per_topic: int) -> list[Block]:
     """A warm-up block, then blocks of distinct prompts, the topics taking turns.
 
     Raises:
         ValueError: there are too few prompts.
     """
-    queues = {topic: list(own) for topic, own in prompts.items()}
-    if mixed:
-        queues = {MIXED: [p for group in zip(*prompts.values(), strict=False) for p in group]}
-    if short := [topic for topic, own in queues.items() if len(own) < size * (per_topic + 1)]:
-        raise ValueError(f"{', '.join(short)}: fewer than {size * (per_topic + 1)} prompts")
+    needed = size * (per_topic + 1)
+    if short := [topic for topic, own in prompts.items() if len(own) < needed]:
+        raise ValueError(f"{', '.join(short)}: fewer than {needed} prompts")
     # The warm-up takes from the end what no counted block uses.
-    first = next(iter(queues))
-    blocks = [Block(0, first, tuple(queues[first][-size:]))]
+    first = next(iter(prompts))
+    blocks = [Block(0, first, tuple(prompts[first][-size:]))]
     for index in range(per_topic):
-        for topic, own in queues.items():
+        for topic, own in prompts.items():
             part = own[index * size : (index + 1) * size]
             blocks.append(Block(len(blocks), topic, tuple(part)))
+    return blocks
+
+
+def make_full_blocks(
+    prompts: Mapping[str, Sequence[Prompt]], batch: int, count: int
+) -> list[Block]:
+    """A warm-up block, then ``count`` with several times as many prompts as run at once.
+
+    They measure a server under that load, not how the last requests of a burst end. The topics
+    take turns, and prompts may come again.
+    """
+    topics, size = list(prompts), _FILLS * max(batch, 4)
+    blocks = []
+    for number in range(count + 1):
+        own, at = prompts[topics[number % len(topics)]], number // len(topics) * size
+        block = tuple(own[(at + i) % len(own)] for i in range(size))
+        blocks.append(Block(number, topics[number % len(topics)], block))
     return blocks
 
 
 def run_cell(
     cell: Cell, variants: Sequence[Variant], blocks: Sequence[Block], max_tokens: int
 ) -> Outcome:
-    """Run every variant on every block."""
-    outcome = Outcome()
+    """Run every variant on every block, each at every place of the order for every topic."""
+    outcome, topics = Outcome(), len({block.topic for block in blocks})
     with tqdm(total=len(blocks) * len(variants), desc=str(cell), leave=False) as bar:
         for block in blocks:
-            for variant in rotation(variants, block.number):
+            for variant in rotation(variants, block.number % topics + block.number // topics):
                 gc.collect()
                 run = variant.run(block.prompts, cell.batch, cell.temperature, max_tokens)
                 if block.number:
@@ -271,7 +281,7 @@ def run_cell(
 def summary(
     cell: Cell, outcome: Outcome, pairs: Sequence[tuple[str, str]], reference: str
 ) -> dict[str, Any]:
-    """Figures of a cell."""
+    """Figures of a cell, with ratios of speed of the ``pairs``."""
     variants: dict[str, Any] = {}
     for name in sorted({timing.variant for timing in outcome.timings}):
         rates, drafted = topic_rates(outcome.timings, name), outcome.drafted[name]
@@ -290,34 +300,3 @@ def summary(
         for upper, lower in pairs
     }
     return asdict(cell) | {"variants": variants, "ratios": ratios}
-
-
-def run_pairs(
-    auto: Variant,
-    off: Variant,
-    prompts: Mapping[str, Sequence[Prompt]],
-    cell: Cell,
-    count: int,
-    max_tokens: int,
-) -> dict[str, Any]:
-    """Ratio of two variants' speed from ``count`` blocks, order and topics taking turns.
-
-    A block has several times as many prompts as run at once: this measures a server under that
-    load, not how the last requests of a burst end.
-    """
-    topics, size = list(prompts), _FILLS * max(cell.batch, 4)
-    blocks = []
-    for number in range(count + 1):  # the first warms up
-        own, at = prompts[topics[number % len(topics)]], number // len(topics) * size
-        block = tuple(own[(at + i) % len(own)] for i in range(size))
-        blocks.append(Block(number, topics[number % len(topics)], block))
-    timings: list[Timing] = []
-    for block in tqdm(blocks, desc=f"pairs, {cell}", leave=False):
-        for variant in rotation([auto, off], block.number // len(topics)):
-            gc.collect()
-            run = variant.run(block.prompts, cell.batch, cell.temperature, max_tokens)
-            if block.number:
-                timings.append(
-                    Timing(variant.name, block.number, block.topic, run.num_tokens, run.seconds)
-                )
-    return asdict(cell) | asdict(paired_ratio(timings, auto.name, off.name))

@@ -12,29 +12,24 @@ the ingress lived, or a part did not come back.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
 import processes
 import psutil
 from clients import Load, Reply, bodies, until
-from expert_cache import SMALL_MODELS
-from harness import arguments, machine, say, show, write
+from harness import arguments, machine, parsed, say, show, write
+from models import SMALL
 from ray import serve
+from serving import application, status
 
 from paceline.deploy import app
-from paceline.deploy.config.config import PacelineConfig, load_config
 
-_OUT = Path("out") / "bench" / "faults.json"
 _BACK_S = 300.0
 _FRONT_DOOR = {"ingress", "proxy"}  # a connection ends with the process that holds it
 
@@ -59,29 +54,23 @@ class Fault:
         return found if self.each else {role: every[:1] for role, every in found.items()}
 
 
-FAULTS = (
-    Fault(("target",)),
-    Fault(("target",), "stop"),
-    Fault(("router",)),
-    Fault(("router",), "stop"),
-    Fault(("trainer",)),
-    Fault(("registry",)),
-    Fault(("shard",)),
-    Fault(("scheduler",)),
-    Fault(("controller",)),
-    Fault(("registry", "shard")),
-    Fault(("router", "trainer")),
-    Fault(("target", "router")),
-    Fault(("target", "controller")),
-    Fault(("ingress",)),
-    Fault(("proxy",)),
+def faults_of(*names: str) -> tuple[Fault, ...]:
+    """Faults of these names, as :attr:`Fault.name` writes them."""
+    found = []
+    for name in names:
+        how, _, victims = name.partition(" ")
+        roles = tuple(victims.removeprefix("every ").split(" + "))
+        found.append(Fault(roles, how, each=victims.startswith("every ")))
+    return tuple(found)
+
+
+FAULTS = faults_of(
+    *("kill target", "stop target", "kill router", "stop router", "kill trainer"),
+    *("kill registry", "kill shard", "kill scheduler", "kill controller", "kill ingress"),
+    *("kill registry + shard", "kill router + trainer", "kill target + router"),
+    *("kill target + controller", "kill proxy"),
 )
-POOL_FAULTS = (
-    Fault(("expert",)),
-    Fault(("expert",), "stop"),
-    Fault(("expert",), each=True),
-    Fault(("expert", "trainer")),
-)
+POOL_FAULTS = faults_of("kill expert", "stop expert", "kill every expert", "kill expert + trainer")
 QUICK = tuple(Fault((role,)) for role in ("target", "router", "registry", "controller", "ingress"))
 
 
@@ -107,11 +96,11 @@ def is_back(role: str, victims: set[int], before: int, url: str) -> bool:
         if role in ("target", "router", "ingress", "expert"):
             deployments = serve.status().applications[app.APPLICATION].deployments
             return all_run({n: d.replica_states for n, d in deployments.items()}, role, before)
-        status = httpx.get(f"{url}/v1/paceline/status", timeout=5).json()
+        facts = status(url, timeout_s=5.0)
     except Exception:  # not back
         return False
     learners = {"registry": "weight_versions", "trainer": "trainer", "scheduler": "scheduler"}
-    parts = [status[learners[role]]] if role in learners else list(status["shards"].values())
+    parts = [facts[learners[role]]] if role in learners else list(facts["shards"].values())
     return not any("error" in part for part in parts)
 
 
@@ -208,28 +197,20 @@ async def run(
     return rows, failures
 
 
-def config_of(options: argparse.Namespace, state_dir: str, *, pool: bool) -> PacelineConfig:
+def keys_of(dtype: str, *, pool: bool) -> dict[str, Any]:
     """Two target replicas of one thread each; in a pool, two experts that draft in every round."""
     drafts = {
         "drafts.placement": "pool",
         "drafts.topics": ["sql"],
         "drafts.num_speculative_tokens": 4,
     }
-    return load_config(
-        None,
-        {
-            **SMALL_MODELS,
-            "port": options.port,
-            "state_dir": state_dir,
-            "target.dtype": options.dtype,
-            "target.num_threads": 1,
-            "target.num_replicas": 2,
-            "router.placement": "deployment",  # a process that can be killed alone
-            "ray.num_cpus": 2,
-            "ray.dashboard": False,
-        }
-        | (drafts if pool else {}),
-    )
+    return {
+        "target.dtype": dtype,
+        "target.num_threads": 1,
+        "target.num_replicas": 2,
+        "router.placement": "deployment",  # a process that can be killed alone
+        "ray.num_cpus": 2,
+    } | (drafts if pool else {})
 
 
 def passes_of(quick: bool) -> list[tuple[str, tuple[Fault, ...]]]:
@@ -243,19 +224,18 @@ def passes_of(quick: bool) -> list[tuple[str, tuple[Fault, ...]]]:
 
 def main() -> int:
     """Run the faults; 1 if there is a failure."""
-    parser = arguments(__doc__, "quick")
-    parser.add_argument("--dtype", default="float32", help="of the target")
+    parser = arguments(__doc__, "quick", "dtype", "out", dtype="float32")
     parser.add_argument("--port", type=int, default=8017)
-    parser.add_argument("--requests", type=int, default=None, help="per fault")
-    options = parser.parse_args()
-    count, tokens = options.requests or (24 if options.quick else 64), 48 if options.quick else 96
+    parser.add_argument("--requests", type=int, default=64, help="per fault")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
+    options = parsed(parser, None, requests=24, max_tokens=48)
+    count, tokens = options.requests, options.max_tokens
     found: dict[str, list[Figures]] = {}
     failures: list[str] = []
     for placement, faults in passes_of(options.quick):
-        with tempfile.TemporaryDirectory() as state_dir:
-            config = config_of(options, state_dir, pool=placement == "pool")
-            with app.start(config) as running:
-                found[placement], wrong = asyncio.run(run(running.base_url, faults, count, tokens))
+        keys = keys_of(options.dtype, pool=placement == "pool")
+        with application(SMALL, options.port, keys) as running:
+            found[placement], wrong = asyncio.run(run(running.base_url, faults, count, tokens))
         failures += wrong
     figures = {
         "machine": machine(),
@@ -263,7 +243,7 @@ def main() -> int:
         "faults": {placement: [asdict(row) for row in rows] for placement, rows in found.items()},
         "failures": failures,
     }
-    write(_OUT, figures)
+    write(options.out / "faults.json", figures)
     for placement, rows in found.items():
         show(f"{count} requests per fault, {options.dtype}, drafts {placement}", map(asdict, rows))
     say("\n".join(failures) if failures else "Nothing is lost, changed or left dead.")

@@ -1,4 +1,12 @@
-"""What all benchmarks share: statistics, facts of the machine, resumable units, output."""
+"""What all studies share: statistics, facts of the machine, results that are kept, output.
+
+A study is a module with a ``main``: it parses options (:func:`arguments`), measures its variants in
+turns on the same blocks (:class:`Timing`), pairs them by block (:func:`paired_ratio`) or by prompt
+(:func:`bootstrap`), writes a JSON file with the machine's facts (:func:`write`) and prints a table
+(:func:`show`). What takes hours is a unit of a :class:`Store`: a run that was stopped continues.
+README.md lists the studies; models.py, prompts.py, decoding.py, clients.py and serving.py have what
+they measure with.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +17,7 @@ import json
 import math
 import os
 import platform
-import resource
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +33,6 @@ from scipy import stats
 
 Item = TypeVar("Item")
 Sample = Sequence[float] | NDArray[np.float64]
-_MIB = 2.0**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +171,16 @@ def bootstrap(
 
 
 def differing(
-    found: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]
-) -> list[int]:
-    """Prompts whose tokens are not those expected, in order.
+    found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """Keys of prompts whose tokens are not those expected, in order.
 
     Raises:
         ValueError: the prompts are not the same ones.
     """
     if found.keys() != expected.keys():
         raise ValueError("answers to different prompts cannot be compared")
-    return [number for number in sorted(found) if list(found[number]) != list(expected[number])]
+    return [key for key in sorted(found) if list(found[key]) != list(expected[key])]
 
 
 def machine() -> dict[str, Any]:
@@ -197,77 +202,44 @@ def machine() -> dict[str, Any]:
     }
 
 
-def rss_mib() -> float:
-    """Resident memory of this process, MiB."""
-    return round(psutil.Process().memory_info().rss / _MIB, 1)
-
-
-def peak_rss_mib() -> float:
-    """Peak resident memory of this process, MiB (Linux counts in KiB, macOS in bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (_MIB if platform.system() == "Darwin" else 1024.0), 1)
-
-
 class Store:
-    """Folder of units of work, one JSON each, keyed by name and by all settings that decide it.
+    """Folder of units of work, one JSON each, keyed by name and by all settings that decide it."""
 
-    Args:
-        folder: results of this machine.
-        published: results of others, compressed, which count as this machine's; new ones are added.
-    """
-
-    def __init__(self, folder: Path, published: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._published = published
-        for each in (folder, published):
-            if each is not None:
-                each.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str, settings: Mapping[str, Any], suffix: str = ".json") -> Path:
         """File of a unit, or of what belongs to it under another suffix."""
-        return self.folder / f"{name}-{digest(settings)}{suffix}"
+        return self.folder / f"{name.replace(' ', '-')}-{digest(settings)}{suffix}"
 
     def unit(
         self, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         """Result on disk, else that of ``make()``, which is then kept."""
         found = self.find(name, settings)
-        return self.put(name, settings, make()) if found is None else found
+        if found is None:
+            say(f"{name} ...")
+            found = self.put(name, settings, make())
+        return found
 
     def find(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """Result on disk; None if there is no whole one."""
-        published = self._published_path(name, settings)
-        for path in (self.path(name, settings), published):
-            kept = None if path is None else _read(path)
-            if kept is not None and kept.get("settings") == json.loads(json.dumps(settings)):
-                if published is not None and _read(published) is None:
-                    _publish(kept, published)
-                return dict(kept["result"])
-        return None
+        try:
+            kept = json.loads(self.path(name, settings).read_text(encoding="utf-8"))
+            same = kept["settings"] == json.loads(json.dumps(settings))
+            return dict(kept["result"]) if same else None
+        except (OSError, ValueError, KeyError):
+            return None
 
     def put(self, name: str, settings: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         """Write a result atomically; return it as it will be read again."""
         kept = {"name": name, "settings": settings, "result": result}
         path = self.path(name, settings)
-        _write(path, (json.dumps(kept, indent=1, allow_nan=False) + "\n").encode())
-        if (published := self._published_path(name, settings)) is not None:
-            _publish(kept, published)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
         return dict(json.loads(path.read_text(encoding="utf-8"))["result"])
-
-    def _published_path(self, name: str, settings: Mapping[str, Any]) -> Path | None:
-        file = f"{name}-{digest(settings)}.json.gz"
-        return None if self._published is None else self._published / file
-
-    def every(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """All units with this prefix: name, settings and result, in the names' order."""
-        paths = {path.name: [path] for path in self.folder.glob(f"{prefix}*.json")}
-        if self._published is not None:
-            for path in self._published.glob(f"{prefix}*.json.gz"):
-                paths.setdefault(path.name.removesuffix(".gz"), []).append(path)
-        for name in sorted(paths):
-            kept = next(filter(None, map(_read, paths[name])), None)
-            if kept is not None:
-                yield kept
 
 
 def digest(settings: Mapping[str, Any]) -> str:
@@ -275,25 +247,14 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a gzip'd file of JSON lines.
 
-
-def _publish(kept: Mapping[str, Any], path: Path) -> None:
-    text = json.dumps(kept, separators=(",", ":"), allow_nan=False)
-    _write(path, gzip.compress(text.encode(), mtime=0))
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        data = path.read_bytes()
-        kept = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (OSError, EOFError, zlib.error, ValueError):
-        return None
-    whole = isinstance(kept, dict) and {"name", "settings", "result"} <= kept.keys()
-    return kept if whole else None
+    Raises:
+        OSError: it cannot be read.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
 
 
 def say(text: object) -> None:
@@ -324,17 +285,27 @@ def interval(found: Mapping[str, Any]) -> str:
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "quick": {"action": "store_true", "help": "much less of everything"},
+    "target": {"default": "small", "help": "as target.path; small: of tests/fixtures"},
     "data": {"help": "folder of rows, or hf; default: generated prompts"},
     "threads": {"type": int, "default": 1},
     "dtype": {"default": "auto"},
     "out": {"type": Path, "default": Path("out/bench"), "help": "folder of results"},
-    "published": {"type": Path, "help": "folder of units to continue from"},
 }
 
 
-def arguments(doc: str | None, *names: str) -> argparse.ArgumentParser:
-    """Parser of a module's docstring with these common options."""
+def arguments(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Parser of a module's docstring with these common options and other defaults."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     for name in names:
         parser.add_argument(f"--{name}", **_OPTIONS[name])
+    parser.set_defaults(**defaults)
     return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any
+) -> argparse.Namespace:
+    """Options of a command line; with ``--quick`` these are the defaults."""
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args(argv)

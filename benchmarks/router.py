@@ -9,8 +9,6 @@ on one thread, the routers in turns. The small router has seen training rows of 
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import random
 import re
 import time
@@ -21,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from expert_cache import ROUTER
-from harness import arguments, machine, rotation, say, show, write
+from harness import arguments, json_lines, machine, rotation, say, show, write
+from models import ROUTER
 
 from paceline.actors.router.added_topic_head import AddedTopicHead
 from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic
@@ -96,8 +94,7 @@ class Router:
 def rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     """Rows of all files of a split."""
     for path in sorted(folder.glob(f"*_{split}.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
+        yield from json_lines(path)
 
 
 def read_sets(folder: Path, most: int) -> dict[tuple[str, str], list[str]]:

@@ -14,33 +14,33 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pandas as pd
 import processes
 import psutil
-from clients import CHAT, Reply, ask
-from expert_cache import SMALL_MODELS
+from clients import CHAT, Reply, ask, chat
 from harness import arguments, machine, say, show, write
 from scipy import stats
+from serving import application, status
 
-from paceline.deploy import app
-from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import TOPICS, endless
 
-_OUT = Path("out") / "bench" / "soak.json"
 _MIB = 2.0**20
 _TRAINED_IN_S = 900.0
 _CLIENTS = 3
+# Kinds of requests, by frequency.
+_KINDS = {"stream": 5, "whole": 3, "completions": 1, "disconnects": 1, "bad": 1}
 _SHIFT_EVERY = 150  # requests of a client before it turns to other topics
 _BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"model": "paceline"}),
@@ -70,11 +70,9 @@ class Mixed:
     def __init__(self, url: str, seed: int = 5) -> None:
         self.sent: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self._url = url
-        self._seed = seed
-        self._stopped = asyncio.Event()
+        self._url, self._seed, self._stopped = url, seed, asyncio.Event()
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End after the requests in flight."""
         self._stopped.set()
 
@@ -86,96 +84,57 @@ class Mixed:
 
     async def _client(self, rng: random.Random, number: int) -> None:
         prompts = {topic: endless(topic, self._seed + number) for topic in TOPICS}
-        kinds: dict[str, Callable[..., Awaitable[None]]] = {
-            "stream": self._chat,
-            "whole": self._chat,
-            "completions": self._completions,
-            "disconnects": self._disconnects,
-            "bad": self._bad,
-        }
-        weights = (5, 3, 1, 1, 1)
         async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
             for count in itertools.count():
                 if self._stopped.is_set():
                     return
                 topic = TOPICS[(count // _SHIFT_EVERY + rng.randrange(2)) % len(TOPICS)]
-                (kind,) = rng.choices(list(kinds), weights)
+                (kind,) = rng.choices(list(_KINDS), list(_KINDS.values()))
                 self.sent[kind] += 1
                 try:
-                    await kinds[kind](http, kind, next(prompts[topic]), rng)
+                    await self._send(http, kind, next(prompts[topic]), rng)
                 except Exception as error:  # whatever it is: half an hour must end in a report
                     self.failures[f"{kind}: {type(error).__name__}: {error}"[:200]] += 1
                 await asyncio.sleep(rng.expovariate(2.0))
 
-    def _body(self, prompt: str, rng: random.Random) -> dict[str, Any]:
+    async def _send(
+        self, http: httpx.AsyncClient, kind: str, prompt: str, rng: random.Random
+    ) -> None:
+        """Send a request of a kind; raise if its answer is not as it must be."""
         how = rng.choice(("greedy", "seeded", "sampled"))
         sampling: dict[str, Any] = {"temperature": 0.0 if how == "greedy" else 0.9}
         if how == "seeded":
             sampling["seed"] = rng.randrange(2**31)
-        return {
-            "model": "paceline",
-            "max_tokens": rng.choice((8, 32, 64)),
-            "store": rng.random() < 0.9,
-            "messages": [{"role": "user", "content": prompt}],
-            "return_token_ids": True,
-        } | sampling
-
-    async def _chat(
-        self, http: httpx.AsyncClient, kind: str, prompt: str, rng: random.Random
-    ) -> None:
-        body = self._body(prompt, rng) | {"stream": kind == "stream"}
-        reply = await ask(http, body, Reply())
-        if reply.error is not None:
-            raise ValueError(reply.error)
-
-    async def _completions(
-        self, http: httpx.AsyncClient, _kind: str, prompt: str, rng: random.Random
-    ) -> None:
-        body = self._body(prompt, rng)
-        del body["messages"]
-        answer = await http.post("/v1/completions", json=body | {"prompt": [prompt, prompt[:20]]})
-        answer.raise_for_status()
-        if len(answer.json()["choices"]) != 2:
-            raise ValueError("not as many choices as prompts")
-
-    async def _disconnects(
-        self, http: httpx.AsyncClient, _kind: str, prompt: str, rng: random.Random
-    ) -> None:
-        body = self._body(prompt, rng) | {"stream": True, "max_tokens": 400, "ignore_eos": True}
-        async with http.stream("POST", CHAT, json=body) as response:
-            response.raise_for_status()
-            wanted = rng.randrange(1, 12)
-            async for _ in response.aiter_lines():
-                wanted -= 1
-                if not wanted:
-                    return
-        raise ValueError("the stream ended before its client disconnected")
-
-    async def _bad(
-        self, http: httpx.AsyncClient, _kind: str, _prompt: str, rng: random.Random
-    ) -> None:
-        path, body = rng.choice(_BAD)
-        answer = await http.post(path, json=body)
-        if answer.status_code not in (400, 404):
-            raise ValueError(f"HTTP {answer.status_code} to a bad request")
+        body = chat(prompt, rng.choice((8, 32, 64)), store=rng.random() < 0.9, **sampling)
+        if kind in ("stream", "whole"):
+            reply = await ask(http, body | {"stream": kind == "stream"}, Reply())
+            if reply.error is not None:
+                raise ValueError(reply.error)
+        elif kind == "completions":
+            del body["messages"]
+            prompts = {"prompt": [prompt, prompt[:20]]}
+            answer = (await http.post("/v1/completions", json=body | prompts)).raise_for_status()
+            if len(answer.json()["choices"]) != 2:
+                raise ValueError("not as many choices as prompts")
+        elif kind == "disconnects":
+            await _disconnect(http, body, rng.randrange(1, 12))
+        else:
+            path, bad = rng.choice(_BAD)
+            answer = await http.post(path, json=bad)
+            if answer.status_code not in (400, 404):
+                raise ValueError(f"HTTP {answer.status_code} to a bad request")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUsage:
-    """Resources of one process: bytes resident and proportional, open files, sockets, threads."""
-
-    role: str
-    pid: int
-    rss: int
-    pss: int
-    files: int
-    sockets: int
-    threads: int
-
-    @property
-    def name(self) -> str:
-        """Role and pid."""
-        return f"{self.role}/{self.pid}"
+async def _disconnect(http: httpx.AsyncClient, body: dict[str, Any], lines: int) -> None:
+    """Disconnect in the midst of a stream."""
+    body = body | {"stream": True, "max_tokens": 400, "ignore_eos": True}
+    async with http.stream("POST", CHAT, json=body) as response:
+        response.raise_for_status()
+        async for _ in response.aiter_lines():
+            lines -= 1
+            if not lines:
+                return
+    raise ValueError("the stream ended before its client disconnected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,51 +142,54 @@ class Reading:
     """Resources of the application at ``at`` seconds.
 
     Attributes:
-        object_store: bytes in use in Ray's object store.
-        versions: sum of all weight versions.
+        series: every figure that must not grow by its name, ``role/pid measure`` of processes;
+            sums show new processes that come and stay.
+        running: requests.
+        waiting: requests.
         blocks_held: KV blocks of requests, without those that the prefix cache only remembers.
+        versions: sum of all weight versions.
     """
 
     at: float
-    processes: tuple[ProcessUsage, ...]
-    object_store: int
+    series: Mapping[str, float]
     running: int
     waiting: int
-    versions: int
     blocks_held: int
+    versions: int = 0
 
     @property
-    def pss(self) -> int:
-        """Proportional bytes of all processes together."""
-        return sum(usage.pss for usage in self.processes)
-
-    def values(self) -> dict[str, float]:
-        """Every figure that must not grow, by its name; sums show a new process each time."""
-        found: dict[str, float] = {
-            "Ray's object_store": float(self.object_store),
-            "all processes": float(len(self.processes)),
-            "all pss": float(self.pss),
+    def processes(self) -> set[str]:
+        """``role/pid`` of every process."""
+        return {name.removesuffix(" pss") for name in self.series if name.endswith(" pss")} - {
+            "all"
         }
-        for usage in self.processes:
-            for measure in ("rss", "pss", "files", "sockets", "threads"):
-                found[f"{usage.name} {measure}"] = float(getattr(usage, measure))
-        return found
+
+
+def series_of(usages: Mapping[str, Mapping[str, int]], object_store: int) -> dict[str, float]:
+    """Figures by name, from those of every process."""
+    found = {
+        f"{name} {measure}": float(v) for name, own in usages.items() for measure, v in own.items()
+    }
+    return found | {
+        "Ray's object_store": float(object_store),
+        "all processes": float(len(usages)),
+        "all pss": float(sum(own["pss"] for own in usages.values())),
+    }
 
 
 async def read(url: str, at: float) -> Reading:
     """Read the application at ``url``, whose processes are below this one."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        status = (await http.get("/v1/paceline/status")).json()
-    target, versions = status["target"], status.get("weight_versions", {})
-    usages = await asyncio.to_thread(lambda: [_usage(r, p) for r, p in processes.ours()])
+    facts = await asyncio.to_thread(status, url)
+    target, versions = facts["target"], facts.get("weight_versions", {})
+    ours = await asyncio.to_thread(lambda: list(processes.ours()))
+    usages = {f"{role}/{p.pid}": found for role, p in ours if (found := usage_of(p)) is not None}
     return Reading(
-        at=at,
-        processes=tuple(usage for usage in usages if usage is not None),
-        object_store=await asyncio.to_thread(object_store_bytes),
+        at,
+        series_of(usages, await asyncio.to_thread(object_store_bytes)),
         running=target.get("running", -1),
         waiting=target.get("waiting", -1),
-        versions=sum(count for count in versions.values() if isinstance(count, int)),
         blocks_held=blocks_held(target),
+        versions=sum(count for count in versions.values() if isinstance(count, int)),
     )
 
 
@@ -238,20 +200,15 @@ def blocks_held(target: dict[str, Any]) -> int:
     return int(target["kv_blocks_total"] - target["kv_blocks_available"])
 
 
-def _usage(role: str, process: psutil.Process) -> ProcessUsage | None:
-    def target(link: Path) -> str:
-        try:
-            return str(link.readlink())
-        except OSError:
-            return ""
-
+def usage_of(process: psutil.Process) -> dict[str, int] | None:
+    """Bytes resident and proportional, open files, sockets, threads; None if it has ended."""
     try:
         memory = process.memory_full_info()
-        files = [target(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-        sockets = sum(name.startswith("socket:") for name in files)
-        sizes = memory.rss, memory.pss, len(files), sockets, process.num_threads()
-        return ProcessUsage(role, process.pid, *sizes)
-    except (psutil.Error, OSError):  # it has just ended
+        files = list(Path(f"/proc/{process.pid}/fd").iterdir())
+        sockets = sum("socket:" in os.path.realpath(file) for file in files)
+        sizes = {"files": len(files), "sockets": sockets, "threads": process.num_threads()}
+        return {"rss": memory.rss, "pss": memory.pss} | sizes
+    except (psutil.Error, OSError):
         return None
 
 
@@ -299,51 +256,47 @@ def growth_of(
     return Growth(values[0], values[-1], slope * (times[-1] - times[start]), allowed)
 
 
-def growths_of(readings: list[Reading]) -> dict[str, Growth]:
-    """Growth of every series ``role/pid measure`` that all readings have."""
-    every = [reading.values() for reading in readings]
-    times = [reading.at for reading in readings]
+def growths_of(readings: Sequence[Reading]) -> dict[str, Growth]:
+    """Growth of every series that all readings have."""
+    frame = pd.DataFrame([dict(r.series) for r in readings], index=[r.at for r in readings])
     return {
-        name: growth_of(times, [v[name] for v in every], TOLERANCES[name.rsplit(" ", 1)[-1]])
-        for name in sorted(set.intersection(*map(set, every)))
+        name: growth_of(list(own.index), list(own), TOLERANCES[name.rsplit(" ", 1)[-1]])
+        for name, own in frame.dropna(axis=1).sort_index(axis=1).items()
     }
 
 
-def faults_of(readings: list[Reading], growths: dict[str, Growth], mixed: Mixed) -> list[str]:
+def faults_of(
+    readings: Sequence[Reading], growths: Mapping[str, Growth], failures: Mapping[str, int]
+) -> list[str]:
     """Reasons why the soak failed; empty if it did not."""
     faults = [f"{name} grows" for name, growth in growths.items() if growth.grows]
-    # Ray's own workers come and go.
-    first, last = (
-        {p.name for p in r.processes if p.role in processes.TITLES}
-        for r in (readings[0], readings[-1])
-    )
-    faults += [f"{name} is gone or was restarted" for name in sorted(first - last)]
     end = readings[-1]
+    gone = sorted(readings[0].processes - end.processes)
+    # Ray's own workers come and go.
+    ours = [name for name in gone if name.split("/")[0] in processes.TITLES]
+    faults += [f"{name} is gone or was restarted" for name in ours]
     if end.running or end.waiting:
         faults.append(f"{end.running} requests run and {end.waiting} wait after the end")
     if end.blocks_held:
         faults.append(f"{end.blocks_held} KV blocks are held after the end")
-    return faults + [f"{count} x {what}" for what, count in mixed.failures.items()]
+    return faults + [f"{count} x {what}" for what, count in failures.items()]
 
 
 async def _poll(url: str, seconds: float, every_s: float, done: Callable[[Any], bool]) -> None:
     """Return when the status is ``done``, or after so long."""
     deadline = time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        while time.monotonic() < deadline:
-            if done((await http.get("/v1/paceline/status")).json()):
-                return
-            await asyncio.sleep(every_s)
+    while time.monotonic() < deadline and not done(await asyncio.to_thread(status, url)):
+        await asyncio.sleep(every_s)
 
 
-def _is_trained(status: dict[str, Any]) -> bool:
+def _is_trained(facts: dict[str, Any]) -> bool:
     """Whether every draft was trained once: a topic's first round loads its engine for good."""
-    versions = status.get("weight_versions", {"": 0})
+    versions = facts.get("weight_versions", {"": 0})
     return all(isinstance(v, int) and v > 0 for v in versions.values())
 
 
-def _is_drained(status: dict[str, Any]) -> bool:
-    target = status["target"]
+def _is_drained(facts: dict[str, Any]) -> bool:
+    target = facts["target"]
     return not (target.get("running", 1) or target.get("waiting", 1) or blocks_held(target))
 
 
@@ -358,18 +311,16 @@ async def soak(
         await _poll(url, _TRAINED_IN_S, 5.0, _is_trained)
         began = time.monotonic()
         readings = [await read(url, 0.0)]
-        while (at := time.monotonic() - began) < minutes * 60.0:
+        while (at := time.monotonic() - began) < minutes * 60.0 and not traffic.done():
             await asyncio.sleep(min(every_s, minutes * 60.0 - at + 0.01))
             last = await read(url, time.monotonic() - began)
             readings.append(last)
             say(
                 f"{last.at:6.0f} s: {mixed.sent.total()} requests, {mixed.failures.total()} "
-                f"failures, PSS {last.pss / _MIB:.0f} MiB, versions {last.versions}"
+                f"failures, PSS {last.series['all pss'] / _MIB:.0f} MiB, versions {last.versions}"
             )
-            if traffic.done():
-                break
     finally:
-        await mixed.stop()
+        mixed.stop()
         await traffic
     await _poll(url, 30.0, 0.1, _is_drained)
     readings.append(await read(url, time.monotonic() - began))
@@ -378,26 +329,18 @@ async def soak(
 
 def main() -> int:
     """Run the soak; 1 if it failed."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, "target", "out")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every-s", type=float, default=60.0, help="between two readings")
     parser.add_argument("--warm-up-s", type=float, default=120.0, help="before the first")
     parser.add_argument("--port", type=int, default=8018)
     options = parser.parse_args()
     every_s = min(options.every_s, options.minutes * 60.0 / 9.0)
-    with tempfile.TemporaryDirectory() as state_dir:
-        overrides = {
-            **SMALL_MODELS,
-            "port": options.port,
-            "state_dir": state_dir,
-            "ray.dashboard": False,
-        }
-        with app.start(load_config(None, overrides)) as running:
-            readings, mixed = asyncio.run(
-                soak(running.base_url, options.minutes, every_s, options.warm_up_s)
-            )
+    with application(options.target, options.port, {}) as running:
+        amount = options.minutes, every_s, options.warm_up_s
+        readings, mixed = asyncio.run(soak(running.base_url, *amount))
     growths = growths_of(readings)
-    faults = faults_of(readings, growths, mixed)
+    faults = faults_of(readings, growths, mixed.failures)
     figures = {
         "machine": machine(),
         "minutes": options.minutes,
@@ -405,7 +348,7 @@ def main() -> int:
         "readings": list(map(asdict, readings)),
         "faults": faults,
     }
-    write(_OUT, figures)
+    write(options.out / "soak.json", figures)
     rows = [{"series": name, **asdict(g), "grows": g.grows} for name, g in growths.items()]
     show("From the first reading after warm-up to the last, memory in bytes", rows)
     say("\n".join(faults) if faults else "Nothing grows.")

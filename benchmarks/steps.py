@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from expert_cache import DRAFT, TARGET
 from harness import arguments, machine, write
+from models import DRAFT, TARGET
 
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.engine.model_runner import ModelRunner

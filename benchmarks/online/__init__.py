@@ -1,1 +1,1 @@
-"""Learning on real prompts, measured; ``benchmarks`` must be on the path."""
+"""Studies of learning on real prompts; ``benchmarks`` must be on the path."""

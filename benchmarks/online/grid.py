@@ -1,10 +1,12 @@
-"""Losses x sampling x weighting, each trained on one logged replay in short runs.
+"""Losses x sampling x weighting, and adapters, each trained on one logged replay in short runs.
 
     make bench-grid ARGS="--data FOLDER --topics sql shell"
+    make bench-adapters ARGS="--data FOLDER"
 
 The engine answers prompts with the frozen general draft and logs what its verifier saw, branches
 behind rejected tokens too. Every cell of the grid is the same number of steps of the real distiller
-from the same weights, on the same records in the same order; a seed is another order.
+from the same weights, on the same records in the same order, and then as many as fit into the
+processor seconds of the reference; a seed is another order.
 """
 
 from __future__ import annotations
@@ -17,19 +19,16 @@ from itertools import product
 from typing import Any, get_args
 
 import numpy as np
-import torch
-from expert_cache import DRAFT, base_hashes
-from harness import Store, arguments, digest, interval, machine, say, show, t_interval, write
+from experts import endless_batches, prepare
+from harness import interval, machine, say, show, t_interval, write
+from prompts import Prompt
 
-from online.bench import Bench, Sizes, prepare
-from online.rows import Question, label, load, mark_of
-from online.serving import FROZEN, Serving, serve
-from paceline.actors.replay.record import ReplayRecord, decode, encode
+from online.lab import FROZEN, Lab, Sizes, lab_arguments
+from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord, decode, encode
 from paceline.actors.replay.shard import Journal
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.training.batches import make_batch, micro_batches
+from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.expert_evaluation import score_records
 from paceline.actors.training.settings import (
     DistillerSettings,
     Loss,
@@ -38,36 +37,34 @@ from paceline.actors.training.settings import (
     Weighting,
 )
 
-_MICRO_BATCH, _MAX_LENGTH, _DRAFT_TOP_K = 8, 512, 64
-_TEMPERATURE = 0.8
+_MICRO_BATCH, _TEMPERATURE, _MIB = 8, 0.8, 2.0**20
+_LORA_RATE = 5e-3
 _KINDS = ("greedy", "sampled")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaySizes:
-    """Records; every second prompt is sampled, the others are greedy."""
-
-    train: int = 600
-    test: int = 200
-    max_tokens: int = 96
-    num_speculative_tokens: int = 4
-
-
-_QUICK = ReplaySizes(train=160, test=48, max_tokens=64)
+_FULL, _QUICK = Sizes(stream=600, test=200), Sizes(stream=160, test=48, max_tokens=64)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A point of the grid; the other settings of its objective are the defaults."""
+    """A point of the grid; ``lora_rank`` 0 trains a full copy."""
 
     loss: Loss = "forward_kl"
     sampling: Sampling = "target"
     weighting: Weighting = "uniform"
+    lora_rank: int = 0
 
     @property
     def name(self) -> str:
         """For files and tables."""
-        return f"{self.loss}-{self.sampling}-{self.weighting}"
+        adapter = f"-lora{self.lora_rank}" if self.lora_rank else ""
+        return f"{self.loss}-{self.sampling}-{self.weighting}{adapter}"
+
+    def settings(self, base: DistillerSettings) -> DistillerSettings:
+        """The trainer's settings with this objective and adapter."""
+        goal = ObjectiveSettings(self.loss, weighting=self.weighting, sampling=self.sampling)
+        if not self.lora_rank:
+            return replace(base, objective=goal)
+        own = {"lora_rank": self.lora_rank, "lora_alpha": 2.0 * self.lora_rank}
+        return replace(base, objective=goal, adapter="lora", learning_rate=_LORA_RATE, **own)
 
 
 REFERENCE = Cell()  # the product's default
@@ -81,10 +78,11 @@ QUICK_CELLS = (
     Cell(loss="lk_hybrid"),
     Cell(loss="hard_label"),
 )
+ADAPTERS = (REFERENCE, *(Cell(lora_rank=rank) for rank in (4, 8, 16, 32)))
 
 
 def every_cell() -> tuple[Cell, ...]:
-    """The whole grid, the reference first.
+    """The whole grid of objectives, the reference first.
 
     Rejected positions alone are the same for every sampling, except behind rejected tokens, where
     nothing is rejected: they come once per loss.
@@ -96,94 +94,72 @@ def every_cell() -> tuple[Cell, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Training records, and test records of other prompts."""
+    """Training records, and test records of other prompts; every second one is sampled."""
 
     train: tuple[ReplayRecord, ...]
     test: tuple[ReplayRecord, ...]
 
-    @property
-    def prompts(self) -> str:
-        """Mark of the prompts in settings."""
-        return mark_of(
-            Question(record.request_id, record.topic, tuple(record.prompt_token_ids.tolist()))
-            for record in (*self.train, *self.test)
-        )
 
-
-def logged_replay(bench: Bench, topic: str, sizes: ReplaySizes) -> Replay:
+def logged_replay(lab: Lab, topic: str) -> Replay:
     """The topic's replay from disk, else answered now and kept.
 
     Raises:
-        paceline.deploy.recipes.data.DataError: the source lacks the topic, or is not there.
+        DataError: the source lacks the topic, or is not there.
         RuntimeError: the draft failed.
     """
-    facts = {"data": label(bench.data), "sizes": asdict(sizes), "models": base_hashes()}
-    folder = bench.store.folder
-    paths = {p: folder / f"grid-{topic}-{p}-{digest(facts)}.records" for p in ("train", "test")}
-    if not all(path.is_file() and path.stat().st_size for path in paths.values()):
-        engine = bench.engine([GENERAL], replay_branches=True)
-        questions = load(bench.data, topic, bench.tokenizer, train=sizes.train, test=sizes.test)
-        for part, path in paths.items():
-            records: list[ReplayRecord] = []
-            for first, temperature in enumerate((0.0, _TEMPERATURE)):
-                own = getattr(questions, part)[first::2]
-                serving = replace(bench.serving, temperature=temperature)
-                records += [a.record for a in serve(engine, own, [FROZEN] * len(own), serving)]
-            Journal(path).rewrite(encode(record) for record in records)
-    kept = {p: tuple(decode(entry) for entry in Journal(path).read()) for p, path in paths.items()}
+    kept = {}
+    for side, prompts in (("train", lab.stream(topic)), ("test", lab.test_prompts(topic))):
+        settings = lab.settings([topic], {"side": side})
+        path = lab.store.path(f"replay-{topic}-{side}", settings, ".records")
+        if not path.is_file() or not path.stat().st_size:
+            Journal(path).rewrite(encode(record) for record in _answered(lab, prompts))
+        kept[side] = tuple(decode(entry) for entry in Journal(path).read())
     return Replay(**kept)
 
 
-class CellTrainer:
-    """One draft under one distiller, trained anew for every cell."""
+def _answered(lab: Lab, prompts: Sequence[Prompt]) -> list[ReplayRecord]:
+    engine, records = lab.engine([GENERAL], replay_branches=True), []
+    for first, temperature in enumerate((0.0, _TEMPERATURE)):
+        found = lab.serve(engine, prompts[first::2], lambda _: FROZEN, temperature)
+        records += [answer.record for answer in found if answer.record is not None]
+    return records
 
-    def __init__(self, replay: Replay, learning_rate: float, steps: int) -> None:
-        self._replay, self._steps = replay, steps
-        self._settings = DistillerSettings(
-            learning_rate=learning_rate, objective=ObjectiveSettings(sampling="mixed")
-        )
-        self._distiller = Distiller(str(DRAFT), self._settings)
-        self._max_length = min(_MAX_LENGTH, self._distiller.max_length)
 
-    def facts(self) -> dict[str, Any]:
-        """Settings of all cells, as JSON."""
-        return asdict(self._settings)
+def evaluate(lab: Lab, replay: Replay, state: Any) -> dict[str, list[float]]:
+    """Acceptance on each test record as it was decoded, greedy and sampled ones apart."""
+    scores = {}
+    for kind in _KINDS:
+        records = [r for r in replay.test if r.greedy == (kind == "greedy")]
+        scores[kind] = np.round(lab.evaluator.score(state, records), 5).tolist()
+    return scores
 
-    def evaluate(self, state: dict[str, torch.Tensor] | None) -> dict[str, list[float]]:
-        """Acceptance on each test record as it was decoded, greedy and sampled ones apart."""
-        draft = self._distiller.served(state)
-        scores = {}
-        for kind in _KINDS:
-            records = [r for r in self._replay.test if r.greedy == (kind == "greedy")]
-            found = score_records(
-                draft, records, max_length=self._max_length, draft_top_k=_DRAFT_TOP_K
-            )
-            scores[kind] = [round(float(score), 5) for score in found]
-        return scores
 
-    def train(self, cell: Cell, seed: int) -> dict[str, Any]:
-        """Train from the initial weights; scores and cost."""
-        goal = ObjectiveSettings(**asdict(cell))
-        self._distiller.settings = replace(self._settings, objective=goal)
-        self._distiller.reset(None)
-        rng = np.random.default_rng(seed)
-        seconds, positions, losses = 0.0, 0, []
-        while self._distiller.steps < self._steps:
-            for records in micro_batches(self._replay.train, _MICRO_BATCH, rng):
-                began = time.process_time()
-                batch = make_batch(records, self._max_length, branches=goal.needs_branches)
-                losses.append(self._distiller.micro_step(batch).loss)
-                seconds += time.process_time() - began
-                positions += batch.num_positions
-                if self._distiller.steps >= self._steps:
-                    break
-        return self.evaluate(self._distiller.state_dict()) | {
-            "steps": self._distiller.steps,
-            "positions": positions,
-            "training_s": round(seconds, 1),
-            "loss_first": round(float(np.mean(losses[:5])), 5),
-            "loss_last": round(float(np.mean(losses[-5:])), 5),
-        }
+def train(
+    lab: Lab, replay: Replay, cell: Cell, seed: int, steps: int, seconds: float | None
+) -> dict[str, Any]:
+    """Scores after so many steps, and ``in_time``: after so many processor seconds; cost.
+
+    ``seconds`` are the reference's, None of itself.
+    """
+    settings = cell.settings(lab.trainer(()).distiller)
+    distiller = Distiller(str(lab.draft), settings)
+    branches = distiller.branches
+    batches = endless_batches(replay.train, _MICRO_BATCH, np.random.default_rng(seed))
+    spent, found, in_time = 0.0, {}, {}
+    for records in batches:
+        began = time.process_time()
+        distiller.micro_step(make_batch(records, MAX_LENGTH, branches=branches))
+        spent += time.process_time() - began
+        if distiller.steps == steps:
+            found = evaluate(lab, replay, distiller.state_dict()) | {"training_s": round(spent, 1)}
+            seconds = spent if seconds is None else seconds
+        if seconds is not None and spent >= seconds and not in_time:
+            in_time = evaluate(lab, replay, distiller.state_dict()) | {"steps": distiller.steps}
+        if found and in_time:
+            break
+    sizes = (round(size / _MIB, 2) for size in distiller.nbytes())
+    memory = dict(zip(("weights", "gradients", "optimizer"), sizes, strict=True))
+    return found | {"in_time": in_time, "mib": memory}
 
 
 def summary(
@@ -199,9 +175,7 @@ def summary(
     """
     cells = {}
     for name, own in runs.items():
-        cell: dict[str, Any] = {
-            key: float(np.mean([run[key] for run in own])) for key in ("training_s", "positions")
-        }
+        cell: dict[str, Any] = {"training_s": float(np.mean([run["training_s"] for run in own]))}
         for kind in _KINDS:
             scores, base = (np.array([r[kind] for r in rs]) for rs in (own, runs[reference]))
             gains = scores - base[: len(scores)]
@@ -210,36 +184,29 @@ def summary(
             worse = all(gain.high is not None and gain.high < 0.0 for gain in over)
             cell[kind] = {
                 "acceptance": asdict(t_interval(scores.mean(1))),
+                "in_time": float(np.mean([run["in_time"][kind] for run in own])),
                 "gain_over_seeds": asdict(over[0]),
                 "gain_over_records": asdict(over[1]),
                 "clearly": "better" if better else "worse" if worse else None,
             }
-        cells[name] = cell
+        cells[name] = cell | {"mib": own[0]["mib"]}
     untrained = {kind: float(np.mean(before[kind])) for kind in _KINDS}
     return {"untrained": untrained, "reference": reference, "cells": cells}
 
 
-def run_topic(bench: Bench, topic: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_topic(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str, Any]:
     """Figures of all cells of a topic."""
-    replay = logged_replay(bench, topic, options.sizes)
-    trainer = CellTrainer(replay, options.learning_rate, options.steps)
-    common = {
-        "topic": topic,
-        "data": label(options.data),
-        "prompts": replay.prompts,
-        "sizes": asdict(options.sizes),
-        "steps": options.steps,
-        "distiller": trainer.facts(),
-        "models": base_hashes(),
-    }
-    store = bench.store
-    before = store.unit(f"grid-{topic}-untaught", common, lambda: trainer.evaluate(None))
+    replay = logged_replay(lab, topic)
+    common = lab.settings([topic], {"steps": options.steps})
+    before = lab.store.unit(f"grid-{topic}-untrained", common, lambda: evaluate(lab, replay, None))
     runs: dict[str, list[dict[str, Any]]] = {}
     # Seed by seed: an interrupted run leaves a whole grid of fewer seeds.
     for seed, cell in product(range(options.seeds), options.cells):
-        key = common | asdict(cell) | {"seed": seed}
-        unit = store.unit(
-            f"grid-{topic}-{cell.name}-{seed}", key, lambda c=cell, s=seed: trainer.train(c, s)
+        seconds = None if cell == REFERENCE else runs[REFERENCE.name][seed]["training_s"]
+        unit = lab.store.unit(
+            f"grid-{topic}-{cell.name}-{seed}",
+            common | asdict(cell) | {"seed": seed},
+            lambda c=cell, s=seed, t=seconds: train(lab, replay, c, s, options.steps, t),  # type: ignore[misc]
         )
         runs.setdefault(cell.name, []).append(unit)
         greedy, sampled = (np.mean(unit[kind]) for kind in _KINDS)
@@ -248,18 +215,18 @@ def run_topic(bench: Bench, topic: str, options: argparse.Namespace) -> dict[str
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = arguments(__doc__, "data", "quick", "threads", "out", "published")
+    parser = lab_arguments(__doc__)
     parser.add_argument("--topics", nargs="+", default=["sql"])
     parser.add_argument(
         "--cells", nargs="+", metavar="LOSS-SAMPLING-WEIGHTING", help="these beside the reference"
     )
+    parser.add_argument("--adapters", action="store_true", help="full copies and adapters instead")
     parser.add_argument("--steps", type=int, help="of a run; 200, with --quick 40")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--learning-rate", type=float, default=DistillerSettings().learning_rate)
     options = parser.parse_args(argv)
-    options.sizes = _QUICK if options.quick else ReplaySizes()
-    grid = {cell.name: cell for cell in every_cell()}
-    wanted = options.cells or [c.name for c in (QUICK_CELLS if options.quick else grid.values())]
+    grid = {cell.name: cell for cell in (*every_cell(), *ADAPTERS)}
+    usual = ADAPTERS if options.adapters else QUICK_CELLS if options.quick else every_cell()
+    wanted = options.cells or [cell.name for cell in usual]
     if unknown := sorted(set(wanted) - set(grid)):
         parser.error(f"no such cell: {unknown[0]}; there are {', '.join(grid)}")
     options.cells = [grid[name] for name in dict.fromkeys([REFERENCE.name, *wanted])]
@@ -271,25 +238,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write figures and tables."""
     options = parse(argv)
     prepare(options.threads)
-    sizes = options.sizes
-    serving = Serving(
-        max_tokens=sizes.max_tokens, num_speculative_tokens=sizes.num_speculative_tokens
-    )
-    store = Store(options.out / "online", options.published)
-    bench = Bench(store, options.data, Sizes(), serving, threads=options.threads)
-    names = ("steps", "seeds", "learning_rate")
-    figures = {name: getattr(options, name) for name in names} | {
+    lab = Lab(options, _QUICK if options.quick else _FULL)
+    figures = {name: getattr(options, name) for name in ("steps", "seeds")} | {
         "machine": machine(),
-        "data": label(options.data),
-        "topics": {topic: run_topic(bench, topic, options) for topic in options.topics},
+        "settings": lab.settings((), {}),
+        "topics": {topic: run_topic(lab, topic, options) for topic in options.topics},
     }
-    write(store.folder / "grid.json", figures)
+    name = "adapters" if options.adapters else "grid"
+    write(options.out / f"{name}.json", figures)
     for topic, facts in figures["topics"].items():
         rows = [
-            {"loss, sampling, weighting": name, "training_s": cell["training_s"]}
+            {"cell": name, "training_s": cell["training_s"]}
             | {kind: interval(cell[kind]["acceptance"]) for kind in _KINDS}
             | {f"{k} gain": interval(cell[k]["gain_over_records"]) for k in _KINDS}
             | {f"{k} clearly": cell[k]["clearly"] for k in _KINDS}
+            | {f"{k} in the reference's time": cell[k]["in_time"] for k in _KINDS}
+            | {f"{part}, MiB": size for part, size in cell["mib"].items()}
             for name, cell in facts["cells"].items()
         ]
         show(f"{topic}: acceptance, untrained {facts['untrained']}", rows)

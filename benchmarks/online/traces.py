@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from harness import json_lines
 
-GENERATED = "generated bursts"
+GENERATED = "generated"
 OUTPUT_TOKENS = 256  # of an answer at most, of the small target's context of 1024
 FILES = {"azure code": "azure2023_code.jsonl.gz", "azure conv": "azure2023_conv.jsonl.gz"}
 _MINUTE_S = 60.0
 _LEAD = 0.25  # of a window's requests come before the busiest minute
-_CYCLE_S, _BURST_S, _BURST = 60.0, 15.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +33,22 @@ def read_trace(path: Path) -> list[Arrival]:
         OSError: it cannot be read.
         ValueError: it holds no row.
     """
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    if not rows:
-        raise ValueError(f"{path}: an empty trace")
+    rows = json_lines(path)
     found = [Arrival(r["arrival_s"], r["input_tokens"], r["output_tokens"]) for r in rows]
+    if not found:
+        raise ValueError(f"{path}: an empty trace")
     return sorted(found, key=lambda arrival: arrival.at_s)
 
 
 def generated(count: int, seed: int, rate: float = 2.0) -> list[Arrival]:
-    """A generated trace: Poisson arrivals at ``rate`` per second, three times as many in bursts.
-
-    A burst of 15 s begins every minute. Lengths are log-normal, with the medians of chat traffic.
-    """
+    """A generated trace: Poisson arrivals; lengths are log-normal, with medians of chat traffic."""
     rng = random.Random(f"trace:{seed}")
     found, now = [], 0.0
-    while len(found) < count:
-        # thinning: exact for a rate that changes with time
-        now += rng.expovariate(rate * _BURST)
-        quiet = now % _CYCLE_S >= _BURST_S
-        if quiet and rng.random() >= 1.0 / _BURST:
-            continue
+    for _ in range(count):
         lengths = (max(1, round(rng.lognormvariate(mean, 0.8))) for mean in (6.9, 4.9))
         found.append(Arrival(now, *lengths))
-    return [replace(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
+        now += rng.expovariate(rate)
+    return found
 
 
 def busiest_minute(arrivals: Sequence[Arrival]) -> int:
@@ -92,28 +82,19 @@ def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     Raises:
         ValueError: all arrive at once, or the rate is not positive.
     """
-    lasts = arrivals[-1].at_s - arrivals[0].at_s
+    first = arrivals[0].at_s
+    lasts = arrivals[-1].at_s - first
     if not rate > 0.0 or not lasts > 0.0:
         raise ValueError(f"{len(arrivals)} arrivals in {lasts} s cannot be brought to rate {rate}")
     factor = (len(arrivals) - 1) / rate / lasts
-    first = arrivals[0].at_s
     return [replace(a, at_s=(a.at_s - first) * factor) for a in arrivals]
 
 
-def gap_cv(arrivals: Sequence[Arrival]) -> float:
-    """Standard deviation over mean of the times between arrivals; 1 for a Poisson process."""
-    gaps = np.diff([arrival.at_s for arrival in arrivals])
-    return float(gaps.std() / gaps.mean())
-
-
-def output_scale(arrivals: Sequence[Arrival], room: int) -> float:
-    """Factor of the trace's answers, 1 at most: their 99th percentile fills ``room`` tokens."""
-    longest = float(np.percentile([arrival.output_tokens for arrival in arrivals], 99))
-    return min(1.0, room / max(longest, 1.0))
-
-
-def answer_tokens(arrivals: Sequence[Arrival], scale: float, room: int) -> list[int]:
-    """Tokens of every answer at most, from 1 to ``room``."""
+def answer_tokens(arrivals: Sequence[Arrival], trace: Sequence[Arrival], room: int) -> list[int]:
+    """Tokens of every answer at most, 1 to ``room``: scaled so that the trace's 99th percentile
+    fits, but never up."""
+    longest = float(np.percentile([arrival.output_tokens for arrival in trace], 99))
+    scale = min(1.0, room / max(longest, 1.0))
     return [min(room, max(1, round(arrival.output_tokens * scale))) for arrival in arrivals]
 
 
@@ -130,7 +111,6 @@ def pair_by_rank(wanted: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """
     if len(wanted) != len(lengths):
         raise ValueError(f"{len(wanted)} requests and {len(lengths)} prompts")
-    by_request = sorted(range(len(wanted)), key=lambda i: (wanted[i], i))
-    by_prompt = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    paired = dict(zip(by_request, by_prompt, strict=True))
-    return [paired[i] for i in range(len(wanted))]
+    paired = np.empty(len(wanted), dtype=int)
+    paired[np.argsort(wanted, kind="stable")] = np.argsort(lengths, kind="stable")
+    return [int(index) for index in paired]

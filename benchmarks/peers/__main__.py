@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from harness import Store, digest, machine, rotation, say, show, write
 from harness import arguments as common_arguments
-from prompts import Prompt, bench_texts, encode
+from prompts import Prompt, measured_prompts
 from tqdm import tqdm
 
 from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.deploy import model_store
+from paceline.deploy.demo.prompts import TOPICS
 from peers import report
 from peers.catalogue import PEERS, PLAIN, Peer, Setup
 from peers.environments import PeerError, versions
@@ -50,7 +51,7 @@ class Block:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common_arguments(__doc__, "quick", "out", "published")
+    parser = common_arguments(__doc__, "quick", "out")
     parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
     parser.add_argument("--target", default="smollm2", help="as target.path")
     parser.add_argument("--experts", type=Path, help="a trained state, or a draft per topic")
@@ -133,11 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = cells_of(options)
     blocks = options.blocks or (1 if options.quick else 3)
     tokens = options.max_tokens or (96 if options.quick else 128)
-    prompts = {
-        topic: own
-        for topic, own in encode(load_tokenizer(target), bench_texts(options.data)).items()
-        if own
-    }
+    tokenizer = load_tokenizer(target)
+    prompts = {topic: measured_prompts(options.data, topic, tokenizer) for topic in TOPICS}
     plan = blocks_of(prompts, cells, blocks)
     peers = [peer for peer in PEERS if _is_wanted(peer, options)]
     out = options.out / "peers"
@@ -145,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work.mkdir(parents=True, exist_ok=True)
     slots = max(cell.in_flight for cell in cells)
     setup = Setup(target, options.threads, slots, _CONTEXT, options.experts, options.draft, work)
-    store = Store(out / "units", options.published)
+    store = Store(out / "units")
     shared = {
         "target": target.name,
         "threads": options.threads,

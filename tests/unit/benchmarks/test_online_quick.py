@@ -1,4 +1,4 @@
-"""A quick run is short, and teaches all the same."""
+"""A quick run is short, and its drafts learn all the same."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Store
-from online.__main__ import QUICK_LEARNING
-from online.bench import QUICK, Bench
-from online.learner import Learner
-from online.serving import Serving
-from online.units import ORDER, phases_of
+from online.lab import Lab, lab_arguments
+from online.learner import Learner, Learning
+from online.shifts import ORDER, phases_of
 from tiny_models import tiny_llama
 from training_records import training_record
 
+from paceline.deploy.config.learning_settings import replay_settings
+
 
 @pytest.mark.usefixtures("deepspeed")
-def test_every_expert_of_a_quick_shift_is_taught(tmp_path: Path) -> None:
+def test_every_expert_of_a_quick_shift_is_trained(tmp_path: Path) -> None:
     """The quick run's own prompts and rounds, a tiny draft, and made-up answers."""
-    learning = replace(QUICK_LEARNING.tireless(), micro_steps=1)
-    bench = Bench(Store(tmp_path / "store"), None, QUICK, Serving())
-    draft = tmp_path / "draft"
-    tiny_llama(2, vocab=len(bench.tokenizer), layers=1).save_pretrained(draft)
-    learner = Learner(tmp_path / "weights", ORDER, learning, lambda *_: None, draft=draft)
-    for topic, questions in zip(ORDER, phases_of(bench, "abrupt", ORDER), strict=True):
-        for number, question in enumerate(questions):
-            prompt = np.array(question.token_ids, dtype=np.int32)
-            named = {"request_id": question.key, "topic": topic, "prompt_token_ids": prompt}
+    lab = Lab(
+        lab_arguments("A lab.").parse_args(["--quick", "--target", "small", "--out", str(tmp_path)])
+    )
+    lab.draft = tmp_path / "draft"
+    tiny_llama(2, vocab=len(lab.tokenizer), layers=1).save_pretrained(lab.draft)
+    learning, replay = Learning(micro_steps=1, rests=False), replay_settings(lab.config)
+    settings = lab.trainer(ORDER)
+    settings = replace(settings, distiller=replace(settings.distiller, target_path=None))
+    learner = Learner(tmp_path / "weights", settings, learning, replay=replay)
+    done = 0
+    for topic, prompts in zip(ORDER, phases_of(lab, "abrupt", ORDER), strict=True):
+        for number, prompt in enumerate(prompts):
+            ids = np.array(prompt.token_ids, dtype=np.int32)
+            named = {"request_id": prompt.key, "topic": topic, "prompt_token_ids": ids}
             learner.add(replace(training_record(number), **named))  # type: ignore[arg-type]
-        assert learner._loop.counted[topic].micro_steps > 0, topic
+        before, done = done, learner.facts()["micro_steps"]
+        assert done > before, topic

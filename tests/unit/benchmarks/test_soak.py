@@ -9,7 +9,7 @@ import pytest
 from engines import make_engine, request, run
 from hypothesis import given
 from hypothesis import strategies as st
-from soak import ProcessUsage, Reading, blocks_held, faults_of, growth_of, growths_of
+from soak import Reading, blocks_held, faults_of, growth_of, growths_of, series_of, usage_of
 
 MINUTES = [60.0 * i for i in range(31)]
 TOLERANCE = (0.05, 10.0)
@@ -46,33 +46,33 @@ def test_two_measurements_are_no_series() -> None:
         growth_of([0.0, 1.0], [1.0, 2.0], TOLERANCE)
 
 
-def held(pid: int, memory: int) -> ProcessUsage:
-    return ProcessUsage("target", pid, rss=memory, pss=memory, files=20, sockets=5, threads=9)
+def held(memory: int) -> dict[str, int]:
+    return {"rss": memory, "pss": memory, "files": 20, "sockets": 5, "threads": 9}
 
 
 def reading(at: float, pss: int, pid: int = 7, running: int = 0) -> Reading:
-    return Reading(
-        at, (held(pid, pss),), object_store=0, running=running, waiting=0, versions=3, blocks_held=0
-    )
+    series = series_of({f"target/{pid}": held(pss)}, 0)
+    return Reading(at, series, running=running, waiting=0, blocks_held=0)
 
 
-class Quiet:
-    """Traffic that went well."""
+def test_the_usage_of_a_process_is_read() -> None:
+    import psutil
 
-    def __init__(self) -> None:
-        from collections import Counter
-
-        self.failures: Counter[str] = Counter()
+    found = usage_of(psutil.Process())
+    assert found is not None
+    assert found.keys() == held(0).keys()
+    assert 0 < found["pss"] <= found["rss"]
+    assert found["files"] > 0
 
 
 def test_the_soak_says_what_is_wrong() -> None:
     flat = [reading(60.0 * i, 10**9) for i in range(10)]
-    assert faults_of(flat, growths_of(flat), Quiet()) == []  # type: ignore[arg-type]
+    assert faults_of(flat, growths_of(flat), {}) == []
     climbing = [reading(60.0 * i, 10**9 + i * 10**8) for i in range(10)]
-    faults = faults_of(climbing, growths_of(climbing), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(climbing, growths_of(climbing), {})
     assert faults == ["all pss grows", "target/7 pss grows", "target/7 rss grows"]
     restarted = [*flat[:5], *(reading(60.0 * i, 10**9, pid=8, running=1) for i in range(5, 10))]
-    faults = faults_of(restarted, growths_of(restarted), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(restarted, growths_of(restarted), {})
     assert faults[0] == "target/7 is gone or was restarted"
     assert "1 requests run" in faults[1]
 
@@ -80,7 +80,7 @@ def test_the_soak_says_what_is_wrong() -> None:
 def test_blocks_that_nobody_gives_back_are_found() -> None:
     flat = [reading(60.0 * i, 10**9) for i in range(10)]
     leaking = [*flat[:-1], replace(flat[-1], blocks_held=3)]
-    faults = faults_of(leaking, growths_of(leaking), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(leaking, growths_of(leaking), {})
     assert faults == ["3 KV blocks are held after the end"]
     assert blocks_held({"kv_blocks_total": 24, "kv_blocks_available": 21}) == 3
     assert blocks_held({"error": "ActorDiedError"}) == -1
@@ -104,8 +104,11 @@ def test_what_the_prefix_cache_remembers_is_not_held() -> None:
 
 def test_processes_that_come_and_stay_are_found_though_none_of_them_grows() -> None:
     breeding = [
-        replace(reading(60.0 * i, 10**9), processes=tuple(held(7 + j, 10**8) for j in range(i + 1)))
+        replace(
+            reading(60.0 * i, 10**9),
+            series=series_of({f"target/{7 + j}": held(10**8) for j in range(i + 1)}, 0),
+        )
         for i in range(10)
     ]
-    faults = faults_of(breeding, growths_of(breeding), Quiet())  # type: ignore[arg-type]
+    faults = faults_of(breeding, growths_of(breeding), {})
     assert faults == ["all processes grows", "all pss grows"]

@@ -5,29 +5,28 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 from clients import Outcome, Planned, Reply, outcome_of
 from harness import Store
 from online import traces, traffic
-from online.rows import Question
 from online.traffic import (
-    FULL,
+    LESSON,
     ONLINE,
     PLAIN,
-    QUICK,
     VARIANTS,
     Block,
-    Prompts,
     body,
     busy_rate,
     planned,
     turns,
 )
+from prompts import Prompt
 
 from paceline.actors.weights.history import append_decision
 
@@ -90,19 +89,19 @@ def test_a_stretched_trace_has_the_rate_and_keeps_its_bursts() -> None:
     found = traces.at_rate(arrivals, rate=2.0)
     assert found[0].at_s == 0.0
     assert found[-1].at_s == pytest.approx(3 / 2.0)
-    assert traces.gap_cv(found) == pytest.approx(traces.gap_cv(arrivals))
+    gaps = np.diff([a.at_s for a in found])
+    assert gaps == pytest.approx(np.array([1.0, 0.5, 8.5]) * 1.5 / 10.0)
     with pytest.raises(ValueError, match="cannot be brought"):
         traces.at_rate(trace(1.0, 1.0), 2.0)
 
 
 def test_answers_are_scaled_down_to_the_room_but_never_up() -> None:
     long = [traces.Arrival(0.0, 1, tokens) for tokens in range(1, 1001)]
-    scale = traces.output_scale(long, 100)
-    found = traces.answer_tokens(long, scale, 100)
-    assert scale == pytest.approx(100 / 990.01, rel=1e-3)
+    found = traces.answer_tokens(long, long, 100)
+    assert found[499] == pytest.approx(500 * 100 / 990, abs=1)
     assert (min(found), max(found)) == (1, 100)
     short = [traces.Arrival(0.0, 1, tokens) for tokens in (3, 7)]
-    assert traces.answer_tokens(short, traces.output_scale(short, 100), 100) == [3, 7]
+    assert traces.answer_tokens(short, short, 100) == [3, 7]
 
 
 def test_prompts_are_paired_by_rank() -> None:
@@ -114,23 +113,26 @@ def test_prompts_are_paired_by_rank() -> None:
         traces.pair_by_rank(wanted, [1])
 
 
-def test_a_generated_trace_is_the_same_for_a_seed_and_comes_in_bursts() -> None:
+def test_a_generated_trace_is_the_same_for_a_seed_and_has_its_rate() -> None:
     found = traces.generated(6000, seed=3, rate=2.0)
     assert found == traces.generated(6000, seed=3, rate=2.0)
     assert found != traces.generated(6000, seed=4, rate=2.0)
-    minutes = found[-1].at_s / 60.0
-    parts = Counter(a.at_s % 60.0 < 15.0 for a in found)
-    assert parts[True] / (15.0 * minutes) == pytest.approx(6.0, rel=0.1)
-    assert parts[False] / (45.0 * minutes) == pytest.approx(2.0, rel=0.1)
+    gaps = np.diff([a.at_s for a in found])
+    assert gaps.mean() == pytest.approx(0.5, rel=0.05)
+    assert gaps.std() == pytest.approx(0.5, rel=0.1)  # as of a Poisson process
+
+
+def some_prompts(count: int) -> list[Prompt]:
+    return [Prompt(str(i), "sql", tuple(range(2 + i)), f"text {i}") for i in range(count)]
 
 
 def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alone_learns() -> None:
-    questions = [Question(str(i), "sql", tuple(range(5 + i))) for i in range(6)]
-    prompts = Prompts(questions, [f"text {i}" for i in range(6)])
-    sent = {v: planned(trace(0.0, 1.0, 2.0), 1.0, prompts, 3, v) for v in (PLAIN, ONLINE)}
+    arrivals, own = trace(0.0, 1.0, 2.0), some_prompts(3)
+    sent = {v: planned(arrivals, [1, 2, 3], own, v) for v in (PLAIN, ONLINE)}
     texts = {v: [p.body["messages"][0]["content"] for p in own] for v, own in sent.items()}
-    assert texts[PLAIN] == texts[ONLINE] == ["text 3", "text 4", "text 5"]  # three are gone
+    assert texts[PLAIN] == texts[ONLINE] == ["text 0", "text 1", "text 2"]
     assert [p.due_s for p in sent[ONLINE]] == [0.0, 1.0, 2.0]
+    assert [p.body["max_tokens"] for p in sent[ONLINE]] == [1, 2, 3]
     assert body("x", 4, PLAIN)["speculative"] == {"draft": "off"}
     assert "speculative" not in body("x", 4, ONLINE)
     assert [body("x", 4, v)["store"] for v in (PLAIN, ONLINE)] == [False, True]
@@ -139,7 +141,7 @@ def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alon
 def test_every_variant_is_first_as_often_at_every_load() -> None:
     traces, loads = ["code", "conv"], (0.3, 0.6, 0.9)
     orders = {
-        (trace, load, repeat): turns(Block(trace, load, repeat), traces, loads)
+        (trace, load, repeat): turns(Block(trace, load, repeat, 9.0), traces, loads)
         for trace in traces
         for load in loads
         for repeat in range(3)
@@ -150,29 +152,29 @@ def test_every_variant_is_first_as_often_at_every_load() -> None:
                 assert {orders[trace, load, r][place] for r in range(3)} == set(VARIANTS)
     assert len({orders["code", load, 0][0] for load in loads}) == 3
     assert orders["code", 0.3, 0] != orders["conv", 0.3, 0]
+    assert turns(Block("code", 0.1, LESSON, 9.0), traces, loads) == [ONLINE]
 
 
 class Here(traffic.Traffic):
     """Blocks of two loads over a small pool, none of them served."""
 
-    def __init__(self, pool: int, store: Store) -> None:
-        self.options, self.store, self.units = traffic.parse(["--quick"]), store, []
-        self.plan = replace(traffic.QUICK, repeats=2)
+    def __init__(self, pool: int, store: Store, *line: str) -> None:
+        self.options, self.store = traffic.parse(["--quick", "--repeats", "2", *line]), store
+        self.units = []
         self.traces = {"t": traces.generated(500, seed=1)}
-        questions = [Question(str(i), "sql", (1, 2)) for i in range(pool)]
-        self.prompts = Prompts(questions, [q.key for q in questions])
+        self.prompts = some_prompts(pool)
         self.common = {}
-        self.seen: list[list[int]] = []
+        self.seen: list[list[str]] = []
 
-    def capacity(self, trace: str) -> dict[str, Any]:  # noqa: ARG002
-        return {"requests_per_s": 2.0}
+    def capacity(self, trace: str) -> float:  # noqa: ARG002
+        return 2.0
 
-    def _serve(self, start: int, count: int, *_: Any) -> dict[str, Any]:
-        self.seen.append(self.prompts.part(count, start))
-        return {
-            "summary": traffic.summary([outcome()], traffic.Limits(1.0, 1.0)),
-            "prompts_repeated": self.prompts.repeated(count, start),
-        }
+    def _serve(self, start: int, block: Block, variant: str, _: Any) -> dict[str, Any]:
+        count = self._count(block)
+        requests = self._planned(block.trace, self.traces["t"][:count], start, variant)
+        self.seen.append([r.body["messages"][0]["content"] for r in requests])
+        repeated = min(count, max(0, start + count - len(self.prompts)))
+        return traffic.summary([outcome()]) | {"prompts_repeated": repeated}
 
 
 @pytest.mark.parametrize(("pool", "again"), [(176, 0), (170, 6)])
@@ -182,13 +184,12 @@ def test_no_block_is_sent_a_prompt_of_another_until_the_pool_is_empty(
     runs = Here(pool, Store(tmp_path))
     for number, block in enumerate(runs.blocks()):
         runs.run(number, block, 0, PLAIN, None)
-        assert runs.units[-1]["settings"]["block"] == asdict(block)  # what the report is made of
+        assert runs.units[-1].items() >= asdict(block).items()  # what the report is made of
     assert [len(part) for part in runs.seen] == [24, 64, 24, 64]  # 40 s at 0.3 and 0.8 of 2/s
-    counts = Counter(i for part in runs.seen for i in part)
+    counts = Counter(text for part in runs.seen for text in part)
     assert sum(n - 1 for n in counts.values()) == again
     assert f"{again} PROMPTS" in capsys.readouterr().err or not again
-    found = [unit["result"]["prompts_repeated"] for unit in runs.store.every("block-")]
-    assert sum(found) == again
+    assert sum(unit["prompts_repeated"] for unit in runs.units) == again
 
 
 def test_a_pass_that_came_at_another_turn_of_its_block_does_not_count(tmp_path: Path) -> None:
@@ -196,11 +197,11 @@ def test_a_pass_that_came_at_another_turn_of_its_block_does_not_count(tmp_path: 
     for turn in (0, 1, 0):
         runs.run(0, runs.blocks()[0], turn, PLAIN, None)
     assert len(runs.seen) == 2
-    assert [unit["settings"]["turn"] for unit in runs.units] == [0, 1, 0]
+    assert [unit["turn"] for unit in runs.units] == [0, 1, 0]
 
 
 def test_all_variants_have_the_same_prefix_cache_and_their_config_is_in_the_key() -> None:
-    options = traffic.parse(["--quick"])
+    options = traffic.parse(["--quick", "--target", "small"])
     facts = traffic.config_facts(options)
     assert {own["target"]["prefix_cache"] for own in facts.values()} == {False}
     assert [own["training"]["enabled"] for own in facts.values()] == [False, False, True]
@@ -219,20 +220,23 @@ def test_capacity_does_not_count_the_end_in_which_the_server_runs_empty() -> Non
 
 
 def test_the_clock_waits_for_a_trainer_that_has_something_to_load() -> None:
-    up = traffic.is_started
-    assert not up({})  # it does not answer yet
-    assert not up({"state": "starting", "micro_steps": 0})
-    assert not up({"state": "waiting for a permit", "micro_steps": 0})
-    assert up({"state": "no new records", "micro_steps": 0})
-    assert up({"state": "training", "micro_steps": 1})
+    def up(**trainer: Any) -> bool:
+        return traffic.is_started({"trainer": trainer})
+
+    assert not traffic.is_started({"trainer": None})  # it does not answer yet
+    assert not up()
+    assert not up(state="starting", micro_steps=0)
+    assert not up(state="waiting for a permit", micro_steps=0)
+    assert up(state="no new records", micro_steps=0)
+    assert up(state="training", micro_steps=1)
 
 
 def test_decisions_are_counted_by_outcome(tmp_path: Path) -> None:
     for at, name in enumerate(("published", "rolled_back", "published", "promoted")):
         append_decision(tmp_path / "history.jsonl", {"outcome": name, "time": at})
-    found = traffic.outcomes_of(tmp_path)
+    found = traffic.decisions_of(tmp_path)
     assert found == {"published": 2, "rolled_back": 1, "promoted": 1}
-    assert not traffic.outcomes_of(tmp_path / "none")
+    assert not traffic.decisions_of(tmp_path / "none")
 
 
 def test_a_reply_is_measured_from_when_it_was_due() -> None:
@@ -266,48 +270,43 @@ def test_a_reply_is_measured_from_when_it_was_due() -> None:
     assert (nothing.ttft_s, nothing.tpot_s, nothing.rounds) == (None, None, 0)
 
 
-def test_goodput_counts_whole_answers_within_both_limits() -> None:
-    limits = traffic.limits_from([outcome(ttft_s=0.1), outcome(ttft_s=0.3)], 2.0)
-    assert limits == traffic.Limits(pytest.approx(0.4), pytest.approx(0.02))
+def test_latencies_and_speculation_are_of_whole_answers() -> None:
     found = traffic.summary(
         [
             outcome(due_s=9.5),
             outcome(ttft_s=0.5),
-            outcome(tpot_s=0.03),
-            outcome(error="HTTP 503"),
+            outcome(tpot_s=0.03, lag_s=0.4),
+            outcome(error="HTTP 503", ttft_s=9.0),
             outcome(tokens=1, tpot_s=None),
         ],
-        limits,
     )
     assert (found["requests"], found["failed"]) == (5, 1)
-    assert found["seconds"] == pytest.approx(10.0)
-    assert found["goodput"] == pytest.approx(0.2)
+    assert found["lasted_s"] == pytest.approx(10.0)
     assert found["tokens_per_s"] == pytest.approx(3.1)
-    assert found["acceptance"]["first"] == pytest.approx(0.75)
-    assert found["acceptance"]["mean_acceptance_length"] == pytest.approx(2.5)
-    assert found["acceptance"]["drafted"] == 64
+    assert found["first"] == pytest.approx(0.75)
+    assert found["mean_acceptance_length"] == pytest.approx(2.5)
+    assert (found["drafted"], found["lag_s"]) == (64, 0.4)
+    assert found["ttft_p50_s"] == pytest.approx(0.1)
+    assert found["ttft_p99_s"] == pytest.approx(np.percentile([0.1, 0.5, 0.1, 0.1], 99))
+    assert found["tpot_p50_s"] == pytest.approx(0.01)  # an answer of one token has none
 
 
-def test_percentiles_leave_out_what_is_not_there() -> None:
-    assert traffic.percentiles([None]) == {"p50": None, "p99": None, "mean": None}
-    assert traffic.percentiles([None, 1.0, 3.0])["p50"] == pytest.approx(2.0)
-    assert traffic.percentiles([float(i) for i in range(101)])["p99"] == pytest.approx(99.0)
+def test_a_block_without_a_whole_answer_has_no_latencies() -> None:
+    found = traffic.summary([outcome(error="HTTP 503")])
+    assert (found["failed"], found["tokens_per_s"]) == (1, 0.0)
+    assert found["ttft_p50_s"] is found["mean_acceptance_length"] is None
 
 
 def unit(variant: str, repeat: int, seconds: float, answers: str = "ab") -> dict[str, Any]:
     outcomes = [outcome(answer=a, ttft_s=seconds) for a in answers]
     return {
-        "settings": {"block": {"trace": "t", "load": 0.5, "repeat": repeat}, "variant": variant},
-        "result": {
-            "summary": traffic.summary(outcomes, traffic.Limits(1.0, 1.0)),
-            "decisions": {"published": 2, "rolled_back": 1},
-            "trainer": {"micro_steps": 7},
-            "cpu_s": {"target": 3.0, "trainer": repeat + 1.0},
-            "prompts_repeated": 3,
-            "outcomes": [
-                {"answer": o.answer, "error": o.error, "ttft_s": o.ttft_s} for o in outcomes
-            ],
-        },
+        **{"trace": "t", "load": 0.5, "repeat": repeat, "variant": variant},
+        **traffic.summary(outcomes),
+        "decisions": {"published": 2, "rolled_back": 1},
+        "cpu_s": 3.0 + repeat + 1.0,
+        "trainer_cpu_s": repeat + 1.0,
+        "prompts_repeated": 3,
+        "outcomes": [asdict(o) for o in outcomes],
     }
 
 
@@ -325,13 +324,13 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert (rows[1]["cpu_s"], rows[1]["trainer_cpu_s"]) == (4.5, 1.5)
     assert rows[1]["prompts_repeated"] == 6
     ratios = traffic.ratios_of(units)
-    first = next(r for r in ratios if r["variant"] == "online" and r["figure"] == "ttft p50")
+    first = next(r for r in ratios if r["variant"] == "online" and r["figure"] == "ttft_p50_s")
     assert first["ratio"] == pytest.approx(0.5)
     assert first["blocks"] == 2
     assert next(r for r in ratios if r["variant"] == "frozen").get("ratio") is None
     units += [unit("frozen", 0, 0.3), unit("frozen", 1, 0.6)]
     ratios = traffic.ratios_of(units)
-    between = next(r for r in ratios if r["against"] == "frozen" and r["figure"] == "ttft p50")
+    between = next(r for r in ratios if r["against"] == "frozen" and r["figure"] == "ttft_p50_s")
     assert (between["variant"], between["ratio"]) == ("online", pytest.approx(1 / 1.5))
     differ = traffic.answers_that_differ(units)
     assert differ["online"] == {"compared": 4, "differ": 1}
@@ -345,23 +344,26 @@ def test_processor_seconds_are_counted_by_role() -> None:
     assert processes.since(processes.seconds())["client"] < spent["client"]
 
 
-def test_the_lesson_s_prompts_come_in_no_block(tmp_path: Path) -> None:
-    runs = Here(400, Store(tmp_path))
-    runs.plan = replace(runs.plan, lesson_s=500.0)
-    state = runs.lesson()
+def test_the_lesson_s_prompts_come_in_no_block_and_its_state_goes_on(tmp_path: Path) -> None:
+    runs = Here(400, Store(tmp_path), "--lesson", "500")
+    lesson, first, *_ = runs.blocks()
+    state = runs.run(0, lesson, 0, ONLINE, None)
     assert state is not None
     assert state.is_dir()
-    runs.run(0, runs.blocks()[0], 0, PLAIN, None)
+    (state / "weights").touch()
+    after = runs.run(1, first, 0, ONLINE, state)
     assert [len(part) for part in runs.seen] == [100, 24]  # 500 s at a tenth of 2/s
     assert not set(runs.seen[0]) & set(runs.seen[1])
-    assert runs.lesson() == state  # what is there is not run again
+    assert len(runs.units) == 1  # a lesson is no figure
+    assert after is not None
+    assert (after / "weights").exists()
+    assert not state.exists()
+    assert runs.run(1, first, 0, ONLINE, state) == after  # what is there is not run again
     assert len(runs.seen) == 2
-    assert Here(4, Store(tmp_path / "none")).lesson() is None
 
 
 def test_a_shorter_run_is_asked_for_by_the_command_line() -> None:
-    assert traffic.plan_of(traffic.parse([])) == FULL
-    assert traffic.plan_of(traffic.parse(["--quick"])) == QUICK
-    shorter = traffic.plan_of(traffic.parse(["--seconds", "90", "--repeats", "1"]))
-    assert (shorter.seconds, shorter.repeats, shorter.loads) == (90.0, 1, FULL.loads)
-    assert traffic.plan_of(traffic.parse(["--lesson", "0"])).lesson_s == 0.0
+    full, quick = traffic.parse([]), traffic.parse(["--quick"])
+    assert (full.seconds, full.repeats, full.loads, full.lesson) == (180.0, 3, [0.3, 0.6, 0.9], 600)
+    assert (quick.seconds, quick.repeats, quick.loads, quick.lesson) == (40.0, 1, [0.3, 0.8], 0)
+    assert traffic.parse(["--quick", "--seconds", "90"]).seconds == 90.0

@@ -1,0 +1,281 @@
+"""What studies of learning stand on: a target with its drafts, prompts, kept answers, units."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import yaml
+from decoding import Answer, Drafted, answers
+from harness import Store, arguments, digest
+from models import config_of, load_engine, model_hashes
+from prompts import Prompt, mark_of, measured_prompts, source_of, training_prompts
+from torch import Tensor
+
+from online.learner import Evaluator, Learner, Learning, SyntheticRecords
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.replay.record import decode, encode
+from paceline.actors.replay.shard import Journal
+from paceline.actors.router.policy import GENERAL
+from paceline.actors.speculation.pending_updates import SwapWeights
+from paceline.actors.speculation.proposer import INITIAL_SUFFIX
+from paceline.actors.training.settings import TrainerSettings
+from paceline.actors.training.synthetic.generator import SyntheticPromptGenerator
+from paceline.actors.training.training_loop import RULES
+from paceline.deploy.config.learning_settings import (
+    replay_settings,
+    synthetic_settings,
+    trainer_settings,
+)
+
+ROWS = 8  # requests at once
+FROZEN = GENERAL + INITIAL_SUFFIX
+_PART = 128  # prompts that one engine answers before another may follow
+_SEED = 1
+# A micro-step of a record at a time gives the same steps, in more time.
+_USUAL = {"training.micro_batch": 8, "training.accumulation": 1, "router.enabled": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        stream: prompts of a topic's stream.
+        test: prompts of its test.
+        phase: prompts of a phase of a shift.
+        ceiling: prompts of the offline ceiling at most; None takes the whole training side.
+        window: requests per window.
+        checkpoints: requests after which the served draft is evaluated on the test.
+        max_tokens: of an answer.
+        k: drafted tokens of a round, constant so that windows compare.
+    """
+
+    stream: int = 1_000
+    test: int = 200
+    phase: int = 500
+    ceiling: int | None = None
+    window: int = 50
+    checkpoints: tuple[int, ...] = (0, 100, 200, 400, 700, 1_000)
+    max_tokens: int = 96
+    k: int = 4
+
+
+# Ten minutes at most. A phase has some ten held-out prompts: an expert with less than four is
+# not trained.
+QUICK = Sizes(stream=96, test=24, phase=32, ceiling=160, window=16, checkpoints=(0, 48, 96))
+_QUICK_KEYS = {"replay.held_out_fraction": 0.3}  # of so few prompts a fifth is too few for the gate
+
+
+def lab_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Parser of the options of a :class:`Lab`."""
+    names = ("quick", "target", "data", "threads", "dtype", "out")
+    parser = arguments(doc, *names, target="smollm2")
+    add = parser.add_argument
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the configuration")
+    add("--micro-steps", type=int, default=Learning().micro_steps, help="of a round of training")
+    return parser
+
+
+class Lab:
+    """Prompts, answers, engines and evaluator of units, each made once and when it is needed.
+
+    The configuration decides how drafts are trained.
+
+    Args:
+        options: of :func:`lab_arguments`.
+        sizes: None are those of the options.
+    """
+
+    def __init__(self, options: argparse.Namespace, sizes: Sizes | None = None) -> None:
+        self.store, self.data = Store(options.out / "online"), options.data
+        self.sizes = sizes or (QUICK if options.quick else Sizes())
+        self.threads, self.dtype = options.threads, options.dtype
+        pairs = (text.split("=", 1) for text in options.set)
+        keys = _USUAL | (_QUICK_KEYS if options.quick else {})
+        self.config = config_of(
+            options.target, keys | {key: yaml.safe_load(value) for key, value in pairs}
+        )
+        self.target, self.draft = self.config.target_path, self.config.draft_paths[GENERAL]
+        self._training: dict[str, list[Prompt]] = {}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        return load_tokenizer(self.target)
+
+    @cached_property
+    def frozen_engine(self) -> Engine:
+        """Engine with the general draft, whose initial weights never change."""
+        return self.engine([GENERAL])
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Evaluator of the general draft's architecture."""
+        return Evaluator(self.target, self.draft, self.dtype)
+
+    def engine(self, experts: Sequence[str], **more: Any) -> Engine:
+        """A new engine; every expert starts as the general draft. ``more`` as TargetSettings."""
+        own = {"target": self.target, "max_num_seqs": ROWS, "dtype": self.dtype}
+        named = {"threads": self.threads, "k": self.sizes.k, **own}
+        return load_engine(dict.fromkeys(experts, str(self.draft)), **(named | more))[0]
+
+    def trainer(self, experts: Sequence[str]) -> TrainerSettings:
+        """Settings of a trainer of these experts, by the configuration."""
+        settings = trainer_settings(self.config)
+        return replace(
+            settings,
+            draft_paths=dict.fromkeys(experts, str(self.draft)),
+            distiller=replace(settings.distiller, dtype=self.dtype),
+        )
+
+    @contextmanager
+    def learner(
+        self,
+        experts: Sequence[str],
+        learning: Learning,
+        put: Callable[[SwapWeights], None] = lambda _: None,
+    ) -> Iterator[tuple[Learner, SyntheticRecords | None]]:
+        """A learner of these experts, with what makes its synthetic records, if it wants any."""
+        more: dict[str, Any] = {"replay": replay_settings(self.config)}
+        synthetic = self._synthetic(experts, learning) if learning.synthetic else None
+        if synthetic is not None:
+            more["before_round"] = synthetic.fill
+        with tempfile.TemporaryDirectory() as folder:
+            yield Learner(Path(folder), self.trainer(experts), learning, put, **more), synthetic
+
+    def _synthetic(self, experts: Sequence[str], learning: Learning) -> SyntheticRecords:
+        training = self.config.training.model_copy(
+            update={"synthetic_per_record": learning.synthetic}
+        )
+        settings = synthetic_settings(self.config.model_copy(update={"training": training}))
+        assert settings is not None
+        names = map(str, range(10**9))
+        generator = SyntheticPromptGenerator(
+            replace(settings, at_once=ROWS, seed=learning.seed), mark=lambda: next(names)
+        )
+        tests = {p.token_ids for t in experts if t != GENERAL for p in self.test_prompts(t)}
+        return SyntheticRecords(self.engine([GENERAL]), generator, tests, ROWS)
+
+    def test_prompts(self, topic: str) -> list[Prompt]:
+        """Prompts of a topic's test."""
+        return measured_prompts(self.data, topic, self.tokenizer, self.sizes.test)
+
+    def training_prompts(self, topic: str) -> list[Prompt]:
+        """A topic's whole training side."""
+        if topic not in self._training:
+            self._training[topic] = training_prompts(self.data, topic, self.tokenizer)
+        return self._training[topic]
+
+    def stream(self, topic: str, count: int | None = None) -> list[Prompt]:
+        """The first prompts of a topic's training side."""
+        return self.training_prompts(topic)[: self.sizes.stream if count is None else count]
+
+    def serve(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        draft_of: Callable[[Prompt], str] = lambda prompt: prompt.topic,
+        temperature: float = 0.0,
+    ) -> Iterator[Answer]:
+        """Answer prompts, ``ROWS`` at once; yield each as it ends, with its record."""
+        sampling = SamplingParams(self.sizes.max_tokens, temperature=temperature)
+        requests = (
+            GenerationRequest(p.key, p.token_ids, sampling, topic=p.topic, draft=draft_of(p))
+            for p in prompts
+        )
+        return answers(engine, requests, ROWS)
+
+    def kept_answers(
+        self, name: str, prompts: Sequence[Prompt], draft: str = FROZEN
+    ) -> list[Answer]:
+        """Greedy answers with a draft that does not change, in the prompts' order.
+
+        Those that are on disk are not computed again; seconds do not compare with those of other
+        runs.
+        """
+        facts = {"sizes": [self.sizes.max_tokens, self.sizes.k], "draft": draft, **self.facts}
+        name = f"{source_of(self.data)}-{name}-{digest(facts)}.records"
+        journal = Journal(self.store.folder / "answers" / name)
+        kept = {str(msgpack.unpackb(data)["mark"]): data for data in journal.read()}
+        journal.rewrite(kept.values())  # a torn end would hide what is appended behind it
+        marks = {prompt.key: mark_of([prompt]) for prompt in prompts}
+        missing = [prompt for prompt in prompts if marks[prompt.key] not in kept]
+        for at in range(0, len(missing), _PART):
+            part = missing[at : at + _PART]
+            for answer in self.serve(self.frozen_engine, part, lambda _: draft):
+                kept[marks[answer.key]] = data = _pack(answer, marks[answer.key])
+                journal.append(data)
+        return [_unpack(kept[marks[prompt.key]]) for prompt in prompts]
+
+    def frozen(self, topic: str, count: int | None = None) -> list[Answer]:
+        """The stream of a topic, answered with the frozen draft."""
+        return self.kept_answers(f"{topic}-train", self.stream(topic, count))
+
+    def test(self, topic: str) -> list[Answer]:
+        """A topic's test, answered with the frozen draft."""
+        return self.kept_answers(f"{topic}-test", self.test_prompts(topic))
+
+    def scores(self, topic: str, state: Mapping[str, Tensor] | None) -> list[float]:
+        """Acceptance per test prompt of a topic under these weights; None are the initial ones."""
+        records = [answer.record for answer in self.test(topic)]
+        return [round(float(score), 5) for score in self.evaluator.score(state, records)]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Models and their arithmetic, for settings."""
+        return {
+            "models": digest(model_hashes(self.target, self.draft)),
+            "dtype": self.dtype,
+            "threads": self.threads,
+        }
+
+    def settings(self, topics: Sequence[str], more: Mapping[str, Any]) -> dict[str, Any]:
+        """All that decides a unit over these topics; ``more`` must hold its Learning, if any."""
+        prompts = [p for t in topics for p in (*self.stream(t), *self.test_prompts(t))]
+        trainer = self.trainer(())
+        plain = replace(trainer.distiller, target_path=None)
+        return {
+            **self.facts,
+            "data": source_of(self.data),
+            "topics": list(topics),
+            "prompts": mark_of(prompts),
+            "serving": [self.sizes.max_tokens, self.sizes.k],
+            "trainer": asdict(replace(trainer, distiller=plain, optimizer_dir=None)),
+            "replay": asdict(replay_settings(self.config)),
+            "rules": RULES,
+            **more,
+        }
+
+    def unit(
+        self, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]] | None
+    ) -> dict[str, Any] | None:
+        """A unit from disk, else from ``make`` if there is one."""
+        named = f"{Path(self.target).name}-{source_of(self.data)}-{name}"
+        if make is None:
+            return self.store.find(named, settings)
+        return self.store.unit(named, settings, make)
+
+
+def _pack(answer: Answer, mark: str) -> bytes:
+    assert answer.record is not None
+    fields = asdict(replace(answer, record=None)) | {"mark": mark, "record": encode(answer.record)}
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def _unpack(data: bytes) -> Answer:
+    fields: dict[str, Any] = msgpack.unpackb(data)
+    del fields["mark"]
+    drafted, record = Drafted(**fields.pop("drafted")), decode(fields.pop("record"))
+    tokens = tuple(fields.pop("token_ids"))
+    return Answer(**fields, token_ids=tokens, drafted=drafted, record=record)
