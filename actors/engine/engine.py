@@ -23,6 +23,7 @@ from paceline.actors.engine.request import (
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_FAULT,
+    FINISH_LENGTH,
     FINISH_NOT_FINITE,
     FINISH_REFUSED,
     GenerationChunk,
@@ -30,7 +31,11 @@ from paceline.actors.engine.request import (
     TokenLogprob,
     TokenSource,
 )
-from paceline.actors.engine.sampling import SamplingBatchCache, token_logprobs
+from paceline.actors.engine.sampling import (
+    SamplingBatchCache,
+    prompt_logprobs,
+    token_logprobs,
+)
 from paceline.actors.engine.scheduler import Scheduler, split_prefill_budget
 from paceline.actors.engine.sequence import Sequence, make_sequence
 from paceline.actors.engine.settings import EngineSettings
@@ -50,6 +55,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_MAX_PROMPT_LOGITS = 1 << 23  # per forward whose logits are all kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +189,7 @@ class Engine:
         self.updates.apply(busy=bool(self._running))
         self._scheduler.schedule()
         self._prefill()
+        outputs += self._finish_prompts()
         ready = [s for s in self._running.values() if s.prefilled]
         if not ready:
             return outputs
@@ -210,11 +218,36 @@ class Engine:
         shares = split_prefill_budget(remaining, self._settings.prefill_chunk)
         for sequence, share in zip(prefilling, shares, strict=True):
             if share:
-                start, row = sequence.num_computed, self._rows.row(sequence.request_id)
-                self._runner.prefill(row, sequence.tokens[start : start + share], start)
-                sequence.num_computed += share
+                self._prefill_chunk(sequence, share)
             if sequence.prefilled:
                 self._scheduler.cache_prefix(sequence)
+
+    def _prefill_chunk(self, sequence: Sequence, size: int) -> None:
+        """Compute the next tokens of a prompt, fewer if their log-probabilities are needed."""
+        start, row = sequence.num_computed, self._rows.row(sequence.request_id)
+        wanted = sequence.request.sampling.prompt_logprobs
+        if wanted is None or not sequence.needs_prompt_logprobs:
+            self._runner.prefill(row, sequence.tokens[start : start + size], start)
+            sequence.num_computed += size
+            return
+        size = min(size, max(1, _MAX_PROMPT_LOGITS // self._runner.vocab_size))
+        logits = self._runner.prefill(row, sequence.tokens[start : start + size], start, keep=0)
+        targets = sequence.request.prompt_token_ids[start + 1 : start + 1 + size]
+        entries = prompt_logprobs(logits[: len(targets)], targets, wanted)
+        sequence.add_prompt_logprobs(entries, start + 1)
+        sequence.num_computed += size
+
+    def _finish_prompts(self) -> list[StepOutput]:
+        """Finish the requests that end with their prompt."""
+        outputs = []
+        for sequence in list(self._running.values()):
+            if sequence.prefilled and sequence.max_tokens == 0 and sequence.finish_reason is None:
+                sequence.finish_reason = FINISH_LENGTH
+            if sequence.finish_reason is not None:
+                chunk, record = sequence.next_chunk(), self._finish(sequence)
+                outcome = sequence.take_outcome()
+                outputs.append(StepOutput(sequence.request_id, chunk, record, outcome))
+        return outputs
 
     @torch.inference_mode()
     def _decode(self, batch: list[Sequence], prefilling: list[Sequence]) -> list[StepOutput]:

@@ -190,18 +190,22 @@ class ModelRunner:
         token_ids: Sequence[int],
         start: int,
         expert: int = 0,
-    ) -> None:
+        keep: int = 1,
+    ) -> Tensor:
         """Store keys and values of consecutive tokens of one row, from position ``start``.
 
         The row must have blocks for them.
+
+        Returns:
+            logits of the last ``keep`` tokens ``[keep, V]``; 0 is all.
         """
         if not token_ids:
-            return
+            return torch.empty(0, self.vocab_size)
         tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=self.device)
         end = start + len(token_ids)
         positions = torch.arange(start, end, device=self.device)[None]
         layout = ExpertLayout([expert], self.device)
-        self.forward([row], tokens, positions, span=end, keep=1, layout=layout)
+        return self.forward([row], tokens, positions, span=end, keep=keep, layout=layout)[0]
 
     def prefill_batch(
         self,

@@ -25,7 +25,7 @@ class SamplingParams:
     """Sampling parameters, named as in OpenAI's API and vLLM.
 
     Attributes:
-        max_tokens: maximum output tokens.
+        max_tokens: maximum output tokens; 0 computes the prompt alone.
         temperature: 0 is greedy.
         top_p: 1 is off.
         top_k: 0 is off.
@@ -44,6 +44,7 @@ class SamplingParams:
         min_tokens: the answer does not end before, for any reason.
         stop_token_ids: end the answer as the end-of-sequence token does.
         logprobs: alternatives to report with every token, None for no log-probabilities.
+        prompt_logprobs: the same for every prompt token but the first.
         all_stop_token_ids: tokens banned before ``min_tokens``; set by the engine.
     """
 
@@ -65,6 +66,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     all_stop_token_ids: tuple[int, ...] = ()
 
     @property
@@ -202,19 +204,21 @@ class SpeculativeStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities of one output token: the target's softmax at T = 1, natural logarithm.
+    """Log-probabilities of one token: the target's softmax at T = 1, natural logarithm.
 
     Bias, penalties, temperature and filters are not applied.
 
     Attributes:
         logprob: of the token.
         top: (token id, log-probability), the most probable first.
-        text_offset: start of the token's text in the answer's, in characters.
+        text_offset: start of an output token's text in the answer's, in characters.
+        rank: of a prompt token: number of tokens that are at least as probable.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     text_offset: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,8 @@ class GenerationChunk:
             chunk since the replica may die before the last one.
         replica_id: if ``finish_reason`` is one of `FAILED`.
         token_sources: per token id; None if not requested.
+        prompt_logprobs: per prompt token but the first, in the first chunk that is not empty; None
+            in the others and if not requested.
     """
 
     text: str
@@ -273,6 +279,7 @@ class GenerationChunk:
     rounds: tuple[tuple[int, int], ...] = ()
     replica_id: str = ""
     token_sources: tuple[TokenSource, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
@@ -282,6 +289,7 @@ def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
     filled = [c for c in chunks if c.token_ids or c.text or c.finish_reason is not None]
     last = filled[-1] if filled else chunks[-1]
     logprobs = token_sources = None
+    of_prompt = (c.prompt_logprobs for c in filled if c.prompt_logprobs is not None)
     if last.logprobs is not None:
         logprobs = tuple(item for chunk in filled for item in chunk.logprobs or ())
     if last.token_sources is not None:
@@ -293,4 +301,5 @@ def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
         logprobs=logprobs,
         rounds=tuple(each for chunk in chunks for each in chunk.rounds),
         token_sources=token_sources,
+        prompt_logprobs=next(of_prompt, None),
     )

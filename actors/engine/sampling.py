@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 
 import torch
@@ -211,12 +211,34 @@ def token_logprobs(
         return found
     rows, steps, tokens = torch.tensor(at, device=logits.device).T
     logprobs = torch.log_softmax(logits[rows, steps].float(), dim=-1)
-    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
-    size = min(max(n for n in wanted if n is not None), logprobs.shape[-1])
-    values, ids = logprobs.topk(size, dim=-1)
-    for (row, _, _), logprob, top in zip(
-        at, own, zip(ids.tolist(), values.tolist(), strict=True), strict=True
-    ):
-        best = tuple(zip(*top, strict=True))[: wanted[row]]
-        found[row].append(TokenLogprob(logprob, best))
+    size = max(n for n in wanted if n is not None)
+    for (row, _, _), entry in zip(at, _entries(logprobs, tokens, size), strict=True):
+        found[row].append(replace(entry, top=entry.top[: wanted[row]]))
     return found
+
+
+@torch.inference_mode()
+def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], size: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of prompt tokens, unprocessed, with their ranks.
+
+    Args:
+        logits: float ``[T, V]``, the target's before each token.
+        token_ids: T tokens.
+        size: number of alternatives.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    tokens = torch.tensor(token_ids, device=logits.device)
+    own = logprobs.gather(-1, tokens[:, None])
+    ranks = (logprobs >= own).sum(dim=-1).tolist()
+    entries = _entries(logprobs, tokens, size)
+    return [replace(entry, rank=rank) for entry, rank in zip(entries, ranks, strict=True)]
+
+
+def _entries(logprobs: Tensor, tokens: Tensor, size: int) -> list[TokenLogprob]:
+    """Return the entries of N tokens with the ``size`` most probable ones, from ``[N, V]``."""
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(size, logprobs.shape[-1]), dim=-1)
+    return [
+        TokenLogprob(logprob, tuple(zip(*top, strict=True)))
+        for logprob, *top in zip(own, ids.tolist(), values.tolist(), strict=True)
+    ]

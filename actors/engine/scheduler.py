@@ -88,7 +88,7 @@ class Scheduler:
             row = self.rows.allocate(sequence.request_id)
             num_computed = self._kv.allocate_with_prefix(
                 row,
-                sequence.tokens[:-1] if self._prefix_cache else (),
+                sequence.tokens[: sequence.first_position] if self._prefix_cache else (),
                 self._max_length(sequence),
                 watermark=sum(map(self._may_grow, self.running.values())),
                 prompt=len(sequence.request.prompt_token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from paceline.actors.engine.recorder import Recorder
 from paceline.actors.engine.request import (
     DRAFT_OFF,
     FINISH_LENGTH,
+    FINISH_NOT_FINITE,
     FINISH_STOP,
     GenerationChunk,
     GenerationRequest,
@@ -75,6 +77,7 @@ class Sequence:
     last_round: tuple[int, int] = (0, 0)
     histogram: list[int] = field(default_factory=list)
     _sent: int = 0  # output tokens in chunks so far
+    _prompt_logprobs: list[TokenLogprob] | None = None  # of tokens 1, 2 ...; None: unwanted or sent
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _token_sources: list[TokenSource] = field(default_factory=list)
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
@@ -87,6 +90,8 @@ class Sequence:
         self.request_id = self.request.run_id
         self.draft = self.draft or self.request.draft
         self._num_prompt = len(self.tokens)
+        if self.request.sampling.prompt_logprobs is not None:
+            self._prompt_logprobs = []
 
     @property
     def num_output(self) -> int:
@@ -103,11 +108,34 @@ class Sequence:
         """Whether all tokens but the last are computed."""
         return self.num_computed >= len(self.tokens) - 1
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.first_position < self._num_prompt - 1
+
+    @property
+    def first_position(self) -> int:
+        """Position before which no logits are needed any more; a cached prefix may end there."""
+        if self._prompt_logprobs is None or len(self._prompt_logprobs) >= self._num_prompt - 1:
+            return len(self.tokens) - 1
+        return len(self._prompt_logprobs)
+
     def start(self, num_computed: int) -> None:
         """Start or restart with the keys and values of the first positions."""
         self.num_computed = num_computed
         if self.num_cached is None:
             self.num_cached = num_computed
+
+    def add_prompt_logprobs(self, entries: Items[TokenLogprob], position: int) -> None:
+        """Add entries of the tokens from ``position`` on, of which earlier ones are known.
+
+        An entry that is not a number ends the request.
+        """
+        assert self._prompt_logprobs is not None
+        known = len(self._prompt_logprobs) + 1 - position
+        self._prompt_logprobs.extend(entries[known:])
+        if any(math.isnan(entry.logprob) for entry in entries):
+            self.finish_reason = FINISH_NOT_FINITE
 
     def draft_budget(self, k: int) -> int:
         """Limit k to the remaining tokens, of which one per round is the target's."""
@@ -183,6 +211,9 @@ class Sequence:
         filled = last or bool(text) or self._sent > start  # empty chunks are not sent
         rounds = tuple(self._unsent_rounds) if filled else ()
         del self._unsent_rounds[: len(rounds)]
+        prompt_logprobs = self._prompt_logprobs if filled else None
+        if filled:
+            self._prompt_logprobs = None
         return GenerationChunk(
             text=text,
             token_ids=tuple(self.tokens[first + start : first + self._sent]),
@@ -197,6 +228,7 @@ class Sequence:
             token_sources=self._with_offsets(self._token_sources, start, self._sent)
             if self.request.token_sources
             else None,
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
         )
 
     def _with_offsets(self, items: list[Placed], start: int, end: int) -> tuple[Placed, ...]:
@@ -297,7 +329,8 @@ def make_sequence(
     k = request.num_speculative_tokens
     if k is None:
         k = settings.num_speculative_tokens
-    if request.draft == DRAFT_OFF or request.draft not in drafts:
+    prompt_only = request.sampling.max_tokens == 0
+    if prompt_only or request.draft == DRAFT_OFF or request.draft not in drafts:
         k = 0
     draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
     sequence = Sequence(
@@ -314,7 +347,7 @@ def make_sequence(
         num_speculative_tokens=k,
         weight_version=drafts.get(draft, 0),
         draft=draft,
-        recorder=Recorder() if request.has_record else None,
+        recorder=Recorder() if request.has_record and not prompt_only else None,
     )
     sequence.resume(settings.eos_token_ids)
     return sequence

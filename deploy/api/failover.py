@@ -111,6 +111,7 @@ class ResumableRequest:
         self._token_ids: list[int] = []
         self._sent_chars = 0
         self._cached: int | None = None
+        self._has_prompt_logprobs = False
         # (drafted, accepted) of each speculative round, of failed attempts and of the present one
         self._past_rounds: list[tuple[int, int]] = []
         self._rounds: list[tuple[int, int]] = []
@@ -123,8 +124,12 @@ class ResumableRequest:
     @property
     def request(self) -> GenerationRequest:
         """The request for the next replica, with the output so far."""
+        sampling = self._original.sampling
+        if self._has_prompt_logprobs:
+            sampling = replace(sampling, prompt_logprobs=None)
         return replace(
             self._original,
+            sampling=sampling,
             output_token_ids=tuple(self._token_ids),
             sent_chars=self._sent_chars,
             attempt=self._attempt,
@@ -158,6 +163,7 @@ class ResumableRequest:
             return None
         self._token_ids.extend(chunk.token_ids)
         self._sent_chars += len(chunk.text)
+        self._has_prompt_logprobs |= chunk.prompt_logprobs is not None
         if self._cached is None:
             self._cached = chunk.num_cached_tokens
         self.finished = last

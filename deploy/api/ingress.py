@@ -386,9 +386,11 @@ class Ingress:
             chat=parsed.chat,
             token_ids=parsed.options.return_token_ids,
             topics=topics,
-            prompt_tokens=sum(map(len, parsed.prompts)),
+            prompts=parsed.prompts,
             names=self._token_names,
             num_choices=parsed.options.num_choices,
+            echoes=parsed.echoes,
+            prompt_logprobs=parsed.options.prompt_logprobs is not None,
             include_usage=usage.include_usage,
             continuous_usage=usage.include_usage and usage.continuous_usage_stats,
         )

@@ -64,6 +64,7 @@ _FIELDS: dict[str, Schema] = {
     "prompt": {"anyOf": [_STRING, _list_of(_STRING), _TOKENS, _list_of(_TOKENS)]},
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]},
     "logit_bias": {"anyOf": [_BIAS, _NULL]},
+    "echo": _FLAG,
     "ignore_eos": _FLAG,
     "return_token_ids": _FLAG,
     "return_token_sources": _FLAG,

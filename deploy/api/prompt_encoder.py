@@ -6,10 +6,12 @@ import inspect
 import json
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.actors.engine import compatibility
+from paceline.actors.engine.detokenizer import IncrementalDetokenizer
 from paceline.deploy.api.request_schemas import (
     ChatCompletionRequest,
     ChatMessage,
@@ -58,6 +60,21 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
     if largest >= vocab_size:
         reason = f"token id {largest} is not below the vocabulary's {vocab_size}"
         raise invalid_value(param, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt that answers repeat.
+
+    Attributes:
+        text: as the client sent it; of token ids, what they decode to with special tokens.
+        token_ids: of the prompt.
+        text_offsets: start of each token's text, in characters.
+    """
+
+    text: str
+    token_ids: list[int]
+    text_offsets: list[int]
 
 
 class PromptEncoder:
@@ -151,6 +168,22 @@ class PromptEncoder:
             written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
             given["content"] = f"{message.text}\n{written}" if message.text else written
         return given
+
+    def echo(self, prompt: str | list[int], token_ids: list[int]) -> EchoedPrompt:
+        """What answers to a prompt repeat.
+
+        Args:
+            prompt: as the client sent it.
+            token_ids: of the prompt.
+        """
+        text = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+        for token in token_ids:
+            text.append(token)
+        whole = text.release(last=True)
+        own = prompt if isinstance(prompt, str) else whole
+        added = len(whole) - len(own) if whole.endswith(own) else 0  # by the tokenizer: "<s>"
+        offsets = [max(0, text.start(i) - added) for i in range(len(token_ids))]
+        return EchoedPrompt(own, token_ids, offsets)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a prompt without special tokens, for the router."""

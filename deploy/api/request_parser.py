@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
-from paceline.deploy.api.prompt_encoder import PromptEncoder, last_user_message
+from paceline.deploy.api.prompt_encoder import EchoedPrompt, PromptEncoder, last_user_message
 from paceline.deploy.api.request_schemas import (
     CONTEXT_LENGTH,
     CONTEXT_LENGTH_EXCEEDED,
@@ -58,6 +58,7 @@ class ParsedRequest:
         max_tokens: of every prompt, the most tokens of an answer.
         chat: True for ``/v1/chat/completions``.
         client: API key or address, see `client_key`.
+        echoes: of every prompt, what its answers repeat; empty if they do not.
     """
 
     options: GenerationOptions
@@ -66,6 +67,7 @@ class ParsedRequest:
     max_tokens: list[int]
     chat: bool
     client: str
+    echoes: tuple[EchoedPrompt, ...] = ()
 
 
 class RequestParser:
@@ -123,7 +125,8 @@ class RequestParser:
             for prompt in prompts
         ]
         texts = [self._encoder.decode(prompt) for prompt in prompts]
-        return ParsedRequest(options, prompts, texts, limits, chat=False, client=client)
+        echoes = map(self._encoder.echo, options.prompts, prompts) if options.echo else ()
+        return ParsedRequest(options, prompts, texts, limits, False, client, tuple(echoes))
 
     def _chat(self, body: bytes, client: str) -> ParsedRequest:
         options = parse_options(body, ChatCompletionRequest, self._model_name)
@@ -245,17 +248,20 @@ def parse_options(
 
 
 def _check_supported(options: GenerationOptions) -> None:
-    for field in sorted(options.model_fields_set & NO_OP_VALUES.keys()):
-        value, accepted = getattr(options, field), NO_OP_VALUES[field]
+    for name in sorted(options.model_fields_set & NO_OP_VALUES.keys()):
+        value, accepted = getattr(options, name), NO_OP_VALUES[name]
         # By type too: 1 == True and 0 == False in Python.
         if any(type(value) is type(item) and value == item for item in accepted):
             continue
         only = next((item for item in accepted if item is not None), None)
         rest = "leave it out" if only is None else f"leave it out or send {only!r}"
-        text = f"This value of {field} is not supported yet: {rest}."
-        if field == "echo":
-            text = "echo is off: answers do not repeat the prompt. Leave it out or send false."
-        raise ApiError(400, text, param=field, code="unsupported_value")
+        text = f"This value of {name} is not supported yet: {rest}."
+        raise ApiError(400, text, param=name, code="unsupported_value")
+    if options.stream and options.prompt_logprobs is not None:
+        text = "prompt_logprobs are not streamed: leave stream out, or use echo and logprobs."
+        raise ApiError(400, text, param="prompt_logprobs", code="unsupported_value")
+    if options.max_tokens == 0 and not (options.echoes or options.prompt_logprobs is not None):
+        raise invalid_value("max_tokens", "0 needs echo or prompt_logprobs")
 
 
 def check_model(requested: str, model_name: str) -> None:
@@ -408,6 +414,7 @@ def sampling_params(
         min_tokens=min_tokens,
         stop_token_ids=tuple(options.stop_token_ids or ()),
         logprobs=options.num_logprobs,
+        prompt_logprobs=options.num_prompt_logprobs,
     )
 
 

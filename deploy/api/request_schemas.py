@@ -31,7 +31,6 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Fields of OpenAI and vLLM that would change the answer, accepted at these values only.
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
-    "echo": (None, False),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
     "allowed_token_ids": (None,),
@@ -98,7 +97,7 @@ class GenerationOptions(RequestModel):
     """
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -128,6 +127,7 @@ class GenerationOptions(RequestModel):
     store: bool | None = None
     return_token_ids: Flag = False
     return_token_sources: Flag = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: Flag = False
@@ -185,6 +185,16 @@ class GenerationOptions(RequestModel):
         """Alternatives to report per token; None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to report per prompt token; None for no log-probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether answers repeat their prompt."""
+        return False
+
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -232,7 +242,7 @@ class CompletionRequest(GenerationOptions):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Any = None
-    echo: Any = False
+    echo: Flag = False
 
     @field_validator("prompt", mode="plain")
     @classmethod
@@ -261,6 +271,15 @@ class CompletionRequest(GenerationOptions):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((n for n in wanted if n is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -349,7 +368,7 @@ class ChatCompletionRequest(GenerationOptions):
     continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    echo: Any = None
+    echo: Literal[False] | None = None
     chat_template: Any = None
     documents: Any = None
     mm_processor_kwargs: Any = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from paceline.actors.engine.request import GenerationChunk, SpeculativeStats, TokenLogprob
+from paceline.deploy.api.prompt_encoder import EchoedPrompt
 from paceline.deploy.api.response_schemas import (
     AssistantMessage,
     ChatChoice,
@@ -19,6 +20,8 @@ from paceline.deploy.api.response_schemas import (
     Delta,
     GenerationResponse,
     Metrics,
+    PromptLogprob,
+    PromptLogprobs,
     PromptTokensDetails,
     SpeculativeMetrics,
     TokenSourceEntry,
@@ -50,19 +53,61 @@ def _top_logprob(name: TokenName, logprob: float) -> TopLogprob:
     return TopLogprob(token=name.text, logprob=max(logprob, MIN_LOGPROB), bytes=utf8)
 
 
-def completion_logprobs(chunk: GenerationChunk, names: TokenNames) -> CompletionLogprobs | None:
-    """Log-probabilities of a completion chunk; None if they were not requested."""
+def completion_logprobs(
+    chunk: GenerationChunk, names: TokenNames, shift: int, echo: EchoedPrompt | None
+) -> CompletionLogprobs | None:
+    """Log-probabilities of a completion chunk; None if they were not requested.
+
+    Args:
+        chunk: of the engine.
+        names: token texts.
+        shift: start of the answer in the choice's text, in characters.
+        echo: the prompt if this chunk's text starts with it.
+    """
     if chunk.logprobs is None:
         return None
-    pairs: Sequence[tuple[int, TokenLogprob]] = list(
-        zip(chunk.token_ids, chunk.logprobs, strict=True)
-    )
+    items: list[tuple[int, TokenLogprob | None, int]] = [
+        (token_id, entry, shift + entry.text_offset)
+        for token_id, entry in zip(chunk.token_ids, chunk.logprobs, strict=True)
+    ]
+    if echo is not None:
+        of_prompt = (None, *(chunk.prompt_logprobs or ()))
+        items = [*zip(echo.token_ids, of_prompt, echo.text_offsets, strict=True), *items]
     return CompletionLogprobs(
-        tokens=[_token_key(names.name(token_id)) for token_id, _ in pairs],
-        token_logprobs=[max(item.logprob, MIN_LOGPROB) for _, item in pairs],
-        top_logprobs=[_alternatives(token_id, item, names) for token_id, item in pairs],
-        text_offset=[item.text_offset for _, item in pairs],
+        tokens=[_token_key(names.name(token_id)) for token_id, _, _ in items],
+        token_logprobs=[
+            None if entry is None else max(entry.logprob, MIN_LOGPROB) for _, entry, _ in items
+        ],
+        top_logprobs=[
+            None if entry is None else _alternatives(token_id, entry, names)
+            for token_id, entry, _ in items
+        ],
+        text_offset=[offset for _, _, offset in items],
     )
+
+
+def prompt_logprobs(
+    chunk: GenerationChunk, prompt: Sequence[int], names: TokenNames
+) -> PromptLogprobs | None:
+    """Log-probabilities of a prompt in vLLM's form; None if they were not requested."""
+    if chunk.prompt_logprobs is None:
+        return None
+    entries: PromptLogprobs = [None]
+    for token_id, item in zip(prompt[1:], chunk.prompt_logprobs, strict=True):
+        ranked = {token_id: (item.logprob, item.rank)}
+        for rank, (other, logprob) in enumerate(item.top, 1):
+            ranked.setdefault(other, (logprob, rank))
+        entries.append(
+            {
+                other: PromptLogprob(
+                    logprob=max(logprob, MIN_LOGPROB),
+                    rank=rank,
+                    decoded_token=names.name(other).text,
+                )
+                for other, (logprob, rank) in ranked.items()
+            }
+        )
+    return entries
 
 
 def _token_key(name: TokenName) -> str:
@@ -116,9 +161,11 @@ class ResponseContext:
         chat: True for ``/v1/chat/completions``.
         token_ids: True to return token ids beside the text.
         topics: of every prompt.
-        prompt_tokens: of all prompts together.
+        prompts: token ids of every prompt.
         names: token texts for log-probabilities.
         num_choices: per prompt; those of the first prompt come first.
+        echoes: of every prompt, what its answers start with; empty if with nothing.
+        prompt_logprobs: whether to return those of the prompts.
         include_usage: whether a stream ends with the token counts.
         continuous_usage: whether all its chunks have them.
     """
@@ -129,15 +176,25 @@ class ResponseContext:
     chat: bool
     token_ids: bool
     topics: Sequence[str]
-    prompt_tokens: int
+    prompts: Sequence[Sequence[int]]
     names: TokenNames
     num_choices: int = 1
+    echoes: Sequence[EchoedPrompt] = ()
+    prompt_logprobs: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
 
     def topic(self, index: int) -> str:
         """Topic of a choice."""
         return self.topics[index // self.num_choices]
+
+    def prompt(self, index: int) -> Sequence[int]:
+        """Token ids of a choice's prompt."""
+        return self.prompts[index // self.num_choices]
+
+    def echo(self, index: int) -> EchoedPrompt | None:
+        """What a choice's text starts with, if with its prompt."""
+        return self.echoes[index // self.num_choices] if self.echoes else None
 
 
 class UsageCounter:
@@ -159,7 +216,7 @@ class UsageCounter:
 
     def usage(self) -> Usage:
         """OpenAI's usage object: prompts count once each, not per choice."""
-        prompt_tokens = self._context.prompt_tokens
+        prompt_tokens = sum(map(len, self._context.prompts))
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -222,6 +279,7 @@ def response_body(context: ResponseContext, chunks: Sequence[GenerationChunk]) -
         choices=[_choice(context, index, chunk) for index, chunk in enumerate(chunks)],
         usage=usage.usage(),
         metrics=speculative_metrics(parts),
+        prompt_logprobs=_prompt_logprobs(context, 0, chunks[0]) if context.chat else None,
     )
     return response.model_dump_json().encode()
 
@@ -238,20 +296,31 @@ def _choice(
             token_ids=_token_ids(context, chunk),
             token_sources=token_sources(chunk, context.names),
         )
-    return _completion_choice(context, index, chunk)
+    return _completion_choice(context, index, chunk, first=True)
 
 
 def _completion_choice(
-    context: ResponseContext, index: int, chunk: GenerationChunk
+    context: ResponseContext, index: int, chunk: GenerationChunk, *, first: bool
 ) -> CompletionChoice:
+    echo = context.echo(index)
+    shift, echo = 0 if echo is None else len(echo.text), echo if first else None
     return CompletionChoice(
         index=index,
-        text=chunk.text,
-        logprobs=completion_logprobs(chunk, context.names),
+        text=chunk.text if echo is None else echo.text + chunk.text,
+        logprobs=completion_logprobs(chunk, context.names, shift, echo),
         finish_reason=chunk.finish_reason,
+        prompt_logprobs=_prompt_logprobs(context, index, chunk),
         token_ids=_token_ids(context, chunk),
         token_sources=token_sources(chunk, context.names),
     )
+
+
+def _prompt_logprobs(
+    context: ResponseContext, index: int, chunk: GenerationChunk
+) -> PromptLogprobs | None:
+    if not context.prompt_logprobs:
+        return None
+    return prompt_logprobs(chunk, context.prompt(index), context.names)
 
 
 def _token_ids(context: ResponseContext, chunk: GenerationChunk) -> list[int] | None:
@@ -291,7 +360,12 @@ def role_event(context: ResponseContext, index: int, total: Usage | None = None)
 
 
 def chunk_event(
-    context: ResponseContext, index: int, chunk: GenerationChunk, total: Usage | None = None
+    context: ResponseContext,
+    index: int,
+    chunk: GenerationChunk,
+    total: Usage | None = None,
+    *,
+    first: bool,
 ) -> bytes:
     """The event of a chunk; a choice's last one has its finish reason and its statistics."""
     choice: CompletionChoice | ChatChunkChoice
@@ -305,7 +379,7 @@ def chunk_event(
             token_sources=token_sources(chunk, context.names),
         )
     else:
-        choice = _completion_choice(context, index, chunk)
+        choice = _completion_choice(context, index, chunk, first=first)
     stats = (
         None
         if chunk.speculative is None

@@ -55,13 +55,25 @@ class CompletionLogprobs(_ResponseModel):
     """Per token of a completion.
 
     ``top_logprobs`` holds the most probable tokens and the chosen one, ``text_offset`` counts
-    characters of the choice's text.
+    characters of the choice's text. The first token of an echoed prompt has no probability.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(_ResponseModel):
+    """vLLM's entry of a token at a position of the prompt; the most probable has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id; None for the first token.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class TopLogprob(_ResponseModel):
@@ -108,6 +120,7 @@ class CompletionChoice(_ResponseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_none)
     token_ids: list[int] | None = Field(default=None, exclude_if=_is_none)
     token_sources: list[TokenSourceEntry] | None = Field(default=None, exclude_if=_is_none)
 
@@ -158,6 +171,7 @@ class GenerationResponse(_ResponseModel):
     choices: Sequence[CompletionChoice | ChatChoice | ChatChunkChoice]
     usage: Usage | None = Field(default=None, exclude_if=_is_none)
     metrics: Metrics | None = Field(default=None, exclude_if=_is_none)
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_none)
 
 
 class UsageChunk(GenerationResponse):

@@ -41,6 +41,7 @@ async def sse_events(
         chunks: of all choices, as they come.
     """
     usage = UsageCounter(context)
+    named: set[int] = set()
     started: set[int] = set()
 
     def total() -> Usage | None:
@@ -48,15 +49,16 @@ async def sse_events(
 
     try:
         async for index, chunk in chunks:
-            if context.chat and index not in started:
-                started.add(index)
+            if context.chat and index not in named:
+                named.add(index)
                 yield role_event(context, index, total())
             usage.add(index, chunk)
             details = (
                 context.token_ids or chunk.logprobs is not None or chunk.token_sources is not None
             )
             if chunk.text or chunk.finish_reason is not None or (chunk.token_ids and details):
-                yield chunk_event(context, index, chunk, total())
+                yield chunk_event(context, index, chunk, total(), first=index not in started)
+                started.add(index)
     except ApiError as error:
         note_failure(error.status)
         yield error_event(error)

@@ -243,3 +243,60 @@ def test_usage_counts_what_a_stop_string_cut(client: openai.OpenAI) -> None:
     assert cut.usage is not None
     shown: Any = cut.choices[0]
     assert cut.usage.completion_tokens > len(shown.token_ids)
+
+
+def echoed(client: openai.OpenAI, prompt: Any, **fields: Any) -> Any:
+    options: dict[str, Any] = {"model": MODEL, "prompt": prompt, "echo": True, "temperature": 0}
+    return client.completions.create(**(options | fields))
+
+
+@pytest.mark.parametrize("speculative", [FOUR, {"draft": "off"}], ids=["drafted", "plain"])
+def test_the_logprobs_of_an_echo_are_those_that_the_answer_had(
+    client: openai.OpenAI, speculative: dict[str, Any]
+) -> None:
+    """Prefill and verification give the same numbers, to the last bit of what is sent."""
+    own = {"speculative": speculative, "return_token_ids": True, "ignore_eos": True}
+    own["skip_special_tokens"] = False  # as in echoes of token ids
+    prompt = tiny_tokenizer().encode("SELECT name FROM people WHERE age > 30")
+    options: dict[str, Any] = {"logprobs": 2, "max_tokens": 24, "extra_body": own}
+    answer: Any = echoed(client, prompt, **options).choices[0]
+    both = [*prompt, *answer.token_ids]
+    again: Any = echoed(client, both, **(options | {"max_tokens": 0})).choices[0]
+    assert again.finish_reason == "length"
+    assert again.token_ids == []
+    assert again.text == answer.text == tiny_tokenizer().decode(both)
+    told, found = answer.logprobs, again.logprobs
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == told.token_logprobs[1:]
+    assert found.top_logprobs[1:] == told.top_logprobs[1:]
+    assert (found.tokens, found.text_offset) == (told.tokens, told.text_offset)
+
+
+def test_a_streamed_echo_says_what_the_whole_one_says(client: openai.OpenAI) -> None:
+    prompts = ["SELECT name", "List all files, newest first"]
+    fields: dict[str, Any] = {"n": 2, "seed": 3, "temperature": 1, "logprobs": 1, "max_tokens": 9}
+    whole = echoed(client, prompts, **fields).choices
+    texts, logprobs = [""] * 4, [list[Any]() for _ in range(4)]
+    for event in echoed(client, prompts, stream=True, **fields):
+        (choice,) = event.choices
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            logprobs[choice.index] += choice.logprobs.token_logprobs
+    assert texts == [choice.text for choice in whole]
+    assert [text.startswith(prompts[i // 2]) for i, text in enumerate(texts)] == [True] * 4
+    assert logprobs == [choice.logprobs.token_logprobs for choice in whole]
+
+
+def test_prompt_logprobs_have_vllm_s_shape_at_both_endpoints(client: openai.OpenAI) -> None:
+    own = {"prompt_logprobs": 2}
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 0, "extra_body": own}
+    completion: Any = client.completions.create(prompt=[1, 70, 71], **options)
+    first, second, third = completion.choices[0].prompt_logprobs
+    assert first is None
+    for token, entries in (("70", second), ("71", third)):
+        assert len(entries) in (2, 3)
+        assert entries[token]["rank"] >= 1
+        assert min(entry["rank"] for entry in entries.values()) == 1
+    answer: Any = client.chat.completions.create(messages=ASK, **options)
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    assert (answer.choices[0].message.content, answer.usage.completion_tokens) == ("", 0)

@@ -11,6 +11,7 @@ from tiny_models import tiny_tokenizer
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_options
 from paceline.deploy.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from paceline.deploy.api.token_names import TokenNames
 from paceline.deploy.errors import ApiError
 
 USER = {"role": "user", "content": "hi"}
@@ -119,3 +120,36 @@ def test_special_tokens_are_the_template_s_or_the_tokenizer_s() -> None:
     assert completion() == [1, *completion(add_special_tokens=False)]
     assert chat().count(1) == 1
     assert chat(add_special_tokens=True) == [1, *chat()]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "SELECT name",
+        "Zwölf Käse, naïve café ☕ 漢字",
+        "<s><|user|>hi</s>",
+        [1, 3, 70, 71, 2],
+        "\U0001f600",
+    ],
+)
+def test_an_echo_has_every_token_s_text_at_its_offset(prompt: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    own = PromptEncoder(tokenizer, len(tokenizer))
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    (token_ids,) = own.encode_prompts(parse_options(body, CompletionRequest, "m"))
+    echo = own.echo(prompt, token_ids)
+    assert echo.text == (prompt if isinstance(prompt, str) else tokenizer.decode(token_ids))
+    assert echo.token_ids == token_ids
+    assert echo.text_offsets == sorted(echo.text_offsets)
+    for token, offset in zip(token_ids, echo.text_offsets, strict=True):
+        name = TokenNames(tokenizer).name(token)
+        assert name.partial or echo.text[offset:].startswith(name.text)
+
+
+def test_tokens_that_the_tokenizer_adds_have_no_part_in_an_echoed_text() -> None:
+    tokenizer = tiny_tokenizer()
+    own = PromptEncoder(tokenizer, len(tokenizer))
+    plain = own.echo("hi", tokenizer.encode("hi"))
+    added = own.echo("hi", [1, *tokenizer.encode("hi")])
+    assert added.text == plain.text == "hi"
+    assert added.text_offsets == [0, *plain.text_offsets]

@@ -155,7 +155,11 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (completion, {"prompt": [-1]}, "prompt"),
         (completion, {"prompt": [True]}, "prompt"),
         (completion, {"prompt": ["a"] * 129}, "prompt"),
-        (completion, {"echo": True}, "echo"),
+        (completion, {"echo": "yes"}, "echo"),
+        (completion, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (completion, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (completion, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (chat, {"echo": True}, "echo"),
         (completion, {"suffix": "end"}, "suffix"),
         (completion, {"best_of": 3}, "best_of"),
         (completion, {"best_of": 3, "n": 2}, "best_of"),
@@ -239,7 +243,7 @@ def test_neutral_values_of_what_is_not_served_are_taken() -> None:
     chat(n=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, logprobs=False,
          tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=None,
          user="u", metadata={"a": "b"}, service_tier="auto")  # fmt: skip
-    completion(n=None, echo=False, suffix=None, best_of=1, logprobs=None)
+    completion(n=None, echo=None, suffix=None, best_of=1, logprobs=None)
 
 
 def test_what_clients_send_by_themselves_is_taken() -> None:
@@ -425,9 +429,27 @@ def test_more_tokens_than_the_answer_may_have_are_refused() -> None:
     assert sampling_params(completion(min_tokens=9), 9).min_tokens == 9
 
 
-def test_echo_is_off() -> None:
-    with pytest.raises(ApiError, match="echo is off"):
-        completion(echo=True)
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"echo": True}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"prompt_logprobs": 2}, 2),
+        ({"prompt_logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 2}, 3),
+    ],
+)
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(
+    fields: dict[str, Any], count: int | None
+) -> None:
+    assert sampling_params(completion(**fields), 9).prompt_logprobs == count
+
+
+def test_no_tokens_are_asked_for_where_the_prompt_s_own_are_told() -> None:
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
+    assert chat(max_tokens=0, prompt_logprobs=1).max_tokens == 0
+    assert resolve_max_tokens(0, "max_tokens", 10, 100, "prompt") == 0
 
 
 @pytest.mark.parametrize("draft", ["auto", "off", "sql", "sql@0", "general", "general@0"])

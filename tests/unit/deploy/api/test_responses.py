@@ -18,6 +18,7 @@ from paceline.actors.engine.request import (
     TokenLogprob,
     TokenSource,
 )
+from paceline.deploy.api.prompt_encoder import EchoedPrompt
 from paceline.deploy.api.response_builder import (
     DONE,
     ResponseContext,
@@ -40,7 +41,7 @@ from paceline.deploy.errors import ApiError, internal
 STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
 NAMES = TokenNames(tiny_tokenizer())
 ANSWER = ResponseContext(
-    "id-1", 1700000000, "paceline", False, False, topics=["sql"], prompt_tokens=5, names=NAMES
+    "id-1", 1700000000, "paceline", False, False, topics=["sql"], prompts=[[5] * 5], names=NAMES
 )
 CHAT = dataclasses.replace(ANSWER, chat=True, token_ids=True)
 LAST = GenerationChunk("b", (8, 9), "stop", STATS, num_cached_tokens=3)
@@ -205,7 +206,9 @@ def test_a_late_failure_is_an_event() -> None:
 
 
 def test_several_choices_count_their_prompt_once() -> None:
-    answer = dataclasses.replace(ANSWER, topics=["sql", "math"], prompt_tokens=9, num_choices=2)
+    answer = dataclasses.replace(
+        ANSWER, topics=["sql", "math"], prompts=[[5] * 4, [6] * 5], num_choices=2
+    )
     tally = UsageCounter(answer)
     for index, cached in enumerate([3, 5, 0, 4]):
         tally.add(index, GenerationChunk("x", (7,)))
@@ -243,6 +246,76 @@ def test_logprobs_have_openai_s_completion_shape() -> None:
         "top_logprobs": [{"b": -0.5, "c": -1.5, "a": -1.5}, {"b": -0.5, "c": -1.5}],
         "text_offset": [4, 5],
     }
+
+
+A, B, C = (NAMES._backend.token_to_id(letter) for letter in "abc")
+PROMPT = (
+    TokenLogprob(-0.25, ((B, -0.25), (C, -3.0)), rank=1),
+    TokenLogprob(-4.0, ((A, -0.5),), 0, 3),
+)
+ECHO = dataclasses.replace(
+    ANSWER,
+    prompts=[[A, B, C]],
+    echoes=[EchoedPrompt("abc", [A, B, C], [0, 1, 2])],
+    prompt_logprobs=True,
+)
+
+
+def test_an_echo_comes_before_the_answer_with_its_logprobs() -> None:
+    chunk = dataclasses.replace(with_logprobs((A, B), ()), prompt_logprobs=PROMPT)
+    (choice,) = json.loads(response_body(ECHO, [chunk]))["choices"]
+    assert choice["text"] == "abcab"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", "a", "b"],
+        "token_logprobs": [None, -0.25, -4.0, -1.5, -2.5],
+        "top_logprobs": [
+            None,
+            {"b": -0.25, "c": -3.0},
+            {"a": -0.5, "c": -4.0},
+            {"a": -1.5},
+            {"b": -2.5},
+        ],
+        "text_offset": [0, 1, 2, 3 + 4, 3 + 5],
+    }
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            str(B): {"logprob": -0.25, "rank": 1, "decoded_token": "b"},
+            str(C): {"logprob": -3.0, "rank": 2, "decoded_token": "c"},
+        },
+        {
+            str(C): {"logprob": -4.0, "rank": 3, "decoded_token": "c"},
+            str(A): {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+
+
+def test_a_streamed_echo_comes_once_with_the_first_event() -> None:
+    async def pieces() -> AsyncIterator[tuple[int, GenerationChunk]]:
+        first = with_logprobs((A,), ())
+        yield (
+            0,
+            dataclasses.replace(
+                first, finish_reason=None, speculative=None, prompt_logprobs=PROMPT
+            ),
+        )
+        yield 0, with_logprobs((B,), ())
+
+    first, last = (e["choices"][0] for e in collect(ECHO, pieces(), False))
+    assert (first["text"], last["text"]) == ("abcab", "ab")
+    assert first["logprobs"]["tokens"] == ["a", "b", "c", "a"]
+    assert last["logprobs"]["tokens"] == ["b"]
+    assert last["logprobs"]["text_offset"] == [3 + 4]
+
+
+def test_a_chat_answer_has_the_prompt_s_logprobs_beside_its_choices() -> None:
+    context = dataclasses.replace(ECHO, chat=True, echoes=(), num_choices=2)
+    body = json.loads(
+        response_body(context, [dataclasses.replace(LAST, prompt_logprobs=PROMPT)] * 2)
+    )
+    assert len(body["prompt_logprobs"]) == 3
+    assert "prompt_logprobs" not in body["choices"][0]
+    assert "prompt_logprobs" not in json.loads(response_body(CHAT, [LAST]))
 
 
 def test_the_impossible_has_openai_s_number() -> None:
@@ -321,8 +394,8 @@ BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 def test_an_event_is_one_line_whatever_its_text(text: str) -> None:
     piece = GenerationChunk(text, (7,))
     streamed = [
-        chunk_event(ANSWER, 0, piece),
-        chunk_event(CHAT, 0, piece),
+        chunk_event(ANSWER, 0, piece, first=True),
+        chunk_event(CHAT, 0, piece, first=True),
         error_event(internal(text)),
     ]
     found = []
