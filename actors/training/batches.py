@@ -167,6 +167,28 @@ def token_counts(records: Sequence[ReplayRecord]) -> Counter[int]:
     return counts
 
 
+def vocabulary_coverage(
+    vocabulary: NDArray[np.int32], size: int, records: Sequence[ReplayRecord]
+) -> float:
+    """Share of the target's recorded probability on some tokens, the mean over all positions.
+
+    Of the probability in the recorded tails no token is known: it is left out.
+
+    Args:
+        vocabulary: the tokens, int32 ``[D]``.
+        size: V, of the target's vocabulary.
+        records: at least one.
+    """
+    known = np.zeros(size, dtype=bool)
+    known[vocabulary] = True
+    shares = []
+    for record in records:
+        probs = np.exp(record.target_top_logprobs.astype(np.float32))
+        covered = probs.sum(axis=1, where=known[record.target_top_ids])
+        shares.append(covered / probs.sum(axis=1))
+    return float(np.concatenate(shares).mean())
+
+
 def plain_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that every draft vocabulary has: single characters, bytes and special tokens."""
     single = {i for text, i in tokenizer.get_vocab().items() if len(text) == 1 or _is_byte(text)}

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.training.batches import make_batch, token_counts, usable, within
+from paceline.actors.training.batches import (
+    make_batch,
+    token_counts,
+    usable,
+    vocabulary_coverage,
+    within,
+)
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.expert_evaluation import records_per_forward, score_records
 from paceline.actors.training.learning_rate import decreased, increased, outgrown
@@ -100,6 +106,16 @@ class Candidate:
             for record in records
             if usable(record, vocab) and self._distiller.trains_on(record)
         ]
+
+    def coverage(self, records: Sequence[ReplayRecord]) -> float | None:
+        """Share of the target's probability on the tokens that the served draft proposes from.
+
+        See ``vocabulary_coverage``; None of a draft that is no EAGLE draft.
+        """
+        ids = self._distiller.vocabulary_of(self._served)
+        if ids is None:
+            return None
+        return vocabulary_coverage(ids.cpu().numpy(), self._distiller.vocab_size, records)
 
     def grow_vocabulary(self, records: Sequence[ReplayRecord]) -> None:
         """Let an EAGLE draft propose tokens that its topic uses, see ``grown_vocabulary``."""

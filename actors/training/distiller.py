@@ -415,6 +415,10 @@ class Distiller:
         draft = self._engine.module.draft
         return draft.get_buffer(VOCABULARY) if isinstance(draft, EagleDraft) else None
 
+    def vocabulary_of(self, state: Mapping[str, Tensor] | None) -> Tensor | None:
+        """:attr:`vocabulary` of other weights (None: the initial ones)."""
+        return (self._initial if state is None else state).get(VOCABULARY)
+
     @cached_property
     def plain_tokens(self) -> set[int]:
         """Tokens that stay in an EAGLE draft's vocabulary."""

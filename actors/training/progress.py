@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from paceline.actors.backoff import Backoff
 
@@ -60,6 +60,7 @@ class TrainerStatus:
         pid: of the process.
         started: unix seconds.
         synthetic: of the prompt generator in the same process, None without one.
+        vocabulary_coverage: by topic, see ``Candidate.coverage``, at the topic's last round.
     """
 
     state: str = "starting"
@@ -77,6 +78,7 @@ class TrainerStatus:
     pid: int = 0
     started: float = 0.0
     synthetic: SyntheticStatus | None = None
+    vocabulary_coverage: Mapping[str, float] = field(default_factory=dict)
 
 
 def wait_for_permit(

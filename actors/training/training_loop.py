@@ -219,6 +219,8 @@ class TrainingLoop:
         held_out = candidate.usable(held_out)
         if len(held_out) < max(self._settings.gate.min_records, 2):
             raise TopicNotTrainable("too few usable held-out records")
+        if (coverage := candidate.coverage(held_out)) is not None:
+            self._update(vocabulary_coverage={**self.progress.vocabulary_coverage, topic: coverage})
         try:
             drifting = self._live.drifting(topic)
             waited_s, self._waited_s = self._waited_s, 0.0

@@ -257,6 +257,13 @@ METRICS: tuple[Metric, ...] = (
     _gauge(TRAINER, "trainer_loss", "Loss of the last micro-step, nats"),
     _gauge(
         TRAINER,
+        "vocabulary_coverage",
+        "Share of the target's probability on the tokens that the served draft proposes from, on "
+        "held-out records at its last training round; none if it proposes from all",
+        "draft",
+    ),
+    _gauge(
+        TRAINER,
         "live_acceptance",
         "Fast and slow moving average of served requests' first-position acceptance",
         "draft",

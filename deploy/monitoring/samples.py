@@ -242,6 +242,8 @@ def trainer_samples(
     yield Sample("trainer_failures", status.failures)
     if status.loss is not None:
         yield Sample("trainer_loss", status.loss)
+    for draft, coverage in status.vocabulary_coverage.items():
+        yield Sample("vocabulary_coverage", coverage, (draft,))
     for draft, drift in drifts.items():
         yield Sample("drifting", float(drift.drifting), (draft,))
         for name, mean in (("fast", drift.fast), ("slow", drift.slow)):

@@ -26,7 +26,13 @@ pytestmark = pytest.mark.cluster
 
 CHAT = {"model": "paceline", "messages": [{"role": "user", "content": "List all files"}]}
 # Learning is off, and drafts are colocated.
-LATER = {"expected_acceptance", "expert_requests", "expert_connected", "training_yield_seconds"}
+LATER = {
+    "expected_acceptance",
+    "expert_requests",
+    "expert_connected",
+    "training_yield_seconds",
+    "vocabulary_coverage",
+}
 WAIT_S = 40.0
 
 

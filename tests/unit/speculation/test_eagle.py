@@ -424,6 +424,35 @@ def test_a_candidate_takes_up_its_topics_tokens(target: Path, draft: Path) -> No
     assert len(scores) == len(served) == len(records)
 
 
+@pytest.mark.usefixtures("deepspeed")
+def test_coverage_is_of_the_served_vocabulary_and_comes_back_with_the_next_version(
+    target: Path, draft: Path, tmp_path: Path
+) -> None:
+    records = records_of(eagle_engine(target, {"a": draft}), asked(temperature=1.5))
+    probs = np.concatenate([np.exp(r.target_top_logprobs.astype(np.float32)) for r in records])
+    ids = np.concatenate([r.target_top_ids for r in records])
+    lacking = np.bincount(ids[:, 0], minlength=VOCAB).argsort()[-20:]  # the most probable tokens
+    vocabulary = np.setdiff1d(np.arange(VOCAB - 30), lacking).astype(np.int32)
+    covered = np.where(np.isin(ids, vocabulary), probs, 0.0).sum(axis=1) / probs.sum(axis=1)
+    save_draft(new_draft(target, vocabulary=torch.from_numpy(vocabulary)), tmp_path / "draft")
+    settings = TrainerSettings(
+        {"sql": str(tmp_path / "draft")},
+        DistillerSettings(dtype="float32", target_path=str(target)),
+    )
+    candidate = Candidate("sql", settings)
+    before = candidate.coverage(records)
+    assert before == pytest.approx(covered.mean(), abs=1e-5)
+    assert before < 0.7
+    candidate._distiller.plain_tokens = set()
+    candidate.grow_vocabulary(records)
+    assert candidate.coverage(records) == before  # what is served has not changed
+    scores, _, state = candidate.compare(records, lambda: None)
+    candidate.mark_published(1, state, records, scores)
+    after = candidate.coverage(records)
+    assert after is not None
+    assert after > 0.9
+
+
 def test_vocabularies() -> None:
     assert first_tokens(50, 100).tolist() == list(range(50))
     few = first_tokens(1000, 64).tolist()

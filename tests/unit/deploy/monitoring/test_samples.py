@@ -239,7 +239,13 @@ def test_trainer_samples() -> None:
         hedge.add_gain("sql", str(number), "sql", gain)
         hedge.add_gain("sql", str(number), "general", 0.1)
     status = TrainerStatus(
-        "training", micro_steps=7, training_s=1.5, published=2, rejected=1, loss=0.25
+        "training",
+        micro_steps=7,
+        training_s=1.5,
+        published=2,
+        rejected=1,
+        loss=0.25,
+        vocabulary_coverage={"sql": 0.96},
     )
     counts = {"offered": 2, "refused": 0, "scores": 4}
     table = ScorerTable(**asdict(hedge.table()), waiting=0, on_trial=(), **counts)
@@ -252,6 +258,7 @@ def test_trainer_samples() -> None:
     assert by_labels(samples, "routing_weight") == {
         ("sql", expert): weight for expert, weight in hedge.weights("sql").items()
     }
+    assert by_labels(samples, "vocabulary_coverage") == {("sql",): 0.96}
     assert by_labels(samples, "drifting") == {("sql",): 0, ("general",): 0}
 
 
