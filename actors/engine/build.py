@@ -31,7 +31,7 @@ from paceline.actors.engine.settings import EngineSettings, TargetSettings
 from paceline.actors.engine.target_handle import ModelFacts
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.draft_runner import DraftRunner
-from paceline.actors.speculation.eagle import make_eagle_stack
+from paceline.actors.speculation.eagle import EagleRunner, EagleStack, HiddenReader, kept_hidden
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.speculation.pool.proposer import PoolProposer
@@ -107,16 +107,23 @@ def draft_memory(settings: TargetSettings, dtype: torch.dtype) -> DraftMemory:
     slots = 2 if settings.canary_share > 0.0 else 1
     weights, shapes = 0, set()
     for path, drafts in Counter(settings.drafts.values()).items():
+        config = draft_config(path)
         if is_eagle(path):
-            config = trunk_config(path)
             elements = _num_elements(Path(path)) + draft_vocabulary_size(path) * config.hidden_size
         else:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
             without = (EMBEDDING, HEAD) if has_shared_head(config) else ()
             elements = _num_elements(Path(path), without)
         weights += (drafts * slots + 1) * elements * dtype.itemsize
         shapes.add(tuple(kv_shapes(config)))
     return DraftMemory(weights, sum(position_bytes(each, dtype) for each in shapes))
+
+
+def draft_config(path: str) -> PreTrainedConfig:
+    """Return a draft's config: an EAGLE draft's trunk's."""
+    if is_eagle(path):
+        return trunk_config(path)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    return config
 
 
 def _num_elements(folder: Path, without: Collection[str] = ()) -> int:
@@ -199,13 +206,15 @@ def build_stacks(
     max_model_len: int,
     positions: int | None = None,
     target: ModelRunner | None = None,
+    read_hidden: HiddenReader | None = None,
 ) -> list[ExpertStack]:
     """Build a stack of drafts per architecture, with their fixed initial weights (``@0``).
 
     With a canary, every draft has a candidate slot too; it shares the rows. Drafts from the same
     folder share one copy of the initial weights. Every stack has a KV cache of ``positions``
     positions, None for every request's full context. All propose from the target's vocabulary,
-    whatever the padding of their own. EAGLE drafts need the ``target``, which keeps hidden states.
+    whatever the padding of their own. EAGLE drafts read hidden states of the ``target`` in this
+    process, or by ``read_hidden``.
     """
     vocab_size = int(read_config(settings.model_path, "target")["vocab_size"])
     initial_names: dict[str, str] = {}
@@ -234,8 +243,11 @@ def build_stacks(
         rows, chunk = settings.max_num_seqs, settings.prefill_chunk
         stack: ExpertStack
         if isinstance(models[0], EagleDraft):
-            assert target is not None
-            stack = make_eagle_stack(slots, target, rows, positions, chunk)
+            if read_hidden is None:
+                assert target is not None
+                read_hidden = kept_hidden(target.kv)
+            eagles = EagleRunner(models, rows, max_model_len, positions, vocab_size=vocab_size)
+            stack = EagleStack(eagles, names, rows, read_hidden, chunk)
         else:
             runner = ModelRunner(
                 models,
@@ -374,6 +386,8 @@ def build_engine(
     proposer: Proposer = pool or ColocatedProposer(
         [*stacks, *heads], settings.draft_top_k, generator
     )
+    if pool is not None and _has_eagles(settings):
+        pool.keep_hidden(runner.kv)
     policy = build_policy(settings, runner, stacks, pool, heads)
     engine = Engine(
         runner=runner,

@@ -21,6 +21,9 @@ from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
 
+# The target's hidden states ``[B, T, H]`` of rows at int64 ``[B, T]`` positions, zeros at -1.
+HiddenReader = Callable[[Sequence[DraftRow], Tensor], Tensor]
+
 # Tokens of a row that a round's first forward computes with the target's hidden states, at most.
 _FIRST_TOKENS = 16
 
@@ -193,7 +196,7 @@ class EagleStack(ExpertStack):
         runner: EagleRunner,
         names: Sequence[str],
         rows: int,
-        target_kv: KVCache,
+        read_hidden: HiddenReader,
         prefill_chunk: int = 256,
     ) -> None:
         """Take the drafts.
@@ -202,12 +205,12 @@ class EagleStack(ExpertStack):
             runner: of ``len(names)`` drafts, for ``rows`` requests.
             names: see ExpertStack.
             rows: most requests at once.
-            target_kv: keeps the target's hidden states.
+            read_hidden: reads the target's hidden states.
             prefill_chunk: most prompt tokens per round.
         """
         super().__init__(runner, names, rows, prefill_chunk)
         self._eagles = runner
-        self._target_kv = target_kv
+        self._read_hidden = read_hidden
 
     def _keeps_drafted(self) -> bool:
         return False  # computed from the draft's own hidden states
@@ -230,7 +233,7 @@ class EagleStack(ExpertStack):
         places = [[max(start + i, 0) for i in range(width)] for start in starts]
         tokens = [[row.tokens[at] for at in own] for row, own in zip(rows, places, strict=True)]
         given = device_tensor([tokens, places], self._eagles.device)
-        hidden = self._target_kv.read_hidden([row.target_row for row in rows], given[1] - 1)
+        hidden = self._read_hidden(rows, given[1] - 1)
         kv_rows = [self._table.row(row.request_id) for row in rows]
         span = max(starts) + width
         layout = self._batch_layout(rows)
@@ -261,15 +264,6 @@ class EagleStack(ExpertStack):
         return forward
 
 
-def make_eagle_stack(
-    drafts: Sequence[tuple[str, EagleDraft]],
-    target: ModelRunner,
-    rows: int,
-    kv_positions: int | None,
-    prefill_chunk: int,
-) -> EagleStack:
-    """Make the stack of named drafts of one shape, beside a target that keeps hidden states."""
-    names, models = zip(*drafts, strict=True)
-    vocab_size = target.vocab_size
-    runner = EagleRunner(models, rows, target.max_model_len, kv_positions, vocab_size=vocab_size)
-    return EagleStack(runner, names, rows, target.kv, prefill_chunk)
+def kept_hidden(kv: KVCache) -> HiddenReader:
+    """The reader of hidden states that a target's KV cache in this process keeps."""
+    return lambda rows, positions: kv.read_hidden([row.target_row for row in rows], positions)

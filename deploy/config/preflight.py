@@ -124,10 +124,10 @@ def _check_draft(config: PacelineConfig, path: str, name: str) -> None:
         if shares_ends(path):
             check_shared_ends(path, config.target_path, f"draft {name}")
         return
-    if config.drafts.placement == "pool":
+    if config.drafts.placement == "pool" and config.drafts.draft_ahead == "on":
         raise ConfigError(
-            "drafts.placement: pool cannot serve EAGLE drafts, which read the target's hidden "
-            "states; set colocated"
+            f"drafts.draft_ahead: {name} is an EAGLE draft, which reads the hidden states of what "
+            "the target has verified; set auto or off"
         )
     check_made_for(path, config.target_path)
     read_draft(path)

@@ -10,15 +10,17 @@ import secrets
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from paceline.actors.engine.build import build_stacks, kv_positions
+from paceline.actors.engine.build import build_stacks, draft_config, kv_positions
 from paceline.actors.engine.compatibility import context_length
 from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
 from paceline.actors.engine.model_loader import resolve_device, resolve_dtype
 from paceline.actors.engine.model_runner import kv_block_size, kv_shapes
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadPolicy
 from paceline.actors.speculation.pool.drafter import Drafter
+from paceline.actors.speculation.pool.hidden_states import ReceivedStates
 from paceline.actors.speculation.pool.server import ExpertServer
 from paceline.actors.speculation.pool.settings import ExpertSettings
+from paceline.actors.weights.eagle import is_eagle
 
 _PREFILL_CHUNK = 64  # tokens: a request waits for one chunk
 _GPU_MEMORY_SHARE = 0.6  # of the free memory, for the expert's KV cache
@@ -50,7 +52,7 @@ def expert_kv_positions(
     if device.type != "cuda":
         return targets * each
     path = settings.target.drafts[settings.expert]
-    own: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    own = draft_config(path)
     free, _ = torch.cuda.mem_get_info(device)
     block = kv_block_size(own, dtype, device)
     blocks = int(free * _GPU_MEMORY_SHARE) // (block * position_bytes(kv_shapes(own), dtype))
@@ -89,7 +91,11 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
     )
     max_model_len = context_length(config.to_dict(), settings.target.max_model_len)
     positions = expert_kv_positions(settings, dtype, device, max_model_len)
-    (stack,) = build_stacks(own, dtype, device, max_model_len, positions)
+    hidden = None
+    if is_eagle(own.drafts[settings.expert]):
+        hidden = ReceivedStates(int(config.hidden_size), dtype, device)
+    read_hidden = None if hidden is None else hidden.read
+    (stack,) = build_stacks(own, dtype, device, max_model_len, positions, read_hidden=read_hidden)
     seed = settings.target.seed
     generator = torch.Generator(device=device).manual_seed(
         int.from_bytes(os.urandom(7), "big") if seed is None else seed
@@ -100,8 +106,12 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
         generator=generator,
         max_sequences=settings.max_sequences,
         epoch=secrets.randbits(32),
+        # Ahead of the target there are no hidden states to read.
         draft_ahead=DraftAheadPolicy(
-            settings.draft_ahead, spare_cores(settings, device), settings.num_threads
+            settings.draft_ahead if hidden is None else "off",
+            spare_cores(settings, device),
+            settings.num_threads,
         ),
+        hidden=hidden,
     )
     return ExpertServer(drafter, num_threads=settings.num_threads, host=host)

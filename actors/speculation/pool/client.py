@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.actors.speculation.pool.circuit_breaker import CircuitBreaker
 from paceline.actors.speculation.pool.connection import Connection
+from paceline.actors.speculation.pool.hidden_states import RowReader, num_states
 from paceline.actors.speculation.pool.messages import (
     DraftRequest,
     DraftRequestRow,
@@ -24,6 +25,8 @@ from paceline.actors.speculation.pool.messages import (
 from paceline.actors.speculation.proposer import DraftRow
 
 _MAX_ROUND_TRIPS = 512
+# Hidden states in one request: a long prompt's are several megabytes, and travel in parts.
+_MAX_STATES = 2048
 
 
 class ExpertStats(TypedDict):
@@ -70,7 +73,7 @@ class ExpertClient:
         self.needs_connection = True  # set by the engine's thread, cleared when one is attached
         self.late = self._timeouts = self._lost = self._answered = 0
         self._unknown_rows = self._ahead_hits = 0
-        self._epoch = 0
+        self._epoch = self._hidden_size = 0
         self._num_sent: dict[str, int] = {}  # tokens sent over this connection, by sequence
         self._pings = 0
         self._requested_at = 0.0  # seconds
@@ -86,7 +89,7 @@ class ExpertClient:
         if self.connection is not None:
             self.connection.close()
         self.connection = connection
-        self._epoch = welcome.epoch
+        self._epoch, self._hidden_size = welcome.epoch, welcome.hidden_size
         self.weight_versions = dict(welcome.weight_versions)
         self._num_sent.clear()
         self.circuit.on_connect()
@@ -133,25 +136,45 @@ class ExpertClient:
             self.connection.send(Release((request_id,)))
 
     def request(
-        self, round_number: int, rows: Sequence[DraftRow], draft_ahead: bool, now: float
+        self,
+        round_number: int,
+        rows: Sequence[DraftRow],
+        draft_ahead: bool,
+        now: float,
+        read_states: RowReader | None = None,
     ) -> None:
-        """Send a round's request: of every row only the tokens that the server lacks."""
+        """Send a round's request: of every row only the tokens that the server lacks.
+
+        Args:
+            round_number: of the round.
+            rows: see Proposer.
+            draft_ahead: see DraftRequest.
+            now: monotonic seconds.
+            read_states: the target's hidden states, which go to an expert that reads them.
+        """
         assert self.connection is not None
-        request_rows = []
+        read = read_states if self._hidden_size else None
+        request_rows, left = [], _MAX_STATES
         for row in rows:
-            num_cached = self._num_sent.get(row.request_id, 0)
+            start = self._num_sent.get(row.request_id, 0)
+            stop = len(row.tokens) if read is None else min(len(row.tokens), start + left)
+            left -= stop - start
+            states = num_states(start, stop - start)
             request_rows.append(
                 DraftRequestRow(
                     request_id=row.request_id,
                     draft=row.draft,
-                    num_cached_tokens=num_cached,
-                    tokens=tuple(row.tokens[num_cached:]),
+                    num_cached_tokens=start,
+                    tokens=tuple(row.tokens[start:stop]),
                     num_output=row.num_output,
-                    num_draft_tokens=row.num_draft_tokens,
-                    sampling=row.sampling if num_cached == 0 else None,
+                    num_draft_tokens=row.num_draft_tokens if stop == len(row.tokens) else 0,
+                    sampling=row.sampling if start == 0 else None,
+                    hidden=read(row.target_row, stop - 1 - states, stop - 1)
+                    if read is not None and states
+                    else b"",
                 )
             )
-            self._num_sent[row.request_id] = len(row.tokens)
+            self._num_sent[row.request_id] = stop
         self._requested_at = now
         self.connection.send(DraftRequest(round_number, tuple(request_rows), draft_ahead))
 

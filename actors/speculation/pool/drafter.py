@@ -32,6 +32,7 @@ from paceline.actors.engine.request import SamplingParams
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.pending_updates import PartialLoads, SwapWeights
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadPolicy
+from paceline.actors.speculation.pool.hidden_states import ReceivedStates, num_states
 from paceline.actors.speculation.pool.messages import (
     DraftRequest,
     DraftRequestRow,
@@ -213,6 +214,7 @@ class Drafter:
         max_sequences: int,
         epoch: int,
         draft_ahead: DraftAheadPolicy,
+        hidden: ReceivedStates | None = None,
     ) -> None:
         """Use an expert's stack.
 
@@ -224,6 +226,7 @@ class Drafter:
             max_sequences: the stack's rows; a sequence beyond them drafts nothing.
             epoch: identifies this process.
             draft_ahead: see DraftAheadPolicy.
+            hidden: where an EAGLE stack reads the target's hidden states; None of other stacks.
         """
         self._stack = stack
         self.slots = WeightSlots(stack)
@@ -233,10 +236,16 @@ class Drafter:
         self._max_tokens = stack.runner.max_model_len
         self.epoch = epoch
         self._draft_ahead_policy = draft_ahead
+        self._hidden = hidden
         self._sequences: dict[int, dict[str, SequenceState]] = {}  # by client and request_id
         self._to_draft_ahead: list[SequenceState] = []
         self._to_prefill: list[SequenceState] = []
         self.failures = 0
+
+    @property
+    def hidden_size(self) -> int:
+        """H, of the hidden states that requests must bring; 0 for none."""
+        return 0 if self._hidden is None else self._hidden.hidden_size
 
     @property
     def num_sequences(self) -> int:
@@ -309,6 +318,8 @@ class Drafter:
             for row, sequence in zip(request.rows, sequences, strict=True):
                 if sequence is None:
                     continue
+                if row.num_draft_tokens == 0:
+                    continue
                 if sequence.drafted_ahead is not None:
                     proposals[sequence.key] = sequence.drafted_ahead.part(0, row.num_draft_tokens)
                 else:
@@ -360,6 +371,11 @@ class Drafter:
             or row.draft != sequence.draft
         ):
             return None
+        if self._hidden is not None:
+            count = num_states(row.num_cached_tokens, len(row.tokens))
+            if not self._hidden.fits(row.hidden, count):
+                return None
+            self._hidden.extend(sequence.key, row.hidden)
         if sequence.drafted_ahead is not None:
             hit = sequence.assumed == row.tokens
             self._draft_ahead_policy.record(hit)
@@ -443,6 +459,8 @@ class Drafter:
 
     def _drop(self, sequence: SequenceState) -> None:
         self._stack.release(sequence.key)
+        if self._hidden is not None:
+            self._hidden.drop(sequence.key)
         sequence.released = True
         self._to_draft_ahead = [other for other in self._to_draft_ahead if other is not sequence]
         self._to_prefill = [other for other in self._to_prefill if other is not sequence]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.actors.engine.request import SamplingParams
 
-VERSION = 1
+VERSION = 2
 _BIG_INTEGER = 1  # msgpack extension: a decimal number beyond 64 bits
 
 Int32 = NDArray[np.int32]
@@ -62,10 +62,17 @@ class Authenticate:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The server's reply to valid credentials; ``epoch`` identifies the server's process."""
+    """The server's reply to valid credentials.
+
+    Attributes:
+        epoch: identifies the server's process.
+        weight_versions: of its drafts.
+        hidden_size: H, of the hidden states that its drafts read; 0 if they read none.
+    """
 
     epoch: int
     weight_versions: Mapping[str, int]
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,9 @@ class DraftRequestRow:
     """A sequence to draft for.
 
     The server should hold ``num_cached_tokens`` of it, and ``tokens`` follow them; 0 starts the
-    sequence and brings ``sampling``, which is None afterwards.
+    sequence and brings ``sampling``, which is None afterwards. With 0 for ``num_draft_tokens`` more
+    tokens are to come, and nothing is drafted yet. ``hidden`` are the target's hidden states of the
+    positions before the tokens, little-endian bfloat16, see ``num_states``.
     """
 
     request_id: str
@@ -83,6 +92,7 @@ class DraftRequestRow:
     num_output: int
     num_draft_tokens: int
     sampling: SamplingParams | None
+    hidden: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,7 @@ def _pack(value: Any) -> Any:
             value.num_output,
             value.num_draft_tokens,
             value.sampling,
+            value.hidden,
         ]
     if isinstance(value, np.ndarray):
         return [value.shape, value.astype(f"<{value.dtype.kind}4", copy=False).tobytes()]
@@ -225,7 +236,9 @@ def _decode_request(number: int, rows: tuple[Any, ...], draft_ahead: bool) -> Dr
 def _decode_row(
     request_id: str, draft: str, num_cached_tokens: Any, tokens: bytes, *rest: Any
 ) -> DraftRequestRow:
-    num_output, num_draft_tokens, sampling = rest
+    num_output, num_draft_tokens, sampling, hidden = rest
+    if not isinstance(hidden, bytes):
+        raise ProtocolError("hidden states that are no bytes")
     return DraftRequestRow(
         request_id=request_id,
         draft=draft,
@@ -234,6 +247,7 @@ def _decode_row(
         num_output=int(num_output),
         num_draft_tokens=int(num_draft_tokens),
         sampling=None if sampling is None else SamplingParams(**sampling),
+        hidden=hidden,
     )
 
 

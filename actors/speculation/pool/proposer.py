@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.speculation.colocated import merge
 from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.pool.client import ExpertClient, ExpertStats
 from paceline.actors.speculation.pool.connection import Connection, ConnectionLostError
+from paceline.actors.speculation.pool.hidden_states import RowReader, to_bytes
 from paceline.actors.speculation.pool.messages import (
     DraftResponse,
     Float32,
@@ -74,11 +76,22 @@ class PoolProposer:
         self._clock = clock
         self._rounds = itertools.count(1)
         self._expert_of: dict[str, str] = {}  # by request_id
+        self._read_states: RowReader | None = None
         self._connected = threading.Condition()
         self._new_connections: dict[str, tuple[Connection, Welcome]] = {}  # guarded by it
         self.timed_out = False
         self.prefilled = DraftPrefill()  # experts read while the target works
         self.faulty: frozenset[str] = frozenset()  # an expert handles its faulty drafts itself
+
+    def keep_hidden(self, kv: KVCache) -> None:
+        """Send the hidden states that the target's KV cache keeps to experts that read them."""
+
+        def read(row: int, start: int, stop: int) -> bytes:
+            return to_bytes(
+                kv.read_hidden([row], torch.arange(start, stop, device=kv.device)[None])[0]
+            )
+
+        self._read_states = read
 
     def add_client(self, expert: str) -> None:
         """Draft with a further expert, once it is connected; a known one is fine."""
@@ -213,7 +226,7 @@ class PoolProposer:
                 continue
             own = [rows[i] for i in indices]
             try:
-                client.request(number, own, draft_ahead, self._clock())
+                client.request(number, own, draft_ahead, self._clock(), self._read_states)
             except ConnectionLostError:
                 client.disconnect()
                 continue

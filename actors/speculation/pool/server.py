@@ -378,7 +378,9 @@ class ExpertServer:
             raise ProtocolError("no such session")
         client.session = message.session
         client.connection.max_frame_bytes = MAX_FRAME_BYTES
-        self._clients.send(client, Welcome(self._drafter.epoch, self._drafter.slots.versions))
+        drafter = self._drafter
+        welcome = Welcome(drafter.epoch, drafter.slots.versions, drafter.hidden_size)
+        self._clients.send(client, welcome)
 
     def _respond(self) -> None:
         """Draft for all pending requests in one batch."""

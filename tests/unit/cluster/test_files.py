@@ -60,7 +60,7 @@ def config_of(serve: dict[str, Any]) -> PacelineConfig:
     assert application.import_path == "paceline.deploy.cluster_app:build"
     config = PacelineConfig.model_validate(application.args)
     assert config.replay.persist
-    assert (config.drafts.general, config.drafts.placement) == ("auto", "colocated")
+    assert (config.drafts.general, config.drafts.placement) == ("auto", "pool")
     return for_cluster(config)
 
 
@@ -181,9 +181,9 @@ def test_a_pod_without_its_head_finishes_its_requests(tmp_path: Path) -> None:
     assert "RAY_AUTH_MODE" in done.stderr
 
 
-def test_target_and_trainer_have_a_gpu_each() -> None:
+def test_the_fractions_of_a_gpu_leave_room_for_the_experts() -> None:
     config = config_of(read("serve-gpu"))
-    assert config.placement.target["GPU"] == config.placement.trainer["GPU"] == 1
+    assert config.placement.target["GPU"] + len(config.drafts.experts) * config.drafts.num_gpus <= 1
     assert config.placement.trainer_is_apart
 
 

@@ -64,13 +64,15 @@ def test_a_target_of_which_none_can_be_made_is_served_plain(tmp_path: Path) -> N
     assert not config.training.enabled
 
 
-def test_a_draft_of_another_target_or_in_a_pool_is_refused(target: Path, tmp_path: Path) -> None:
+def test_a_draft_of_another_target_or_ahead_of_it_is_refused(target: Path, tmp_path: Path) -> None:
     made = fetch_models(config_of(target), lambda _: None).auto_draft
     other = save_tiny(tmp_path / "other", 3)
     with pytest.raises(ConfigError, match="was made for another target"):
         check_models_fit(config_of(other, **{"drafts.general": str(made)}))
-    with pytest.raises(ConfigError, match="pool cannot serve EAGLE drafts"):
-        check_models_fit(config_of(target, **{"drafts.placement": "pool"}))
+    pool = {"drafts.placement": "pool"}
+    check_models_fit(config_of(target, **pool))
+    with pytest.raises(ConfigError, match=r"drafts\.draft_ahead: general is an EAGLE draft"):
+        check_models_fit(config_of(target, **pool, **{"drafts.draft_ahead": "on"}))
     (made / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ConfigError, match=str(made)):
         check_models_fit(config_of(target))

@@ -19,7 +19,7 @@ from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.replay.record import ReplayRecord, decode, encode
-from paceline.actors.speculation.eagle import EagleStack, make_eagle_stack
+from paceline.actors.speculation.eagle import EagleRunner, EagleStack, kept_hidden
 from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
 from paceline.actors.training.batches import make_batch, token_counts
 from paceline.actors.training.candidate import Candidate
@@ -88,7 +88,10 @@ def eagle_engine(
             (name, load_draft(path, target, torch.float32, DEVICE).eval().requires_grad_(False))
             for name, path in drafts.items()
         ]
-        return [make_eagle_stack(loaded, runner, rows, more.get("draft_positions"), draft_chunk)]
+        names, models = zip(*loaded, strict=True)
+        positions = more.get("draft_positions")
+        eagles = EagleRunner(models, rows, runner.max_model_len, positions, vocab_size=VOCAB)
+        return [EagleStack(eagles, names, rows, kept_hidden(runner.kv), draft_chunk)]
 
     return engine_of(model, [], beside=beside, record_hidden=True, **more)
 

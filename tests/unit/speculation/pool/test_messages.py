@@ -43,15 +43,16 @@ ROWS = st.builds(
     num_cached_tokens=st.integers(0, 1 << 20),
     tokens=st.lists(st.integers(0, (1 << 31) - 1), max_size=20).map(tuple),
     num_output=st.integers(0, 1 << 20),
-    num_draft_tokens=st.integers(1, 32),
+    num_draft_tokens=st.integers(0, 32),
     sampling=st.none() | SAMPLING,
+    hidden=st.binary(max_size=64),
 )
 VERSIONS = st.dictionaries(NAMES, st.integers(0, 1 << 40), max_size=3)
 NUMBERS = st.integers(0, 1 << 62)
 MESSAGES = st.one_of(
     st.builds(wire.Challenge, st.binary(max_size=32)),
     st.builds(wire.Authenticate, NAMES, st.binary(max_size=32)),
-    st.builds(wire.Welcome, NUMBERS, VERSIONS),
+    st.builds(wire.Welcome, NUMBERS, VERSIONS, st.integers(0, 1 << 16)),
     st.builds(wire.DraftRequest, NUMBERS, st.lists(ROWS, max_size=4).map(tuple), st.booleans()),
     st.builds(wire.Release, st.lists(NAMES, max_size=3).map(tuple)),
     st.builds(wire.Ping, NUMBERS),
