@@ -187,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell in figures["cells"]:
         title = f"{cell['in_flight']} in flight, temperature {cell['temperature']:g}"
         show(title, report.rows(cell))
-    show("Wanted", report.bars(figures["cells"]))
+    if wanted := report.bars(figures["cells"]):
+        show("Wanted", wanted)
     print(report.markdown(figures), flush=True)  # noqa: T201
     for name, cause in figures["failed"].items():
         say(f"not measured: {name}: {cause}")

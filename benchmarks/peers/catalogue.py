@@ -222,6 +222,8 @@ PEERS: tuple[Peer, ...] = (
     Peer(LLAMA_BF16, _llama(bf16_gguf), same_weights=True, main=True, **_LLAMA),
     Peer(f"{LLAMA_BF16}, 1 thread", _llama(bf16_gguf, threads=1), most=1, **_LLAMA),
     Peer("llama.cpp, the checkpoint's own file", _llama(own_gguf), main=True, **_LLAMA),
+    Peer("llama.cpp, built here, bf16", _native_llama(bf16_gguf), same_weights=True),
+    Peer("llama.cpp, built here, the checkpoint's own file", _native_llama(own_gguf)),
     Peer("llama.cpp, that file, n-grams", _llama(own_gguf, "--speculative", "NGRAM_MOD"), **_LLAMA),
     Peer("llama.cpp, bf16, n-grams", _llama(bf16_gguf, "--speculative", "NGRAM_MOD"), **_LLAMA),
     Peer(

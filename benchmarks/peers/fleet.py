@@ -57,10 +57,14 @@ class Server:
     Args:
         peer: its catalogue entry.
         setup: of the run.
+
+    Attributes:
+        unavailable: whether it cannot be had on this machine, so that no retry helps.
     """
 
     def __init__(self, peer: Peer, setup: Setup) -> None:
         self.peer, self.facts = peer, Facts()
+        self.unavailable = False
         self._setup = setup
         slug = "".join(c if c.isalnum() else "-" for c in peer.name)
         self._log = setup.work / f"{slug}.log"
@@ -82,7 +86,9 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        self.unavailable = True
         command = self.peer.command(self._setup, port)
+        self.unavailable = False
         self._url = f"http://127.0.0.1:{port}"
         say(f"  starting {self.peer.name}")
         began = time.monotonic()
@@ -244,7 +250,7 @@ class Fleet:
             except PeerError as error:
                 say(f"  {name}: {error}")
                 server.stop()
-                if attempt == 2 or server.facts.start_s == 0.0:
+                if attempt == 2 or server.unavailable:
                     self.failed[name] = str(error)
                     raise
         server.suspend()
