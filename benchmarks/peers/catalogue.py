@@ -85,7 +85,7 @@ class Peer:
 
 
 def _paceline(name: str, threads: int | None = None, **sections: Any) -> Command:
-    """``paceline serve`` with these sections; ``drafts: learnt`` stands for the trained state."""
+    """``paceline serve`` with these sections of its configuration."""
 
     def command(setup: Setup, port: int) -> list[str]:
         file = _configuration(setup, name, port, threads or setup.threads, sections)
@@ -102,9 +102,9 @@ def _learnt(setup: Setup, port: int) -> list[str]:
     if paths:
         sections["drafts"] = {"paths": paths, "topics": sorted(paths)}
     else:
-        state = setup.work / "learnt-state"
+        state = setup.work / "learnt-state"  # a server writes into its own
         shutil.rmtree(state, ignore_errors=True)
-        shutil.copytree(setup.experts, state)  # a server writes into its own
+        shutil.copytree(setup.experts, state)
         sections["state_dir"] = str(state)
     return _paceline("learnt", **sections)(setup, port)
 
@@ -118,8 +118,10 @@ def _alone(setup: Setup, port: int) -> list[str]:
 def _configuration(
     setup: Setup, name: str, port: int, threads: int, sections: Mapping[str, Any]
 ) -> Path:
+    """A file for ``paceline serve``, with a fresh state unless the sections name one."""
     state = setup.work / f"{name}-state"
-    shutil.rmtree(state, ignore_errors=True) if "state_dir" not in sections else None
+    if "state_dir" not in sections:
+        shutil.rmtree(state, ignore_errors=True)
     target = {
         "path": str(setup.target),
         "num_threads": threads,
