@@ -54,9 +54,7 @@ def answers(target: Path, count: int, data: Path | None, threads: int) -> list[R
     engine, tokenizer, _ = build_engine(settings)
     prompts = [p for topic in TOPICS for p in training_prompts(data, topic, tokenizer, count)]
     sampling = SamplingParams(_MAX_TOKENS, temperature=0.0)
-    requests = [
-        GenerationRequest(p.key, p.token_ids, sampling, draft=DRAFT_OFF) for p in prompts
-    ]
+    requests = [GenerationRequest(p.key, p.token_ids, sampling, draft=DRAFT_OFF) for p in prompts]
     outputs = drive(engine, requests, _ROWS)
     return [output.record for output in outputs if output.record is not None]
 
