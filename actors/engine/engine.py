@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.logits_processors import count_tokens
+from paceline.actors.engine.grammar import GrammarCompiler, GrammarError, tokenizer_json
+from paceline.actors.engine.logits_processors import TokenMasks, count_tokens, make_token_masks
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.recorder import RecordBuffer
 from paceline.actors.engine.request import (
@@ -23,6 +24,7 @@ from paceline.actors.engine.request import (
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_FAULT,
+    FINISH_GRAMMAR,
     FINISH_LENGTH,
     FINISH_NOT_FINITE,
     FINISH_REFUSED,
@@ -75,6 +77,7 @@ class Engine:
     Attributes:
         draft_runner: proposes draft tokens.
         updates: weight updates to apply between two rounds.
+        grammars: compiles those of requests; a compiled one takes the engine's thread no time.
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class Engine:
         self._settings = settings
         self._generator = generator
         self._record_buffer = self._make_record_buffer()
+        self.grammars = GrammarCompiler(
+            lambda: tokenizer_json(tokenizer), runner.vocab_size, settings.eos_token_ids
+        )
         self._params = SamplingBatchCache(runner.device)
         self._now = now
         self._scheduler = Scheduler(
@@ -168,9 +174,14 @@ class Engine:
         Raises:
             ValueError: it cannot be served, see :func:`make_sequence`.
         """
-        drafts = self.draft_runner.drafts()
-        size = self._runner.vocab_size
-        sequence = make_sequence(request, self._settings, self._tokenizer, drafts, size)
+        sequence = make_sequence(
+            request,
+            self._settings,
+            self._tokenizer,
+            self.draft_runner.drafts(),
+            self._runner.vocab_size,
+            self.grammars,
+        )
         (self._waiting if sequence.finish_reason is None else self._finished).append(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -264,7 +275,10 @@ class Engine:
         if params.logits_processors is not None:
             histories = [(s.tokens, s.num_output) for s in batch]
             counts = count_tokens(params.logits_processors, histories, logits.shape[-1], device)
-        sampled = rejection_sample(logits, proposal, params, state[:, 2], self._generator, counts)
+        masks = _token_masks(batch, proposal, logits.shape[-1], device)
+        sampled = rejection_sample(
+            logits, proposal, params, state[:, 2], self._generator, counts, masks
+        )
         wanted = [s.request.sampling.logprobs for s in batch] if params.any_logprobs else None
         return self._emit(batch, proposal, sampled, logits, wanted)
 
@@ -278,6 +292,7 @@ class Engine:
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
+        forced = list(proposal.num_forced) or [0] * len(batch)
         skipped = self._fail_not_finite(batch, drafted, accepted, non_finite_positions(logits))
         self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
@@ -285,15 +300,16 @@ class Engine:
         sources = token_sources(batch, proposal, sampled, logits, emitted)
         for i, sequence in enumerate(batch):
             if i in skipped:
-                drafted[i] = accepted[i] = 0
+                drafted[i] = accepted[i] = forced[i] = 0
                 continue
             own = logprobs[i] if logprobs else []
-            self._append(sequence, drafted[i], accepted[i], emitted[i], own, sources[i])
+            counts = (drafted[i], accepted[i], forced[i])
+            self._append(sequence, counts, emitted[i], own, sources[i])
         outputs = [
             StepOutput(s.request_id, s.next_chunk(), self._finish(s), s.take_outcome())
             for s in batch
         ]
-        self.draft_runner.finish_round(batch, drafted, accepted)
+        self.draft_runner.finish_round(batch, drafted, accepted, forced)
         return outputs
 
     def _fail_not_finite(
@@ -350,16 +366,19 @@ class Engine:
     def _append(
         self,
         sequence: Sequence,
-        drafted: int,
-        accepted: int,
+        counts: tuple[int, int, int],
         emitted: list[int],
         logprobs: list[TokenLogprob],
         sources: list[TokenSource],
     ) -> None:
-        """Append a row's tokens; an error fails this request alone."""
+        """Append a row's tokens, (drafted, accepted, forced); an error fails this request alone."""
+        drafted, accepted, forced = counts
         try:
             eos = self._settings.eos_token_ids
-            sequence.append_round(drafted, accepted, emitted, eos, logprobs, sources)
+            sequence.append_round(drafted, accepted, emitted, eos, logprobs, sources, forced)
+        except GrammarError as error:
+            logger.warning("request %s fails: %s", sequence.request_id, error)
+            sequence.finish_reason = FINISH_GRAMMAR
         except Exception:
             logger.exception("request %s fails", sequence.request_id)
             sequence.finish_reason = FINISH_ERROR
@@ -402,6 +421,27 @@ class Engine:
         start = prompt - kept
         positions = torch.arange(start, prompt + outputs - 1, device=kv.device)[None]
         return kv.read_hidden([self._rows.row(sequence.request_id)], positions)[0], start
+
+
+def _token_masks(
+    batch: list[Sequence], proposal: Proposal, vocab_size: int, device: torch.device
+) -> TokenMasks | None:
+    """Return the masks of all positions that verification may reach in rows with a grammar."""
+    rows = [(i, s.grammar) for i, s in enumerate(batch) if s.grammar is not None]
+    if not rows:
+        return None
+    tokens, counts = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
+    masks = []
+    for i, grammar in rows:
+        drafts = tokens[i][: counts[i]]
+        for step in range(len(drafts) + 1):
+            if step and drafts[step - 1] in grammar.eos_token_ids:
+                break
+            try:
+                masks.append((i, step, grammar.mask(drafts[:step])))
+            except GrammarError:  # if these drafts are accepted, the request fails
+                break
+    return make_token_masks(masks, vocab_size, device)
 
 
 @lru_cache(maxsize=64)

@@ -1,18 +1,21 @@
-"""Logits processors before temperature: bias, penalties and minimum tokens.
+"""Logits processors before temperature: bias, penalties, minimum tokens and grammars.
 
-The order is vLLM's: bias, repetition, frequency and presence penalty, minimum tokens. Penalties
-depend on the tokens before a position: position i of a block counts its first i draft tokens. The
-logits of a row without processors keep their bits in every batch.
+The order is vLLM's: bias, repetition, frequency and presence penalty, minimum tokens; then the
+grammar's mask. Penalties and masks depend on the tokens before a position: position i of a block
+counts its first i draft tokens. The logits of a row without processors keep their bits in every
+batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.actors.engine.grammar import GrammarError, GrammarState, Mask
 from paceline.actors.engine.request import SamplingParams
 
 
@@ -60,6 +63,58 @@ class LogitsProcessors:
     bias: LogitBias | None
     penalties: Penalties | None
     min_tokens: MinTokens | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Tokens that grammars allow at M positions of a block; at others all are.
+
+    Attributes:
+        rows: int64 ``[M]``.
+        steps: int64 ``[M]``.
+        allowed: bool ``[M, V]``.
+    """
+
+    rows: Tensor
+    steps: Tensor
+    allowed: Tensor
+
+    def apply(self, scores: Tensor, logits: Tensor) -> None:
+        """Mask ``scores`` in place.
+
+        A position without an allowed token is masked ``logits``: a grammar goes before the minimum
+        of tokens.
+
+        Args:
+            scores: float32 ``[B, T, V]``, processed.
+            logits: float ``[B, T, V]``, unprocessed.
+        """
+        at = self.rows, self.steps
+        masked = scores[at].masked_fill(~self.allowed, -torch.inf)
+        raw = logits[at].float().masked_fill(~self.allowed, -torch.inf)
+        empty = masked.amax(dim=-1, keepdim=True) == -torch.inf
+        scores[at] = torch.where(empty, raw, masked)
+
+
+def make_token_masks(
+    masks: Sequence[tuple[int, int, Mask]], vocab_size: int, device: torch.device
+) -> TokenMasks | None:
+    """Make the masks of positions ``(row, step, mask)``, each once; None if there are none.
+
+    Args:
+        masks: of equal length.
+        vocab_size: V; tokens beyond a mask are not allowed.
+        device: of the tensors.
+    """
+    if not masks:
+        return None
+    rows, steps, words = zip(*masks, strict=True)
+    bits = np.unpackbits(np.stack(words).view(np.uint8), axis=-1, bitorder="little")
+    allowed = torch.zeros(len(masks), vocab_size, dtype=torch.bool)
+    known = min(vocab_size, bits.shape[1])
+    allowed[:, :known] = torch.from_numpy(bits.view(np.bool_)[:, :known])
+    at = torch.tensor([rows, steps], device=device)
+    return TokenMasks(at[0], at[1], allowed.to(device))
 
 
 def make_logits_processors(
@@ -173,6 +228,7 @@ def process_logits(
     output_positions: Tensor,
     counts: TokenCounts | None,
     drafts: Tensor,
+    masks: TokenMasks | None = None,
 ) -> Tensor:
     """Apply a batch's processors; returns ``logits`` itself if there are none.
 
@@ -183,6 +239,7 @@ def process_logits(
         output_positions: int64 ``[B]``, index of each row's next output token.
         counts: of the rows with penalties, before the drafts.
         drafts: int64 ``[B, k]``.
+        masks: of the rows with a grammar.
 
     Returns:
         float ``[B, k + 1, V]``, float32 if processed.
@@ -190,9 +247,24 @@ def process_logits(
     Raises:
         ValueError: ``counts`` are missing.
     """
-    if processors is None:
+    if processors is None and masks is None:
         return logits
     scores = logits.to(torch.float32, copy=True)
+    if processors is not None:
+        _apply(processors, scores, output_positions, counts, drafts)
+    if masks is not None:
+        masks.apply(scores, logits)
+    return scores
+
+
+def _apply(
+    processors: LogitsProcessors,
+    scores: Tensor,
+    output_positions: Tensor,
+    counts: TokenCounts | None,
+    drafts: Tensor,
+) -> None:
+    """Apply processors to float32 ``[B, k + 1, V]`` in place; see :func:`process_logits`."""
     if processors.bias is not None:
         bias = processors.bias
         scores[bias.rows, :, bias.token_ids] += bias.values[:, None]
@@ -207,7 +279,6 @@ def process_logits(
         early = output_positions[ends.rows, None] + steps < ends.until[:, None]
         kept = scores[ends.rows, :, ends.token_ids]
         scores[ends.rows, :, ends.token_ids] = kept.masked_fill(early, -torch.inf)
-    return scores
 
 
 def _apply_penalties(
@@ -228,39 +299,81 @@ def _apply_penalties(
 
 
 class DraftLogitsProcessors:
-    """Logits processors of a draft, which grows by one token per step."""
+    """Logits processors of a draft, which grows by one token per step.
+
+    Attributes:
+        ended: draft tokens of the rows whose grammar lets them draft no more, by row.
+    """
 
     def __init__(
         self,
         processors: LogitsProcessors | None,
         histories: Sequence[tuple[Sequence[int], int]],
         output_positions: Tensor,
+        grammars: Mapping[int, GrammarState],
     ) -> None:
-        """Start before the first step; see :func:`count_tokens` and :func:`process_logits`."""
+        """Start before the first step.
+
+        Args:
+            processors: of the B rows.
+            histories: see :func:`count_tokens`.
+            output_positions: see :func:`process_logits`.
+            grammars: by row, of those that have one.
+        """
         self._processors = processors
         self._histories = histories
         self._positions = output_positions
         self._counts: TokenCounts | None = None
         self._started = False
+        self._grammars = dict(grammars)
+        self._path: dict[int, list[int]] = {row: [] for row in grammars}
+        self.ended: dict[int, int] = {}
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Process the logits ``[B, V]`` of the next step, as for verification."""
-        if self._processors is None:
+        """Process the logits ``[B, V]`` of the next step, as for verification.
+
+        A row that has ended, or knows no allowed token and so ends here, is without a mask.
+        """
+        if self._processors is None and not self._grammars:
             return logits
         if not self._started:
             self._started = True
             self._counts = count_tokens(
                 self._processors, self._histories, logits.shape[-1], logits.device
             )
+        masks = self._token_masks(logits)
         none = self._positions.new_zeros(len(logits), 0)
-        return process_logits(
-            logits[:, None], self._processors, self._positions, self._counts, none
-        )[:, 0]
+        parts = (self._processors, self._positions, self._counts, none)
+        return process_logits(logits[:, None], *parts, masks)[:, 0]
 
     def append(self, token_ids: Tensor) -> None:
         """Append a token per row, int64 ``[B]``."""
-        if self._processors is None:
-            return
-        self._positions = self._positions + 1
-        if self._processors.penalties is not None and self._counts is not None:
-            self._counts.add(token_ids[self._processors.penalties.rows])
+        if self._processors is not None:
+            self._positions = self._positions + 1
+            if self._processors.penalties is not None and self._counts is not None:
+                self._counts.add(token_ids[self._processors.penalties.rows])
+        tokens = token_ids.tolist() if self._grammars else []
+        for row, grammar in list(self._grammars.items()):
+            self._path[row].append(tokens[row])
+            if tokens[row] in grammar.eos_token_ids:
+                self._end(row, len(self._path[row]))
+
+    def _token_masks(self, logits: Tensor) -> TokenMasks | None:
+        masks = []
+        for row, grammar in list(self._grammars.items()):
+            try:
+                masks.append((row, 0, grammar.mask(self._path[row])))
+            except GrammarError:
+                self._end(row, len(self._path[row]))
+        made = make_token_masks(masks, logits.shape[-1], logits.device)
+        if made is None:
+            return None
+        known = (made.allowed & (logits[made.rows] != -torch.inf)).any(dim=-1)
+        for (row, _, _), some in zip(masks, known.tolist(), strict=True):
+            if not some:
+                self._end(row, len(self._path[row]))
+        return TokenMasks(made.rows[known], made.steps[known], made.allowed[known])
+
+    def _end(self, row: int, length: int) -> None:
+        del self._grammars[row]
+        self.ended[row] = length

@@ -240,11 +240,13 @@ class RecordBuffer:
         if bool(self._probs) != (sampled.probs is not None):
             self.flush()
         accepted, drafted = sampled.num_accepted.tolist(), proposal.num_drafted.tolist()
+        if proposal.num_forced:  # no draft proposed these
+            drafted = [n - forced for n, forced in zip(drafted, proposal.num_forced, strict=True)]
         drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
         for i in kept:
             recorder, count = recorders[i], drafted[i]
             assert recorder is not None
-            logged = (count if self._branches else accepted[i]) + 1
+            logged = max(count if self._branches else 0, accepted[i]) + 1
             # Views suffice: every round has new tensors.
             self._logits.append(logits[i, :logged])
             if sampled.probs is not None:

@@ -12,12 +12,13 @@ FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
 FINISH_ERROR = "error"  # this request failed, alone
 FINISH_NOT_FINITE = "not_finite"  # this request's logits are NaN or infinite
+FINISH_GRAMMAR = "grammar"  # this request's grammar is too complex, or at a dead end
 FINISH_FAULT = "fault"  # the engine failed while this request was running
 FINISH_REFUSED = "refused"  # the engine failed while this request was waiting
 FINISH_YIELDED = "yielded"  # a background request gave way to others
-FAILED = frozenset({FINISH_ERROR, FINISH_NOT_FINITE, FINISH_FAULT, FINISH_REFUSED})
+FAILED = frozenset({FINISH_ERROR, FINISH_NOT_FINITE, FINISH_GRAMMAR, FINISH_FAULT, FINISH_REFUSED})
 
-SourceKind = Literal["accepted", "recovered", "bonus", "plain"]
+SourceKind = Literal["accepted", "recovered", "bonus", "forced", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,8 @@ class GenerationRequest:
         background: counts as no load, and finishes as `FINISH_YIELDED` if other requests are
             there or arrive.
         created: unix time of its record in seconds; None is the time when it finishes.
+        grammar: of the answer, see GrammarCompiler; empty allows every text. The answer ends with
+            the grammar, whatever ``ignore_eos`` and ``min_tokens`` say.
     """
 
     request_id: str
@@ -122,6 +125,7 @@ class GenerationRequest:
     token_sources: bool = False
     background: bool = False
     created: float | None = None
+    grammar: str = ""
 
     @property
     def has_record(self) -> bool:
@@ -228,9 +232,10 @@ class TokenSource:
     Attributes:
         kind: ``accepted`` is a draft token, ``recovered`` the target's token in place of a
             rejected one, ``bonus`` the target's token after all draft tokens were accepted,
+            ``forced`` the only one that the grammar allows, which no draft had to propose,
             ``plain`` the target's token of a round without drafts.
-        draft: that proposed in the round; None if plain.
-        weight_version: of the draft; None if plain.
+        draft: that proposed in the round; None if forced or plain.
+        weight_version: of the draft; None if forced or plain.
         target_probability: of the token in the target's softmax at T = 1, before bias, penalties,
             temperature and filters.
         acceptance_probability: min(1, p/q) of the token drafted at this position, p and q as

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer, special_tokens
+from paceline.actors.engine.grammar import GrammarCompiler, GrammarState
 from paceline.actors.engine.recorder import Recorder
 from paceline.actors.engine.request import (
     DRAFT_OFF,
@@ -47,6 +48,7 @@ class Sequence:
         num_speculative_tokens: None leaves the choice to the controller.
         weight_version: of the draft in its latest round; before, when the request arrived.
         recorder: of the replay record, if there is one.
+        grammar: of a constrained answer, at its end.
         draft: the request's draft or the weight slot that it uses.
         failed_version: weight_version in the slot that failed while it drafted.
         tokens: of prompt and output.
@@ -63,6 +65,7 @@ class Sequence:
     num_speculative_tokens: int | None
     weight_version: int
     recorder: Recorder | None
+    grammar: GrammarState | None = None
     draft: str = ""
     failed_version: int | None = None
     _failure_reported: bool = False
@@ -149,26 +152,36 @@ class Sequence:
         eos: frozenset[int],
         logprobs: Items[TokenLogprob] = (),
         token_sources: Items[TokenSource] = (),
+        forced: int = 0,
     ) -> None:
         """Append a round's tokens up to the one that ends the answer.
 
-        ``logprobs`` and ``token_sources`` have an entry per emitted token if requested.
+        ``logprobs`` and ``token_sources`` have an entry per emitted token if requested; the last
+        ``forced`` of the drafted tokens are no draft's, and in no statistics.
+
+        Raises:
+            GrammarError: the grammar cannot go on.
         """
         before, self.last_round = len(self.tokens), (0, 0)
         self._append(emitted, eos)
         count = len(self.tokens) - before
-        self._update_stats(drafted, accepted, count)
+        self._update_stats(drafted - forced, accepted, count)
         self._logprobs.extend(logprobs[:count])
         self._token_sources.extend(token_sources[:count])
         self.num_computed = len(self.tokens) - 1
 
     def _update_stats(self, drafted: int, accepted: int, count: int) -> None:
-        """Count a round of which ``count`` tokens were appended, and no drafts behind them."""
-        if count <= accepted:
-            drafted = accepted = count
-            self.num_cut_rounds += 1
+        """Count a round of which ``count`` tokens were appended, and no drafts behind them.
+
+        Of the ``accepted`` tokens those beyond ``drafted`` were forced.
+        """
+        cut = count <= accepted
+        if cut:
+            drafted = min(drafted, count)
+        accepted = min(accepted, drafted)
         self.last_round = drafted, accepted
         if drafted:
+            self.num_cut_rounds += cut
             self._unsent_rounds.append((drafted, accepted))
             self.num_spec_steps += 1
             self.num_draft_tokens += drafted
@@ -186,8 +199,11 @@ class Sequence:
         sampling, detokenizer = self.request.sampling, self.detokenizer
         for token in token_ids:
             self.tokens.append(token)
+            if self.grammar is not None:
+                self.grammar.append(token)
             count = len(self.tokens) - self._num_prompt
-            if token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos):
+            ends = token in eos and (self.grammar is not None or not sampling.ignore_eos)
+            if ends or token in sampling.stop_token_ids:
                 self.finish_reason = FINISH_STOP
                 if sampling.include_stop:
                     detokenizer.append(token, may_stop=False)
@@ -301,6 +317,7 @@ def make_sequence(
     tokenizer: PreTrainedTokenizerBase,
     drafts: Mapping[str, int],
     vocab_size: int,
+    grammars: GrammarCompiler,
 ) -> Sequence:
     """Validate a request and turn it into a sequence, resumed if it has output.
 
@@ -310,8 +327,10 @@ def make_sequence(
         tokenizer: of the target, a transformers fast tokenizer.
         drafts: weight_version of every draft.
         vocab_size: of the target.
+        grammars: compiles the request's.
 
     Raises:
+        GrammarError: the grammar is invalid, or does not allow the request's output.
         ValueError: the prompt is empty or leaves no room for a token, or a token id is not in the
             vocabulary, which would fail the forward of all requests.
     """
@@ -348,6 +367,7 @@ def make_sequence(
         weight_version=drafts.get(draft, 0),
         draft=draft,
         recorder=Recorder() if request.has_record and not prompt_only else None,
+        grammar=GrammarState(grammars, request.grammar) if request.grammar else None,
     )
     sequence.resume(settings.eos_token_ids)
     return sequence

@@ -42,11 +42,11 @@ def token_sources(
     target_probs = iter(_target_probabilities(logits, rows, emitted))
     acceptance = _acceptance_probabilities(proposal, sampled, rows)
     drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
-    accepted = sampled.num_accepted.tolist()
+    accepted, forced = sampled.num_accepted.tolist(), proposal.num_forced or [0] * len(batch)
     for at, i in enumerate(rows):
         is_random = _accepts_at_random(batch[i].request.sampling)
         own = acceptance[at] if acceptance and is_random else []
-        proposed = drafts[i][: drafted[i]]
+        proposed = drafts[i][: drafted[i] - forced[i]]
         for step in range(len(emitted[i])):
             sources[i].append(
                 _source(batch[i], step, proposed, accepted[i], next(target_probs), own)
@@ -63,10 +63,12 @@ def _source(
     acceptance: Items[float],
 ) -> TokenSource:
     drafted = len(proposed)
+    kind = _kind(step, drafted, accepted)
+    by_draft = kind not in ("plain", "forced")
     return TokenSource(
-        kind=_kind(step, drafted, accepted),
-        draft=sequence.request.draft if drafted else None,
-        weight_version=sequence.weight_version if drafted else None,
+        kind=kind,
+        draft=sequence.request.draft if by_draft else None,
+        weight_version=sequence.weight_version if by_draft else None,
         target_probability=target_probability,
         acceptance_probability=acceptance[step] if acceptance and step < drafted else None,
         rejected_token_id=proposed[step] if accepted <= step < drafted else None,
@@ -74,11 +76,11 @@ def _source(
 
 
 def _kind(step: int, drafted: int, accepted: int) -> SourceKind:
+    if step < accepted:
+        return "accepted" if step < drafted else "forced"
     if not drafted:
         return "plain"
-    if step < accepted:
-        return "accepted"
-    return "bonus" if step == drafted else "recovered"
+    return "bonus" if accepted >= drafted else "recovered"
 
 
 def _accepts_at_random(sampling: SamplingParams) -> bool:

@@ -62,11 +62,28 @@ class SpeculationController:
             wanted.append(sequence.draft_budget(0 if disabled(sequence.draft) else k))
         return wanted
 
+    def max_forced_tokens(self, sequence: RunningSequence) -> int:
+        """The most drafted tokens of a round, with those that a grammar forces."""
+        k = sequence.num_speculative_tokens
+        if k is None:
+            k = 0 if self._policy is None else self._policy.max_tokens
+        return sequence.draft_budget(k)
+
+    def verify_tokens(self, rows: int, drafted: int, forced: Sequence[int]) -> int:
+        """See GoodputPolicy.verify_tokens; all of them without a policy."""
+        if self._policy is not None:
+            try:
+                return self._policy.verify_tokens(rows, drafted, forced)
+            except Exception:
+                self._log_failure("forced tokens were not weighed")
+        return max([drafted, *forced])
+
     def observe_round(
         self,
         batch: Sequence[RunningSequence],
         drafted: list[int],
         accepted: list[int],
+        forced: Sequence[int],
         round_s: float,
         drafting_s: float,
         *,
@@ -78,6 +95,7 @@ class SpeculationController:
             batch: B sequences.
             drafted: tokens per row.
             accepted: tokens per row.
+            forced: of the drafted tokens, those that a grammar forced: no draft's merit or cost.
             round_s: seconds of the whole round.
             drafting_s: seconds of it that went to drafting.
             proposed: whether the proposer was called, and may have prefilled.
@@ -89,16 +107,14 @@ class SpeculationController:
             return None
         try:
             prefilled = self._proposer.prefilled if proposed else DraftPrefill()
-            for sequence, tried, taken in zip(batch, drafted, accepted, strict=True):
-                self._policy.observe_acceptance(group_of(sequence), tried, taken)
-            active = [s.draft for s, tried in zip(batch, drafted, strict=True) if tried]
-            steps = max(drafted)
-            timed_steps = 0 if self._proposer.timed_out else steps
+            own = [tried - more for tried, more in zip(drafted, forced, strict=True)]
+            for sequence, tried, taken in zip(batch, own, accepted, strict=True):
+                self._policy.observe_acceptance(group_of(sequence), tried, min(taken, tried))
+            active = [s.draft for s, tried in zip(batch, own, strict=True) if tried]
+            timed_steps = 0 if self._proposer.timed_out else max(own)
             sizes = (len(active), len(set(active)), timed_steps)
-            verify_s = round_s - drafting_s
-            self._policy.observe_round(
-                len(batch), steps + 1, verify_s, sizes, drafting_s, prefilled
-            )
+            verify_s, tokens = round_s - drafting_s, max(drafted) + 1
+            self._policy.observe_round(len(batch), tokens, verify_s, sizes, drafting_s, prefilled)
             return self._policy.plain_decode_seconds(len(batch), len(batch) + sum(accepted))
         except Exception:
             self._log_failure("a round was not observed")
@@ -213,4 +229,5 @@ class SpeculationController:
 
 def group_of(sequence: RunningSequence) -> DraftGroup:
     """The acceptance statistics that a sequence belongs to."""
-    return DraftGroup(sequence.draft, sampled=not sequence.request.sampling.greedy)
+    sampled, constrained = not sequence.request.sampling.greedy, sequence.grammar is not None
+    return DraftGroup(sequence.draft, sampled, constrained)

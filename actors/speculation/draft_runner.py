@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from paceline.actors.backoff import Backoff
+from paceline.actors.engine.grammar import GrammarState
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.engine.stats import RoundStats
 from paceline.actors.speculation.controller import SpeculationController
@@ -92,7 +93,11 @@ class DraftRunner:
         num_draft_tokens = self._controller.choose_num_draft_tokens(
             batch, prefilling, self._disabled_drafts()
         )
-        indices = [i for i, k in enumerate(num_draft_tokens) if k > 0]
+        grammars = {i: s.grammar for i, s in enumerate(batch) if s.grammar is not None}
+        most = {i: self._controller.max_forced_tokens(batch[i]) for i in grammars}
+        # What the grammar knows needs no draft.
+        forced = {i: grammar.forced((), most[i]) for i, grammar in grammars.items()}
+        indices = [i for i, k in enumerate(num_draft_tokens) if k > 0 and not forced.get(i)]
         proposal = Proposal.empty(len(batch), self._device)
         self._proposed = bool(indices) and not self._backing_off()
         if self._proposed:
@@ -102,11 +107,41 @@ class DraftRunner:
                 version = self._proposer.version(batch[i].draft)
                 batch[i].set_draft_version(version)
                 self._controller.observe_version(batch[i].draft, version)
+        if grammars:
+            proposal = self._constrain(proposal, grammars, most)
         self._drafting_s = self._clock() - self._round_start
         return proposal
 
+    def _constrain(
+        self,
+        proposal: Proposal,
+        grammars: Mapping[int, GrammarState],
+        most: Mapping[int, int],
+    ) -> Proposal:
+        """Cut drafts where verification must end, and append the tokens that grammars force.
+
+        Args:
+            proposal: of B rows.
+            grammars: by row.
+            most: tokens of these rows, forced ones included.
+        """
+        counts, tokens = proposal.num_drafted.tolist(), proposal.token_ids.tolist()
+        kept, forced = {}, {}
+        for i, grammar in grammars.items():
+            kept[i] = grammar.num_verifiable(tokens[i][: counts[i]])
+            own = tokens[i][: kept[i]]
+            forced[i] = grammar.forced(own, most[i] - len(own))
+        drafted = max([kept.get(i, count) for i, count in enumerate(counts)])
+        lengths = [kept[i] + len(own) for i, own in forced.items() if own]
+        length = self._controller.verify_tokens(len(counts), drafted, lengths)
+        return proposal.with_forced(kept, {i: own[: length - kept[i]] for i, own in forced.items()})
+
     def finish_round(
-        self, batch: Sequence[RunningSequence], drafted: list[int], accepted: list[int]
+        self,
+        batch: Sequence[RunningSequence],
+        drafted: list[int],
+        accepted: list[int],
+        forced: Sequence[int],
     ) -> None:
         """Take the results of a round, per row.
 
@@ -115,7 +150,7 @@ class DraftRunner:
         self.updates.failed_candidates.confirm_reports()
         round_s, tokens = self._clock() - self._round_start, len(batch) + sum(accepted)
         plain_s = self._controller.observe_round(
-            batch, drafted, accepted, round_s, self._drafting_s, proposed=self._proposed
+            batch, drafted, accepted, forced, round_s, self._drafting_s, proposed=self._proposed
         )
         if any(s.request.background for s in batch):  # then all are, and their speed does not count
             return
@@ -163,6 +198,7 @@ class DraftRunner:
             num_draft_tokens=k,
             sampling=sequence.request.sampling,
             target_row=target_row,
+            grammar=sequence.grammar,
         )
 
     def _call_proposer(

@@ -12,6 +12,8 @@ from paceline.actors.engine.logits_processors import DraftLogitsProcessors
 from paceline.actors.engine.sampling import SamplingBatch, draw, keep_mask
 from paceline.actors.engine.top_tokens import top_logits
 from paceline.actors.engine.transfer import device_tensor
+from paceline.actors.speculation.proposer import DraftRow
+from paceline.actors.speculation.rejection_sampler import Proposal
 
 
 def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor]:
@@ -62,31 +64,37 @@ def pick_tokens(
     return columns
 
 
+def takes_likeliest(batch: SamplingBatch, rows: Sequence[DraftRow]) -> bool:
+    """Whether every row drafts the most probable token of its unprocessed logits."""
+    unprocessed = batch.logits_processors is None and all(row.grammar is None for row in rows)
+    return batch.all_greedy and unprocessed
+
+
 def draw_drafts(
     forward: Callable[[Tensor | None], Tensor],
     steps: int,
-    histories: Sequence[tuple[Sequence[int], int]],
+    rows: Sequence[DraftRow],
     batch: SamplingBatch,
     support: int,
     generator: torch.Generator,
-) -> tuple[Tensor, ...]:
+) -> Proposal:
     """Draft k tokens for B rows with their sampling parameters, one after the other.
 
     Args:
         forward: one call per step: int64 ``[B, 1]`` drafted before it (None at first) to float
             ``[B, 1, V]``.
         steps: k.
-        histories: per row all its tokens, and the number of output tokens at their end.
-        batch: sampling parameters of the B rows.
+        rows: B.
+        batch: their sampling parameters.
         support: S, most tokens of a draft distribution.
         generator: randomness of the unseeded rows.
-
-    Returns:
-        tokens int64 and q of them float32, ``[B, k]`` each; the support int64 and q of it
-        float32, ``[B, k, S]`` each.
     """
-    outputs = device_tensor([count for _, count in histories], batch.temperature.device)
-    processors, tokens = DraftLogitsProcessors(batch.logits_processors, histories, outputs), None
+    device = batch.temperature.device
+    outputs = device_tensor([row.num_output for row in rows], device)
+    histories = [(row.tokens, row.num_output) for row in rows]
+    grammars = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
+    processors = DraftLogitsProcessors(batch.logits_processors, histories, outputs, grammars)
+    tokens: Tensor | None = None
     drafted: list[tuple[Tensor, ...]] = []
     for step in range(steps):
         ids, probs = draft_support(processors.apply(forward(tokens)[:, -1]), batch, support)
@@ -94,4 +102,10 @@ def draw_drafts(
         tokens = ids.gather(1, column)
         processors.append(tokens[:, 0])
         drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
-    return tuple(torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True))
+    ids, probs, support_ids, support_probs = (
+        torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True)
+    )
+    counts = [
+        min(row.num_draft_tokens, processors.ended.get(i, steps)) for i, row in enumerate(rows)
+    ]
+    return Proposal(ids, device_tensor(counts, device), probs, support_ids, support_probs)

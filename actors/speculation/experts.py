@@ -16,7 +16,7 @@ from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill, batch_prefills
-from paceline.actors.speculation.draft_sampling import draw_drafts
+from paceline.actors.speculation.draft_sampling import draw_drafts, takes_likeliest
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
 from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
@@ -291,25 +291,20 @@ class ExpertStack:
     def _draft(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
-        device = self.runner.device
         batch = self._params.get([row.sampling for row in rows])
-        if batch.all_greedy and batch.logits_processors is None:
-            chosen, chosen_probs = self._draft_greedy(rows)
-            ids, probs = chosen[..., None], chosen_probs[..., None]
+        if takes_likeliest(batch, rows):
+            chosen, probs = self._draft_greedy(rows)
+            counts = device_tensor([row.num_draft_tokens for row in rows], self.runner.device)
+            proposal = Proposal(chosen, counts, probs, chosen[..., None], probs[..., None])
         else:
             steps = max(row.num_draft_tokens for row in rows)
-            histories = [(row.tokens, row.num_output) for row in rows]
             forward = self._step_forward(rows, steps)
-            chosen, chosen_probs, ids, probs = draw_drafts(
-                forward, steps, histories, batch, support, generator
-            )
-        for row, guesses in zip(rows, chosen.tolist(), strict=True):
+            proposal = draw_drafts(forward, steps, rows, batch, support, generator)
+        for row, guesses in zip(rows, proposal.token_ids.tolist(), strict=True):
             # A row that drafts less than its neighbours has no blocks for the rest.
             state = self._sequences[row.request_id]
             state.num_computed = len(row.tokens)
             state.drafted = guesses[: row.num_draft_tokens] if self._keeps_drafted() else []
-        counts = device_tensor([row.num_draft_tokens for row in rows], device)
-        proposal = Proposal(chosen, counts, chosen_probs, ids, probs)
         proposal, truncated = drop_non_finite(proposal)
         if truncated is not None:
             bad = [row for row, flag in zip(rows, truncated, strict=True) if flag]

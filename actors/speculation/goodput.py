@@ -6,7 +6,7 @@ several experts that share one target forward):
     sum over rows r of group g of [1 + sum_{i<=k_g} prod_{j<=i} a_{g,j}]  /  T(k_1 ... k_G)
 
 T includes the prefill of the drafts, spread over the answers. A group is a draft with greedy or
-with sampled requests: their acceptance differs.
+with sampled requests, with or without a grammar: their acceptance differs.
 
 All rows that draft run the same number of draft steps and are verified in one padded forward, so
 all drafting groups share one k; the choice is k and the groups that draft.
@@ -14,7 +14,7 @@ all drafting groups share one k; the choice is k and the groups that draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,20 +42,24 @@ _NO_PREFILL = DraftPrefill()
 
 
 class DraftGroup(NamedTuple):
-    """Rows of one draft that are all greedy or all sampled; acceptance is measured per group."""
+    """Rows of one draft, all greedy or all sampled, all with a grammar or all without.
+
+    Acceptance is measured per group.
+    """
 
     draft: str
     sampled: bool = False
+    constrained: bool = False
 
     @classmethod
-    def both(cls, draft: str) -> tuple[DraftGroup, DraftGroup]:
-        """Both groups of a draft."""
-        return cls(draft, sampled=False), cls(draft, sampled=True)
+    def of_draft(cls, draft: str) -> list[DraftGroup]:
+        """All groups of a draft."""
+        return [cls(draft, sampled, own) for sampled in (False, True) for own in (False, True)]
 
     @property
     def counterpart(self) -> DraftGroup:
-        """The same draft with the other kind of requests."""
-        return DraftGroup(self.draft, not self.sampled)
+        """The group of the same draft whose acceptance is the best guess for this one's."""
+        return DraftGroup(self.draft, self.sampled if self.constrained else not self.sampled)
 
 
 @dataclass(slots=True)
@@ -216,7 +220,27 @@ class GoodputPolicy:
 
     def current_k(self, draft: str) -> int:
         """The k that is chosen for rows of a draft, without probes."""
-        return max(self._choice.tokens(group) for group in DraftGroup.both(draft))
+        return max(self._choice.tokens(group) for group in DraftGroup.of_draft(draft))
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest k at present."""
+        return self._max_tokens
+
+    def verify_tokens(self, rows: int, drafted: int, forced: Sequence[int]) -> int:
+        """Tokens per row to verify, if some rows have tokens that are accepted for certain.
+
+        Args:
+            rows: B.
+            drafted: most tokens that a row drafted; never less.
+            forced: tokens of each row that has forced ones, with those that it drafted.
+        """
+
+        def goodput(tokens: int) -> float:
+            emitted = rows + sum(min(own, tokens) for own in forced)
+            return emitted / self._target.seconds(rows, tokens + 1)
+
+        return max(range(drafted, max([drafted, *forced]) + 1), key=goodput)
 
     def plain_decode_seconds(self, rows: int, tokens: int) -> float:
         """Expected seconds of plain decoding for ``tokens`` tokens, ``rows`` at a time."""
@@ -277,7 +301,7 @@ class GoodputPolicy:
 
     def reset_acceptance(self, draft: str) -> None:
         """Discount the acceptance of a draft with new weights, and probe it soon."""
-        for group in DraftGroup.both(draft):
+        for group in DraftGroup.of_draft(draft):
             if group in self._acceptance:
                 self._acceptance[group].discount()
             self._probes[group] = _Probe()

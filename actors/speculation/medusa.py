@@ -31,7 +31,7 @@ from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill
-from paceline.actors.speculation.draft_sampling import draw_drafts
+from paceline.actors.speculation.draft_sampling import draw_drafts, takes_likeliest
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
 
@@ -215,23 +215,16 @@ class HeadStack:
         hidden = self._target_kv.read_hidden([row.target_row for row in rows], at)[:, 0]
         logits = self.logits(hidden, steps)
         batch = self._params.get([row.sampling for row in rows])
-        if batch.all_greedy and batch.logits_processors is None:
-            ids = torch.empty(steps, len(rows), dtype=torch.int64, device=self.device)
-            probs = torch.empty(steps, len(rows), device=self.device)
-            most_probable_into(logits, ids, probs)
-            parts = (ids.T, probs.T, ids.T[..., None], probs.T[..., None])
-        else:
+        if not takes_likeliest(batch, rows):
             following: Iterator[Tensor] = iter(logits)
-            histories = [(row.tokens, row.num_output) for row in rows]
-            chosen = draw_drafts(
-                lambda _: next(following)[:, None], steps, histories, batch, support, generator
+            return draw_drafts(
+                lambda _: next(following)[:, None], steps, rows, batch, support, generator
             )
-            parts = (chosen[0], chosen[1], chosen[2], chosen[3])
-        counts = [min(row.num_draft_tokens, steps) for row in rows]
-        token_ids, token_probs, support_ids, support_probs = parts
-        return Proposal(
-            token_ids, device_tensor(counts, self.device), token_probs, support_ids, support_probs
-        )
+        ids = torch.empty(steps, len(rows), dtype=torch.int64, device=self.device)
+        probs = torch.empty(steps, len(rows), device=self.device)
+        most_probable_into(logits, ids, probs)
+        counts = device_tensor([min(row.num_draft_tokens, steps) for row in rows], self.device)
+        return Proposal(ids.T, counts, probs.T, ids.T[..., None], probs.T[..., None])
 
     def release(self, request_id: str) -> None:
         """Do nothing: heads keep no state of sequences."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from paceline.actors.engine.grammar import GrammarState
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.rejection_sampler import Proposal
@@ -27,6 +28,7 @@ class DraftRow:
         num_draft_tokens: how many to propose, at least 1.
         sampling: the request's sampling parameters.
         target_row: row of the sequence in the target's KV cache.
+        grammar: of a constrained answer. A proposer may ignore it: verification does not.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class DraftRow:
     num_draft_tokens: int
     sampling: SamplingParams
     target_row: int = 0
+    grammar: GrammarState | None = None
 
 
 class Proposer(Protocol):

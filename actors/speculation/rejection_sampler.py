@@ -10,7 +10,7 @@ token from p. All three keep the target's output distribution, for any draft.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
-from paceline.actors.engine.logits_processors import TokenCounts, process_logits
+from paceline.actors.engine.logits_processors import TokenCounts, TokenMasks, process_logits
 from paceline.actors.engine.sampling import SamplingBatch, draw, processed_probs
 from paceline.actors.engine.top_tokens import accept_greedy, leading_true, most_probable
 
@@ -34,6 +34,7 @@ class Proposal:
         token_probs: float32 ``[B, k]``, q of the draft token under the request's sampling.
         support_ids: int64 ``[B, k, S]``; the tokens with q > 0.
         support_probs: float32 ``[B, k, S]``, sums to 1 where drafted.
+        num_forced: per row, how many of the last drafted tokens a grammar forced; empty if none.
     """
 
     token_ids: Tensor
@@ -41,6 +42,7 @@ class Proposal:
     token_probs: Tensor
     support_ids: Tensor
     support_probs: Tensor
+    num_forced: tuple[int, ...] = ()
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -88,6 +90,42 @@ class Proposal:
             token_probs=self.token_probs.masked_fill(behind, 0.0),
             support_ids=self.support_ids.masked_fill(behind[..., None], 0),
             support_probs=self.support_probs.masked_fill(behind[..., None], 0.0),
+        )
+
+    def with_forced(self, kept: Mapping[int, int], forced: Mapping[int, Sequence[int]]) -> Proposal:
+        """Keep the first tokens of rows, and append forced ones, whose probability is 1.
+
+        Args:
+            kept: number of tokens per row; rows that are not in it stay.
+            forced: tokens per row of ``kept``.
+        """
+        counts = self.num_drafted.tolist()
+        lengths = [kept[i] + len(forced[i]) if i in kept else n for i, n in enumerate(counts)]
+        steps, more = max(lengths), max(lengths) - self.token_ids.shape[1]
+        at = [(i, kept[i] + j, token) for i, row in forced.items() for j, token in enumerate(row)]
+        if lengths == counts and not at:
+            return self
+
+        def widen(part: Tensor) -> Tensor:
+            filled = part.new_zeros(len(part), max(more, 0), *part.shape[2:])
+            return torch.cat([part[:, :steps], filled], dim=1)
+
+        device = self.token_ids.device
+        rows, places, tokens = torch.tensor(at, device=device).view(-1, 3).T
+        token_ids, token_probs = widen(self.token_ids), widen(self.token_probs)
+        support_ids, support_probs = widen(self.support_ids), widen(self.support_probs)
+        support_ids[rows, places], support_probs[rows, places] = 0, 0.0
+        for part in (token_ids, support_ids[..., 0]):
+            part[rows, places] = tokens
+        for part in (token_probs, support_probs[..., 0]):
+            part[rows, places] = 1.0
+        return Proposal(
+            token_ids=token_ids,
+            num_drafted=torch.tensor(lengths, device=device),
+            token_probs=token_probs,
+            support_ids=support_ids,
+            support_probs=support_probs,
+            num_forced=tuple(len(forced.get(i, ())) for i in range(len(counts))),
         )
 
 
@@ -217,6 +255,7 @@ def rejection_sample(
     output_positions: Tensor,
     generator: torch.Generator,
     counts: TokenCounts | None = None,
+    masks: TokenMasks | None = None,
 ) -> RejectionSampleOutput:
     """Accept a prefix of every row's draft tokens and add one token.
 
@@ -228,9 +267,10 @@ def rejection_sample(
         output_positions: int64 ``[B]``, index of the next output token of each row.
         generator: randomness of the unseeded rows.
         counts: token counts of the penalised rows; None if there are none.
+        masks: of the rows with a grammar; None if there are none.
     """
     logits = process_logits(
-        logits, batch.logits_processors, output_positions, counts, proposal.token_ids
+        logits, batch.logits_processors, output_positions, counts, proposal.token_ids, masks
     )
     if batch.all_greedy:
         taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)

@@ -105,7 +105,7 @@ class TokenSourceEntry(_ResponseModel):
 
     token: str
     text_offset: int
-    source: Literal["accepted", "recovered", "bonus", "plain"]
+    source: Literal["accepted", "recovered", "bonus", "forced", "plain"]
     draft: str | None
     weight_version: int | None
     target_probability: float

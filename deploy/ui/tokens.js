@@ -6,6 +6,7 @@ const WORDS = {
   accepted: "accepted: draft token",
   recovered: "recovered: from the target, a draft token was rejected",
   bonus: "bonus: from the target, all draft tokens were accepted",
+  forced: "forced: the only token that the grammar allows",
   plain: "plain: from the target, a round without drafts",
 };
 
@@ -59,7 +60,7 @@ export class TokenText {
   }
 
   counts() {
-    const counts = { accepted: 0, recovered: 0, bonus: 0, plain: 0 };
+    const counts = { accepted: 0, recovered: 0, bonus: 0, forced: 0, plain: 0 };
     for (const { source } of this.entries) counts[source] += 1;
     return counts;
   }

@@ -126,7 +126,7 @@ def draft_distributions(
     tokens = [*prompt, *output]
     positions = torch.full((len(PATHS),), len(output))
     processors = DraftLogitsProcessors(
-        batch.logits_processors, [(tokens, len(output))] * len(PATHS), positions
+        batch.logits_processors, [(tokens, len(output))] * len(PATHS), positions, {}
     )
     distributions = []
     for step in range(DRAFTED):

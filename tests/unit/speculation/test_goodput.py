@@ -289,7 +289,7 @@ def test_acceptance_is_measured_per_expert() -> None:
 
 def test_acceptance_of_sampled_requests_is_measured_apart_from_greedy_ones() -> None:
     """Each alone gets the same k as if the other had never run."""
-    greedy, sampled = DraftGroup.both("a")
+    greedy, sampled = DraftGroup("a"), DraftGroup("a", sampled=True)
 
     def late(
         rows: dict[DraftGroup, int], before: dict[DraftGroup, int]
@@ -322,7 +322,7 @@ def test_a_new_group_starts_from_its_counterpart_with_little_weight() -> None:
 
 def test_a_group_at_the_maximum_does_not_keep_others_from_being_probed() -> None:
     """A row costs a draft step so much that the sampled group, seldom accepted, is off."""
-    greedy, sampled = DraftGroup.both("a")
+    greedy, sampled = DraftGroup("a"), DraftGroup("a", sampled=True)
 
     def dear(rows: int, experts: int) -> float:
         return 0.0008 * experts + 0.001 * rows
@@ -356,7 +356,7 @@ def test_a_group_at_the_maximum_does_not_keep_others_from_being_probed() -> None
 
 
 def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
-    greedy, sampled = DraftGroup.both("a")
+    greedy, sampled = DraftGroup("a"), DraftGroup("a", sampled=True)
     policy = make_policy()
     for number in range(400):
         policy.observe_acceptance(greedy, MAX, MAX)
@@ -367,16 +367,16 @@ def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
     assert {frozenset(), frozenset({greedy}), frozenset({greedy, sampled})} <= made
 
 
-def test_a_swap_concerns_both_groups() -> None:
+def test_a_swap_concerns_all_groups() -> None:
     policy = make_policy()
-    for group in DraftGroup.both("a"):
+    for group in DraftGroup.of_draft("a"):
         policy.observe_acceptance(group, MAX, MAX)
         policy.choose({group: 1})
         policy._probe(group).due = False
     policy.reset_acceptance("a")
     assert all(
         policy._estimate(group).trials[0] < 1 and policy._probe(group).due
-        for group in DraftGroup.both("a")
+        for group in DraftGroup.of_draft("a")
     )
 
 
@@ -650,3 +650,14 @@ def test_without_a_probe_share_a_draft_that_does_not_pay_is_not_probed_again() -
 
     assert looks(0.0) == 0
     assert looks(0.1) > looks(None) > 0
+
+
+def test_forced_tokens_are_verified_as_far_as_they_pay() -> None:
+    """A token of a row costs 1 ms, a round 4 ms more."""
+    costs = {(rows, n): 4e-3 + 1e-3 * rows * n for rows in (1, 16) for n in (1, 32)}
+    policy = GoodputPolicy(StepCosts(costs), make_policy()._draft, 8)
+    assert policy.verify_tokens(1, 0, [6]) == 6
+    assert policy.verify_tokens(16, 0, [6]) == 0  # 15 rows would be padded for nothing
+    assert policy.verify_tokens(16, 3, [6]) == 3
+    assert policy.verify_tokens(16, 0, [6] * 16) == 6
+    assert policy.verify_tokens(1, 2, []) == 2
