@@ -127,10 +127,10 @@ def test_groups(lab: Lab, unpicked: int, language: int) -> dict[str, list[tuple[
         """Prompts by item, of rows whose topic ends so, in the order of a hash of the item."""
         found: dict[str, Prompt] = {}
         rows = json_lines(Path(lab.data) / f"{file}_test.jsonl.gz")
-        for row in sorted(rows, key=lambda row: hashed(item_of(row), _SEED)):
+        own = [r for r in rows if r["topic"].endswith(end) and r["prompt"] not in known]
+        for row in sorted(own, key=lambda row: hashed(item_of(row), _SEED)):
             ids = chat_ids(lab.tokenizer, row["prompt"])
-            fits = len(ids) <= MAX_PROMPT_TOKENS and row["topic"].endswith(end)
-            if fits and row["prompt"] not in known:
+            if len(ids) <= MAX_PROMPT_TOKENS:
                 found.setdefault(item_of(row), Prompt(row["id"], name, ids, row["prompt"]))
         return found
 
@@ -209,7 +209,7 @@ def run_arm(
 
     tests = {}
     for group, pairs in groups.items():
-        answers = lab.kept_answers(f"{group.replace(' ', '-')}-routes", [p for p, _ in pairs])
+        answers = lab.kept_answers(f"{group.split()[1]}-test", [p for p, _ in pairs])
         tests[group] = tallied(pairs, [answer.record for answer in answers])
     # What the scorer would be sent of the stream: nothing that was trained on.
     share, held_out = lab.config.router.sample_share, lab.config.replay.held_out_fraction
