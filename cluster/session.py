@@ -190,7 +190,7 @@ def was_killed() -> bool:
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """Call into Ray in a thread that nobody has to wait for.
+    """Call into Ray in a daemon thread: the exit does not wait for it.
 
     An executor would join its thread, even after a signal; in a dead session that takes minutes.
     """

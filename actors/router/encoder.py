@@ -105,7 +105,7 @@ class _Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _EncoderLayer:
     queries_keys_values: _Dense
     attended: _Dense
     attended_norm: _Norm
@@ -163,7 +163,7 @@ class BertEncoder:
             return normalize(hidden.mean(dim=0, dtype=wide), dim=0)
         return torch.cat([self._pooler(hidden[0]).tanh(), embedded.mean(dim=0)])
 
-    def _through(self, layer: _Layer, hidden: Tensor, rows: int) -> Tensor:
+    def _through(self, layer: _EncoderLayer, hidden: Tensor, rows: int) -> Tensor:
         """The first ``rows`` of a layer's output for ``[T, H]``."""
         split = layer.queries_keys_values(hidden).view(len(hidden), 3, self._heads, -1)
         queries, keys, values = split.permute(1, 2, 0, 3).unsqueeze(1)
@@ -174,9 +174,9 @@ class BertEncoder:
         return layer.norm(layer.narrowed(wide) + hidden)
 
 
-def _layer_of(layer: Any) -> _Layer:  # a transformers.BertLayer, whose parts have no types
+def _layer_of(layer: Any) -> _EncoderLayer:  # a transformers.BertLayer, whose parts have no types
     own, out = layer.attention.self, layer.attention.output
-    return _Layer(
+    return _EncoderLayer(
         queries_keys_values=_Dense.of(own.query, own.key, own.value),
         attended=_Dense.of(out.dense),
         attended_norm=_Norm.of(out.LayerNorm),

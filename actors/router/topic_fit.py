@@ -108,7 +108,7 @@ class TopicFit:
         worst = max(moved, key=lambda name: moved[name])
         if self.recall < settings.min_recall:
             return (
-                f"only {self.recall:.0%} of held-out examples are told apart from other prompts "
+                f"only {self.recall:.0%} of held-out examples are separated from other prompts "
                 f"({settings.min_recall:.0%} are needed)"
             )
         if moved[worst] > settings.max_moved:

@@ -172,7 +172,7 @@ class Operations:
 
 async def _call(name: str, call: Call[T]) -> T:
     """See `call_required`; an actor that does not answer may still have carried out the call."""
-    text = f"The {name} did not answer: whether it was done, `paceline status` tells."
+    text = f"The {name} did not answer: `paceline status` shows whether it was done."
     return await call_required(name, call, _TIMEOUT_S, text, UNKNOWN_OUTCOME)
 
 

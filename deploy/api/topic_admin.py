@@ -274,8 +274,7 @@ class TopicAdmin:
         head = None if fit is None else fit.head
         arguments = (name, GENERAL, head, None if fit is None else revision)
         message = (
-            "The weight registry did not answer: whether the topic was added, `paceline topics` "
-            "tells."
+            "The weight registry did not answer: `paceline topics` shows whether it was added."
         )
         try:
             return await call_required(
@@ -316,7 +315,7 @@ class TopicAdmin:
         if fit.rejection is not None:
             raise ApiError(
                 400,
-                f"The router cannot tell {new.name} apart: {fit.rejection}. Of {len(examples)} "
+                f"The router cannot separate {new.name}: {fit.rejection}. Of {len(examples)} "
                 f"examples {_format_counts(fit.fit.before)} before. Nothing has changed; "
                 "other or more examples may help.",
                 param="examples",

@@ -68,7 +68,7 @@ class System:
     def load(self, running: int) -> None:
         ray.get(self.scheduler.report_load.remote("replica", running, 0), timeout=5)
 
-    def judged(self, since: float) -> set[str]:
+    def decided_topics(self, since: float) -> set[str]:
         """Topics about which something was decided after a unix time."""
         history = ray.get(self.registry.history.remote(None), timeout=5)
         return {decision["topic"] for decision in history if decision["time"] > since}
@@ -134,7 +134,7 @@ def test_two_trainers_learn_two_topics(system: System) -> None:
         assert len(topics) == len(set(topics))
         assert len(slots) == len(set(slots))
         time.sleep(0.02)
-    eventually(lambda: system.judged(began) == set(TOPICS))
+    eventually(lambda: system.decided_topics(began) == set(TOPICS))
     assert all(eventually(lambda n=n: system.status(n).rounds) for n in NAMES)
 
     def kept() -> bool:
@@ -208,7 +208,7 @@ def test_trainers_acquire_topics_again_from_a_scheduler_that_died(system: System
     eventually(lambda: pid_of(system.scheduler) != scheduler)
     eventually(system.at_work)
     assert system.scheduling().leases_ended["killed"] == 0  # it has forgotten
-    eventually(lambda: system.judged(began) == set(TOPICS))
+    eventually(lambda: system.decided_topics(began) == set(TOPICS))
     assert {name: system.status(name).pid for name in NAMES} == pids
     assert [system.status(name).failures for name in NAMES] == [0, 0]
 

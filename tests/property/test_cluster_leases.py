@@ -134,7 +134,7 @@ class World(RuleBasedStateMachine):
     def time_passes(self, steps: int) -> None:
         for _ in range(steps):
             self.now += STEP_S
-            for process in self.processes.values():  # who works looks up after a micro-step
+            for process in self.processes.values():  # trainers check after a micro-step
                 if process.works and not process.hangs:
                     self.ask_for_a_permit(process.name)
             self.tick()
@@ -317,6 +317,6 @@ def test_trainers_on_one_core_take_turns(trainers: int) -> None:
             now += 0.01
             works = policy.acquire_permit(name, "life", now) is Permit.GRANTED
             steps[name] += works
-            if works and steps[name] % 10 == 0:  # it judges, or its round ends
+            if works and steps[name] % 10 == 0:  # it evaluates, or its round ends
                 policy.release_permit(name, "life", now)
     assert min(steps.values()) >= 60 * 0.6

@@ -109,7 +109,7 @@ def test_live_stats_stay_if_the_registry_does_not_answer() -> None:
     assert not live_stats.undecided("sql")  # nothing would be thrown away
     earlier = dataclasses.replace(live, candidate=6, canary_requests=0, restored_from=2)
     live_stats.update({"sql": earlier})
-    assert live_stats.undecided("sql")  # nobody would begin it again
+    assert live_stats.undecided("sql")  # it would not be started again
 
 
 def view(**changes: object) -> TopicView:

@@ -119,7 +119,7 @@ def test_a_trainer_of_garbage_labels_is_undone_and_starts_from_what_is_served(
     bring(client, 4)
     assert loop.run_round()
     assert client.registry.stable_versions()["sql"] == 0
-    again = client.registry.history("sql")[-1]  # judged against what is served, not against itself
+    again = client.registry.history("sql")[-1]  # compared with the served draft, not with itself
     before = deceived["served_expected_acceptance"]
     assert again["served_expected_acceptance"] == pytest.approx(before, abs=0.05)
     assert loop.candidate("sql").version in (0, 2)
@@ -214,14 +214,14 @@ def test_training_goes_on_while_a_canary_is_undecided_and_publishes_after_it(
 def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     draft: Path, tmp_path: Path
 ) -> None:
-    """What was withdrawn is neither what the next candidate is judged by nor where it begins."""
+    """The next candidate neither starts from withdrawn weights nor is compared with them."""
     client = filled(tmp_path, canary=CANARY)
     registry = client.registry
     assert registry is not None
     loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
     assert loop.run_round()
     assert registry.topic_status()["sql"].candidate == 1
-    registry.report([DraftOutcome("sql", 1, 20, 2)])  # somebody judges it: it is not replaced
+    registry.report([DraftOutcome("sql", 1, 20, 2)])  # it has a request: it is not replaced
     bring(client, 5)
 
     def permit() -> bool:  # asked for before every micro-step

@@ -100,7 +100,7 @@ def test_a_bad_expert_gives_way_and_a_better_version_of_it_comes_back_at_once(
     assert table.versions == {"general": 0, "sql": 1}
     assert (table.waiting, table.scores) == (0, 2 * len(texts))
     assert draft_for(scoring) == "general"
-    # no request comes in between: the new version is judged by those that wait
+    # no request comes in between: the new version is scored on the stored ones
     client.publish("sql", flatten(torch_state(draft)), {})
     assert run_out(scoring, client, evaluator) == 1
     assert scoring.table().acceptance["sql"]["sql"] == pytest.approx(1.0)

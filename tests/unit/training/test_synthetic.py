@@ -158,12 +158,12 @@ def kept(shard: ReplayShard, split: Any) -> list[ReplayRecord]:
 def test_synthetic_records_have_a_split_of_their_own_and_are_never_held_out() -> None:
     shard = shard_of()
     prompts = [(1, 3, n, n + 1, 4) for n in range(5, 105)]
-    judges = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
+    held_out = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
     shard.insert(encode(make_record(request_id="real", prompt=prompts[0])))
     for n, prompt in enumerate(prompts):
         shard.insert(encode(make_record(request_id=synthetic_id("real", str(n)), prompt=prompt)))
     stats = shard.stats()
-    assert stats.records("synthetic") == len(prompts) - len(judges)
+    assert stats.records("synthetic") == len(prompts) - len(held_out)
     assert stats.records("train") + stats.records("held_out") == 1
     assert {is_synthetic(record.request_id) for record in kept(shard, "synthetic")} == {True}
     assert [r.request_id for s in ("train", "held_out") for r in kept(shard, s)] == ["real"]
@@ -306,7 +306,7 @@ def test_their_time_is_the_stored_one_s_and_requests_meters_do_not_see_them() ->
 # --- the generator
 
 
-class Desk:
+class LocalServing:
     """A shard and the engine's loop, as the generator sees them; permitted by ``idle``."""
 
     def __init__(self, per_record: float) -> None:
@@ -345,14 +345,14 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk(per_record=0.5)
+def serving() -> Iterator[LocalServing]:
+    serving = LocalServing(per_record=0.5)
     rng = np.random.default_rng(5)
     for n in range(40):
         text = tuple(int(i) for i in rng.integers(5, 16, size=12))
-        desk.put(make_record(request_id=f"r{n}", prompt=(1, 3, *text, 4), length=40, vocab=16))
-    yield desk
-    desk.loop.close()
+        serving.put(make_record(request_id=f"r{n}", prompt=(1, 3, *text, 4), length=40, vocab=16))
+    yield serving
+    serving.loop.close()
 
 
 def shard_stats(train: int, synthetic: int, used: float = 0.9) -> ShardStats:
@@ -377,15 +377,15 @@ def settings(per_record: float = 0.5) -> SyntheticSettings:
     return SyntheticSettings(MARKS, per_record, held_out_fraction=0.3, at_once=4, seed=0)
 
 
-def test_as_many_are_made_as_is_wanted_and_no_more(desk: Desk) -> None:
+def test_as_many_are_made_as_is_wanted_and_no_more(serving: LocalServing) -> None:
     generator = SyntheticPromptGenerator(settings())
-    wanted = desk.stats()["sql"].records("train") // 2
+    wanted = serving.stats()["sql"].records("train") // 2
     for _ in range(400):
-        generator.run_once(desk, desk)
-    assert desk.stats()["sql"].records("synthetic") == wanted == generator.counts["made"]
-    assert not generator.run_once(desk, desk)
-    real = {r.request_id: r for r in kept(desk.shard, "train")}
-    for record in kept(desk.shard, "synthetic"):
+        generator.run_once(serving, serving)
+    assert serving.stats()["sql"].records("synthetic") == wanted == generator.counts["made"]
+    assert not generator.run_once(serving, serving)
+    real = {r.request_id: r for r in kept(serving.shard, "train")}
+    for record in kept(serving.shard, "synthetic"):
         source = real[source_id(record.request_id)]
         prompt, stored = record.prompt_token_ids.tolist(), source.prompt_token_ids.tolist()
         assert prompt[:4] == stored[:4]
@@ -396,10 +396,10 @@ def test_as_many_are_made_as_is_wanted_and_no_more(desk: Desk) -> None:
         assert record.expert == "off"
 
 
-def test_nothing_is_asked_without_a_permit_or_without_records(desk: Desk) -> None:
-    desk.idle = False
-    assert not SyntheticPromptGenerator(settings()).run_once(desk, desk)
-    assert desk.asked == []
+def test_nothing_is_asked_without_a_permit_or_without_records(serving: LocalServing) -> None:
+    serving.idle = False
+    assert not SyntheticPromptGenerator(settings()).run_once(serving, serving)
+    assert serving.asked == []
     assert lacking({}, settings()) == (None, 0)
     assert lacking({"sql": shard_stats(7, 0)}, settings()) == (None, 0)
     few, full = shard_stats(100, 49), shard_stats(100, 10, used=0.96)
@@ -408,35 +408,37 @@ def test_nothing_is_asked_without_a_permit_or_without_records(desk: Desk) -> Non
     assert lacking({"sql": few, "math": shard_stats(100, 45)}, settings()) == ("math", 5)
 
 
-def test_what_yields_is_counted_and_leaves_nothing(desk: Desk) -> None:
+def test_what_yields_is_counted_and_leaves_nothing(serving: LocalServing) -> None:
     held = Held()
-    desk.loop.submit(request("r", [7, 8], ignore_eos=True), held)
+    serving.loop.submit(request("r", [7, 8], ignore_eos=True), held)
     assert held.reached()
     generator = SyntheticPromptGenerator(settings())
-    ticking = threading.Thread(target=generator.run_once, args=(desk, desk))
+    ticking = threading.Thread(target=generator.run_once, args=(serving, serving))
     ticking.start()
-    while not desk.asked:
+    while not serving.asked:
         time.sleep(0.001)
     time.sleep(0.05)  # its first request is in the loop's inbox
     held.let_go()
     ticking.join(WAIT_S)
     assert whole(held.chunks)[1] == "length"
     assert generator.counts["yielded"] > 0
-    assert generator.counts["made"] == desk.stats()["sql"].records("synthetic")
+    assert generator.counts["made"] == serving.stats()["sql"].records("synthetic")
 
 
-def test_a_topic_of_which_nothing_comes_does_not_keep_the_others_from_it(desk: Desk) -> None:
-    both, plain = desk.stats, desk.sample
-    desk.stats = lambda: both() | {"untold": shard_stats(10_000, 0)}  # type: ignore[method-assign]
+def test_a_topic_that_yields_no_prompts_does_not_block_the_others(
+    serving: LocalServing,
+) -> None:
+    both, plain = serving.stats, serving.sample
+    serving.stats = lambda: both() | {"untold": shard_stats(10_000, 0)}  # type: ignore[method-assign]
     raw = make_record(prompt=(5, 6, 7))
 
     def sample(topic: str, count: int, split: Any) -> list[ReplayRecord]:
         return [raw] * count if topic == "untold" else plain(topic, count, split)
 
-    desk.sample = sample  # type: ignore[method-assign]
+    serving.sample = sample  # type: ignore[method-assign]
     generator = SyntheticPromptGenerator(settings())
     for _ in range(100):
-        generator.run_once(desk, desk)
+        generator.run_once(serving, serving)
     assert generator.counts["made"] >= 10
     assert generator.counts["unsuited"] <= 4 * 8, "it rests longer each time"
 

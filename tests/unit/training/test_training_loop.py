@@ -183,7 +183,7 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     over = [n for n, (a, b) in enumerate(pairwise(steps), start=1) if b <= a]
     assert len(over) == 1
     assert over[0] > 0.7 * len(steps)
-    assert fruitless[over[0]] <= 1  # it is not judged by what went before
+    assert fruitless[over[0]] <= 1  # earlier rounds do not count
     assert candidate.rejections == len(steps)  # but the gate has looked as often
     assert candidate.rate_share == 0.5
     now = candidate.compare([training_record(1)], lambda: None)[2]

@@ -88,7 +88,7 @@ def test_a_record_within_the_vocabulary_is_left_alone() -> None:
 
 
 def test_an_expert_is_scored_on_what_a_padded_target_recorded(tmp_path: Path) -> None:
-    """An answer with a token that the draft lacks is none to judge it by."""
+    """A draft is not evaluated on an answer with a token that it lacks."""
     draft = str(save_tiny(tmp_path / "d", 1, vocab=300))
     evaluator = ExpertEvaluator(
         ScorerSettings({"general": draft}, {}, device="cpu", dtype="float32")

@@ -1,4 +1,4 @@
-"""The router in the ingress' process: who has one, and that it answers as a handle does."""
+"""The router in the ingress' process has the interface of a handle."""
 
 import asyncio
 import math

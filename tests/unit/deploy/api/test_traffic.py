@@ -108,7 +108,7 @@ def test_watched_pieces_are_the_same_and_closing_closes_them() -> None:
 
 
 class Scheduler:
-    """Counts what it is told, as Ray's handle of an actor takes it."""
+    """Counts announcements, with the interface of Ray's handle."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.announced = 0

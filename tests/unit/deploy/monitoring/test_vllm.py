@@ -41,9 +41,9 @@ def test_every_metric_has_its_kind_and_the_engine_s_figures(
     kinds = {f"vllm:{m.name}": str(m.kind) for m in VLLM_METRICS}
     assert {family.name: family.type for family in text_string_to_metric_families(text)} == kinds
     series = read(text)
-    told = [chunk.speculative for chunk in chunks]
+    reported = [chunk.speculative for chunk in chunks]
     drafted, accepted = (
-        sum(getattr(each, name) for each in told)
+        sum(getattr(each, name) for each in reported)
         for name in ("num_draft_tokens", "num_accepted_draft_tokens")
     )
     own = {"model_name": "m", "engine": "a"}
