@@ -74,6 +74,8 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         [shard.insert.remote(encode(training_record(n, created=time.time()))) for n in range(60)]
     )
 
+    ray.get(registry.ping.remote())  # its imports take seconds on a busy machine
+
     def version() -> int:
         versions: dict[str, int] = ray.get(registry.stable_versions.remote(), timeout=5)
         return sum(versions.values())
