@@ -60,6 +60,7 @@ from paceline.deploy.api.streaming import (
     with_deadline,
 )
 from paceline.deploy.api.token_names import TokenNames
+from paceline.deploy.api.tokenization import Tokenization
 from paceline.deploy.api.topic_admin import TopicAdmin, TopicAdminSettings
 from paceline.deploy.api.traffic import ArrivalNotifier, RecentTraffic
 from paceline.deploy.config.user_config import IngressUserConfig, UserConfigState
@@ -169,6 +170,7 @@ class Ingress:
         self._parser = RequestParser(
             settings.model_name, self._encoder, self._context_length, self._default_sampling_params
         )
+        self._tokenization = Tokenization(self._encoder, settings.model_name, self._context_length)
         self._created = int(time.time())
         self._token_names = TokenNames(tokenizer)
         self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
@@ -205,6 +207,7 @@ class Ingress:
         if self._settings.metrics != "off":
             api.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
         self._operations.add_routes(api)
+        self._tokenization.add_routes(api)
         with suppress(RuntimeError):  # without a running loop the first request starts polling
             asyncio.get_running_loop()
             self._drain_state.ensure_polling()

@@ -21,12 +21,16 @@ from paceline.deploy.api.request_schemas import (
     NO_OP_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
 from paceline.deploy.api.response_schemas import (
+    DetokenizeResponse,
     ErrorResponse,
     GenerationResponse,
     ModelCard,
     ModelList,
+    TokenizeResponse,
 )
 
 Schema = dict[str, Any]
@@ -65,6 +69,7 @@ _FIELDS: dict[str, Schema] = {
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]},
     "logit_bias": {"anyOf": [_BIAS, _NULL]},
     "echo": _FLAG,
+    "return_token_strs": _FLAG,
     "ignore_eos": _FLAG,
     "return_token_ids": _FLAG,
     "return_token_sources": _FLAG,
@@ -87,6 +92,15 @@ _ERRORS = {
     "503": "The server is overloaded, or a part of it is not available.",
     "504": "The answer took longer than the server gives a request.",
 }
+_REQUESTS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+_RESPONSES = (
+    GenerationResponse,
+    TokenizeResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+)
 _RETRYABLE = ("429", "503", "504")
 _KEYS: Schema = {
     "bearer": {
@@ -100,18 +114,15 @@ _KEYS: Schema = {
 def openapi_document(model_name: str) -> Schema:
     """The OpenAPI 3.1 document; ``model_name`` is the served model's."""
     kinds: list[tuple[type[BaseModel], Any]] = [
-        (CompletionRequest, "validation"),
-        (ChatCompletionRequest, "validation"),
-        *(
-            (kind, "serialization")
-            for kind in (GenerationResponse, ErrorResponse, ModelCard, ModelList)
-        ),
+        *((kind, "validation") for kind in _REQUESTS),
+        *((kind, "serialization") for kind in _RESPONSES),
     ]
     _, definitions = models_json_schema(kinds, ref_template=_REF)
     schemas: dict[str, Schema] = definitions["$defs"]
-    for name in ("CompletionRequest", "ChatCompletionRequest", "StreamOptions", "Speculative"):
+    requests = [kind.__name__ for kind in _REQUESTS]
+    for name in (*requests, "StreamOptions", "Speculative"):
         _describe_validators(schemas[name])
-    for name in ("CompletionRequest", "ChatCompletionRequest"):
+    for name in requests:
         schemas[name]["properties"]["model"] = {"type": "string", "enum": [model_name]}
     return {
         "openapi": "3.1.0",
@@ -160,14 +171,12 @@ def _get(summary: str, content: Schema, *codes: str, **more: Any) -> Schema:
     return {"get": {"summary": summary, "responses": responses} | more}
 
 
-def _post(summary: str, model: str) -> Schema:
-    content = _json("GenerationResponse") | {"text/event-stream": {"schema": _EVENT}}
-    responses = {"200": {"description": "The answer, whole or as events.", "content": content}}
+def _post(summary: str, model: str, content: Schema, *codes: str) -> Schema:
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": _json(model)},
-            "responses": responses | _failures(*_ERRORS),
+            "responses": {"200": {"description": summary, "content": content}} | _failures(*codes),
         }
     }
 
@@ -181,9 +190,26 @@ def _paths(model_name: str) -> Schema:
         "schema": _STRING,
         "example": model_name,
     }
+    answer = _json("GenerationResponse") | {"text/event-stream": {"schema": _EVENT}}
+    refused = "400", "401", "404", "413"
     return {
-        "/v1/completions": _post("Complete prompts.", "CompletionRequest"),
-        "/v1/chat/completions": _post("Answer a conversation.", "ChatCompletionRequest"),
+        "/v1/completions": _post("Complete prompts.", "CompletionRequest", answer, *_ERRORS),
+        "/v1/chat/completions": _post(
+            "Answer a conversation.", "ChatCompletionRequest", answer, *_ERRORS
+        ),
+        "/tokenize": _post(
+            "Token ids of a text or a conversation.",
+            "TokenizeRequest",
+            _json("TokenizeResponse"),
+            *refused,
+        ),
+        "/detokenize": _post(
+            "The text of token ids.", "DetokenizeRequest", _json("DetokenizeResponse"), *refused
+        ),
+        "/tokenizer_info": _get("Special tokens and chat template.", anything, "401"),
+        "/metrics": _get(
+            "Metrics with vLLM's names.", {"text/plain": {"schema": _STRING}}, "401", "503"
+        ),
         "/v1/models": _get("The models that are served.", _json("ModelList"), "401"),
         "/v1/models/{model}": _get(
             "A model.", _json("ModelCard"), "401", "404", parameters=[model]

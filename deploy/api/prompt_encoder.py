@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.actors.engine import compatibility
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
 from paceline.deploy.api.request_schemas import (
-    ChatCompletionRequest,
     ChatMessage,
+    ChatTemplateOptions,
     CompletionRequest,
     GenerationOptions,
     ToolCall,
@@ -102,6 +102,11 @@ class PromptEncoder:
         check_token_ids(options.logit_bias or (), self._vocab_size, "logit_bias")
         check_token_ids(options.stop_token_ids or (), self._vocab_size, "stop_token_ids")
 
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a text; with the tokenizer's special tokens unless ``False``."""
+        special = add_special_tokens is not False
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
     def encode_prompts(self, request: CompletionRequest) -> list[list[int]]:
         """Token ids of every prompt.
 
@@ -109,10 +114,9 @@ class PromptEncoder:
             ApiError: 400 naming ``prompt`` for an empty one or an id beyond the vocabulary.
         """
         encoded = []
-        special = request.add_special_tokens is not False
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                token_ids = list(self._tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                token_ids = self.encode_text(prompt, request.add_special_tokens)
             else:
                 token_ids = prompt
             check_token_ids(token_ids, self._vocab_size)
@@ -121,7 +125,9 @@ class PromptEncoder:
             encoded.append(token_ids)
         return encoded
 
-    def encode_chat(self, request: ChatCompletionRequest) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], request: ChatTemplateOptions
+    ) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's turn or of its rest.
 
         Raises:
@@ -136,7 +142,7 @@ class PromptEncoder:
         generate = request.add_generation_prompt
         try:
             text = self._tokenizer.apply_chat_template(
-                [self._template_message(message) for message in request.messages],
+                [self._template_message(message) for message in messages],
                 add_generation_prompt=not request.continue_final_message and generate is not False,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,
@@ -146,8 +152,8 @@ class PromptEncoder:
             reason = " ".join(str(error).split())
             text = f"The target's chat template refuses these messages: {reason}"
             raise ApiError(400, text, param="messages", code="invalid_value") from error
-        special = request.add_special_tokens is True  # a template writes its own
-        token_ids = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        # A template writes the special tokens itself.
+        token_ids = self.encode_text(text, bool(request.add_special_tokens))
         check_token_ids(token_ids, self._vocab_size, "messages")
         if not token_ids:
             raise invalid_value("messages", "the chat template makes an empty prompt of them")
@@ -185,9 +191,27 @@ class PromptEncoder:
         offsets = [max(0, text.start(i) - added) for i in range(len(token_ids))]
         return EchoedPrompt(own, token_ids, offsets)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of a prompt without special tokens, for the router."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids.
+
+        Raises:
+            ApiError: 400 naming ``tokens`` for an id beyond the vocabulary.
+        """
+        check_token_ids(token_ids, self._vocab_size, "tokens")
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_strs(self, token_ids: list[int]) -> list[str]:
+        """The vocabulary's entries of token ids."""
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(token_ids)]
+
+    def describe(self) -> dict[str, Any]:
+        """The tokenizer's special tokens and chat template; no paths."""
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            "chat_template": self._tokenizer.chat_template,
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
+            **self._tokenizer.special_tokens_map,
+        }
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:
@@ -200,7 +224,7 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
-def last_user_message(request: ChatCompletionRequest) -> str:
+def last_user_message(messages: Sequence[ChatMessage]) -> str:
     """The last user message, which the router classifies; without one, the last message."""
-    users = [message.text for message in request.messages if message.role == "user"]
-    return users[-1] if users else request.messages[-1].text
+    users = [message.text for message in messages if message.role == "user"]
+    return users[-1] if users else messages[-1].text

@@ -43,6 +43,7 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6  # keeps the likeliest token alone, and is above zero in float32
 _LARGE_BODY_BYTES = 64 * 2**10
 
+ResultT = TypeVar("ResultT")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 OptionsT = TypeVar("OptionsT", bound=GenerationOptions)
 
@@ -107,10 +108,8 @@ class RequestParser:
     async def _parse(
         self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
     ) -> ParsedRequest:
-        body = await read_body(request)
-        if len(body) > _LARGE_BODY_BYTES:
-            return await asyncio.to_thread(parse, body, client_key(request))
-        return parse(body, client_key(request))
+        body, client = await read_body(request), client_key(request)
+        return await off_loop(lambda: parse(body, client), len(body))
 
     def _completion(self, body: bytes, client: str) -> ParsedRequest:
         context = self._context_length
@@ -124,14 +123,14 @@ class RequestParser:
             )
             for prompt in prompts
         ]
-        texts = [self._encoder.decode(prompt) for prompt in prompts]
+        texts = [self._encoder.decode(p) for p in prompts]
         echoes = map(self._encoder.echo, options.prompts, prompts) if options.echo else ()
         return ParsedRequest(options, prompts, texts, limits, False, client, tuple(echoes))
 
     def _chat(self, body: bytes, client: str) -> ParsedRequest:
         options = parse_options(body, ChatCompletionRequest, self._model_name)
         options = with_defaults(options, self._defaults)
-        prompt = self._encoder.encode_chat(options)
+        prompt = self._encoder.encode_chat(options.messages, options)
         max_tokens, field = requested_max_tokens(options)
         limit = resolve_max_tokens(
             max_tokens,
@@ -141,8 +140,13 @@ class RequestParser:
             "messages",
             capped=field == "max_completion_tokens" and not chose_length(options),
         )
-        text = last_user_message(options)
+        text = last_user_message(options.messages)
         return ParsedRequest(options, [prompt], [text], [limit], chat=True, client=client)
+
+
+async def off_loop(work: Callable[[], ResultT], size: int) -> ResultT:
+    """Run work on a body of ``size`` bytes, on a worker thread if it is large."""
+    return await asyncio.to_thread(work) if size > _LARGE_BODY_BYTES else work()
 
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:

@@ -357,17 +357,30 @@ class ChatMessage(RequestModel):
         return self.content or ""
 
 
-class ChatCompletionRequest(GenerationOptions):
+class ChatTemplateOptions(RequestModel):
+    """How a conversation becomes a prompt."""
+
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _one_end(cls, continues: bool, info: ValidationInfo) -> bool:
+        if continues and info.data.get("add_generation_prompt"):
+            raise ValueError("contradicts add_generation_prompt")
+        return continues
+
+
+class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: Flag = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     echo: Literal[False] | None = None
     chat_template: Any = None
     documents: Any = None
@@ -385,13 +398,6 @@ class ChatCompletionRequest(GenerationOptions):
     verbosity: Any = None
     web_search_options: Any = None
 
-    @field_validator("continue_final_message")
-    @classmethod
-    def _one_end(cls, continues: bool, info: ValidationInfo) -> bool:
-        if continues and info.data.get("add_generation_prompt"):
-            raise ValueError("contradicts add_generation_prompt")
-        return continues
-
     @field_validator("top_logprobs")
     @classmethod
     def _top_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
@@ -402,3 +408,30 @@ class ChatCompletionRequest(GenerationOptions):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(ChatTemplateOptions):
+    """``POST /tokenize``: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[
+        Annotated[list[ChatMessage], Field(min_length=1)] | None, Field(validate_default=True)
+    ] = None
+    return_token_strs: Flag = False
+
+    @field_validator("messages")
+    @classmethod
+    def _one_text(
+        cls, messages: list[ChatMessage] | None, info: ValidationInfo
+    ) -> list[ChatMessage] | None:
+        if (messages is None) == (info.data.get("prompt") is None):
+            raise ValueError("must be there, or prompt, and not both")
+        return messages
+
+
+class DetokenizeRequest(RequestModel):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]

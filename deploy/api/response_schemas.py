@@ -198,6 +198,21 @@ class ModelList(_ResponseModel):
     data: list[ModelCard]
 
 
+class TokenizeResponse(_ResponseModel):
+    """vLLM's answer to ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(_ResponseModel):
+    """vLLM's answer to ``/detokenize``."""
+
+    prompt: str
+
+
 class ErrorDetail(_ResponseModel):
     """The error and the request field at fault."""
 

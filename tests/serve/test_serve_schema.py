@@ -88,7 +88,7 @@ def test_the_document_describes_what_the_openai_client_sends(http: httpx.Client)
     served = http.get("/openapi.json").json()
     assert served == openapi_document(_MODEL)
     posts = {path for path, methods in served["paths"].items() if "post" in methods}
-    assert posts == {"/v1/completions", "/v1/chat/completions"}
+    assert posts == {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         fields = served["components"]["schemas"][name]["properties"]
         assert {"n", "logprobs", "logit_bias", "stop_token_ids", "speculative"} <= set(fields)

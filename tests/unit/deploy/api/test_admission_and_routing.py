@@ -213,6 +213,8 @@ def test_a_conversation_is_classified_by_the_last_user_message() -> None:
             model="m", messages=[{"role": role, "content": text} for role, text in messages]
         )
 
-    assert last_user_message(chat(("user", "a"), ("assistant", "b"), ("user", "c"))) == "c"
-    assert last_user_message(chat(("system", "s"), ("user", "a"), ("assistant", "b"))) == "a"
-    assert last_user_message(chat(("system", "s"))) == "s"
+    assert last_user_message(chat(("user", "a"), ("assistant", "b"), ("user", "c")).messages) == "c"
+    assert (
+        last_user_message(chat(("system", "s"), ("user", "a"), ("assistant", "b")).messages) == "a"
+    )
+    assert last_user_message(chat(("system", "s")).messages) == "s"

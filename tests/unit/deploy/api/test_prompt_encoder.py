@@ -36,7 +36,7 @@ def prompt(*messages: Any, template: str | None = None, **fields: Any) -> str:
     """The text of the prompt that a conversation becomes, with its special tokens."""
     body = json.dumps({"model": "m", "messages": messages} | fields).encode()
     request = parse_options(body, ChatCompletionRequest, "m")
-    return str(tiny_tokenizer().decode(encoder(template).encode_chat(request)))
+    return str(tiny_tokenizer().decode(encoder(template).encode_chat(request.messages, request)))
 
 
 @pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": ""}, {"content": []}])
@@ -115,7 +115,8 @@ def test_special_tokens_are_the_template_s_or_the_tokenizer_s() -> None:
 
     def chat(**fields: Any) -> list[int]:
         body = json.dumps({"model": "m", "messages": [USER]} | fields).encode()
-        return own.encode_chat(parse_options(body, ChatCompletionRequest, "m"))
+        asked = parse_options(body, ChatCompletionRequest, "m")
+        return own.encode_chat(asked.messages, asked)
 
     assert completion() == [1, *completion(add_special_tokens=False)]
     assert chat().count(1) == 1
