@@ -43,6 +43,7 @@ from paceline.deploy.api.request_parser import (
 from paceline.deploy.api.request_schemas import GenerationOptions, StreamOptions
 from paceline.deploy.api.response_builder import ResponseContext, response_body
 from paceline.deploy.api.response_schemas import ModelCard, ModelList
+from paceline.deploy.api.responses_builder import ResponsesBuilder
 from paceline.deploy.api.routing import (
     ExpertList,
     RouterHandle,
@@ -199,6 +200,7 @@ class Ingress:
         api.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
         api.add_api_route("/v1/completions", self.completions, methods=["POST"])
         api.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
+        api.add_api_route("/v1/responses", self.responses, methods=["POST"])
         api.add_api_route("/v1/paceline/status", self.status, methods=["GET"])
         api.add_api_route("/v1/paceline/topics", self.topics, methods=["GET"])
         api.add_api_route("/v1/paceline/topics", self.add_topic, methods=["POST"])
@@ -343,6 +345,10 @@ class Ingress:
         """OpenAI's chat completions."""
         return await self._generate(await self._parser.parse_chat(request))
 
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's Responses API, as chat."""
+        return await self._generate(await self._parser.parse_responses(request))
+
     async def _generate(self, parsed: ParsedRequest) -> Response:
         """Admit a request, route its prompts, run them and build the response."""
         options = parsed.options
@@ -366,12 +372,24 @@ class Ingress:
                     self._recent_traffic.record_stream(chunks, requests), deadline
                 )
                 stream = await prefetch(chunks)
-                events = sse_events(context, stream)
+                builder = self._responses_builder(context, parsed)
+                events = sse_events(context, stream) if builder is None else builder.events(stream)
                 return EventStreamResponse(events, stream, releases.pop_all().close)
             async with deadline_scope(deadline):
                 answers = await complete_all(self._generation, requests, self._failover)
             self._recent_traffic.record_all(requests, answers)
-            return Response(response_body(context, answers), media_type="application/json")
+            builder = self._responses_builder(context, parsed)
+            if builder is not None:
+                builder.add(answers[0])
+            body = response_body(context, answers) if builder is None else builder.body()
+            return Response(body, media_type="application/json")
+
+    def _responses_builder(
+        self, context: ResponseContext, parsed: ParsedRequest
+    ) -> ResponsesBuilder | None:
+        """The builder of a request to the Responses API, None at other endpoints."""
+        asked = parsed.responses
+        return None if asked is None else ResponsesBuilder(context, asked)
 
     async def _select_routes(self, options: GenerationOptions, texts: list[str]) -> list[Route]:
         """A route per prompt: of the requested expert, which learns from it, or the router's."""
@@ -383,7 +401,7 @@ class Ingress:
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
         usage = parsed.options.stream_options or StreamOptions()
         return ResponseContext(
-            id=f"{'chatcmpl' if parsed.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            id=f"{_id_prefix(parsed)}{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self._settings.model_name,
             chat=parsed.chat,
@@ -397,6 +415,12 @@ class Ingress:
             include_usage=usage.include_usage,
             continuous_usage=usage.include_usage and usage.continuous_usage_stats,
         )
+
+
+def _id_prefix(parsed: ParsedRequest) -> str:
+    if parsed.responses is not None:
+        return "resp_"
+    return "chatcmpl-" if parsed.chat else "cmpl-"
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

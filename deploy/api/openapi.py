@@ -32,6 +32,8 @@ from paceline.deploy.api.response_schemas import (
     ModelList,
     TokenizeResponse,
 )
+from paceline.deploy.api.responses_builder import ResponseObject
+from paceline.deploy.api.responses_request import ResponsesRequest
 
 Schema = dict[str, Any]
 
@@ -78,6 +80,8 @@ _FIELDS: dict[str, Schema] = {
     "include_usage": _FLAG,
     "continuous_usage_stats": _FLAG,
     "include_obfuscation": _FLAG,
+    "previous_response_id": _NULL,
+    "conversation": _NULL,
     "draft": {"anyOf": [_STRING, _NULL]},
     "speculative": {"anyOf": [{"$ref": _REF.format(model="Speculative")}, _NULL]},
 }
@@ -92,9 +96,16 @@ _ERRORS = {
     "503": "The server is overloaded, or a part of it is not available.",
     "504": "The answer took longer than the server gives a request.",
 }
-_REQUESTS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+_REQUESTS = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _RESPONSES = (
     GenerationResponse,
+    ResponseObject,
     TokenizeResponse,
     DetokenizeResponse,
     ErrorResponse,
@@ -124,6 +135,12 @@ def openapi_document(model_name: str) -> Schema:
         _describe_validators(schemas[name])
     for name in requests:
         schemas[name]["properties"]["model"] = {"type": "string", "enum": [model_name]}
+    text = schemas["ResponsesRequest"]["properties"]
+    text["input"] = {"anyOf": [_STRING, text["input"]]}
+    schemas["TokenizeRequest"]["oneOf"] = [
+        {"required": [one], "properties": {one: {"not": _NULL}, other: _NULL}}
+        for one, other in (("prompt", "messages"), ("messages", "prompt"))
+    ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Paceline", "version": _version()},
@@ -196,6 +213,12 @@ def _paths(model_name: str) -> Schema:
         "/v1/completions": _post("Complete prompts.", "CompletionRequest", answer, *_ERRORS),
         "/v1/chat/completions": _post(
             "Answer a conversation.", "ChatCompletionRequest", answer, *_ERRORS
+        ),
+        "/v1/responses": _post(
+            "Answer a conversation, in the form of the Responses API.",
+            "ResponsesRequest",
+            _json("ResponseObject") | {"text/event-stream": {"schema": _EVENT}},
+            *_ERRORS,
         ),
         "/tokenize": _post(
             "Token ids of a text or a conversation.",

@@ -126,12 +126,12 @@ class PromptEncoder:
         return encoded
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], request: ChatTemplateOptions
+        self, messages: Sequence[ChatMessage], request: ChatTemplateOptions, param: str = "messages"
     ) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's turn or of its rest.
 
         Raises:
-            ApiError: 400 naming ``messages`` if the template refuses them or is missing, or
+            ApiError: 400 naming ``param`` if the template refuses them or is missing, or
                 gives an id beyond the vocabulary; 400 naming ``chat_template_kwargs``.
         """
         options = request.chat_template_kwargs or {}
@@ -151,12 +151,12 @@ class PromptEncoder:
         except Exception as error:  # a template is a program by the model's authors
             reason = " ".join(str(error).split())
             text = f"The target's chat template refuses these messages: {reason}"
-            raise ApiError(400, text, param="messages", code="invalid_value") from error
+            raise ApiError(400, text, param=param, code="invalid_value") from error
         # A template writes the special tokens itself.
         token_ids = self.encode_text(text, bool(request.add_special_tokens))
-        check_token_ids(token_ids, self._vocab_size, "messages")
+        check_token_ids(token_ids, self._vocab_size, param)
         if not token_ids:
-            raise invalid_value("messages", "the chat template makes an empty prompt of them")
+            raise invalid_value(param, "the chat template makes an empty prompt of them")
         return token_ids
 
     def _template_message(self, message: ChatMessage) -> dict[str, Any]:

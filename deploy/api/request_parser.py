@@ -27,9 +27,11 @@ from paceline.deploy.api.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationOptions,
+    SamplingOptions,
     Speculative,
     prompt_too_long,
 )
+from paceline.deploy.api.responses_request import ResponsesRequest
 from paceline.deploy.api.sampling_defaults import with_defaults
 from paceline.deploy.errors import CLIENT_GONE, ApiError, invalid_value
 
@@ -45,7 +47,7 @@ _LARGE_BODY_BYTES = 64 * 2**10
 
 ResultT = TypeVar("ResultT")
 ModelT = TypeVar("ModelT", bound=BaseModel)
-OptionsT = TypeVar("OptionsT", bound=GenerationOptions)
+OptionsT = TypeVar("OptionsT", bound=SamplingOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class ParsedRequest:
         chat: True for ``/v1/chat/completions``.
         client: API key or address, see `client_key`.
         echoes: of every prompt, what its answers repeat; empty if they do not.
+        responses: the request as ``/v1/responses`` got it; None at other endpoints.
     """
 
     options: GenerationOptions
@@ -69,6 +72,7 @@ class ParsedRequest:
     chat: bool
     client: str
     echoes: tuple[EchoedPrompt, ...] = ()
+    responses: ResponsesRequest | None = None
 
 
 class RequestParser:
@@ -104,6 +108,10 @@ class RequestParser:
     async def parse_chat(self, request: Request) -> ParsedRequest:
         """Parse a request to ``/v1/chat/completions``; raises as `parse_completion`."""
         return await self._parse(request, self._chat)
+
+    async def parse_responses(self, request: Request) -> ParsedRequest:
+        """Parse a request to ``/v1/responses``; raises as `parse_completion`."""
+        return await self._parse(request, self._responses)
 
     async def _parse(
         self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
@@ -142,6 +150,24 @@ class RequestParser:
         )
         text = last_user_message(options.messages)
         return ParsedRequest(options, [prompt], [text], [limit], chat=True, client=client)
+
+    def _responses(self, body: bytes, client: str) -> ParsedRequest:
+        asked = parse_options(body, ResponsesRequest, self._model_name)
+        asked = with_defaults(asked, self._defaults)
+        options = asked.chat_options()
+        prompt = self._encoder.encode_chat(options.messages, options, "input")
+        limit = resolve_max_tokens(
+            asked.max_output_tokens,
+            "max_output_tokens",
+            len(prompt),
+            self._context_length,
+            "input",
+            capped=not chose_length(options),
+        )
+        text = last_user_message(options.messages)
+        return ParsedRequest(
+            options, [prompt], [text], [limit], chat=True, client=client, responses=asked
+        )
 
 
 async def off_loop(work: Callable[[], ResultT], size: int) -> ResultT:
@@ -225,7 +251,9 @@ def _param(loc: tuple[int | str, ...]) -> str:
     """The dotted name of a request field, from pydantic's location."""
     if not loc:  # of the model validator, which is about several fields
         return "stream_options"
-    if loc[0] == "messages" and loc[2:3] == ("content",):
+    if loc[0] == "input":
+        loc = loc[:2] + loc[3:]  # without the item's type
+    if loc[0] in ("messages", "input") and loc[2:3] == ("content",):
         loc = loc[:3] + loc[4:]  # without the name of the union's branch ("list[TextPart]")
     return ".".join(map(str, loc))
 
@@ -237,7 +265,7 @@ def parse_options(
 
     Args:
         body: as received.
-        model: CompletionRequest or ChatCompletionRequest.
+        model: CompletionRequest, ChatCompletionRequest or ResponsesRequest.
         model_name: the served model's name.
         context_length: in tokens; a longer list of token ids is refused without iterating it.
 
@@ -246,12 +274,14 @@ def parse_options(
             another model.
     """
     options = parse_json(body, model, {CONTEXT_LENGTH: context_length})
-    _check_supported(options)
+    _check_no_ops(options)
+    if isinstance(options, GenerationOptions):
+        _check_prompt_logprobs(options)
     check_model(options.model, model_name)
     return options
 
 
-def _check_supported(options: GenerationOptions) -> None:
+def _check_no_ops(options: SamplingOptions) -> None:
     for name in sorted(options.model_fields_set & NO_OP_VALUES.keys()):
         value, accepted = getattr(options, name), NO_OP_VALUES[name]
         # By type too: 1 == True and 0 == False in Python.
@@ -261,6 +291,9 @@ def _check_supported(options: GenerationOptions) -> None:
         rest = "leave it out" if only is None else f"leave it out or send {only!r}"
         text = f"This value of {name} is not supported yet: {rest}."
         raise ApiError(400, text, param=name, code="unsupported_value")
+
+
+def _check_prompt_logprobs(options: GenerationOptions) -> None:
     if options.stream and options.prompt_logprobs is not None:
         text = "prompt_logprobs are not streamed: leave stream out, or use echo and logprobs."
         raise ApiError(400, text, param="prompt_logprobs", code="unsupported_value")

@@ -52,6 +52,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "audio": (None,),
     "verbosity": (None, "medium"),
+    "background": (None, False),
     "web_search_options": (None,),
 }
 
@@ -90,14 +91,13 @@ class Speculative(RequestModel):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
 
 
-class GenerationOptions(RequestModel):
-    """Fields of both endpoints.
+class SamplingOptions(RequestModel):
+    """Fields of all endpoints that generate.
 
     Those of type ``Any`` cannot change an answer here and are ignored, or are in `NO_OP_VALUES`.
     """
 
     model: str
-    max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -109,7 +109,6 @@ class GenerationOptions(RequestModel):
     )
     logit_bias: dict[int, float] | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: (
         Annotated[
@@ -120,15 +119,10 @@ class GenerationOptions(RequestModel):
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     ignore_eos: Flag = False
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     speculative: Annotated[Speculative, _null_as(Speculative())] = Field(
         default_factory=Speculative
     )
     store: bool | None = None
-    return_token_ids: Flag = False
-    return_token_sources: Flag = False
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: Flag = False
     metadata: dict[str, str] | None = None
@@ -174,6 +168,18 @@ class GenerationOptions(RequestModel):
         if len(bias) > MAX_BIASES:
             raise ValueError(f"must be at most {MAX_BIASES} tokens")
         return {int(token): float(value) for token, value in bias.items()}
+
+
+class GenerationOptions(SamplingOptions):
+    """Further fields of completions and chat completions."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: Flag = False
+    return_token_sources: Flag = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def num_choices(self) -> int:

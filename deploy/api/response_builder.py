@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+
+from pydantic_core import to_json
 
 from paceline.actors.engine.request import GenerationChunk, SpeculativeStats, TokenLogprob
 from paceline.deploy.api.prompt_encoder import EchoedPrompt
@@ -351,6 +353,11 @@ def _frame(data: str) -> bytes:
     for raw, escaped in _LINE_BREAKS:
         line = line.replace(raw, escaped)
     return b"data: " + line + b"\n\n"
+
+
+def event_frame(kind: str, fields: Mapping[str, object]) -> bytes:
+    """The server-sent event of a kind; pydantic's models are among its fields."""
+    return f"event: {kind}\n".encode() + _frame(to_json(fields).decode())
 
 
 def role_event(context: ResponseContext, index: int, total: Usage | None = None) -> bytes:

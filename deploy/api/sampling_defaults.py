@@ -10,12 +10,12 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from paceline.actors.weights.checkpoint import ModelError
-from paceline.deploy.api.request_schemas import GenerationOptions
+from paceline.deploy.api.request_schemas import SamplingOptions
 
 # As vLLM takes them (`--generation-config auto`), but its limit of tokens.
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-OptionsT = TypeVar("OptionsT", bound=GenerationOptions)
+OptionsT = TypeVar("OptionsT", bound=SamplingOptions)
 
 
 def default_sampling_params(model_path: str | Path) -> dict[str, float]:
@@ -30,7 +30,7 @@ def default_sampling_params(model_path: str | Path) -> dict[str, float]:
     config = json.loads(file.read_text(encoding="utf-8"))
     given = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     try:
-        GenerationOptions.model_validate({"model": "", **given})
+        SamplingOptions.model_validate({"model": "", **given})
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name = ".".join(map(str, problem["loc"]))

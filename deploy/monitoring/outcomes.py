@@ -18,7 +18,7 @@ REFUSED, RATE_LIMITED, OVERLOADED = "refused", "rate_limited", "overloaded"
 TIMED_OUT, FAILED = "timed_out", "failed"
 OUTCOMES = (OK, CANCELLED, REFUSED, RATE_LIMITED, OVERLOADED, TIMED_OUT, FAILED)
 
-_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions"})
+_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 _MAX_LATENCIES = 4096  # between two exports; more drop the oldest
 
 

@@ -192,3 +192,34 @@ def test_bad_requests_raise_the_client_s_own_errors(client: openai.OpenAI) -> No
     with pytest.raises(openai.BadRequestError) as bias:
         client.chat.completions.create(model=MODEL, messages=ASK, logit_bias={"99999": 1})
     assert bias.value.param == "logit_bias"
+
+
+def test_a_response_says_what_chat_says_whole_and_streamed(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "input": "List all files", "max_output_tokens": 24,
+                              "temperature": 0, "extra_body": {"ignore_eos": True}}  # fmt: skip
+    expected = greedy_chat(client).choices[0].message.content
+    whole = client.responses.create(**fields)
+    assert (whole.output_text, whole.status) == (expected, "incomplete")
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 24
+    with client.responses.stream(**fields) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert streamed.output_text == expected
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+    history: list[Any] = [
+        {"role": "user", "content": "List all files"},
+        *(item.model_dump() for item in whole.output),
+        {"role": "user", "content": "And now the newest"},
+    ]
+    chat: Any = [*ASK, {"role": "assistant", "content": expected},
+                 {"role": "user", "content": "And now the newest"}]  # fmt: skip
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    further = client.responses.create(**(options | {"input": history, "max_output_tokens": 8}))
+    same = client.chat.completions.create(messages=chat, max_tokens=8, **options)
+    assert further.output_text == same.choices[0].message.content
+    with pytest.raises(openai.BadRequestError) as kept:
+        client.responses.create(**(fields | {"previous_response_id": whole.id}))
+    assert kept.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(whole.id)

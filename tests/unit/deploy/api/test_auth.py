@@ -90,6 +90,7 @@ GUARDED = [
     ("GET", "/v1/paceline/status"),
     ("GET", "/v1/paceline/live"),
     ("GET", "/openapi.json"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/tokenizer_info"),

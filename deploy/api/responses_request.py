@@ -1,0 +1,196 @@
+"""OpenAI's Responses API as chat: the request, and the conversation that it stands for.
+
+No conversation is kept here: ``input`` has the whole history.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+
+from paceline.deploy.api.request_schemas import (
+    INT64_MAX,
+    MAX_LOGPROBS,
+    ChatCompletionRequest,
+    ChatMessage,
+    ChatTemplateOptions,
+    FunctionCall,
+    RequestModel,
+    SamplingOptions,
+    StreamOptions,
+    ToolCall,
+)
+from paceline.deploy.errors import invalid_value
+
+LOGPROBS = "message.output_text.logprobs"  # of ``include``
+
+
+class ContentPart(RequestModel):
+    """A text part of a message, sent or answered."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class MessageItem(RequestModel):
+    """A message; an answered one has ``id`` and ``status``."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+
+
+class FunctionCallItem(RequestModel):
+    """A call of a function by the assistant."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: Any = None
+    status: Any = None
+
+
+class FunctionCallOutputItem(RequestModel):
+    """What a function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+    id: Any = None
+    status: Any = None
+
+
+class ReasoningItem(RequestModel):
+    """Another model's reasoning: its summary and content are not read."""
+
+    type: Literal["reasoning"]
+    id: Any = None
+    summary: Any = None
+    content: Any = None
+    encrypted_content: Any = None
+    status: Any = None
+
+
+def _item_type(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if kind is None else str(kind)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_type),
+]
+
+
+def _as_items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class Reasoning(RequestModel):
+    """How much a model reasons: ``effort`` is a variable of the chat template."""
+
+    effort: str | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class PlainText(RequestModel):
+    """The format of answers that no grammar constrains."""
+
+    type: Literal["text"]
+
+
+class TextOptions(RequestModel):
+    """The form of the answer."""
+
+    format: PlainText | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
+    """``POST /v1/responses``."""
+
+    input: Annotated[list[InputItem], Field(min_length=1), BeforeValidator(_as_items)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    stream_options: StreamOptions | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: None = None
+    truncation: Any = None
+    max_tool_calls: Any = None
+    background: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+
+    @field_validator("previous_response_id", "conversation")
+    @classmethod
+    def _no_conversations(cls, name: Any) -> Any:
+        if name is not None:
+            raise ValueError("no conversation is kept here; send the whole history as input")
+        return name
+
+    def messages(self) -> list[ChatMessage]:
+        """The conversation.
+
+        Raises:
+            ApiError: 400 naming ``input`` if it has no message.
+        """
+        found: list[ChatMessage] = []
+        if self.instructions is not None:
+            found.append(ChatMessage(role="system", content=self.instructions))
+        for item in self.input:
+            if isinstance(item, MessageItem):
+                found.append(ChatMessage(role=item.role, content=_text(item.content)))
+            elif isinstance(item, FunctionCallItem):
+                function = FunctionCall(name=item.name, arguments=item.arguments)
+                call = ToolCall(id=item.call_id, function=function)
+                turn = ChatMessage(role="assistant")
+                if found and found[-1].role == "assistant":
+                    turn = found.pop()
+                calls = [*(turn.tool_calls or ()), call]
+                found.append(turn.model_copy(update={"tool_calls": calls}))
+            elif isinstance(item, FunctionCallOutputItem):
+                found.append(
+                    ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+                )
+        if not found:
+            raise invalid_value("input", "it has no message")
+        return found
+
+    def chat_options(self) -> ChatCompletionRequest:
+        """The same request to chat completions.
+
+        Raises:
+            ApiError: see `messages`.
+        """
+        shared = SamplingOptions.model_fields.keys() | ChatTemplateOptions.model_fields.keys()
+        values = {name: getattr(self, name) for name in shared & self.model_fields_set}
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            values["reasoning_effort"] = self.reasoning.effort
+        return ChatCompletionRequest.model_construct(
+            messages=self.messages(),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=bool(self.top_logprobs) or LOGPROBS in (self.include or ()),
+            top_logprobs=self.top_logprobs,
+            **values,
+        )
+
+
+def _text(content: str | list[ContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
