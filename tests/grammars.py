@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from paceline.actors.engine.grammar import GrammarCompiler, tokenizer_json
+from paceline.deploy.api.grammar_worker import make_grammar
 
 _NAMES = st.sampled_from(["name", "age", "sql", "tags", "Käse", "id", "a b", 'q"t', "naïve", ""])
 _LEAVES = st.one_of(
@@ -83,8 +84,7 @@ OTHERS = st.sampled_from(
 
 
 def json_grammar(schema: Any) -> str:
-    layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return LLMatcher.grammar_from_json_schema(schema, defaults=layout)
+    return make_grammar("json", schema)
 
 
 GRAMMARS = st.one_of(SCHEMAS.map(json_grammar), OTHERS)

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.actors.engine.engine import Engine, StepOutput
+from paceline.actors.engine.grammar import GrammarError
 from paceline.actors.engine.request import (
     FAILED,
     FINISH_ERROR,
     FINISH_FAULT,
+    FINISH_GRAMMAR,
     FINISH_REFUSED,
     FINISH_YIELDED,
     GenerationChunk,
@@ -258,6 +260,9 @@ class EngineLoop:
             return
         try:
             self._engine.add(request)
+        except GrammarError:
+            self._streams.put(request.run_id, _final_chunk(FINISH_GRAMMAR))
+            return
         except Exception:
             logger.exception("request %s was refused", request.request_id)
             self._streams.put(request.run_id, _final_chunk(FINISH_ERROR))

@@ -46,6 +46,13 @@ def allows(mask: Mask, token: int) -> bool:
     return token >> 5 < len(mask) and bool(mask[token >> 5] >> np.uint32(token & 31) & 1)
 
 
+def allowed_tokens(mask: Mask) -> list[int]:
+    """The tokens that a mask allows, ascending."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    tokens: list[int] = np.flatnonzero(bits).tolist()
+    return tokens
+
+
 def only_token(mask: Mask) -> int | None:
     """The token that a mask allows, if it is one alone."""
     words = np.flatnonzero(mask)

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.compatibility import read_config
 from paceline.actors.engine.engine_loop import EngineLoop
+from paceline.actors.engine.grammar import GrammarError
 from paceline.actors.engine.model_loader import resolve_device
 from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRequest, merge_chunks
 from paceline.actors.engine.settings import TargetSettings
@@ -221,6 +222,7 @@ class TargetReplica:
         if registry is not None:
             self._outcome_reporter = OutcomeReporter(registry.report.remote, time.monotonic)
         engine, _, self._facts = build_engine(settings, self._pool)
+        self._grammars = engine.grammars
         self._loop = EngineLoop(
             engine,
             num_threads=settings.num_threads,
@@ -252,6 +254,9 @@ class TargetReplica:
             whole: the client does not stream: chunks are merged until a heartbeat or the end.
         """
         request = self._limit_records(request)
+        if request.grammar:
+            with suppress(GrammarError):  # the engine reports it
+                await asyncio.to_thread(self._grammars.compile, request.grammar)
         chunks: asyncio.Queue[GenerationChunk] = asyncio.Queue()
         event_loop = asyncio.get_running_loop()
 

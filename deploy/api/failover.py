@@ -17,6 +17,7 @@ from paceline.actors.engine.request import (
     FAILED,
     FINISH_ABORT,
     FINISH_FAULT,
+    FINISH_GRAMMAR,
     FINISH_NOT_FINITE,
     FINISH_REFUSED,
     GenerationChunk,
@@ -34,10 +35,15 @@ class Failure(Enum):
     GONE = auto()  # the replica is dead, unreachable or stalled
     BROKEN = auto()  # the replica is alive and aborted this request
     NOT_FINITE = auto()  # NaN or infinite logits, as they would be on every replica
+    GRAMMAR = auto()  # the request's grammar cannot go on, as it could not on any replica
     FAULT = auto()  # the engine failed, perhaps because of another request
 
 
-_FAILURES = {FINISH_FAULT: Failure.FAULT, FINISH_NOT_FINITE: Failure.NOT_FINITE}
+_FAILURES = {
+    FINISH_FAULT: Failure.FAULT,
+    FINISH_NOT_FINITE: Failure.NOT_FINITE,
+    FINISH_GRAMMAR: Failure.GRAMMAR,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +214,13 @@ class ResumableRequest:
             raise internal(
                 "The target's logits for this request are not finite (NaN or infinite), so it has "
                 "no answer. Activations that overflow target.dtype are the usual cause."
+            )
+        if failure is Failure.GRAMMAR:
+            raise ApiError(
+                400,
+                "The answer cannot go on by the request's grammar, which is at a dead end or too "
+                "complex from here.",
+                code="invalid_value",
             )
         self._failover.broken += failure is Failure.BROKEN
         self._failover.gone += failure is Failure.GONE

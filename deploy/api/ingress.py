@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from paceline.actors.engine.grammar import tokenizer_json
 from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.policy import MinConfidence, Route
@@ -26,6 +27,7 @@ from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
+from paceline.deploy.api.grammars import Grammars
 from paceline.deploy.api.openapi import openapi_document
 from paceline.deploy.api.operations import Operations
 from paceline.deploy.api.page import OPEN_PATHS, add_page
@@ -164,6 +166,9 @@ class Ingress:
         tokenizer = AutoTokenizer.from_pretrained(settings.model_path, local_files_only=True)
         vocab_size = vocabulary_size(settings.model_path, tokenizer)
         self._encoder = PromptEncoder(tokenizer, vocab_size)
+        self._grammars = Grammars(
+            lambda: tokenizer_json(tokenizer), vocab_size, {tokenizer.eos_token_id} - {None}
+        )
         self._context_length = context_length(settings.model_path, settings.max_model_len)
         self._default_sampling_params = (
             default_sampling_params(settings.model_path) if settings.generation_config else {}
@@ -363,9 +368,13 @@ class Ingress:
             releases.callback(self._limiter.acquire(count, parsed.client, param))
             self._arrivals.notify()
             async with deadline_scope(deadline):
+                source = parsed.grammar
+                grammar = "" if source is None else await self._grammars.compile(source)
                 routes = await self._select_routes(options, parsed.router_texts)
             context = self._response_context(parsed, [route.topic for route in routes])
-            requests = engine_requests(parsed, context.id, routes, self._routing_table.canary_route)
+            requests = engine_requests(
+                parsed, context.id, routes, self._routing_table.canary_route, grammar
+            )
             if options.stream:
                 chunks = stream_all(self._generation, requests, self._failover)
                 chunks = with_deadline(

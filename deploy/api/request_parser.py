@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
+from paceline.deploy.api.grammars import GrammarSource, grammar_source
 from paceline.deploy.api.prompt_encoder import EchoedPrompt, PromptEncoder, last_user_message
 from paceline.deploy.api.request_schemas import (
     CONTEXT_LENGTH,
@@ -62,6 +63,7 @@ class ParsedRequest:
         chat: True for ``/v1/chat/completions``.
         client: API key or address, see `client_key`.
         echoes: of every prompt, what its answers repeat; empty if they do not.
+        grammar: source of the grammar of all answers, if they have one.
         responses: the request as ``/v1/responses`` got it; None at other endpoints.
     """
 
@@ -72,6 +74,7 @@ class ParsedRequest:
     chat: bool
     client: str
     echoes: tuple[EchoedPrompt, ...] = ()
+    grammar: GrammarSource | None = None
     responses: ResponsesRequest | None = None
 
 
@@ -133,7 +136,10 @@ class RequestParser:
         ]
         texts = [self._encoder.decode(p) for p in prompts]
         echoes = map(self._encoder.echo, options.prompts, prompts) if options.echo else ()
-        return ParsedRequest(options, prompts, texts, limits, False, client, tuple(echoes))
+        grammar = grammar_source(options)
+        return ParsedRequest(
+            options, prompts, texts, limits, False, client, tuple(echoes), grammar=grammar
+        )
 
     def _chat(self, body: bytes, client: str) -> ParsedRequest:
         options = parse_options(body, ChatCompletionRequest, self._model_name)
@@ -149,7 +155,8 @@ class RequestParser:
             capped=field == "max_completion_tokens" and not chose_length(options),
         )
         text = last_user_message(options.messages)
-        return ParsedRequest(options, [prompt], [text], [limit], chat=True, client=client)
+        grammar = grammar_source(options)
+        return ParsedRequest(options, [prompt], [text], [limit], True, client, grammar=grammar)
 
     def _responses(self, body: bytes, client: str) -> ParsedRequest:
         asked = parse_options(body, ResponsesRequest, self._model_name)
@@ -463,6 +470,7 @@ def engine_request(
     speculative: Speculative,
     store: bool,
     token_sources: bool = False,
+    grammar: str = "",
 ) -> GenerationRequest:
     """The engine's request; draft ``auto`` becomes the route's expert."""
     return GenerationRequest(
@@ -474,6 +482,7 @@ def engine_request(
         num_speculative_tokens=speculative.num_speculative_tokens,
         store=store,
         token_sources=token_sources,
+        grammar=grammar,
     )
 
 
@@ -482,6 +491,7 @@ def engine_requests(
     response_id: str,
     routes: list[Route],
     adjust_route: Callable[[Route, str], Route],
+    grammar: str = "",
 ) -> list[GenerationRequest]:
     """The engine's requests, one per choice, those of the first prompt first.
 
@@ -490,6 +500,7 @@ def engine_requests(
         response_id: prefix of the request ids.
         routes: topic and expert of every prompt.
         adjust_route: gives the final route from the prompt's route and the request id.
+        grammar: of the answers, compiled from the request's source; empty if there is none.
     """
     options = parsed.options
     requests: list[GenerationRequest] = []
@@ -505,6 +516,7 @@ def engine_requests(
                     options.speculative,
                     store=options.store is not False,
                     token_sources=options.return_token_sources,
+                    grammar=grammar,
                 )
             )
     return requests

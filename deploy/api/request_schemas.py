@@ -48,7 +48,6 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "verbosity": (None, "medium"),
@@ -89,6 +88,51 @@ class Speculative(RequestModel):
 
     draft: Annotated[str, _null_as("auto")] = "auto"
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's constraints of an answer, one of them: a JSON schema, a regex, texts, a grammar."""
+
+    json_schema: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if len(self._given()) != 1:
+            raise ValueError("must have one of json, regex, choice and grammar")
+        return self
+
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+    @property
+    def constraint(self) -> tuple[str, Any]:
+        """The constraint's field and its value."""
+        return self._given().popitem()
+
+
+class JsonSchema(RequestModel):
+    """OpenAI's named JSON schema; answers follow it whether ``strict`` is true or not."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema")
+        return self
 
 
 class SamplingOptions(RequestModel):
@@ -143,6 +187,7 @@ class SamplingOptions(RequestModel):
     vllm_xargs: Any = None
     kv_transfer_params: Any = None
     return_tokens_as_token_ids: Any = None
+    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -396,7 +441,7 @@ class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None

@@ -18,6 +18,7 @@ from paceline.actors.engine.grammar import (
     GrammarError,
     GrammarState,
     Mask,
+    allowed_tokens,
     allows,
     only_token,
 )
@@ -27,10 +28,6 @@ COMPILERS = {
     "small": compiler_of(AutoTokenizer.from_pretrained(TARGET)),
 }
 EOS = 2
-
-
-def allowed_tokens(mask: Mask) -> list[int]:
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def fresh_mask(compiler: GrammarCompiler, grammar: str, tokens: list[int]) -> Mask:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from distributions import chi_square
@@ -15,7 +14,7 @@ from grammars import compiler_of, json_grammar
 from llguidance import LLMatcher
 from tiny_models import tiny_llama
 
-from paceline.actors.engine.grammar import GrammarState
+from paceline.actors.engine.grammar import GrammarState, allowed_tokens
 
 EOS = 2
 WORDS = LLMatcher.grammar_from_regex("(e|o|en|on){1,3}")
@@ -39,12 +38,11 @@ def masked_law(
     state = GrammarState(compiler_of(TOKENIZER), grammar)
     for token in answer:
         state.append(token)
-    bits = np.unpackbits(state.mask(()).view(np.uint8), bitorder="little")
-    allowed = np.flatnonzero(bits)
+    allowed = allowed_tokens(state.mask(()))
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *answer]])).logits[0, -1].double()
     probs = torch.softmax(logits[allowed] / temperature, -1)
-    return {int(token): float(p) for token, p in zip(allowed, probs, strict=True)}
+    return {token: float(p) for token, p in zip(allowed, probs, strict=True)}
 
 
 def law_of_answers(

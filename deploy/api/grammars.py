@@ -1,0 +1,158 @@
+"""Grammars of constrained answers: what a request asks for, tried out before it is admitted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from paceline.deploy.api.request_schemas import ChatCompletionRequest, GenerationOptions
+from paceline.deploy.errors import internal, invalid_value
+
+logger = logging.getLogger(__name__)
+
+MAX_SOURCE_CHARS = 128 * 2**10
+_CACHED = 256  # grammars
+_TIMEOUT_S = 30.0  # if the worker's own limit, of computing time, does not end it
+_START_TIMEOUT_S = 60.0
+_WORKER = "paceline.deploy.api.grammar_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What a request constrains its answers by.
+
+    Attributes:
+        line: the kind of grammar and its source, see grammar_worker.make_grammar, as JSON.
+        param: the request's field.
+    """
+
+    line: str
+    param: str
+
+
+def grammar_source(options: GenerationOptions) -> GrammarSource | None:
+    """Return a request's constraint, if it has one.
+
+    Raises:
+        ApiError: 400 for two of them, or a large one.
+    """
+    found: list[tuple[str, str, object]] = []
+    response_format = (
+        options.response_format if isinstance(options, ChatCompletionRequest) else None
+    )
+    if response_format is not None and response_format.type == "json_object":
+        found.append(("response_format", "json", {"type": "object"}))
+    if response_format is not None and response_format.json_schema is not None:
+        schema = response_format.json_schema.json_schema
+        found.append(("response_format.json_schema.schema", "json", schema))
+    if options.structured_outputs is not None:
+        kind, source = options.structured_outputs.constraint
+        found.append((f"structured_outputs.{kind}", kind, source))
+    if len(found) > 1:
+        raise invalid_value(found[1][0], "response_format constrains the answer already")
+    for param, kind, source in found:
+        line = json.dumps([kind, source])
+        if len(line) > MAX_SOURCE_CHARS:
+            reason = f"it has more than the {MAX_SOURCE_CHARS} characters that are compiled"
+            raise invalid_value(param, reason)
+        return GrammarSource(line, param)
+    return None
+
+
+class Grammars:
+    """Translates and tries out the grammars of requests, in a process of their own.
+
+    One after the other; the latest results are kept.
+    """
+
+    def __init__(
+        self, read_tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        """Take the arguments of GrammarCompiler; the first grammar starts the process."""
+        self._read_tokenizer, self._vocab_size = read_tokenizer, vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._worker: subprocess.Popen[str] | None = None
+        self._results: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "paceline-grammars")  # the event loop must not wait
+
+    async def compile(self, source: GrammarSource) -> str:
+        """Return the engine's grammar.
+
+        Raises:
+            ApiError: 400 with the reason if it is invalid or too complex.
+        """
+        result = self._results.get(source.line)
+        if result is None:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._thread, self._compile, source.line)
+            self._results[source.line] = result
+            if len(self._results) > _CACHED:
+                self._results.popitem(last=False)
+        self._results.move_to_end(source.line)
+        if "error" in result:
+            raise invalid_value(source.param, result["error"].rstrip("."))
+        return result["grammar"]
+
+    def close(self) -> None:
+        """End the process."""
+        self._thread.submit(self._stop).result()
+        self._thread.shutdown()
+
+    def _compile(self, line: str) -> dict[str, str]:
+        """Have the worker try out a source; a new worker is started if that ended it."""
+        worker = self._worker or self._start()
+        result = self._ask(worker, line, _TIMEOUT_S)
+        if result is None:
+            logger.warning("a grammar took too much time or memory")
+            self._stop()
+            return {"error": "it takes too much time or memory"}
+        return result
+
+    def _start(self) -> subprocess.Popen[str]:
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._worker = subprocess.Popen(
+            [sys.executable, "-m", _WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        given = {"vocab_size": self._vocab_size, "eos": self._eos}
+        line = json.dumps(given | {"tokenizer": self._read_tokenizer()})
+        if self._ask(self._worker, line, _START_TIMEOUT_S) is None:
+            self._stop()
+            raise internal("Grammars cannot be compiled just now.")
+        return self._worker
+
+    def _stop(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+            worker.communicate()
+
+    @staticmethod
+    def _ask(worker: subprocess.Popen[str], line: str, timeout_s: float) -> dict[str, str] | None:
+        """Send a line and return the answer; None if there is none."""
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(line + "\n")
+            worker.stdin.flush()
+            poll = select.poll()
+            poll.register(worker.stdout, select.POLLIN)
+            if not poll.poll(1e3 * timeout_s):
+                return None
+            answer = worker.stdout.readline()
+        except OSError:
+            return None
+        result: dict[str, str] | None = json.loads(answer) if answer.endswith("\n") else None
+        return result
