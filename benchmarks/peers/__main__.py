@@ -167,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 units.setdefault(cell, []).append(unit | {"block": block.number})
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second one must not leave servers
+            signal.signal(number, signal.SIG_IGN)
         fleet.stop()
     figures = {
         "machine": before,

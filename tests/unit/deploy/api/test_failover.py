@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.actors.engine.request import (
+    FINISH_GRAMMAR,
     GenerationChunk,
     GenerationRequest,
     SamplingParams,
@@ -56,7 +57,8 @@ class Replica:
         )
 
 
-RECOVERABLE = [failure for failure in Failure if failure is not Failure.NOT_FINITE]
+FINAL = (Failure.NOT_FINITE, Failure.GRAMMAR)
+RECOVERABLE = [failure for failure in Failure if failure not in FINAL]
 # Rounds of an attempt: sizes of its chunks, 0 for a sign of life; then it fails.
 ATTEMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 4), max_size=4), st.sampled_from(RECOVERABLE)), max_size=5
@@ -136,6 +138,15 @@ def test_a_request_without_finite_logits_is_not_sent_again() -> None:
         state.on_failure(Failure.NOT_FINITE, 1.0)
     assert (caught.value.status, caught.value.code) == (500, "internal_error")
     assert failover.counts() == dict.fromkeys(failover.counts(), 0) | {"given_up": 1}
+
+
+def test_a_grammar_that_cannot_go_on_is_the_requests_fault() -> None:
+    state = Failover(POLICY).start(REQUEST, now=0.0)
+    ended = GenerationChunk("", (), finish_reason=FINISH_GRAMMAR)
+    assert state.on_chunk(ended, 1.0) is Failure.GRAMMAR
+    with pytest.raises(ApiError, match="grammar") as caught:
+        state.on_failure(Failure.GRAMMAR, 1.0)
+    assert caught.value.status == 400
 
 
 def test_a_replica_that_gives_up_is_replaced_once() -> None:
