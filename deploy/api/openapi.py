@@ -134,7 +134,9 @@ def openapi_document(model_name: str) -> Schema:
     for name in (*requests, "StreamOptions", "Speculative"):
         _describe_validators(schemas[name])
     for name in requests:
-        schemas[name]["properties"]["model"] = {"type": "string", "enum": [model_name]}
+        required = "model" in schemas[name].get("required", ())
+        names = [model_name] if required else [model_name, None]
+        schemas[name]["properties"]["model"] = {"enum": names}
     text = schemas["ResponsesRequest"]["properties"]
     text["input"] = {"anyOf": [_STRING, text["input"]]}
     schemas["TokenizeRequest"]["oneOf"] = [

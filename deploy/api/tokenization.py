@@ -56,9 +56,12 @@ class Tokenization:
         answer = await off_loop(lambda: work(body).model_dump_json(), len(body))
         return Response(answer, media_type="application/json")
 
+    def _check_model(self, requested: str | None) -> None:
+        check_model(self._model_name if requested is None else requested, self._model_name)
+
     def _tokenize(self, body: bytes) -> TokenizeResponse:
         asked = parse_json(body, TokenizeRequest)
-        check_model(asked.model or self._model_name, self._model_name)
+        self._check_model(asked.model)
         if asked.messages is not None:
             tokens = self._encoder.encode_chat(asked.messages, asked)
         else:
@@ -72,7 +75,7 @@ class Tokenization:
 
     def _detokenize(self, body: bytes) -> DetokenizeResponse:
         asked = parse_json(body, DetokenizeRequest)
-        check_model(asked.model or self._model_name, self._model_name)
+        self._check_model(asked.model)
         return DetokenizeResponse(
             prompt=self._encoder.decode(asked.tokens, skip_special_tokens=False)
         )

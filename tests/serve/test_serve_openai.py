@@ -203,10 +203,10 @@ def test_a_response_says_what_chat_says_whole_and_streamed(client: openai.OpenAI
     assert whole.usage is not None
     assert whole.usage.output_tokens == 24
     with client.responses.stream(**fields) as stream:
-        kinds = [event.type for event in stream]
-        streamed = stream.get_final_response()
-    assert streamed.output_text == expected
-    assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete")
+        events: list[Any] = list(stream)
+    first, last = events[0], events[-1]
+    assert (first.type, last.type) == ("response.created", "response.incomplete")
+    assert last.response.output_text == expected
     history: list[Any] = [
         {"role": "user", "content": "List all files"},
         *(item.model_dump() for item in whole.output),
