@@ -32,7 +32,7 @@ class StackedLinear:
         Args:
             weight: of the experts.
             bias: of the experts.
-            codes: of the experts' weights; used while they decode to them.
+            codes: of the experts' weights as they are; those of later ones are not known.
         """
         self.weight = weight
         self.bias = bias
@@ -52,9 +52,8 @@ class StackedLinear:
 
     def _pack(self, expert: int, into: PackedWeight | None = None) -> PackedWeight:
         assert self._kernels is not None
-        return self._kernels.pack(
-            self.weight[expert], self._bias(expert), self._codes[expert], into
-        )
+        codes, self._codes[expert] = self._codes[expert], None
+        return self._kernels.pack(self.weight[expert], self._bias(expert), codes, into)
 
     def _bias(self, expert: int) -> Tensor | None:
         return None if self.bias is None else self.bias[expert]

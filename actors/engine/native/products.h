@@ -98,7 +98,7 @@ inline void pack(const T* weight, int64_t in, int64_t out, T* packed) {
   }
 }
 
-// R rows by B blocks of 16 outputs; rows beyond `rows` repeat the last one and are not stored.
+// R rows from `row` on; beyond the last one it repeats, and is not stored.
 template <class T, int R>
 struct Rows {
   const T* x[R];
@@ -124,14 +124,14 @@ void store(const Product& p, int64_t row, int count, int64_t block, const Sums (
     }
 }
 
-// `packed` are the weights of the first block.
+// R rows by B blocks of 16 outputs.
 template <class T, int R, int B>
-void tile(const Product& p, int64_t row, int64_t block, const T* packed) {
+void tile(const Product& p, int64_t row, int64_t block) {
   constexpr int depth = Step<T>::kDepth;
   const int64_t in = p.weight.in, stride = packed_block<T>(in);
   const Rows<T, R> rows(p, row);
   const T* const* x = rows.x;
-  const T* w = packed;
+  const T* w = static_cast<const T*>(p.weight.packed) + block * stride;
   Sums sums[R][B] = {};
   int64_t k = 0;
   for (; k + depth <= in; k += depth, w += depth * kOutputs) {
@@ -149,47 +149,43 @@ void tile(const Product& p, int64_t row, int64_t block, const T* packed) {
   store<T, R, B>(p, row, rows.count, block, sums);
 }
 
-// `packed` are the weights of block `from`.
 template <class T, int R, int B>
-void panel(const Product& p, int64_t row, int64_t from, int64_t to, const T* packed) {
-  const int64_t stride = packed_block<T>(p.weight.in);
+void panel(const Product& p, int64_t row, int64_t from, int64_t to) {
   int64_t block = from;
-  for (; block + B <= to; block += B) tile<T, R, B>(p, row, block, packed + (block - from) * stride);
-  for (; block < to; ++block) tile<T, R, 1>(p, row, block, packed + (block - from) * stride);
+  for (; block + B <= to; block += B) tile<T, R, B>(p, row, block);
+  for (; block < to; ++block) tile<T, R, 1>(p, row, block);
 }
 
 constexpr int kMany = 8;    // more rows than these are taken 6 by 6 over weights in the cache
 constexpr int kCached = 4;  // so many blocks at a time
 
 template <class T>
-void many_rows(const Product& p, int64_t from, int64_t to, const T* packed) {
+void many_rows(const Product& p, int64_t from, int64_t to) {
   int64_t row = 0;
-  for (; p.rows - row > 4; row += 6) panel<T, 6, 4>(p, row, from, to, packed);
-  if (p.rows - row > 2) panel<T, 4, 4>(p, row, from, to, packed);
-  else if (p.rows > row) panel<T, 2, 4>(p, row, from, to, packed);
+  for (; p.rows - row > 4; row += 6) panel<T, 6, 4>(p, row, from, to);
+  if (p.rows - row > 2) panel<T, 4, 4>(p, row, from, to);
+  else if (p.rows > row) panel<T, 2, 4>(p, row, from, to);
 }
 
 template <class T>
-void few_rows(const Product& p, int64_t from, int64_t to, const T* packed) {
+void few_rows(const Product& p, int64_t from, int64_t to) {
   switch (p.rows) {
-    case 1: return panel<T, 1, 8>(p, 0, from, to, packed);
-    case 2: return panel<T, 2, 8>(p, 0, from, to, packed);
+    case 1: return panel<T, 1, 8>(p, 0, from, to);
+    case 2: return panel<T, 2, 8>(p, 0, from, to);
     case 3:
-    case 4: return panel<T, 4, 6>(p, 0, from, to, packed);
+    case 4: return panel<T, 4, 6>(p, 0, from, to);
     case 5:
-    case 6: return panel<T, 6, 4>(p, 0, from, to, packed);
-    default: return panel<T, 8, 3>(p, 0, from, to, packed);
+    case 6: return panel<T, 6, 4>(p, 0, from, to);
+    default: return panel<T, 8, 3>(p, 0, from, to);
   }
 }
 
 // Computes the outputs of blocks from .. to - 1.
 template <class T>
 void multiply_blocks(const Product& p, int64_t from, int64_t to) {
-  const int64_t stride = packed_block<T>(p.weight.in);
-  const T* packed = static_cast<const T*>(p.weight.packed);
-  if (p.rows <= kMany) return few_rows<T>(p, from, to, packed + from * stride);
+  if (p.rows <= kMany) return few_rows<T>(p, from, to);
   for (int64_t block = from; block < to; block += kCached)
-    many_rows<T>(p, block, std::min(to, block + kCached), packed + block * stride);
+    many_rows<T>(p, block, std::min(to, block + kCached));
 }
 
 }  // namespace
