@@ -15,10 +15,15 @@ from ray import serve
 from paceline.cluster.placement import actor_options
 from paceline.cluster.supervisor import Supervisor
 from paceline.deploy import learning
-from paceline.deploy.api.auth import key_digests
+from paceline.deploy.api.auth import api_keys
 from paceline.deploy.app import build_app
 from paceline.deploy.config.config import PacelineConfig
-from paceline.deploy.config.preflight import check_models_fit, serve_host, unauthenticated_warning
+from paceline.deploy.config.preflight import (
+    check_keys,
+    check_models_fit,
+    serve_host,
+    unauthenticated_warning,
+)
 from paceline.deploy.config.sections import AUTO
 from paceline.deploy.draft_store import with_draft
 from paceline.deploy.errors import ConfigError
@@ -50,9 +55,10 @@ def build(config: PacelineConfig) -> serve.Application:
     config = for_cluster(config)
     if config.drafts.general == AUTO and config.target_path.is_dir():
         config = with_draft(config, config.target_path, logger.info)
+    check_keys(config)
     check_models_fit(config)
     actors = learning.named_actors(config)
-    keyed = bool(key_digests(config.auth.api_keys_env, os.environ))
+    keyed = bool(api_keys(config.auth, os.environ))
     supervisor = serve.deployment(
         name="supervisor",
         ray_actor_options=actor_options(config.placement.learning),

@@ -113,30 +113,31 @@ class BlockAllocator:
             raise RuntimeError(f"free blocks are cached: {self._cached - idle - used}")
 
 
-_Key = tuple[int, tuple[int, ...]]
-_ROOT = 0
+# The node before a block, or the salt before the first one, and the block's tokens.
+_Key = tuple[int | str, tuple[int, ...]]
 
 
 class PrefixCache:
     """Index of blocks by the tokens that they and all blocks before them hold.
 
     The key of a block is the node of the block before it and its own tokens, compared in
-    full: two different prompts never match. Node ids are never reused, so the
+    full: two different prompts never match, nor two salts. Node ids are never reused, so the
     descendants of an evicted block cannot be reached through the block that replaces it.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size  # in tokens
-        self._last_node = _ROOT
+        self._last_node = 0
         self._nodes: dict[_Key, tuple[int, int]] = {}  # node, block
         self._keys: dict[int, _Key] = {}  # by block
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest cached prefix of whole blocks, in order."""
-        node, blocks = _ROOT, []
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """Return the blocks of a salt's longest cached prefix of whole blocks, in order."""
+        node: int | str = salt
+        blocks = []
         for chunk in self._chunks(tokens):
             found = self._nodes.get((node, chunk))
             if found is None:
@@ -145,17 +146,19 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int], salt: str = "") -> list[int]:
         """Index blocks by their tokens.
 
         Args:
             tokens: from position 0; a last chunk that fills no block is left out.
             blocks: hold the keys and values of these tokens.
+            salt: only a lookup with the same one finds them.
 
         Returns:
             the newly indexed blocks; a block is skipped if another one holds the same prefix.
         """
-        node, inserted = _ROOT, []
+        node: int | str = salt
+        inserted = []
         for chunk, block in zip(self._chunks(tokens), blocks, strict=False):
             key = (node, chunk)
             if key not in self._nodes:
@@ -313,7 +316,13 @@ class KVCache:
         return True
 
     def allocate_with_prefix(
-        self, row: int, tokens: Sequence[int], length: int, watermark: int = 0, prompt: int = 0
+        self,
+        row: int,
+        tokens: Sequence[int],
+        length: int,
+        watermark: int = 0,
+        prompt: int = 0,
+        salt: str = "",
     ) -> int | None:
         """Allocate the blocks of an empty row, reusing cached ones that hold its first tokens.
 
@@ -323,6 +332,7 @@ class KVCache:
             length: positions to allocate.
             watermark: blocks that must stay available.
             prompt: length of the row's prompt in tokens.
+            salt: only blocks that were cached with the same one are reused.
 
         Returns:
             number of positions that are computed already; None if too few blocks are available,
@@ -330,7 +340,7 @@ class KVCache:
         """
         assert not self._blocks[row]
         self.prompt_lengths[row] = prompt
-        cached = self._prefixes.match(tokens) if self._is_shareable(row) else []
+        cached = self._prefixes.match(tokens, salt) if self._is_shareable(row) else []
         missing = max(0, self._columns(length) - len(cached))
         idle = sum(not self.allocator.ref_count(block) for block in cached)
         if missing > self.allocator.num_available - idle - watermark:
@@ -341,12 +351,13 @@ class KVCache:
             self._allocate(row, missing)
         return len(cached) * self.block_size
 
-    def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
+    def cache_prefix(self, row: int, tokens: Sequence[int], salt: str = "") -> None:
         """Cache a row's full blocks for later rows, up to the first that is not finite.
 
         Args:
             row: its positions 0..len(tokens)-1 are computed and final.
             tokens: at these positions.
+            salt: of the later rows.
         """
         if not self._is_shareable(row):
             return
@@ -354,7 +365,8 @@ class KVCache:
         uncached = [block for block in full if not self.allocator.is_cached(block)]
         bad = set(self._not_finite(uncached))
         end = next((i for i, block in enumerate(full) if block in bad), len(full))
-        self.allocator.cache(self._prefixes.insert(tokens[: end * self.block_size], full[:end]))
+        shared = self._prefixes.insert(tokens[: end * self.block_size], full[:end], salt)
+        self.allocator.cache(shared)
 
     def free(self, row: int) -> None:
         """Free a row's blocks; cached ones become idle."""

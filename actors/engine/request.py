@@ -98,6 +98,7 @@ class GenerationRequest:
         num_speculative_tokens: None takes the engine's value; 0 is plain decoding.
         store: False keeps the request out of replay and of the prefix cache.
         recorded: False keeps it out of replay alone.
+        cache_salt: requests share KV blocks of the prefix cache only with those of the same one.
         output_token_ids: generated before, by another replica; only what follows is returned.
         sent_chars: characters of their text that the client has.
         attempt: number of replicas that the request was sent to before.
@@ -118,6 +119,7 @@ class GenerationRequest:
     num_speculative_tokens: int | None = None
     store: bool = True
     recorded: bool = True
+    cache_salt: str = ""
     output_token_ids: tuple[int, ...] = ()
     sent_chars: int = 0
     attempt: int = 0

@@ -92,6 +92,7 @@ class Scheduler:
                 self._max_length(sequence),
                 watermark=sum(map(self._may_grow, self.running.values())),
                 prompt=len(sequence.request.prompt_token_ids),
+                salt=sequence.request.cache_salt,
             )
             if num_computed is None:
                 self.rows.free(sequence.request_id)
@@ -113,7 +114,8 @@ class Scheduler:
         request = sequence.request
         if self._prefix_cache and request.store and not request.background:
             row = self.rows.row(sequence.request_id)
-            self._kv.cache_prefix(row, sequence.tokens[: sequence.num_computed])
+            tokens = sequence.tokens[: sequence.num_computed]
+            self._kv.cache_prefix(row, tokens, request.cache_salt)
 
     def free(self, request_id: str, *, zero: bool = False) -> None:
         """Remove a running request and free its row and blocks; ``zero`` overwrites them first."""

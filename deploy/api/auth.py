@@ -1,4 +1,4 @@
-"""API keys and operators' permission. Only the SHA-256 of a key is kept."""
+"""API keys, their settings, and operators' permission. Only the SHA-256 of a key is kept."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paceline.deploy.config.sections import AuthConfig
 from paceline.deploy.errors import ApiError
 
 
@@ -27,6 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_STATE = "api_key"  # of a request, its key
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" replaces Serve's own proxies by HAProxy
 
 
@@ -64,27 +67,55 @@ def forbidden(message: str) -> ApiError:
     return ApiError(403, message, "permission_error", code="forbidden")
 
 
-def key_digests(variable: str | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """SHA-256 of the API keys in an environment variable, which are separated by commas.
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An API key and the settings of its requests.
+
+    Attributes:
+        digest: SHA-256 of the key.
+        name: in ``auth.keys``; empty for a key of the environment.
+        store: of requests that do not say it.
+    """
+
+    digest: bytes = field(repr=False)
+    name: str = ""
+    store: bool = True
+
+    @property
+    def id(self) -> str:
+        """Its name, else the start of its digest, which does not give the key away."""
+        return self.name or f"sha256:{self.digest.hex()[:16]}"
+
+
+def api_keys(config: AuthConfig, environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
+    """All API keys: those of the config, then further ones of the environment.
 
     Args:
-        variable: its name; None for no keys.
-        environment: of the process.
+        config: see AuthConfig.
+        environment: of the process; keys are separated by commas.
     """
-    keys = environment.get(variable, "").split(",") if variable else []
-    return tuple(_digest(key.strip().encode()) for key in keys if key.strip())
+    found = {
+        bytes.fromhex(own.sha256): ApiKey(bytes.fromhex(own.sha256), name, own.store)
+        for name, own in config.keys.items()
+    }
+    variable = config.api_keys_env
+    for key in environment.get(variable, "").split(",") if variable else ():
+        if key.strip():
+            digest = _digest(key.strip().encode())
+            found.setdefault(digest, ApiKey(digest))
+    return tuple(found.values())
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def check_key(authorization: str | None, digests: Collection[bytes]) -> None:
-    """Refuse a request without a valid API key, in constant time.
+def check_key(authorization: str | None, keys: Collection[ApiKey]) -> ApiKey:
+    """The API key of a request, found in constant time.
 
     Args:
         authorization: the request's header.
-        digests: of the valid keys, see :func:`key_digests`.
+        keys: the valid ones.
 
     Raises:
         ApiError: 401.
@@ -93,9 +124,16 @@ def check_key(authorization: str | None, digests: Collection[bytes]) -> None:
     if scheme.lower() != "bearer" or not key.strip():
         raise _unauthorized("No API key was sent: this server wants 'Authorization: Bearer KEY'.")
     digest = _digest(key.strip().encode("latin-1"))  # the header's raw bytes
-    matches = [hmac.compare_digest(digest, known) for known in digests]
-    if not any(matches):
+    matches = [key for key in keys if hmac.compare_digest(digest, key.digest)]
+    if not matches:
         raise _unauthorized("The API key is not one of this server's.")
+    return matches[0]
+
+
+def request_key(request: Request) -> ApiKey | None:
+    """The API key of a request that has passed the ApiKeyMiddleware; None if there are no keys."""
+    key: ApiKey | None = getattr(request.state, _STATE, None)
+    return key
 
 
 def _unauthorized(message: str) -> ApiError:
@@ -107,26 +145,25 @@ class ApiKeyMiddleware:
 
     Args:
         app: the application.
-        digests: of the valid keys, at least one.
+        keys: the valid ones, at least one.
         open_paths: paths that need no key; one that ends in a slash includes all below it.
     """
 
-    def __init__(
-        self, app: ASGIApp, digests: Collection[bytes], open_paths: Collection[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Collection[ApiKey], open_paths: Collection[str]) -> None:
         self._app = app
-        self._digests = digests
+        self._keys = keys
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
         if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
-                check_key(Headers(scope=scope).get("authorization"), self._digests)
+                key = check_key(Headers(scope=scope).get("authorization"), self._keys)
             except ApiError as error:
                 response = JSONResponse(error.body(), error.status, error.headers())
                 await response(scope, receive, send)
                 return
+            scope.setdefault("state", {})[_STATE] = key
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:

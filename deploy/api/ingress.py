@@ -18,13 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline.actors.engine.grammar import tokenizer_json
+from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.policy import MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_none
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
-from paceline.deploy.api.auth import ApiKeyMiddleware
+from paceline.deploy.api.auth import ApiKey, ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
 from paceline.deploy.api.grammars import Grammars
@@ -97,7 +98,8 @@ class IngressSettings:
         topics: settings of topic administration.
         in_process_router: arguments of load_router, without the registry, if this process
             classifies.
-        key_digests: SHA-256 of the API keys; without any, no key is needed.
+        api_keys: the valid ones; without any, no key is needed.
+        key_cache: whether requests reuse KV blocks of their own API key's alone.
         ui: whether to serve the page at ``/ui``.
         operations: whether to serve the operators' endpoints.
         generation_config: whether the model's sampling parameters are the defaults of requests.
@@ -118,7 +120,8 @@ class IngressSettings:
     failover: FailoverPolicy = field(default_factory=FailoverPolicy)
     topics: TopicAdminSettings = field(default_factory=TopicAdminSettings)
     in_process_router: tuple[str, str | None, int] | None = None
-    key_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    api_keys: tuple[ApiKey, ...] = ()
+    key_cache: bool = False
     ui: bool = False
     operations: bool = True
     generation_config: bool = True
@@ -181,7 +184,7 @@ class Ingress:
         self._token_names = TokenNames(tokenizer)
         self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
         self._openapi = openapi_document(settings.model_name)
-        keyed = bool(settings.key_digests)
+        keyed = bool(settings.api_keys)
         parts = (self._experts, router, target, actors, self._encoder)
         self._topic_admin = TopicAdmin(settings.topics, *parts, keyed=keyed)
         self._drain_state = DrainState(actors.scheduler)
@@ -220,11 +223,11 @@ class Ingress:
             self._drain_state.ensure_polling()
         if self._settings.ui:
             add_page(api)
-        if digests := self._settings.key_digests:
+        if keys := self._settings.api_keys:
             open_paths = ["/health", *OPEN_PATHS]
             if self._settings.metrics == "open":
                 open_paths.append("/metrics")
-            api.add_middleware(ApiKeyMiddleware, digests=digests, open_paths=open_paths)
+            api.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
         if origins := self._settings.cors_origins:  # outside of the keys: preflights have none
             api.add_middleware(
                 CORSMiddleware,
@@ -375,6 +378,7 @@ class Ingress:
             requests = engine_requests(
                 parsed, context.id, routes, self._routing_table.canary_route, grammar
             )
+            requests = [self._for_key(request, parsed.key) for request in requests]
             if options.stream:
                 chunks = stream_all(self._generation, requests, self._failover)
                 chunks = with_deadline(
@@ -392,6 +396,11 @@ class Ingress:
                 builder.add(answers[0])
             body = response_body(context, answers) if builder is None else builder.body()
             return Response(body, media_type="application/json")
+
+    def _for_key(self, request: GenerationRequest, key: ApiKey | None) -> GenerationRequest:
+        """The request within what its API key shares with others."""
+        salt = key.id if self._settings.key_cache and key is not None else ""
+        return replace(request, cache_salt=salt)
 
     def _responses_builder(
         self, context: ResponseContext, parsed: ParsedRequest

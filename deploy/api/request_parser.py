@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
+from paceline.deploy.api.auth import ApiKey, request_key
 from paceline.deploy.api.grammars import GrammarSource, grammar_source
 from paceline.deploy.api.prompt_encoder import EchoedPrompt, PromptEncoder, last_user_message
 from paceline.deploy.api.request_schemas import (
@@ -65,6 +66,7 @@ class ParsedRequest:
         echoes: of every prompt, what its answers repeat; empty if they do not.
         grammar: source of the grammar of all answers, if they have one.
         responses: the request as ``/v1/responses`` got it; None at other endpoints.
+        key: the client's API key, None if the server has none.
     """
 
     options: GenerationOptions
@@ -76,6 +78,7 @@ class ParsedRequest:
     echoes: tuple[EchoedPrompt, ...] = ()
     grammar: GrammarSource | None = None
     responses: ResponsesRequest | None = None
+    key: ApiKey | None = None
 
 
 class RequestParser:
@@ -120,7 +123,9 @@ class RequestParser:
         self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
     ) -> ParsedRequest:
         body, client = await read_body(request), client_key(request)
-        return await off_loop(lambda: parse(body, client), len(body))
+        parsed = await off_loop(lambda: parse(body, client), len(body))
+        key = request_key(request)
+        return parsed if key is None else _with_key(parsed, key)
 
     def _completion(self, body: bytes, client: str) -> ParsedRequest:
         context = self._context_length
@@ -175,6 +180,16 @@ class RequestParser:
         return ParsedRequest(
             options, [prompt], [text], [limit], chat=True, client=client, responses=asked
         )
+
+
+def _with_key(parsed: ParsedRequest, key: ApiKey) -> ParsedRequest:
+    """The request with its API key, and that one's defaults for fields that it leaves out."""
+    options, responses = parsed.options, parsed.responses
+    if options.store is None:
+        default = {"store": key.store}
+        options = options.model_copy(update=default)
+        responses = None if responses is None else responses.model_copy(update=default)
+    return replace(parsed, options=options, responses=responses, key=key)
 
 
 async def off_loop(work: Callable[[], ResultT], size: int) -> ResultT:

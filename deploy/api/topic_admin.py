@@ -32,7 +32,7 @@ from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_json
 from paceline.deploy.api.routing import ExpertList, RouterHandle
-from paceline.deploy.config.sections import topic_name
+from paceline.deploy.config.sections import check_name
 from paceline.deploy.demo.prompts import TOPICS, generate
 from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal, invalid_value
 from paceline.deploy.recipes.data import Row
@@ -339,7 +339,7 @@ def _parse(body: bytes) -> AddTopicRequest:
             reason = f"it is empty, or longer than {_MAX_EXAMPLE_CHARS} characters"
             raise invalid_value(f"examples.{i}", reason)
     try:
-        topic_name(new.name)
+        check_name(new.name, "topic")
     except ValueError as error:
         raise invalid_value("name", str(error)) from error
     return new

@@ -148,7 +148,7 @@ def _serve(config: PacelineConfig) -> int:
 
 def _banner(config: PacelineConfig, running: RunningApp) -> str:
     """Address, models, state and an example request."""
-    from paceline.deploy.api.auth import key_digests
+    from paceline.deploy.api.auth import api_keys
 
     target = running.target
     drafts = ", ".join(
@@ -161,7 +161,7 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
             "temperature": 0,  # at the API's default of 1 a small model wanders
         }
     )
-    keys = key_digests(config.auth.api_keys_env, os.environ)
+    keys = api_keys(config.auth, os.environ)
     key = "-H 'Authorization: Bearer KEY' " if keys else ""
     lines = [
         "",
@@ -173,7 +173,7 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         f"  learning {'on' if running.trainer is not None else 'off'}; "
         f"versions in {config.state_path}",
         *([f"  page     {running.base_url}/ui/"] if config.ui.enabled else []),
-        *([f"  keys     those in {config.auth.api_keys_env}"] if keys else []),
+        *([f"  keys     {len(keys)}, of auth in the configuration"] if keys else []),
         "",
         f"  curl {running.base_url}/v1/chat/completions \\",
         f"    {key}-H 'Content-Type: application/json' -d '{body}'",

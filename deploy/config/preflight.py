@@ -21,7 +21,7 @@ from paceline.actors.weights.checkpoint import ModelError, check_tensors
 from paceline.actors.weights.state_folder import is_locked
 from paceline.cluster.session import LOOPBACK
 from paceline.deploy import model_store
-from paceline.deploy.api.auth import is_loopback, key_digests
+from paceline.deploy.api.auth import api_keys, is_loopback
 from paceline.deploy.api.sampling_defaults import default_sampling_params
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
 from paceline.deploy.config.learning_settings import synthetic_settings
@@ -69,12 +69,26 @@ def check(config: PacelineConfig) -> None:
     Raises:
         ConfigError: the first problem, in one line.
     """
+    check_keys(config)
     check_models_fit(config)
     _check_device(config.target.device)
     _check_pool(config)
     _check_training(config)
     _check_state(config.state_path)
     _check_ports(config)
+
+
+def check_keys(config: PacelineConfig) -> None:
+    """Check that there are API keys if something is kept apart by them.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if config.target.prefix_cache == "key" and not api_keys(config.auth, os.environ):
+        raise ConfigError(
+            "target.prefix_cache: key needs API keys, and there are none; see auth in "
+            "docs/configuration.md"
+        )
 
 
 def check_models_fit(config: PacelineConfig) -> None:
@@ -140,9 +154,8 @@ def warnings(config: PacelineConfig) -> list[str]:
 
 
 def _auth_warnings(config: PacelineConfig) -> list[str]:
-    variable = config.auth.api_keys_env
-    keyed = bool(key_digests(variable, os.environ))
-    warning = unauthenticated_warning(config.host, variable, keyed=keyed)
+    keyed = bool(api_keys(config.auth, os.environ))
+    warning = unauthenticated_warning(config.host, config.auth.api_keys_env, keyed=keyed)
     return [] if warning is None else [warning]
 
 

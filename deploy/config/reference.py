@@ -84,7 +84,7 @@ def _values(facts: Mapping[str, Any]) -> Iterator[str]:
     for part in facts.get("anyOf", [facts]):
         if "enum" in part or "const" in part:
             every = part["enum"] if "enum" in part else [part["const"]]
-            yield ", ".join(f"`{value}`" for value in every)
+            yield ", ".join(f"`{_shown(value)}`" for value in every)
         elif part.get("type") == "array":
             yield "list of names"
         elif part.get("type") == "object" or "$ref" in part:

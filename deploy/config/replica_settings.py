@@ -6,7 +6,7 @@ import os
 
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pool.settings import ExpertSettings
-from paceline.deploy.api.auth import key_digests
+from paceline.deploy.api.auth import api_keys
 from paceline.deploy.api.failover import FailoverPolicy
 from paceline.deploy.api.ingress import IngressSettings
 from paceline.deploy.api.topic_admin import TopicAdminSettings
@@ -42,7 +42,8 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
             restart_reason=no_topics or topic_refusal(config),
             min_confidence=confidence,
         ),
-        key_digests=key_digests(config.auth.api_keys_env, os.environ),
+        api_keys=api_keys(config.auth, os.environ),
+        key_cache=config.target.prefix_cache == "key",
         in_process_router=_in_process_router(config),
         ui=config.ui.enabled,
         operations=config.operations.enabled,
@@ -100,7 +101,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         replay_top_k=config.replay.top_k,
         replay_branches=config.training.enabled and config.training.objective.needs_branches,
         prefill_chunk=config.target.prefill_chunk,
-        prefix_cache=config.target.prefix_cache,
+        prefix_cache=config.target.prefix_cache is not False,
         numerics=config.target.numerics,
         cuda_graphs=config.target.cuda_graphs,
         placement=config.drafts.placement,

@@ -27,15 +27,14 @@ _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
-def topic_name(name: str) -> str:
-    """Validate the name of a topic.
+def check_name(name: str, kind: str) -> None:
+    """Validate the name of a topic or key.
 
     Raises:
-        ValueError: no topic can have it.
+        ValueError: none can have it.
     """
     if name in (GENERAL, "off", "auto") or not TOPIC_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot be the name of a topic")
-    return name
+        raise ValueError(f"{name!r} cannot be the name of a {kind}")
 
 
 _MAX_TOKENS = 32  # per round
@@ -51,7 +50,8 @@ class TargetConfig(Section):
     ``num_threads`` null takes half of the cores: a forward with a thread that waits for a busy core
     is many times slower than one with fewer threads. ``kv_cache_mb`` limits the KV cache per
     replica, MiB; requests wait for free blocks. ``numerics`` invariant makes logits bitwise
-    independent of the batch, or fails the start. ``generation_config`` auto takes the defaults of
+    independent of the batch, or fails the start. ``prefix_cache`` key lets the requests of one API
+    key reuse each other's KV blocks and no others. ``generation_config`` auto takes the defaults of
     requests' sampling from the model's ``generation_config.json``; none takes OpenAI's.
 
     A replica without a heartbeat for ``stall_timeout_s`` counts as hung, and its requests fail over
@@ -78,7 +78,7 @@ class TargetConfig(Section):
     num_replicas: Count = 1
     autoscaling: AutoscalingConfig | None = None
     prefill_chunk: Count = 256
-    prefix_cache: bool = True
+    prefix_cache: Literal[True, False, "key"] = True
     numerics: Literal["auto", "invariant"] = "auto"
     generation_config: Literal["auto", "none"] = "auto"
     cuda_graphs: bool = True
@@ -157,7 +157,7 @@ class DraftsConfig(Section):
     @classmethod
     def _names(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
         for topic in topics:
-            topic_name(topic)
+            check_name(topic, "topic")
         if len(set(topics)) != len(topics):
             raise ValueError("a topic is named twice")
         return topics
@@ -372,13 +372,33 @@ class IngressConfig(Section):
         return origins
 
 
+class KeyConfig(Section):
+    """An API key: its SHA-256 in hexadecimal digits, and what holds for its requests."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    store: bool = True
+
+
 class AuthConfig(Section):
     """API keys: ``api_keys_env`` names the environment variable that holds them.
 
     Keys are separated by commas and read at the start. Without any, or with null, no key is needed.
+
+    ``keys`` are further ones by a name, each with its ``sha256`` (``printf %s KEY | sha256sum``)
+    and ``store``, the default of its requests' field of that name.
     """
 
     api_keys_env: Annotated[str, Field(min_length=1)] | None = "PACELINE_API_KEYS"
+    keys: dict[str, KeyConfig] = Field(default_factory=dict)
+
+    @field_validator("keys")
+    @classmethod
+    def _named(cls, keys: dict[str, KeyConfig]) -> dict[str, KeyConfig]:
+        for name in keys:
+            check_name(name, "key")
+        if len({key.sha256 for key in keys.values()}) != len(keys):
+            raise ValueError("two keys have the same sha256")
+        return keys
 
 
 class UiConfig(Section):

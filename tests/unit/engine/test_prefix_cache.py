@@ -61,6 +61,21 @@ def test_a_request_with_store_false_is_not_cached() -> None:
     assert [again[name][-1].chunk.num_cached_tokens for name in "tu"] == [32, 32]
 
 
+def test_requests_share_blocks_only_with_those_of_the_same_salt() -> None:
+    engine, plain = make_engine(), make_engine(prefix_cache=False)
+    asked = [
+        request(name, LONG, cache_salt=salt)
+        for name, salt in (("a", "A"), ("b", "B"), ("c", ""), ("a2", "A"), ("b2", "B"), ("c2", ""))
+    ]
+    found = {name: outputs for one in asked for name, outputs in run(engine, [one]).items()}
+    expected = run(plain, asked)
+    assert {name: tokens_of(o) for name, o in found.items()} == {
+        name: tokens_of(o) for name, o in expected.items()
+    }
+    cached = [found[one.request_id][-1].chunk.num_cached_tokens for one in asked]
+    assert cached == [0, 0, 0, 32, 32, 32]
+
+
 def test_an_unrecorded_request_is_cached() -> None:
     engine = make_engine()
     assert run(engine, [request("r", LONG, recorded=False)])["r"][-1].record is None

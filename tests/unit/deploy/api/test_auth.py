@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +14,17 @@ import pytest
 from local_ingress import ingress_client
 from tiny_models import tiny_tokenizer
 
-from paceline.deploy.api.auth import check_key, key_digests
+from paceline.deploy.api.auth import api_keys, check_key
 from paceline.deploy.api.ingress import IngressSettings
 from paceline.deploy.cli.main import _banner
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import warnings
+from paceline.deploy.config.sections import AuthConfig
 from paceline.deploy.errors import ApiError
 
 KEYS = {"PACELINE_API_KEYS": "first-key, zweiter-schlüssel,"}
-DIGESTS = key_digests("PACELINE_API_KEYS", KEYS)
+NAMED = {"acme": {"sha256": hashlib.sha256(b"third-key").hexdigest(), "store": False}}
+API_KEYS = api_keys(AuthConfig.model_validate({"keys": NAMED}), KEYS)
 
 
 class IdleTarget:
@@ -53,22 +56,38 @@ def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: An
     return asyncio.run(send())
 
 
-def test_keys_come_by_commas_and_only_their_digests_stay() -> None:
-    assert len(DIGESTS) == 2
-    assert all(len(digest) == 32 for digest in DIGESTS)
-    assert key_digests("PACELINE_API_KEYS", {}) == ()
-    assert key_digests("PACELINE_API_KEYS", {"PACELINE_API_KEYS": " , "}) == ()
-    assert key_digests(None, {"": "x", "None": "y"}) == ()
-    settings = IngressSettings("m", "f", None, (), 1.0, 0.5, 8, key_digests=DIGESTS)
-    assert str(DIGESTS[0]) not in repr(settings)
+def test_keys_come_by_commas_and_from_the_config_and_only_their_digests_stay() -> None:
+    assert [(len(key.digest), key.name, key.store) for key in API_KEYS] == [
+        (32, "acme", False),
+        (32, "", True),
+        (32, "", True),
+    ]
+    assert len({key.id for key in API_KEYS}) == 3
+    assert api_keys(AuthConfig(), {}) == ()
+    assert api_keys(AuthConfig(), {"PACELINE_API_KEYS": " , "}) == ()
+    assert api_keys(AuthConfig(api_keys_env=None), {"": "x", "None": "y"}) == ()
+    settings = IngressSettings("m", "f", None, (), 1.0, 0.5, 8, api_keys=API_KEYS)
+    assert str(API_KEYS[0].digest) not in repr(settings)
+
+
+def test_a_key_of_the_config_keeps_its_name_if_it_is_in_the_environment_too() -> None:
+    config = AuthConfig.model_validate({"keys": NAMED})
+    (key,) = api_keys(config, {"PACELINE_API_KEYS": "third-key"})
+    assert (key.name, key.store) == ("acme", False)
 
 
 @pytest.mark.parametrize(
-    "header", ["Bearer first-key", "bearer  first-key ", "Bearer zweiter-schl\u00c3\u00bcssel"]
+    ("header", "index"),
+    [
+        ("Bearer third-key", 0),
+        ("Bearer first-key", 1),
+        ("bearer  first-key ", 1),
+        ("Bearer zweiter-schl\u00c3\u00bcssel", 2),
+    ],
 )
-def test_every_key_opens(header: str) -> None:
+def test_every_key_opens(header: str, index: int) -> None:
     """The last one as HTTP hands out the bytes of its UTF-8: one character each."""
-    check_key(header, DIGESTS)
+    assert check_key(header, API_KEYS) is API_KEYS[index]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +96,7 @@ def test_every_key_opens(header: str) -> None:
 )
 def test_anything_else_does_not(header: str | None) -> None:
     with pytest.raises(ApiError) as caught:
-        check_key(header, DIGESTS)
+        check_key(header, API_KEYS)
     assert caught.value.status == 401
     assert "first-ke" not in str(caught.value)
 
@@ -107,13 +126,13 @@ def test_without_a_key_nothing_but_health_and_the_page_is_there(
     folder: Path, header: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    for answer in ask(folder, *GUARDED, header=header, key_digests=DIGESTS):
+    for answer in ask(folder, *GUARDED, header=header, api_keys=API_KEYS):
         assert answer.status_code == 401
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == "invalid_api_key"
-    for answer in ask(folder, *OPEN, header=header, key_digests=DIGESTS):
+    for answer in ask(folder, *OPEN, header=header, api_keys=API_KEYS):
         assert answer.status_code in (200, 307)
     assert "wrong" not in caplog.text
     assert "-key" not in caplog.text
@@ -121,7 +140,7 @@ def test_without_a_key_nothing_but_health_and_the_page_is_there(
 
 def test_with_a_key_all_is_as_without_keys(folder: Path) -> None:
     asked = [*GUARDED, *OPEN]
-    guarded = ask(folder, *asked, header="Bearer first-key", key_digests=DIGESTS)
+    guarded = ask(folder, *asked, header="Bearer first-key", api_keys=API_KEYS)
     free = ask(folder, *asked, header=None)
     assert [a.status_code for a in guarded] == [a.status_code for a in free]
     assert 401 not in [a.status_code for a in free]
@@ -138,9 +157,7 @@ def test_metrics_are_behind_the_key_open_or_off(
 ) -> None:
     """503: no replica answers here."""
     for header, status in ((None, without), ("Bearer first-key", with_key)):
-        asked = ask(
-            folder, ("GET", "/metrics"), header=header, key_digests=DIGESTS, metrics=metrics
-        )
+        asked = ask(folder, ("GET", "/metrics"), header=header, api_keys=API_KEYS, metrics=metrics)
         assert [answer.status_code for answer in asked] == [status]
 
 
@@ -152,7 +169,7 @@ def test_pages_of_other_sites_call_the_api_only_where_their_origin_is_configured
 
     async def send(origin: str, **more: Any) -> list[httpx.Response]:
         headers = {"Origin": origin}
-        async with ingress_client(IdleTarget(), folder, key_digests=DIGESTS, **more) as http:
+        async with ingress_client(IdleTarget(), folder, api_keys=API_KEYS, **more) as http:
             return [
                 await http.options("/v1/chat/completions", headers=headers | preflight),
                 await http.get("/v1/models", headers=headers | {"Authorization": "Bearer x"}),

@@ -82,6 +82,13 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
             "target:\n  failover_timeout_s: 5\n  stall_timeout_s: 5",
             "target: failover_timeout_s (5) must be more than stall_timeout_s (5)",
         ),
+        ("target:\n  prefix_cache: tenant", "target.prefix_cache: input should be"),
+        ("auth:\n  keys: {acme: {sha256: secret}}", "auth.keys.acme.sha256: "),
+        ("auth:\n  keys: {Acme: {sha256: %s}}" % ("a" * 64), "auth.keys: 'Acme' cannot be"),
+        (
+            "auth:\n  keys: {a: {sha256: %s}, b: {sha256: %s}}" % (("a" * 64,) * 2),
+            "auth.keys: two keys have the same sha256",
+        ),
         ("a: [", "not YAML"),
     ],
 )

@@ -67,6 +67,15 @@ def test_the_small_models_pass(config: PacelineConfig) -> None:
     assert warnings(config) == []
 
 
+def test_a_cache_by_key_needs_keys(config: PacelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+    apart = changed(config, {"target.prefix_cache": "key"})
+    assert refusal(apart).startswith("target.prefix_cache: ")
+    check(changed(apart, {"auth.keys": {"acme": {"sha256": "0" * 64}}}))
+    monkeypatch.setenv("PACELINE_API_KEYS", "a-key")
+    check(apart)
+
+
 def test_a_model_that_was_not_fetched_is_named_with_its_command(
     config: PacelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
