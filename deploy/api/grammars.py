@@ -39,8 +39,17 @@ class GrammarSource:
     param: str
 
 
-def grammar_source(options: GenerationOptions) -> GrammarSource | None:
+def grammar_source(
+    options: GenerationOptions,
+    format_field: str = "response_format",
+    schema_field: str = "response_format.json_schema.schema",
+) -> GrammarSource | None:
     """Return a request's constraint, if it has one.
+
+    Args:
+        options: of the request.
+        format_field: what the request calls ``response_format``, for messages.
+        schema_field: what it calls the schema in there.
 
     Raises:
         ApiError: 400 for two of them, or a large one.
@@ -50,15 +59,15 @@ def grammar_source(options: GenerationOptions) -> GrammarSource | None:
         options.response_format if isinstance(options, ChatCompletionRequest) else None
     )
     if response_format is not None and response_format.type == "json_object":
-        found.append(("response_format", "json", {"type": "object"}))
+        found.append((format_field, "json", {"type": "object"}))
     if response_format is not None and response_format.json_schema is not None:
         schema = response_format.json_schema.json_schema
-        found.append(("response_format.json_schema.schema", "json", schema))
+        found.append((schema_field, "json", schema))
     if options.structured_outputs is not None:
         kind, source = options.structured_outputs.constraint
         found.append((f"structured_outputs.{kind}", kind, source))
     if len(found) > 1:
-        raise invalid_value(found[1][0], "response_format constrains the answer already")
+        raise invalid_value(found[1][0], f"{format_field} constrains the answer already")
     for param, kind, source in found:
         line = json.dumps([kind, source])
         if len(line) > MAX_SOURCE_CHARS:

@@ -177,8 +177,9 @@ class RequestParser:
             capped=not chose_length(options),
         )
         text = last_user_message(options.messages)
+        grammar = grammar_source(options, "text.format", "text.format.schema")
         return ParsedRequest(
-            options, [prompt], [text], [limit], chat=True, client=client, responses=asked
+            options, [prompt], [text], [limit], True, client, grammar=grammar, responses=asked
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from itertools import count
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from paceline.actors.engine.request import FINISH_LENGTH, GenerationChunk
 from paceline.deploy.api.response_builder import (
@@ -103,7 +103,7 @@ class ResponseObject(_Model):
     previous_response_id: None = None
     store: bool
     temperature: float
-    text: dict[str, Any] = Field(default_factory=lambda: {"format": {"type": "text"}})
+    text: dict[str, Any]
     tool_choice: Literal["auto"] = "auto"
     tools: tuple[()] = ()
     top_logprobs: int
@@ -208,6 +208,7 @@ class ResponsesBuilder:
             output=[self._message([self._output_text()])] if output is None else output,
             store=request.store is not False,
             temperature=1.0 if request.temperature is None else request.temperature,
+            text={"format": request.text_format},
             top_logprobs=request.top_logprobs or 0,
             top_p=1.0 if request.top_p is None else request.top_p,
             usage=ResponsesUsage(

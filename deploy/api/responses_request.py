@@ -5,9 +5,9 @@ No conversation is kept here: ``input`` has the whole history.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from paceline.deploy.api.request_schemas import (
     INT64_MAX,
@@ -16,7 +16,9 @@ from paceline.deploy.api.request_schemas import (
     ChatMessage,
     ChatTemplateOptions,
     FunctionCall,
+    JsonSchema,
     RequestModel,
+    ResponseFormat,
     SamplingOptions,
     StreamOptions,
     ToolCall,
@@ -104,16 +106,28 @@ class Reasoning(RequestModel):
     generate_summary: Any = None
 
 
-class PlainText(RequestModel):
-    """The format of answers that no grammar constrains."""
+class TextFormat(JsonSchema):
+    """Chat's ``response_format``, without its inner object."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> Self:
+        if (self.type == "json_schema") != ("json_schema" in self.model_fields_set):
+            raise ValueError("schema belongs to the type json_schema")
+        return self
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        """The same to chat completions."""
+        schema = self if self.type == "json_schema" else None
+        return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextOptions(RequestModel):
     """The form of the answer."""
 
-    format: PlainText | None = None
+    format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -144,6 +158,13 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
         if name is not None:
             raise ValueError("no conversation is kept here; send the whole history as input")
         return name
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """The format of the answer, as sent."""
+        if self.text is None or self.text.format is None:
+            return {"type": "text"}
+        return self.text.format.model_dump(by_alias=True, exclude_unset=True)
 
     def messages(self) -> list[ChatMessage]:
         """The conversation.
@@ -183,6 +204,8 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
         values = {name: getattr(self, name) for name in shared & self.model_fields_set}
         if self.reasoning is not None and self.reasoning.effort is not None:
             values["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            values["response_format"] = self.text.format.response_format
         return ChatCompletionRequest.model_construct(
             messages=self.messages(),
             max_completion_tokens=self.max_output_tokens,

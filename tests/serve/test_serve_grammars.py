@@ -58,6 +58,22 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     assert text == chat(client, response_format=FORMAT)
 
 
+def test_the_responses_api_answers_as_chat_does(client: openai.OpenAI) -> None:
+    def ask(**fields: Any) -> str:
+        return client.responses.create(
+            model=MODEL, input="List all files", max_output_tokens=60, temperature=0, **fields
+        ).output_text
+
+    flat: Any = {"format": {"type": "json_schema", "name": "files", "schema": SCHEMA}}
+    assert ask(text=flat) == chat(client, response_format=FORMAT)
+    choice = {"structured_outputs": {"choice": ["east", "west"]}}
+    assert ask(extra_body=choice) == chat(client, extra_body=choice)
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(text={"format": flat["format"] | {"schema": {"type": "nothing"}}})
+    assert isinstance(raised.value.body, dict)
+    assert raised.value.body["param"] == "text.format.schema"
+
+
 def test_vllms_constraints_at_both_endpoints(client: openai.OpenAI) -> None:
     choice: dict[str, Any] = {"structured_outputs": {"choice": ["north", "south"]}}
     assert chat(client, extra_body=choice) in {"north", "south"}

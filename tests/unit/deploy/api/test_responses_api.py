@@ -114,7 +114,9 @@ def test_sampling_fields_are_those_of_chat() -> None:
         ({"background": True}, "background"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
@@ -132,6 +134,22 @@ def test_what_clients_send_by_themselves_is_taken() -> None:
           stream=True, stream_options={"include_obfuscation": False}, background=False,
           include=["reasoning.encrypted_content"], text={"format": {"type": "text"}},
           reasoning={"effort": None, "summary": "auto"}, prompt_cache_key="k")  # fmt: skip
+
+
+def test_a_format_is_chats_and_comes_back() -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "city", "schema": schema, "strict": True}
+    request = asked(text={"format": form, "verbosity": "medium"})
+    response_format = request.chat_options().response_format
+    assert response_format is not None
+    assert response_format.json_schema is not None
+    assert response_format.json_schema.json_schema == schema
+    body = json.loads(ResponsesBuilder(CONTEXT, request).body())
+    assert body["text"] == {"format": form}
+    assert Response.model_validate(body).text is not None
+    plain = asked()
+    assert plain.chat_options().response_format is None
+    assert json.loads(ResponsesBuilder(CONTEXT, plain).body())["text"]["format"]["type"] == "text"
 
 
 def test_a_whole_response_has_openai_s_shape() -> None:
