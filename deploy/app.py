@@ -241,7 +241,7 @@ def build_app(
         no_topics: why no topic can be added while it runs; None if the config decides.
     """
     settings = target_settings(config)
-    pool = config.drafts.experts if config.drafts.placement == "pool" else ()
+    pool = config.experts if config.drafts.placement == "pool" else ()
     target = _target(config).bind(
         settings,
         dict(actors.shards),

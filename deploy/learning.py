@@ -82,7 +82,7 @@ def named_actors(config: PacelineConfig) -> LearningActors:
 
 def _find(config: PacelineConfig, handle: Callable[[str], Any]) -> LearningActors:
     return LearningActors.find(
-        config.drafts.experts,
+        config.experts,
         list(trainer_factories(config)),
         scores=evaluates_experts(config),
         handle=handle,
@@ -92,7 +92,7 @@ def _find(config: PacelineConfig, handle: Callable[[str], Any]) -> LearningActor
 def factories(config: PacelineConfig) -> dict[str, ActorFactory[ActorHandle]]:
     """Name to factory, of all actors but the trainers, which need them all."""
     found: dict[str, ActorFactory[ActorHandle]] = {
-        shard_name(expert): partial(start_shard, config, expert) for expert in config.drafts.experts
+        shard_name(expert): partial(start_shard, config, expert) for expert in config.experts
     }
     return found | {REGISTRY: partial(_registry, config), SCHEDULER: partial(_scheduler, config)}
 
@@ -139,7 +139,7 @@ def _registry(config: PacelineConfig) -> RegistryHandle:
     registry = _restarted(config, metered_registry, REGISTRY)
     handle: RegistryHandle = registry.remote(
         directory=str(config.state_path / WEIGHTS_FOLDER),
-        topics=config.drafts.experts,
+        topics=config.experts,
         fingerprint=fingerprints(config.target_path, config.draft_paths),
         keep_versions=config.training.keep_versions,
         canary=CanarySettings() if config.training.effective_canary_share else None,

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.actors.router.key_scope import may_draft
 from paceline.actors.router.policy import GENERAL
 
 STATE_VERSION = 1
@@ -176,8 +177,9 @@ class Hedge:
             row[expert] = gain
 
     def weights(self, topic: str) -> dict[str, float]:
-        """Expert to weight; they sum to 1."""
-        start = prior(topic, self.versions, self.settings)
+        """Expert to weight, of those that may draft for the topic; they sum to 1."""
+        experts = [expert for expert in self.versions if may_draft(expert, topic)]
+        start = prior(topic, experts, self.settings)
         weights = dict(start)
         for gains in self._rows[topic].values():
             weights = updated(weights, start, gains, self.settings)

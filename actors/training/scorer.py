@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.actors.handles import RemoteMethod, remote_method
 from paceline.actors.replay.record import RecordError, belongs, decode
 from paceline.actors.router.hedge import Hedge, HedgeTable
+from paceline.actors.router.key_scope import may_draft
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.progress import Stopped, wait_for_permit
 from paceline.actors.training.settings import ScorerSettings
@@ -163,9 +164,7 @@ class ScoringLoop:
     def table(self) -> ScorerTable:
         """The routing table, and counts."""
         with self._lock:
-            waiting = sum(
-                any(key not in done for done in self._scored.values()) for key in self._records
-            )
+            waiting = len({key for expert in self._scored for key in self._missing(expert)})
             table = self.hedge.table()
             return ScorerTable(
                 weights=table.weights,
@@ -291,8 +290,13 @@ class ScoringLoop:
         return next((e for e, count in lacking.items() if count == most), None) if most else None
 
     def _missing(self, expert: str) -> dict[str, _Encoded]:
+        """The records that an expert is still to be scored on."""
         done = self._scored[expert]
-        return {key: record for key, record in self._records.items() if key not in done}
+        return {
+            key: record
+            for key, record in self._records.items()
+            if key not in done and may_draft(expert, record.topic)
+        }
 
     def _expire(self) -> None:
         oldest = self._clock() - self._settings.retention_s

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from paceline.actors.engine.grammar import tokenizer_json
 from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.replay.shard import ShardHandle
-from paceline.actors.router.policy import MinConfidence, Route
+from paceline.actors.router.key_scope import experts_for, key_of
+from paceline.actors.router.policy import GENERAL, MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_none
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
@@ -43,7 +45,7 @@ from paceline.deploy.api.request_parser import (
     query_number,
     read_body,
 )
-from paceline.deploy.api.request_schemas import GenerationOptions, StreamOptions
+from paceline.deploy.api.request_schemas import StreamOptions
 from paceline.deploy.api.response_builder import ResponseContext, response_body
 from paceline.deploy.api.response_schemas import ModelCard, ModelList
 from paceline.deploy.api.responses_builder import ResponsesBuilder
@@ -100,6 +102,7 @@ class IngressSettings:
             classifies.
         api_keys: the valid ones; without any, no key is needed.
         key_cache: whether requests reuse KV blocks of their own API key's alone.
+        key_scope: whether every named key has experts of its own, and nobody else is recorded.
         ui: whether to serve the page at ``/ui``.
         operations: whether to serve the operators' endpoints.
         generation_config: whether the model's sampling parameters are the defaults of requests.
@@ -122,6 +125,7 @@ class IngressSettings:
     in_process_router: tuple[str, str | None, int] | None = None
     api_keys: tuple[ApiKey, ...] = ()
     key_cache: bool = False
+    key_scope: bool = False
     ui: bool = False
     operations: bool = True
     generation_config: bool = True
@@ -363,7 +367,7 @@ class Ingress:
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         self._drain_state.ensure_polling()
         self._drain_state.check()
-        check_draft(options.speculative.draft, self._experts)
+        check_draft(options.speculative.draft, self._experts_for(parsed.key))
         self._encoder.check_options(options)
         count = len(parsed.prompts) * options.num_choices
         param = "n" if options.num_choices > 1 else "prompt"
@@ -373,7 +377,7 @@ class Ingress:
             async with deadline_scope(deadline):
                 source = parsed.grammar
                 grammar = "" if source is None else await self._grammars.compile(source)
-                routes = await self._select_routes(options, parsed.router_texts)
+                routes = await self._select_routes(parsed)
             context = self._response_context(parsed, [route.topic for route in routes])
             requests = engine_requests(
                 parsed, context.id, routes, self._routing_table.canary_route, grammar
@@ -400,7 +404,14 @@ class Ingress:
     def _for_key(self, request: GenerationRequest, key: ApiKey | None) -> GenerationRequest:
         """The request within what its API key shares with others."""
         salt = key.id if self._settings.key_cache and key is not None else ""
-        return replace(request, cache_salt=salt)
+        recorded = not self._settings.key_scope or bool(key_of(request.topic))
+        return replace(request, cache_salt=salt, recorded=recorded)
+
+    def _experts_for(self, key: ApiKey | None) -> Collection[str]:
+        """The experts that may draft for a key's requests."""
+        if not self._settings.key_scope:
+            return self._experts
+        return experts_for("" if key is None else key.name, self._experts)
 
     def _responses_builder(
         self, context: ResponseContext, parsed: ParsedRequest
@@ -409,12 +420,20 @@ class Ingress:
         asked = parsed.responses
         return None if asked is None else ResponsesBuilder(context, asked)
 
-    async def _select_routes(self, options: GenerationOptions, texts: list[str]) -> list[Route]:
-        """A route per prompt: of the requested expert, which learns from it, or the router's."""
-        expert = explicit_expert(options.speculative.draft)
+    async def _select_routes(self, parsed: ParsedRequest) -> list[Route]:
+        """A route per prompt: of the requested expert, which learns from it, or the router's.
+
+        With a scope by key, ``general`` drafts for those whose key has no experts.
+        """
+        texts, key = parsed.router_texts, ""
+        expert = explicit_expert(parsed.options.speculative.draft)
+        if self._settings.key_scope:
+            key = "" if parsed.key is None else parsed.key.name
+            expert = expert or (None if key else GENERAL)
         if expert is not None:
             return [Route(expert, expert)] * len(texts)
-        return await asyncio.gather(*map(self._route_selector.select, texts))
+        select = self._route_selector.select
+        return await asyncio.gather(*(select(text, key) for text in texts))
 
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
         usage = parsed.options.stream_options or StreamOptions()

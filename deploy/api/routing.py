@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from paceline.actors.handles import remote_method
 from paceline.actors.replay.shard import ShardHandle
+from paceline.actors.router.key_scope import key_route
 from paceline.actors.router.policy import MinConfidence, Route, route
 from paceline.actors.training.scorer import ScorerHandle
 from paceline.actors.weights.slots import in_canary
@@ -294,10 +295,16 @@ class RouteSelector:
             counts.setdefault(selected.topic, {})[selected.draft] = count
         return counts
 
-    async def select(self, text: str) -> Route:
-        """Topic and expert of a prompt, ``general`` in doubt."""
+    async def select(self, text: str, key: str = "") -> Route:
+        """Topic and expert of a prompt, ``general`` in doubt.
+
+        Args:
+            text: of the prompt.
+            key: whose topics and experts they are to be; empty for those of no key.
+        """
         probabilities = await self._classify(text)
-        selected = route(probabilities, self._experts, self._min_confidence, self._weights())
+        known = (probabilities, self._experts, self._min_confidence, self._weights())
+        selected = key_route(key, *known) if key else route(*known)
         self._counts[selected] += 1
         return selected
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.replay.record import RecordError, decode
 from paceline.actors.replay.shard import ShardHandle
+from paceline.actors.router.key_scope import topic_of
 from paceline.actors.router.policy import GENERAL, MinConfidence
 from paceline.actors.router.topic_fit import TopicFitFigures, TopicFitSettings
 from paceline.actors.weights.topics import (
@@ -32,6 +33,7 @@ from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_json
 from paceline.deploy.api.routing import ExpertList, RouterHandle
+from paceline.deploy.config.config import MAX_TOPICS
 from paceline.deploy.config.sections import check_name
 from paceline.deploy.demo.prompts import TOPICS, generate
 from paceline.deploy.errors import UNKNOWN_OUTCOME, ApiError, internal, invalid_value
@@ -108,7 +110,7 @@ class TopicAdminSettings:
     mutable: bool = True
     restart_reason: str | None = None
     min_confidence: MinConfidence = 0.5
-    max_topics: int = 32
+    max_topics: int = MAX_TOPICS
 
 
 class TopicRow(TypedDict):
@@ -224,7 +226,7 @@ class TopicAdmin:
                 "name": name,
                 "added": name in added,
                 "weight_version": (versions or {}).get(name),
-                "routed": None if labels is None else name in labels,
+                "routed": None if labels is None else topic_of(name) in labels,
                 "drafting": None if target is None else name in target.drafts,
                 "records": None if own is None else own.records("train", "held_out"),
             }

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from paceline.actors.router.key_scope import key_topic, topic_of
 from paceline.actors.weights.topics import read_catalogue
 from paceline.cluster.placement import PlacementConfig, WeightsConfig
 from paceline.cluster.section import Section
@@ -34,6 +35,8 @@ from paceline.deploy.config.sections import (
 from paceline.deploy.errors import ConfigError
 
 WEIGHTS_FOLDER = "weights"  # of versions and decisions, in the state folder
+MAX_TOPICS = 32  # beside ``general``
+_BY_KEY = "by-key"  # state of replay.scope: key, in the state folder
 MODELS_DIR = Path(__file__).parents[1] / "models"
 
 
@@ -78,6 +81,29 @@ class PacelineConfig(Section):
             raise ValueError("drafts.general none leaves nothing to route to and to train")
         return self
 
+    @model_validator(mode="after")
+    def _experts_by_key(self) -> Self:
+        if self.replay.scope != "key":
+            return self
+        if not self.auth.keys:
+            raise ValueError("replay.scope key needs names in auth.keys: each learns on its own")
+        if self.drafts.placement == "pool":
+            raise ValueError("replay.scope key needs drafts.placement colocated")
+        if (count := len(self.experts) - 1) > MAX_TOPICS:
+            raise ValueError(
+                f"replay.scope key makes {count} experts, one per key and topic, and at most "
+                f"{MAX_TOPICS} can be: leave out some of auth.keys or of drafts.topics"
+            )
+        return self
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """All experts, ``general`` first; with a scope by key those of each key."""
+        if self.replay.scope != "key":
+            return self.drafts.experts
+        own = (key_topic(key, topic) for key in self.auth.keys for topic in self.drafts.experts)
+        return (*self.drafts.experts[:1], *own)
+
     @property
     def target_path(self) -> Path:
         """Folder of the target; ``model_store.fetch`` makes it if it is fetched or converted."""
@@ -115,7 +141,7 @@ class PacelineConfig(Section):
         general = self.drafts.general
         folder = self.auto_draft if general == AUTO else _folder(general)
         own = {topic: _folder(path) for topic, path in self.drafts.paths.items()}
-        return {expert: own.get(expert, folder) for expert in self.drafts.experts}
+        return {expert: own.get(topic_of(expert), folder) for expert in self.experts}
 
     @property
     def auto_draft(self) -> Path:
@@ -147,12 +173,14 @@ class PacelineConfig(Section):
 
     @property
     def state_path(self) -> Path:
-        """Folder of weight versions and gate decisions."""
+        """Folder of weight versions and gate decisions; by key apart from those of all."""
         chosen = self.weights.storage or self.state_dir
         if chosen is not None:
-            return Path(chosen).expanduser().absolute()
-        home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        return Path(home).expanduser() / "paceline"
+            folder = Path(chosen).expanduser().absolute()
+        else:
+            home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+            folder = Path(home).expanduser() / "paceline"
+        return folder / _BY_KEY if self.replay.scope == "key" else folder
 
     def with_topics(self, names: Iterable[str]) -> Self:
         """The configuration with further topics, whose experts start from ``general``'s folder."""

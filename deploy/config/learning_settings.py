@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.training.synthetic.prompts import SyntheticSettings, TurnMarks, turn_marks
 from paceline.actors.weights.state_folder import fingerprints
@@ -43,8 +44,11 @@ def trainer_settings(config: PacelineConfig) -> TrainerSettings:
     from paceline.actors.training.topic_schedule import ScheduleSettings, min_hope_for
 
     micro_batch, accumulation = config.training.batches(resolve_device(config.target.device).type)
+    paths = {expert: str(path) for expert, path in config.draft_paths.items()}
+    if config.replay.scope == "key":
+        del paths[GENERAL]  # it learns from all topics, and so from all keys
     return TrainerSettings(
-        draft_paths={expert: str(path) for expert, path in config.draft_paths.items()},
+        draft_paths=paths,
         distiller=DistillerSettings(
             learning_rate=config.training.learning_rate,
             rate_hold_steps=config.training.rate_hold_steps,

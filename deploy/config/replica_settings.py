@@ -26,7 +26,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         model_name=config.model_name,
         model_path=str(config.target_path),
         max_model_len=config.target.max_model_len,
-        experts=config.drafts.experts,
+        experts=config.experts,
         router_timeout_s=config.router.timeout_s,
         min_confidence=confidence,
         max_in_flight=_in_flight(config),
@@ -44,6 +44,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         ),
         api_keys=api_keys(config.auth, os.environ),
         key_cache=config.target.prefix_cache == "key",
+        key_scope=config.replay.scope == "key",
         in_process_router=_in_process_router(config),
         ui=config.ui.enabled,
         operations=config.operations.enabled,
@@ -133,6 +134,11 @@ def expert_settings(config: PacelineConfig, target: TargetSettings, expert: str)
 
 def topic_refusal(config: PacelineConfig) -> str | None:
     """Reason why no topic can be added while the server runs; None if one can."""
+    if config.replay.scope == "key":
+        return (
+            "Every key has experts of its own (replay.scope): name the topic in drafts.topics and "
+            "start the server again."
+        )
     if config.drafts.placement == "pool" and config.drafts.num_gpus > 0:
         return (
             "The GPUs are shared out among the target and the experts of the pool when the server "

@@ -219,8 +219,14 @@ class ReplayConfig(Section):
 
     Each replica records at most ``max_records_per_s`` per topic, in bursts of up to 16 seconds'
     worth: recording every request slows serving down and does not train better. null records all.
+
+    ``scope`` key gives every key of ``auth.keys`` experts of its own, ``acme.sql``, which learn
+    from that key's requests alone and draft for no other's. Requests with another key, or none,
+    are not recorded, and the ``general`` that drafts for them never learns. What is learnt lies
+    apart, in the folder by-key of ``state_dir``. There can be 32 experts, one per key and topic.
     """
 
+    scope: Literal["all", "key"] = "all"
     capacity_mb: Count = 256
     retention_hours: Seconds = 24.0
     max_records_per_s: PerSecond | None = 2.0

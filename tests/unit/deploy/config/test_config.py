@@ -40,6 +40,31 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
     assert load_config(None, {"state_dir": "/else"}).state_path == Path("/else")
 
 
+SCOPED = f"""
+replay: {{scope: key}}
+auth: {{keys: {{acme: {{sha256: {"a" * 64}}}, beta: {{sha256: {"b" * 64}}}}}}}
+"""
+
+
+def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "scoped.yaml"
+    file.write_text(
+        SCOPED + "state_dir: /else\ndrafts: {general: /g, topics: [sql], paths: {sql: /s}}"
+    )
+    config = load_config(file)
+    assert config.draft_paths == {
+        "general": Path("/g"),
+        "acme.general": Path("/g"),
+        "acme.sql": Path("/s"),
+        "beta.general": Path("/g"),
+        "beta.sql": Path("/s"),
+    }
+    assert config.state_path == Path("/else/by-key")  # what others taught is not taken over
+    assert load_config(file, {"replay.scope": "all"}).experts == ("general", "sql")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -88,6 +113,13 @@ def test_state_outlives_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> N
         (
             "auth:\n  keys: {a: {sha256: %s}, b: {sha256: %s}}" % (("a" * 64,) * 2),
             "auth.keys: two keys have the same sha256",
+        ),
+        ("replay:\n  scope: key", "replay.scope key needs names in auth.keys"),
+        ("replay:\n  scope: tenant", "replay.scope: "),
+        (f"{SCOPED}drafts:\n  placement: pool", "needs drafts.placement colocated"),
+        (
+            f"{SCOPED}drafts:\n  topics: [{', '.join(f't{n}' for n in range(16))}]",
+            "makes 34 experts, one per key and topic, and at most 32",
         ),
         ("a: [", "not YAML"),
     ],
